@@ -1,0 +1,5 @@
+"""The host agent: one process per host that digests, commits, uploads and prunes. No torch."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

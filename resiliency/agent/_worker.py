@@ -1,0 +1,81 @@
+"""A named daemon thread that runs jobs in order, and can be waited for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["Worker"]
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Runs submitted jobs one after another. Thread: submit from any; jobs run on this worker's own thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._running = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queues a job; the thread starts with the first one. Jobs given after close are dropped."""
+        with self._wake:
+            if self._closed:
+                return
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._wake.notify_all()
+
+    @property
+    def idle(self) -> bool:
+        with self._wake:
+            return not self._jobs and not self._running
+
+    def wait_idle(self, deadline: float) -> bool:
+        """Waits until nothing is queued or running; False when ``deadline`` (monotonic seconds) passes first."""
+        with self._wake:
+            while self._jobs or self._running:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._wake.wait(left)
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._jobs and not self._closed:
+                    self._wake.wait()
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                self._running = True
+            try:
+                job()
+            except Exception:  # Boundary: one failed job must not end the agent; jobs report their own expected errors.
+                logger.exception("%s: job failed", self._name)
+            finally:
+                with self._wake:
+                    self._running = False
+                    self._wake.notify_all()
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        """Drops what is queued and ends the thread after the running job. Idempotent."""
+        with self._wake:
+            self._closed = True
+            self._jobs.clear()
+            self._wake.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+            if thread.is_alive():
+                logger.warning("%s is still in a job after %.0f s and is left behind as a daemon", self._name, timeout_s)

@@ -1,0 +1,358 @@
+"""The trainer's end: finds or starts the host agent, keeps talking when it dies, and does its work when it cannot live.
+
+Nothing here blocks the training thread except :meth:`AgentClient.open`, :meth:`AgentClient.flush` and
+:meth:`AgentClient.close`, each with a deadline. When the connection breaks, a new agent is started and everything not
+yet acknowledged is said again; after repeated failures the agent's code runs inside this process instead, and a
+warning says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from resiliency.agent.core import HostAgent
+from resiliency.agent.protocol import PROTOCOL_VERSION, AgentConfig, Framer, pack
+from resiliency.agent.server import EXIT_TAKEN
+from resiliency.checkpoint.manifest import META_DIR
+from resiliency.errors import AgentError, TierError
+from resiliency.events import EventKind, EventWriter
+from resiliency.settings import child_environment
+
+__all__ = ["AgentClient"]
+
+logger = logging.getLogger(__name__)
+
+_START_S = 30.0
+_CONNECT_TRIES = 5
+#: After this many lost agents within the window the work moves into the trainer.
+_MAX_LOSSES = 3
+_LOSS_WINDOW_S = 120.0
+
+
+class AgentClient:
+    """One rank's connection to its host agent.
+
+    Args:
+        config: of this attempt.
+        rank: global rank of this process.
+        events: where facts go.
+        embedded: do the agent's work in this process from the start.
+
+    Threads: public methods from the training thread (``send`` from any); a thread ``resiliency-agent-link`` receives.
+    """
+
+    def __init__(self, config: AgentConfig, rank: int, events: EventWriter, *, embedded: bool = False) -> None:
+        self.config = config
+        self.rank = rank
+        self._events = events
+        self._lock = threading.Condition()
+        self._inbox: deque[dict[str, Any]] = deque()
+        self._unacknowledged: dict[tuple[int, int], dict[str, Any]] = {}  # (step, serial) -> its seal, until recorded or failed
+        self._deletes: deque[dict[str, Any]] = deque(maxlen=64)  # said again to a new agent: doing them twice is harmless
+        self._socket: socket.socket | None = None
+        self._embedded: HostAgent | None = None
+        self._force_embedded = embedded
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._losses: deque[float] = deque()
+        self._flushed: dict[int, bool] = {}
+        self._flushes = 0
+
+    @property
+    def embedded(self) -> bool:
+        """True when the agent's work is done in this process."""
+        return self._embedded is not None
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Connects, starting the agent if there is none. Blocks: up to about a minute. Collective: no.
+
+        Raises:
+            AgentError: the agent refused this job (another one is using the directory), or the local tier cannot be used.
+        """
+        if not self._force_embedded:
+            for _ in range(_MAX_LOSSES):
+                try:
+                    self._connect()
+                except AgentError:
+                    raise
+                except OSError as error:
+                    logger.warning("rank %d: the checkpoint agent of %s did not start (%s)", self.rank, self.config.local.address, error)
+                    continue
+                self._thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
+                self._thread.start()
+                return
+        self._embed()
+
+    def _connect(self) -> None:
+        """Connects and says hello. Raises OSError when no agent can be reached or started, AgentError when refused."""
+        connection = self._dial() or self._start_and_dial()
+        try:
+            connection.settimeout(_START_S + self.config.drain_s)
+            connection.sendall(pack({"t": "hello", "v": PROTOCOL_VERSION, "rank": self.rank, "config": self.config.to_json()}))
+            framer = Framer()
+            answer: dict[str, Any] | None = None
+            while answer is None:
+                data = connection.recv(1 << 16)
+                if not data:
+                    raise ConnectionError("the agent ended during the greeting")
+                # Nothing but the answer can come before the first request.
+                answer = next(framer.feed(data), None)
+            if answer["t"] == "refused":
+                raise AgentError(f"rank {self.rank}: the checkpoint agent refused: {answer['reason']}")
+            connection.settimeout(None)
+            # A stopped agent must not stop the trainer: sending gives up after a second, and the link is remade.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._socket = connection
+            for message in (*self._unacknowledged.values(), *self._deletes):
+                connection.sendall(pack(message))
+
+    def _dial(self) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            connection.connect(self.config.address())
+        except OSError:
+            connection.close()
+            return None
+        return connection
+
+    def _start_and_dial(self) -> socket.socket:
+        pause = threading.Event()
+        for attempt in range(_CONNECT_TRIES):
+            self._spawn()
+            connection = self._dial()
+            if connection is not None:
+                return connection
+            # The agent that held the socket was just ending; the next one can bind in a moment.
+            pause.wait(0.1 * 2**attempt)
+        raise ConnectionError("no agent could be reached or started")
+
+    def _spawn(self) -> None:
+        """Starts an agent and waits until it listens; returns also when another one is already there."""
+        import resiliency
+
+        log = Path(self.config.local.address, META_DIR, self.config.run, "logs", f"agent-{self.config.node}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        ready, ready_child = os.pipe()
+        try:
+            with open(log, "ab") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "resiliency.agent", self.config.to_json(), str(ready_child)],
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, pass_fds=(ready_child,),
+                    env=child_environment(str(Path(resiliency.__file__).parent.parent)),
+                )  # fmt: skip
+            os.close(ready_child)
+            ready_child = -1
+            readable, _, _ = select.select([ready], [], [], _START_S)
+            started = bool(readable) and os.read(ready, 1) == b"1"
+        finally:
+            os.close(ready)
+            if ready_child >= 0:
+                os.close(ready_child)
+        if started:
+            self._reap()
+            self._process = process
+            return
+        try:
+            code = process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=5)
+            raise ConnectionError(f"the agent did not listen within {_START_S:.0f} s; see {log}") from None
+        if code != EXIT_TAKEN:
+            raise ConnectionError(f"the agent ended with status {code} at its start; see {log}")
+
+    def _reap(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            logger.debug("agent %d still runs", self._process.pid)
+        self._process = None
+
+    def _embed(self) -> None:
+        config = self.config
+        alone = AgentConfig(
+            run=config.run, node=config.node, attempt=config.attempt, token=config.token, world_size=config.world_size,
+            local_ranks=(self.rank,), shared=config.shared, local=config.local, durable=config.durable, remotes=config.remotes,
+            events=config.events, drain_s=config.drain_s,
+        )  # fmt: skip
+        agent = HostAgent(alone, lambda _, message: self._deliver(message), self._events)
+        try:
+            agent.start()
+        except TierError as error:
+            raise AgentError(f"rank {self.rank}: the local tier {config.local.address} cannot be read: {error}") from error
+        if not self._force_embedded:
+            logger.warning("rank %d: checkpoints are digested and committed inside the trainer, because no agent process can run;"
+                           " training is correct but saves cost more", self.rank)  # fmt: skip
+        with self._lock:
+            self._embedded = agent
+            for message in (*self._unacknowledged.values(), *self._deletes):
+                agent.handle(self.rank, message)
+
+    # -- talking --------------------------------------------------------------------------------------------------
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Says something to the agent; never blocks for long and never raises. Thread: any."""
+        with self._lock:
+            if message["t"] == "seal":
+                self._unacknowledged[message["step"], message["serial"]] = message
+            elif message["t"] == "delete":
+                self._deletes.append(message)
+            if self._embedded is not None:
+                self._embedded.handle(self.rank, message)
+                return
+            if self._socket is None:
+                return  # the link thread is getting a new agent and will repeat what matters
+            try:
+                self._socket.sendall(pack(message))
+            except OSError:
+                logger.debug("agent is gone; %s will be repeated if it matters", message["t"])
+                self._cut()
+
+    def suspect(self) -> None:
+        """Gives up an agent that does not answer: the link is cut and the work moves to another agent or in here."""
+        with self._lock:
+            # The hung agent still holds its address, so another could not serve this directory.
+            self._losses.extend([time.monotonic()] * (_MAX_LOSSES + 1))
+            self._cut()
+
+    def _cut(self) -> None:
+        if self._socket is not None:
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                logger.debug("the link was down already", exc_info=True)
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Messages that came since the last call. Thread: training."""
+        with self._lock:
+            messages = list(self._inbox)
+            self._inbox.clear()
+        return messages
+
+    def wait_message(self, timeout_s: float) -> bool:
+        """Waits until :meth:`poll` would return something; False when the time is up."""
+        with self._lock:
+            return self._lock.wait_for(lambda: bool(self._inbox), timeout_s)
+
+    def _deliver(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            if message["t"] in ("recorded", "failed"):
+                self._unacknowledged.pop((message["step"], message["serial"]), None)
+            if message["t"] == "flushed":
+                self._flushed[message["id"]] = bool(message["done"])
+            else:
+                self._inbox.append(message)
+            self._lock.notify_all()
+
+    def _receive(self) -> None:
+        while True:
+            framer = Framer()
+            connection = self._socket
+            try:
+                while connection is not None:
+                    data = connection.recv(1 << 16)
+                    if not data:
+                        break
+                    for message in framer.feed(data):
+                        self._deliver(message)
+            except (OSError, AgentError):
+                logger.debug("connection to the agent broke", exc_info=True)
+            with self._lock:
+                if connection is not None:
+                    connection.close()
+                self._socket = None
+                if self._closing:
+                    return
+            if not self._recover():
+                return
+
+    def _recover(self) -> bool:
+        """Gets a new agent after one was lost; False when the link thread is not needed any more."""
+        now = time.monotonic()
+        self._losses.append(now)
+        while self._losses and now - self._losses[0] > _LOSS_WINDOW_S:
+            self._losses.popleft()
+        self._events.emit(EventKind.AGENT_LOST, losses=len(self._losses))
+        if len(self._losses) <= _MAX_LOSSES:
+            logger.warning("rank %d: the checkpoint agent of %s is gone; starting another, training goes on",
+                           self.rank, self.config.local.address)  # fmt: skip
+            try:
+                self._connect()
+                return True
+            except (OSError, AgentError) as error:
+                logger.warning("rank %d: no new checkpoint agent (%s)", self.rank, error)
+        try:
+            self._embed()
+        except AgentError:
+            logger.exception("rank %d: checkpoints cannot be committed any more; training goes on without new ones", self.rank)
+        with self._lock:
+            self._lock.notify_all()
+        return False
+
+    # -- end ------------------------------------------------------------------------------------------------------
+
+    def flush(self, level: str, *, timeout_s: float) -> bool:
+        """Waits until what was sealed has reached "committed", "durable" or "uploaded". Blocks: up to ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            with self._lock:
+                embedded = self._embedded
+                if embedded is None:
+                    if self._socket is None:
+                        # The link thread is getting a new agent; it notifies when it has one or gave up.
+                        self._lock.wait(min(left, 1.0))
+                        if self._thread is not None and not self._thread.is_alive() and self._embedded is None:
+                            return False
+                        continue
+                    self._flushes += 1
+                    ticket, connection = self._flushes, self._socket
+                    try:
+                        connection.sendall(pack({"t": "flush", "id": ticket, "level": level, "timeout_s": left}))
+                    except OSError:
+                        self._lock.wait(min(left, 0.2))
+                        continue
+                    self._lock.wait_for(lambda: ticket in self._flushed or self._socket is not connection, left + 1.0)
+                    if ticket in self._flushed:
+                        return self._flushed.pop(ticket)
+                    continue
+            return embedded.wait(level, timeout_s=left)
+
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Leaves the agent; it ends by itself when every rank has left. Idempotent. Blocks: up to ``timeout_s``."""
+        with self._lock:
+            self._closing = True
+            connection, embedded, process = self._socket, self._embedded, self._process
+        if embedded is not None:
+            embedded.close()
+        if connection is not None:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                logger.debug("the agent had left first", exc_info=True)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        if process is not None:
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                logger.info("the checkpoint agent %d is still finishing uploads and ends by itself", process.pid)
+            self._process = None

@@ -1,0 +1,496 @@
+"""The agent's work: digest, commit, make durable, upload, prune. Runs in the agent process or, as a fallback, in the trainer.
+
+One instance serves the ranks of one host in one attempt. Every decision about completeness is made from files, so that
+several agents (one per host on a shared folder, or one per rank when embedded) can work side by side and an agent that
+dies at any point leaves nothing that its successor cannot finish or discard.
+
+Order of a commit on the local tier: shard renamed into its step folder, record, manifest (last), name files. Then, on
+a durable tier, fsync of all of it; only then older steps are pruned, manifest first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from resiliency import faultpoints
+from resiliency.agent._worker import Worker
+from resiliency.agent.digester import Fill, MapCache, digest
+from resiliency.agent.protocol import AgentConfig, TierSpec
+from resiliency.agent.uploader import Uploader
+from resiliency.checkpoint.catalog import read_name, scan, step_prefix
+from resiliency.checkpoint.manifest import (
+    ARENA_DIR,
+    BLOCK_BYTES,
+    MANIFEST,
+    META_DIR,
+    Manifest,
+    NameFile,
+    ShardRecord,
+    StepId,
+    manifest_from_records,
+    record_file,
+)
+from resiliency.checkpoint.retention import steps_to_delete
+from resiliency.checkpoint.tiers.local import LocalTier, fsync_dir, fsync_file
+from resiliency.errors import CorruptShard, TierError
+from resiliency.events import EventKind, EventWriter
+
+__all__ = ["HostAgent"]
+
+logger = logging.getLogger(__name__)
+
+#: Free shard files kept per rank; more are deleted.
+_SPARE_FILES = 2
+
+
+@dataclass
+class _Step:
+    """What the agent knows of a step on the local tier."""
+
+    id: StepId
+    records: dict[int, ShardRecord] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    durable: bool = False
+    pins: int = 0
+    began: float = field(default_factory=time.monotonic)
+    tiers: tuple[str, ...] = ()
+
+
+class HostAgent:
+    """See the module docstring.
+
+    Args:
+        config: of this attempt.
+        notify: called with ``(rank, message)`` from the agent's threads; must not block.
+        events: where facts go.
+
+    Threads: :meth:`handle` from any; the work is done on threads of its own, all named ``resiliency-agent-*``.
+    """
+
+    def __init__(self, config: AgentConfig, notify: Callable[[int, dict[str, Any]], None], events: EventWriter) -> None:
+        self.config = config
+        self._notify = notify
+        self._events = events
+        # Commits must be quick and survive a kill, not a power loss: fsync follows in its own stage.
+        self._tier = LocalTier(config.local.address, durable=False, name=config.local.name)
+        self._lock = threading.RLock()
+        self._steps: dict[StepId, _Step] = {}
+        self._fills: dict[int, Fill] = {}
+        self._deletes: dict[str, tuple[StepId, int]] = {}
+        self._maps = {rank: MapCache() for rank in config.local_ranks}
+        self._digesters = {rank: Worker(f"resiliency-agent-digest-{rank}") for rank in config.local_ranks}
+        self._commits = Worker("resiliency-agent-commit")
+        self._syncs = Worker("resiliency-agent-sync")
+        self._uploaders = [Uploader(config, spec, self._path, self._uploaded, events) for spec in config.remotes]
+        self._warned: set[str] = set()
+        self._arena = os.path.join(config.local.address, META_DIR, config.run, ARENA_DIR)
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Reads what is there and resumes uploads an earlier agent did not finish. Blocks: one listing.
+
+        Raises:
+            TierError: the local tier cannot be listed.
+        """
+        self._rescan()
+        with self._lock:
+            newest = max((s for s in self._steps.values() if s.manifest is not None), key=lambda s: s.id, default=None)
+        if newest is not None:
+            for uploader in self._uploaders:
+                if uploader.spec.name in newest.tiers:
+                    self._pin(newest.id)
+                    uploader.submit(newest.id, self._own_records(newest), only_if_missing=True)
+
+    def _rescan(self) -> None:
+        found = {listing.id: listing for listing in scan(self._tier, self.config.run)}
+        with self._lock:
+            for step in list(self._steps):
+                if step not in found and self._steps[step].manifest is not None and self._steps[step].pins == 0:
+                    del self._steps[step]
+            for listing in found.values():
+                known = self._steps.setdefault(listing.id, _Step(listing.id))
+                known.records.update(listing.records)
+                if listing.manifest is not None and known.manifest is None:
+                    # Written by an earlier attempt and read back since: as durable as it will get.
+                    known.manifest, known.durable = listing.manifest, True
+                    known.tiers = tuple(listing.manifest.info.get("tiers", ()))
+
+    def wait(self, level: str, *, timeout_s: float) -> bool:
+        """Waits until everything sealed so far has reached ``level`` ("committed", "durable" or "uploaded")."""
+        deadline = time.monotonic() + timeout_s
+        workers = [*self._digesters.values(), self._commits]
+        if level in ("durable", "uploaded"):
+            workers += [self._syncs, self._commits]
+        done = all(worker.wait_idle(deadline) for worker in workers)
+        if done and level == "uploaded":
+            done = all(uploader.wait_idle(deadline) for uploader in self._uploaders) and self._commits.wait_idle(deadline)
+        return done
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing sealed is left to do."""
+        return all(worker.idle for worker in (*self._digesters.values(), self._commits, self._syncs)) and all(
+            uploader.idle for uploader in self._uploaders
+        )
+
+    def close(self) -> None:
+        """Stops all threads; unfinished uploads are left to a later start. Idempotent."""
+        for fill in list(self._fills.values()):
+            fill.abort()
+        for uploader in self._uploaders:
+            uploader.close()
+        for worker in (*self._digesters.values(), self._syncs, self._commits):
+            worker.close()
+        for maps in self._maps.values():
+            maps.close()
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def handle(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Takes one message of a rank. Returns at once."""
+        kind = message["t"]
+        if kind == "begin":
+            self._begin(rank, message)
+        elif kind == "progress":
+            fill = self._fills.get(rank)
+            if fill is not None and fill.id == self.config.step_id(message):
+                fill.advance(message["upto"])
+        elif kind == "seal":
+            faultpoints.hit("agent.seal.received", rank=rank)
+            fill = self._fills.get(rank)
+            if fill is None or fill.id != self.config.step_id(message):
+                fill = self._begin(rank, message)
+            fill.finish(message)
+        elif kind == "abort":
+            self.abandon(rank)
+        elif kind == "delete":
+            self._delete(message["names"], after=message["after"])
+        elif kind == "complete":
+            self._commits.submit(lambda: self._complete(self.config.step_id(message), told=True))
+        elif kind == "rescan":
+            self._commits.submit(self._rescan)
+        else:
+            logger.warning("rank %d sent a message of unknown kind %r; it is ignored", rank, kind)
+
+    def abandon(self, rank: int) -> None:
+        """The rank is gone or gave up: what it did not seal will never be."""
+        fill = self._fills.get(rank)
+        if fill is not None and fill.seal is None:
+            fill.abort()
+            self._fills.pop(rank, None)
+
+    def _begin(self, rank: int, message: Mapping[str, Any]) -> Fill:
+        self.abandon(rank)
+        fill = Fill(
+            self.config.step_id(message), rank, message["path"], message["inode"], message["nbytes"]
+        )
+        self._fills[rank] = fill
+        self._digesters[rank].submit(lambda: self._digest(fill))
+        return fill
+
+    def _delete(self, names: list[str], *, after: int) -> None:
+        older = StepId(after, 0, "")  # the step being saved may carry the same name again
+        with self._lock:
+            for name in names:
+                self._deletes[name] = (older, after)
+        self._commits.submit(self._prune)
+
+    # -- commit -------------------------------------------------------------------------------------------------
+
+    def _path(self, step: StepId, file: str) -> str:
+        return os.path.join(self.config.local.address, step_prefix(self.config.run, step), file)
+
+    def _digest(self, fill: Fill) -> None:
+        record = ShardRecord(
+            id=fill.id, run=self.config.run, rank=fill.rank, world_size=self.config.world_size, node=self.config.node,
+            nbytes=fill.nbytes, block_bytes=BLOCK_BYTES, digests=(), plan="",
+        )  # fmt: skip
+        target = self._path(fill.id, record.file)
+        try:
+            # After an agent's death a seal is sent again, and the file may have been moved already.
+            digests = digest(fill, self._maps[fill.rank], fill.path if os.path.exists(fill.path) else target)
+        except OSError as error:
+            self._failed(fill, f"shard file {fill.path} cannot be read: {error}")
+            return
+        if digests is not None:
+            self._commits.submit(lambda: self._commit(fill, digests, target))
+
+    def _commit(self, fill: Fill, digests: tuple[str, ...], target: str) -> None:
+        seal = fill.seal
+        assert seal is not None
+        record = ShardRecord(
+            id=fill.id, run=self.config.run, rank=fill.rank, world_size=self.config.world_size, node=self.config.node,
+            nbytes=fill.nbytes, block_bytes=BLOCK_BYTES, digests=digests, plan=seal["plan"], names=tuple(seal["names"]),
+            supersedes=tuple(seal["supersedes"]), created=seal["created"],
+            info={**seal["info"], "tiers": list(seal["tiers"])},
+        )  # fmt: skip
+        prefix = step_prefix(self.config.run, fill.id)
+        try:
+            faultpoints.hit("agent.shard.rename", rank=fill.rank)
+            if os.path.exists(fill.path):
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                os.rename(fill.path, target)
+            faultpoints.hit("agent.record.write", rank=fill.rank)
+            self._tier.put_bytes(prefix + record_file(fill.rank), json.dumps(record.to_dict()).encode())
+        except (OSError, TierError) as error:
+            self._undo(fill, target)
+            self._failed(fill, f"cannot commit to {self.config.local.address}: {error}")
+            return
+        with self._lock:
+            step = self._steps.setdefault(fill.id, _Step(fill.id))
+            step.records[fill.rank] = record
+            step.tiers = tuple(seal["tiers"])
+            step.began = min(step.began, time.monotonic() - max(0.0, time.time() - record.created))
+        self._fills.pop(fill.rank, None) if self._fills.get(fill.rank) is fill else None
+        self._notify(fill.rank, {"t": "recorded", **_about(fill.id)})
+        self._complete(fill.id)
+
+    def _undo(self, fill: Fill, target: str) -> None:
+        """Puts the shard file back into the arena after a commit that failed."""
+        try:
+            if os.path.exists(target):
+                os.rename(target, fill.path)
+        except OSError:
+            logger.warning("%s could not be moved back to %s; it is pruned with its step", target, fill.path, exc_info=True)
+
+    def _failed(self, fill: Fill, reason: str) -> None:
+        if self._fills.get(fill.rank) is fill:
+            self._fills.pop(fill.rank, None)
+        self._notify(fill.rank, {"t": "failed", **_about(fill.id), "reason": reason, "tier": self.config.local.name})
+        self._notify(fill.rank, {"t": "free", "inode": fill.inode, "path": fill.path})
+        self._events.emit(
+            EventKind.CHECKPOINT_FAILED, step=fill.id.step, reason=reason, tier=self.config.local.name, shard=fill.rank, will_retry=True
+        )
+        self._warn_once("commit", "checkpoint of step %d failed on rank %d: %s; training goes on, the next save tries again",
+                        fill.id.step, fill.rank, reason)  # fmt: skip
+
+    def _warn_once(self, about: str, text: str, *args: object) -> None:
+        level = logging.DEBUG if about in self._warned else logging.WARNING
+        self._warned.add(about)
+        logger.log(level, text, *args)
+
+    def _complete(self, step_id: StepId, *, told: bool = False) -> None:
+        """Commits the step when every shard's record can be seen (or the ranks have told that all are recorded)."""
+        with self._lock:
+            step = self._steps.get(step_id)
+            if step is None or step.manifest is not None:
+                return
+            records = dict(step.records)
+        prefix = step_prefix(self.config.run, step_id)
+        if self.config.shared:
+            for rank in range(self.config.world_size):
+                if rank in records:
+                    continue
+                where = prefix + record_file(rank)
+                try:
+                    records[rank] = ShardRecord.from_dict(json.loads(self._tier.read(where)), where=where)
+                except (FileNotFoundError, TierError, CorruptShard, ValueError):
+                    return  # not there yet: whoever writes the last record commits
+        manifest = manifest_from_records(records.values())
+        if manifest is None:
+            plans = {record.plan for record in records.values()}
+            if len(records) == self.config.world_size and len(plans) > 1:
+                self._plan_differs(step_id)
+            if not (told and not self.config.shared):
+                return
+            # Node-local tier of a job over several hosts: this host's part of a step that is whole elsewhere.
+            manifest = Manifest(
+                id=step_id, run=self.config.run, world_size=self.config.world_size,
+                shards=tuple(records[rank] for rank in sorted(records)),
+            )  # fmt: skip
+        try:
+            faultpoints.hit("agent.manifest.write")
+            if len(manifest.shards) == manifest.world_size:
+                self._tier.put_bytes(prefix + MANIFEST, manifest.to_json().encode())
+            faultpoints.hit("agent.name.write")
+            for name in manifest.names:
+                self._tier.put_bytes(name, NameFile(run=self.config.run, id=step_id).to_json().encode())
+        except (OSError, TierError) as error:
+            self._events.emit(EventKind.CHECKPOINT_FAILED, step=step_id.step, reason=str(error), tier=self.config.local.name, will_retry=True)
+            self._warn_once("commit", "checkpoint of step %d failed: %s; training goes on, the next save tries again", step_id.step, error)
+            for rank in self.config.local_ranks:
+                self._notify(rank, {"t": "failed", **_about(step_id), "reason": str(error), "tier": self.config.local.name})
+            return
+        with self._lock:
+            step.records, step.manifest = records, manifest
+            self._warned.discard("commit")
+        seconds = time.monotonic() - step.began
+        self._events.emit(
+            EventKind.CHECKPOINT_SAVED, step=step_id.step, tier=self.config.local.name, seconds_s=round(seconds, 6),
+            bytes=manifest.nbytes, names=list(manifest.names),
+        )  # fmt: skip
+        faultpoints.hit("agent.committed")
+        for rank in self.config.local_ranks:
+            self._notify(rank, {"t": "committed", **_about(step_id), "tier": self.config.local.name})
+        for uploader in self._uploaders:
+            if uploader.spec.name in step.tiers:
+                self._pin(step_id)
+                uploader.submit(step_id, self._own_records(step))
+        self._syncs.submit(lambda: self._sync(step))
+
+    def _plan_differs(self, step_id: StepId) -> None:
+        reason = "ranks saved different sets of tensors; every rank must pass the same state (what differs belongs into per_rank)"
+        for rank in self.config.local_ranks:
+            self._notify(rank, {"t": "failed", **_about(step_id), "reason": reason, "tier": self.config.local.name})
+        self._events.emit(EventKind.CHECKPOINT_FAILED, step=step_id.step, reason=reason, tier=self.config.local.name, will_retry=False)
+        self._warn_once("plan", "checkpoint of step %d cannot be committed: %s", step_id.step, reason)
+
+    def _own_records(self, step: _Step) -> list[ShardRecord]:
+        return [record for rank, record in sorted(step.records.items()) if rank in self.config.local_ranks]
+
+    # -- durability and uploads ----------------------------------------------------------------------------------
+
+    def _sync(self, step: _Step) -> None:
+        folder = os.path.dirname(self._path(step.id, MANIFEST))
+        if self.config.durable:
+            try:
+                faultpoints.hit("agent.fsync")
+                for record in self._own_records(step):
+                    fsync_file(os.path.join(folder, record.file))
+                    fsync_file(os.path.join(folder, record_file(record.rank)))
+                manifest = os.path.join(folder, MANIFEST)
+                if os.path.exists(manifest):
+                    fsync_file(manifest)
+                for place in (folder, os.path.dirname(folder), self.config.local.address):
+                    fsync_dir(place)
+                faultpoints.hit("agent.durable")
+            except OSError as error:
+                # Not durable: older steps stay (they are pruned after a later step's fsync), training goes on.
+                reason = f"fsync of {folder} failed: {error}"
+                self._events.emit(EventKind.CHECKPOINT_FAILED, step=step.id.step, reason=reason, tier=self.config.local.name, will_retry=True)
+                self._warn_once("sync", "step %d is committed but may not survive a power loss: %s", step.id.step, reason)
+                for rank in self.config.local_ranks:
+                    self._notify(rank, {"t": "failed", **_about(step.id), "reason": reason, "tier": self.config.local.name})
+                return
+        with self._lock:
+            step.durable = True
+        if self.config.durable:
+            seconds = time.monotonic() - step.began
+            self._events.emit(EventKind.CHECKPOINT_DURABLE, step=step.id.step, tier=self.config.local.name, seconds_s=round(seconds, 6))
+            for rank in self.config.local_ranks:
+                self._notify(rank, {"t": "durable", **_about(step.id), "tier": self.config.local.name})
+        self._commits.submit(self._prune)
+
+    def _pin(self, step_id: StepId) -> None:
+        with self._lock:
+            self._steps[step_id].pins += 1
+
+    def _uploaded(self, spec: TierSpec, step_id: StepId, outcome: str, reason: str) -> None:
+        """Called by an uploader when it is done with a step, one way or the other."""
+        with self._lock:
+            step = self._steps.get(step_id)
+            if step is not None and outcome != "retrying":
+                step.pins -= 1
+        message = {"durable": "durable", "partial": None}.get(outcome, "failed")
+        if message is not None:
+            for rank in self.config.local_ranks:
+                self._notify(rank, {"t": message, **_about(step_id), "tier": spec.name, "reason": reason})
+        if outcome != "retrying":
+            self._commits.submit(self._prune)
+
+    # -- pruning -------------------------------------------------------------------------------------------------
+
+    def _effective_deletes(self, newest: StepId) -> dict[str, StepId]:
+        """Deletions whose condition (a step at least as new as ``after`` is safe) holds."""
+        return {name: upto for name, (upto, after) in self._deletes.items() if newest.step >= after}
+
+    def _prune(self) -> None:
+        with self._lock:
+            safe = [s.manifest for s in self._steps.values() if s.manifest is not None and s.durable]
+            if not safe:
+                return
+            newest = max(m.id for m in safe)
+            deletes = self._effective_deletes(newest)
+            filling = {fill.id for fill in self._fills.values()}
+            busy = {s.id for s in self._steps.values() if s.pins > 0} | filling
+            unsafe = {s.id for s in self._steps.values() if s.manifest is not None and not s.durable}
+            doomed = steps_to_delete(
+                safe, [s.id for s in self._steps.values() if s.manifest is None], keep=self.config.local.keep, deleted=deletes,
+                busy=busy | unsafe,
+            )  # fmt: skip
+        for step_id in doomed:
+            try:
+                self._delete_step(step_id)
+            except (OSError, TierError) as error:
+                self._warn_once("prune", "step %d could not be deleted from %s: %s; it is tried again after the next commit",
+                                step_id.step, self.config.local.address, error)  # fmt: skip
+                return
+        self._drop_dead_names(deletes)
+
+    def _drop_dead_names(self, deletes: Mapping[str, StepId]) -> None:
+        """Removes name files of deleted names whose step lives on under another name."""
+        for name, upto in deletes.items():
+            pointer = read_name(self._tier, name)
+            if pointer is not None and pointer.run == self.config.run and pointer.id <= upto:
+                newest = max((s.id for s in self._steps.values() if s.manifest is not None), default=None)
+                if pointer.id != newest:
+                    self._tier.delete(name)
+            with self._lock:
+                self._deletes.pop(name, None)
+
+    def _delete_step(self, step_id: StepId) -> None:
+        step = self._steps[step_id]
+        folder = os.path.dirname(self._path(step_id, MANIFEST))
+        prefix = step_prefix(self.config.run, step_id)
+        faultpoints.hit("agent.prune.manifest")
+        self._tier.delete(prefix + MANIFEST)
+        for name in step.manifest.names if step.manifest is not None else ():
+            pointer = read_name(self._tier, name)
+            if pointer is not None and pointer.id == step_id and pointer.run == self.config.run:
+                self._tier.delete(name)
+        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+            rank = _rank_of(name)
+            if rank is None or not self._owns(rank):
+                continue
+            if name.endswith(".json"):
+                faultpoints.hit("agent.prune.record")
+                self._tier.delete(prefix + name)
+        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+            rank = _rank_of(name)
+            if rank is not None and self._owns(rank):
+                faultpoints.hit("agent.prune.shard")
+                self._recycle(rank, os.path.join(folder, name))
+        try:
+            os.rmdir(folder)
+        except OSError:
+            logger.debug("%s still holds files of other hosts", folder)
+        with self._lock:
+            self._steps.pop(step_id, None)
+        self._events.emit(EventKind.CHECKPOINT_DELETED, step=step_id.step, tier=self.config.local.name)
+
+    def _owns(self, rank: int) -> bool:
+        """This agent deletes the files of its own ranks, and rank 0's agent those of ranks the job no longer has."""
+        return rank in self.config.local_ranks or (0 in self.config.local_ranks and rank >= self.config.world_size)
+
+    def _recycle(self, rank: int, path: str) -> None:
+        inode = os.stat(path).st_ino
+        spare = [n for n in os.listdir(self._arena) if n.startswith(f"shard-{rank:05d}-")] if os.path.isdir(self._arena) else []
+        if rank in self.config.local_ranks and len(spare) < _SPARE_FILES:
+            os.makedirs(self._arena, exist_ok=True)
+            target = os.path.join(self._arena, f"shard-{rank:05d}-i{inode:08d}.slot")
+            os.rename(path, target)
+            self._notify(rank, {"t": "free", "inode": inode, "path": target})
+            return
+        os.unlink(path)
+        if rank in self._maps:
+            self._digesters[rank].submit(lambda: self._maps[rank].drop(inode))
+            self._notify(rank, {"t": "gone", "inode": inode})
+
+
+def _about(step: StepId) -> dict[str, int]:
+    return {"step": step.step, "serial": int(step.token[-2:], 16)}
+
+
+def _rank_of(name: str) -> int | None:
+    if not name.startswith("shard-"):
+        return None
+    digits = name.removeprefix("shard-").split(".")[0]
+    return int(digits) if digits.isdigit() else None

@@ -1,0 +1,217 @@
+"""The agent process: a unix socket, one thread per trainer rank, and the end when nobody is left.
+
+Started by the first rank (``python -m resiliency.agent``) in its own session, at lower CPU priority. It ends by
+itself: after the last rank has gone it finishes what was sealed (bounded by ``drain_s``) and exits; if no rank ever
+comes it exits after half a minute. The socket lies in Linux' abstract namespace, so a killed agent leaves no file, and
+binding it is the lock that keeps a second agent away.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+from resiliency import faultpoints
+from resiliency.agent.core import HostAgent
+from resiliency.agent.protocol import PROTOCOL_VERSION, AgentConfig, Framer, pack
+from resiliency.errors import AgentError, TierError
+from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
+
+__all__ = ["EXIT_TAKEN", "AgentServer"]
+
+logger = logging.getLogger(__name__)
+
+#: Exit status when another agent already serves this directory.
+EXIT_TAKEN = 3
+_FIRST_CLIENT_S = 30.0
+_OLD_CLIENTS_S = 20.0
+
+
+class AgentServer:
+    """Accepts ranks and hands their messages to a :class:`HostAgent`. Thread: :meth:`run` on the main one."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self._lock = threading.Condition()
+        self._starting = threading.Lock()
+        self._clients: dict[int, socket.socket] = {}
+        self._agent: HostAgent | None = None
+        self._seen_any = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._listener.bind(config.address())
+        except OSError as error:
+            self._listener.close()
+            if error.errno == errno.EADDRINUSE:
+                raise SystemExit(EXIT_TAKEN) from None
+            raise
+        self._listener.listen(128)
+
+    def run(self) -> None:
+        """Serves until nobody is left and the work is done."""
+        threading.Thread(target=self._accept, name="resiliency-agent-accept", daemon=True).start()
+        started = time.monotonic()
+        with self._lock:
+            while not self._seen_any:
+                left = started + _FIRST_CLIENT_S - time.monotonic()
+                if left <= 0:
+                    logger.warning("no rank connected within %.0f s; the agent ends", _FIRST_CLIENT_S)
+                    return
+                self._lock.wait(left)
+        while True:
+            with self._lock:
+                while self._clients:
+                    self._lock.wait()
+                agent = self._agent
+            if agent is not None and not agent.wait("uploaded", timeout_s=self.config.drain_s):
+                logger.warning("uploads were not done within %.0f s after the last rank; the next start resumes them", self.config.drain_s)
+            with self._lock:
+                # A new attempt may have connected meanwhile; only an agent without clients may stop listening.
+                if not self._clients:
+                    _shut(self._listener)
+                    break
+        if self._agent is not None:
+            self._agent.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed: the agent is ending
+            threading.Thread(target=self._serve, args=(connection,), name="resiliency-agent-client", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        rank: int | None = None
+        framer = Framer()
+        try:
+            _check_peer(connection)
+            while True:
+                data = connection.recv(1 << 16)
+                if not data:
+                    return
+                for message in framer.feed(data):
+                    if message["t"] == "hello":
+                        rank = self._hello(connection, message)
+                        if rank is None:
+                            return
+                    elif rank is None:
+                        raise AgentError(f"{message['t']!r} before hello")
+                    elif message["t"] == "flush":
+                        self._flush(rank, message)
+                    else:
+                        assert self._agent is not None
+                        self._agent.handle(rank, message)
+        except (AgentError, OSError, KeyError, ValueError) as error:
+            logger.warning("connection of rank %s ended: %s", rank, error)
+        finally:
+            self._gone(rank, connection)
+
+    def _hello(self, connection: socket.socket, message: dict[str, Any]) -> int | None:
+        config = AgentConfig.from_json(message["config"])
+        rank = int(message["rank"])
+        if message["v"] != PROTOCOL_VERSION:
+            connection.sendall(pack({"t": "refused", "reason": f"agent speaks protocol {PROTOCOL_VERSION}, rank {rank} speaks {message['v']}"}))
+            return None
+        # One hello at a time; the lock that guards the clients stays free, because a closing agent reports through it.
+        with self._starting:
+            with self._lock:
+                gone = self._lock.wait_for(lambda: not self._clients or self.config.token == config.token, _OLD_CLIENTS_S)
+            if not gone:
+                reason = (
+                    f"another job (attempt {self.config.attempt}, token {self.config.token}) is still using {config.local.address} as run"
+                    f" {config.run!r} on this host; end it, or give this job its own RESILIENCY_RUN or directory"
+                )
+                connection.sendall(pack({"t": "refused", "reason": reason}))
+                return None
+            try:
+                self._start_agent(config)
+            except (TierError, OSError) as error:
+                connection.sendall(pack({"t": "refused", "reason": str(error)}))
+                return None
+            with self._lock:
+                self._clients[rank] = connection
+                self._seen_any = True
+                self._lock.notify_all()
+        self._send(rank, {"t": "welcome", "pid": os.getpid()})
+        return rank
+
+    def _start_agent(self, config: AgentConfig) -> None:
+        if self._agent is not None and self.config.token == config.token:
+            return
+        if self._agent is not None:
+            # The attempt before this one: what it sealed is committed before the new one looks around.
+            self._agent.wait("durable", timeout_s=config.drain_s)
+            self._agent.close()
+        self.config = config
+        sink = JsonlSink(config.events) if config.events else NullSink()
+        events = EventWriter(run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,))
+        events.emit(EventKind.AGENT_STARTED, pid=os.getpid())
+        self._agent = HostAgent(config, self._send, events)
+        self._agent.start()
+
+    def _flush(self, rank: int, message: dict[str, Any]) -> None:
+        agent = self._agent
+        assert agent is not None
+
+        def wait() -> None:
+            done = agent.wait(message["level"], timeout_s=float(message["timeout_s"]))
+            self._send(rank, {"t": "flushed", "id": message["id"], "done": done})
+
+        threading.Thread(target=wait, name="resiliency-agent-flush", daemon=True).start()
+
+    def _send(self, rank: int, message: dict[str, Any]) -> None:
+        with self._lock:
+            connection = self._clients.get(rank)
+        if connection is None:
+            return
+        try:
+            connection.sendall(pack(message))
+        except OSError:
+            logger.debug("rank %d is gone; %s is not delivered", rank, message["t"])
+
+    def _gone(self, rank: int | None, connection: socket.socket) -> None:
+        with self._lock:
+            if rank is not None and self._clients.get(rank) is connection:
+                del self._clients[rank]
+                if self._agent is not None:
+                    self._agent.abandon(rank)
+            self._lock.notify_all()
+        connection.close()
+
+
+def _shut(listener: socket.socket) -> None:
+    try:
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept(), which close() alone would not
+    except OSError:
+        logger.debug("listener was shut already", exc_info=True)
+    listener.close()
+
+
+def _check_peer(connection: socket.socket) -> None:
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if uid != os.getuid():
+        raise AgentError(f"a process of user {uid} tried to talk to the agent of user {os.getuid()}; it is refused")
+
+
+def main(arguments: list[str]) -> int:
+    """``python -m resiliency.agent CONFIG_JSON READY_FD``: writes one byte to READY_FD when ranks can connect."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s pid=%(process)d: %(message)s")
+    faultpoints.hit("agent.start")
+    ready = int(arguments[1])
+    try:
+        # Training comes first when the cores are busy.
+        os.nice(10)
+    except OSError:
+        logger.debug("priority cannot be lowered", exc_info=True)
+    server = AgentServer(AgentConfig.from_json(arguments[0]))
+    os.write(ready, b"1")
+    os.close(ready)
+    server.run()
+    return 0

@@ -1,0 +1,246 @@
+"""Shard files mapped into memory, recycled from step to step.
+
+The arena *is* the local tier: the copy of a tensor into a mapped file is the write, and the page cache (or ramdisk)
+keeps it when the trainer dies. The first touch of a page costs ten times a warm copy, so files of expired steps are
+not deleted: the agent renames them back into ``arena/`` and their pages, and this process's mapping of them, are used
+again. Blocks are allocated before they are mapped, because a write into a hole of a full disk would be a SIGBUS.
+
+Threads: one owner at a time; the checkpointer calls everything from the training thread or, for warm-up, before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import re
+from dataclasses import dataclass
+
+from resiliency.errors import TierError
+
+__all__ = ["Arena", "Slot"]
+
+logger = logging.getLogger(__name__)
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module of every Python we support
+_SLOT_FILE = re.compile(r"^shard-(\d{5,})-(i?\d+)\.slot$")
+
+
+@dataclass
+class Slot:
+    """One mapped shard file.
+
+    Attributes:
+        inode: identity of the file, which survives renames; the agent speaks of slots by inode.
+        path: where the file is while it is free or being filled.
+        nbytes: size of file and mapping.
+        address: first byte of the mapping in this process.
+        layout_key: which header is in the file (None: none that can be restamped).
+    """
+
+    inode: int
+    path: str
+    fd: int
+    map: mmap.mmap
+    nbytes: int
+    address: int
+    layout_key: object = None
+
+    def view(self) -> memoryview:
+        """The mapping as writable bytes. Release it before :meth:`Arena.close`."""
+        return memoryview(self.map)
+
+
+def _map(path: str, nbytes: int) -> Slot:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if os.fstat(fd).st_size != nbytes:
+            os.ftruncate(fd, nbytes)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            # Some network and FUSE file systems cannot allocate ahead; there a full disk is the server's to report.
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+        mapping = mmap.mmap(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    anchor = ctypes.c_char.from_buffer(mapping)
+    address = ctypes.addressof(anchor)
+    del anchor
+    return Slot(os.fstat(fd).st_ino, path, fd, mapping, nbytes, address)
+
+
+class Arena:
+    """The shard files of one rank on one local tier.
+
+    Args:
+        folder: ``<root>/.resiliency/<run>/arena``; made when missing.
+        rank: global rank, whose files are named after it.
+    """
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._slots: dict[int, Slot] = {}
+        self._free: list[int] = []
+        self._next = 0
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes mapped by this rank now."""
+        return sum(slot.nbytes for slot in self._slots.values())
+
+    @property
+    def free(self) -> int:
+        """Number of slots that can be filled at once."""
+        return len(self._free)
+
+    def adopt(self) -> None:
+        """Takes over files an earlier attempt of this rank left in the folder. Call once, before the first acquire."""
+        os.makedirs(self._folder, exist_ok=True)
+        for name in sorted(os.listdir(self._folder)):
+            match = _SLOT_FILE.match(name)
+            if match is None or int(match[1]) != self._rank:
+                continue
+            path = os.path.join(self._folder, name)
+            try:
+                size = os.stat(path).st_size
+                if size == 0:
+                    os.unlink(path)
+                    continue
+                self._add(_map(path, size))
+            except OSError as error:
+                logger.warning("arena file %s of an earlier attempt cannot be reused (%s); a new one will be made", path, error)
+
+    def _add(self, slot: Slot) -> None:
+        self._slots[slot.inode] = slot
+        self._free.append(slot.inode)
+
+    def grow(self, nbytes: int, *, populate: bool = True) -> None:
+        """Adds one free slot of ``nbytes``.
+
+        Args:
+            populate: touch its pages now (blocks about 1-3 s per GiB); False leaves that to the copy.
+
+        Raises:
+            TierError: the disk is full or the folder cannot be written; nothing is left behind.
+        """
+        os.makedirs(self._folder, exist_ok=True)
+        path = self._new_path()
+        try:
+            slot = _map(path, nbytes)
+        except OSError as error:
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                logger.debug("%s was never made", path)
+            raise _tier_error(error, self._folder, nbytes) from error
+        if populate:
+            self._populate(slot)
+        self._add(slot)
+
+    def _new_path(self) -> str:
+        while True:
+            path = os.path.join(self._folder, f"shard-{self._rank:05d}-{self._next:04d}.slot")
+            self._next += 1
+            if not os.path.exists(path):
+                return path
+
+    def _populate(self, slot: Slot) -> None:
+        try:
+            slot.map.madvise(_MADV_POPULATE_WRITE)
+        except (OSError, ValueError):
+            # Older kernels: touch one byte of each page; the file was just made, so writing zeros changes nothing.
+            view = slot.view()
+            for offset in range(0, slot.nbytes, mmap.PAGESIZE):
+                view[offset] = view[offset]
+            view.release()
+
+    def acquire(self, nbytes: int) -> Slot | None:
+        """A free slot of exactly ``nbytes``, or None when every slot is in use; see :meth:`grow`.
+
+        A free slot of another size is resized (its extra pages are touched by the copy itself).
+
+        Raises:
+            TierError: as :meth:`grow`.
+        """
+        if not self._free:
+            return None
+        best = min(self._free, key=lambda inode: abs(self._slots[inode].nbytes - nbytes))
+        self._free.remove(best)
+        slot = self._slots[best]
+        if slot.nbytes == nbytes:
+            return slot
+        self._drop(best)
+        try:
+            slot = _map(slot.path, nbytes)
+        except OSError as error:
+            raise _tier_error(error, self._folder, nbytes) from error
+        self._slots[slot.inode] = slot
+        return slot
+
+    def release(self, inode: int, path: str) -> None:
+        """Makes a slot free again, at ``path`` where the agent moved it; a slot not mapped any more is mapped again."""
+        slot = self._slots.get(inode)
+        if slot is None:
+            try:
+                size = os.stat(path).st_size
+                if size:
+                    self._add(_map(path, size))
+            except OSError as error:
+                logger.warning("arena file %s cannot be reused (%s); a new one will be made", path, error)
+            return
+        slot.path = path
+        if inode not in self._free:
+            self._free.append(inode)
+
+    def trim(self, mapped: int) -> None:
+        """Unmaps slots in use beyond ``mapped`` slots, oldest first: kept checkpoints need no mapping."""
+        for inode in [inode for inode in self._slots if inode not in self._free]:
+            if len(self._slots) <= mapped:
+                return
+            self._drop(inode)
+
+    def forget(self, inode: int) -> None:
+        """Unmaps a slot whose file is gone."""
+        if inode in self._free:
+            self._free.remove(inode)
+        self._drop(inode)
+
+    def _drop(self, inode: int) -> None:
+        slot = self._slots.pop(inode, None)
+        if slot is not None:
+            _unmap(slot)
+
+    def close(self) -> None:
+        """Unmaps everything. Files stay: they are checkpoints, or free slots for the next attempt."""
+        for inode in list(self._slots):
+            self._drop(inode)
+        self._free.clear()
+
+
+def _unmap(slot: Slot) -> None:
+    try:
+        slot.map.close()
+    except BufferError:
+        # A tensor view of the mapping is still alive somewhere; the mapping goes with its last view.
+        logger.debug("mapping of %s still has views", slot.path)
+    os.close(slot.fd)
+
+
+def _tier_error(error: OSError, folder: str, nbytes: int) -> TierError:
+    advice = {
+        errno.ENOSPC: "free space or choose another directory",
+        errno.EDQUOT: "raise the quota or choose another directory",
+        errno.EROFS: "the file system is read-only: choose another directory",
+        errno.EACCES: "give this user write permission or choose another directory",
+        errno.EPERM: "give this user write permission or choose another directory",
+    }.get(error.errno or 0, "see the error above")
+    permanent = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+    return TierError(
+        f"no shard file of {nbytes} bytes can be made in {folder} ({error.strerror or error}); {advice}", retryable=not permanent
+    )

@@ -1,0 +1,197 @@
+"""Python objects <-> JSON, without executing anything that was stored.
+
+Tensors are not handled here: :mod:`resiliency.checkpoint.state` replaces them by placeholders through ``leaf``.
+What JSON cannot say is tagged: ``{"!": "tuple", "v": [...]}``. Objects of unknown classes are pickled into the text
+but only unpickled when the reader says so (``allow_pickle``); otherwise a subclass of a builtin degrades to that
+builtin and everything else becomes :class:`Opaque`.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import datetime
+import pathlib
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+from resiliency.errors import ConfigError
+
+__all__ = ["Opaque", "decode", "encode"]
+
+_FACTORIES: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str, "tuple": tuple}
+
+
+class Opaque:
+    """Stands for a stored object of a class that may not be unpickled here; pass ``weights_only=False`` to get it."""
+
+    def __init__(self, type_name: str) -> None:
+        self.type_name = type_name
+
+    def __repr__(self) -> str:
+        return f"Opaque({self.type_name!r})"
+
+
+def encode(value: Any, *, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...] = ()) -> Any:
+    """Turns ``value`` into what :func:`json.dumps` accepts.
+
+    Args:
+        value: any tree of Python objects. Not changed; nothing in the result aliases it.
+        leaf: called as ``leaf(object, path)`` for every object that is not a plain Python value; returns a JSON value
+            to use instead, or ``NotImplemented`` to let this module handle it.
+        path: keys from the root, for messages.
+
+    Raises:
+        ConfigError: an object that can be neither encoded nor pickled; names where it is.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [encode(item, leaf=leaf, path=(*path, str(i))) for i, item in enumerate(value)]
+    if kind is tuple:
+        return {"!": "tuple", "v": [encode(item, leaf=leaf, path=(*path, str(i))) for i, item in enumerate(value)]}
+    if kind is dict:
+        return _encode_dict(value, leaf, path)
+    replaced = leaf(value, path)
+    if replaced is not NotImplemented:
+        return replaced
+    return _encode_other(value, leaf, path)
+
+
+def _encode_dict(value: dict[Any, Any], leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
+    if all(type(key) is str and key != "!" for key in value):
+        return {key: encode(item, leaf=leaf, path=(*path, key)) for key, item in value.items()}
+    return {
+        "!": "dict",
+        "v": [[encode(k, leaf=leaf, path=path), encode(v, leaf=leaf, path=(*path, str(k)))] for k, v in value.items()],
+    }
+
+
+def _encode_other(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
+    kind = type(value)
+
+    def items(values: Any) -> list[Any]:
+        return [encode(item, leaf=leaf, path=(*path, str(i))) for i, item in enumerate(values)]
+
+    if kind in (bytes, bytearray):
+        return {"!": kind.__name__, "v": base64.b64encode(value).decode()}
+    if kind in (set, frozenset):
+        return {"!": kind.__name__, "v": items(value)}
+    if kind is complex:
+        return {"!": "complex", "v": [value.real, value.imag]}
+    if kind is range:
+        return {"!": "range", "v": [value.start, value.stop, value.step]}
+    if kind is slice:
+        return {"!": "slice", "v": items((value.start, value.stop, value.step))}
+    if kind is collections.OrderedDict or kind is collections.Counter:
+        return {"!": kind.__name__, "v": _encode_dict(dict(value), leaf, path)}
+    if kind is collections.defaultdict and (value.default_factory is None or value.default_factory.__name__ in _FACTORIES):
+        factory = None if value.default_factory is None else value.default_factory.__name__
+        return {"!": "defaultdict", "f": factory, "v": _encode_dict(dict(value), leaf, path)}
+    if kind is collections.deque:
+        return {"!": "deque", "n": value.maxlen, "v": items(value)}
+    if isinstance(value, pathlib.PurePath):
+        return {"!": "path", "v": str(value)}
+    if kind is datetime.datetime:
+        return {"!": "datetime", "v": value.isoformat()}
+    if kind is datetime.date:
+        return {"!": "date", "v": value.isoformat()}
+    if kind is datetime.timedelta:
+        return {"!": "timedelta", "v": [value.days, value.seconds, value.microseconds]}
+    if kind is types.SimpleNamespace:
+        return {"!": "namespace", "v": _encode_dict(vars(value), leaf, path)}
+    if kind.__module__ == "numpy" and hasattr(value, "dtype") and hasattr(value, "tobytes") and not value.dtype.hasobject:
+        tag = "ndarray" if kind.__name__ == "ndarray" else "npscalar"
+        data = base64.b64encode(value.tobytes()).decode()
+        return {"!": tag, "d": value.dtype.str, "s": list(value.shape), "v": data}
+    return _encode_pickle(value, leaf, path)
+
+
+def _encode_pickle(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    try:
+        data = base64.b64encode(pickle.dumps(value)).decode()
+    except Exception as error:  # Boundary: __reduce__ of a user's class may raise anything.
+        raise ConfigError(
+            f"the object at {'/'.join(path) or 'the root'} is a {name}, which cannot be stored ({error}); "
+            "remove it from the state (for hyper-parameters: save_hyperparameters(ignore=[...]))"
+        ) from error
+    result: dict[str, Any] = {"!": "pickle", "t": name, "v": data}
+    for base in (bool, int, float, str, dict, list, tuple):
+        if isinstance(value, base):
+            plain = {k: value[k] for k in value} if base is dict else base(value)
+            result["plain"] = encode(plain, leaf=leaf, path=path)
+            break
+    return result
+
+
+def decode(value: Any, *, leaf: Callable[[dict[str, Any]], Any], allow_pickle: bool = False) -> Any:
+    """Turns JSON written by :func:`encode` back into objects.
+
+    Args:
+        leaf: called with tagged dicts this module does not know.
+        allow_pickle: unpickle objects of unknown classes. Only for files you trust: it can run code.
+    """
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, list):
+            return [walk(v) for v in item]
+        if not isinstance(item, dict):
+            return item
+        tag = item.get("!")
+        if tag is None:
+            return {k: walk(v) for k, v in item.items()}
+        return _decode_tagged(tag, item, walk, leaf, allow_pickle)
+
+    return walk(value)
+
+
+def _decode_tagged(
+    tag: str, item: dict[str, Any], walk: Callable[[Any], Any], leaf: Callable[[dict[str, Any]], Any], allow_pickle: bool
+) -> Any:
+    v = item.get("v")
+    if tag == "tuple":
+        return tuple(walk(v))
+    if tag == "dict":
+        return {walk(k): walk(x) for k, x in v or ()}
+    if tag in ("bytes", "bytearray"):
+        raw = base64.b64decode(v or "")
+        return raw if tag == "bytes" else bytearray(raw)
+    if tag in ("set", "frozenset"):
+        return {"set": set, "frozenset": frozenset}[tag](walk(v))
+    if tag == "complex":
+        return complex(*v) if v else 0j
+    if tag == "range":
+        return range(*v) if v else range(0)
+    if tag == "slice":
+        return slice(*walk(v))
+    if tag in ("OrderedDict", "Counter"):
+        return getattr(collections, tag)(walk(v))
+    if tag == "defaultdict":
+        name = item.get("f")
+        return collections.defaultdict(_FACTORIES[name] if name else None, walk(v))
+    if tag == "deque":
+        return collections.deque(walk(v), maxlen=item.get("n"))
+    if tag == "path":
+        return pathlib.Path(str(v))
+    if tag == "datetime":
+        return datetime.datetime.fromisoformat(str(v))
+    if tag == "date":
+        return datetime.date.fromisoformat(str(v))
+    if tag == "timedelta":
+        return datetime.timedelta(*v) if v else datetime.timedelta()
+    if tag == "namespace":
+        return types.SimpleNamespace(**walk(v))
+    if tag in ("ndarray", "npscalar"):
+        import numpy
+
+        array = numpy.frombuffer(base64.b64decode(v or ""), dtype=numpy.dtype(item["d"])).reshape(item["s"])
+        return array.copy() if tag == "ndarray" else array[()]
+    if tag == "pickle":
+        if allow_pickle:
+            return pickle.loads(base64.b64decode(v or ""))  # noqa: S301 - the caller vouches for the file
+        return walk(item["plain"]) if "plain" in item else Opaque(str(item.get("t")))
+    return leaf(item)

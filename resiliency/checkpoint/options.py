@@ -1,0 +1,95 @@
+"""Settings of a :class:`~resiliency.checkpoint.checkpointer.Checkpointer`, one dataclass per concern."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+from resiliency.checkpoint.policy import Interval
+from resiliency.errors import ConfigError
+
+__all__ = ["CheckpointerOptions", "LocalTierOptions", "RemoteTierOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTierOptions:
+    """The folder whose files are mapped: a ramdisk, a local SSD, or simply the checkpoint directory.
+
+    Attributes:
+        directory: made when missing.
+        keep: newest steps to keep. None: names decide (what a Lightning ``ModelCheckpoint`` wants); on a ramdisk
+            pass 1, so that it holds the newest step and the one being written.
+        durable: fsync before anything older is deleted. False on a ramdisk, where nothing survives a power loss.
+        shared: True when all hosts of the job see the same folder; None: find out at start.
+    """
+
+    directory: str
+    keep: int | None = None
+    durable: bool = True
+    shared: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.directory, (str, os.PathLike)) or not os.fspath(self.directory):
+            raise ConfigError(f"directory={self.directory!r}: pass the path of a folder as str or Path")
+        object.__setattr__(self, "directory", os.path.abspath(os.path.expanduser(os.fspath(self.directory))))
+        if "://" in str(self.directory):
+            raise ConfigError(f"directory={self.directory!r} is an address; it belongs into remotes=[RemoteTierOptions(address=...)]")
+        if self.keep is not None and self.keep < 1:
+            raise ConfigError(f"keep={self.keep} would delete the checkpoint to resume from; pass 1 or more, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteTierOptions:
+    """A tier the agent uploads to: an object store or another folder (NFS, Lustre, FUSE).
+
+    Attributes:
+        address: "gs://bucket/job", "/mnt/ckpts", any fsspec URL.
+        name: word for listings and events; unique among the tiers.
+        interval: which saves go there.
+        keep: newest steps to keep there; None: names decide.
+        storage_options: passed to fsspec.
+    """
+
+    address: str
+    name: str = "object_store"
+    interval: Interval = Interval()
+    keep: int | None = None
+    storage_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.address:
+            raise ConfigError("a remote tier needs an address such as gs://bucket/job")
+        if self.name == "local":
+            raise ConfigError("the name 'local' is taken by the local tier; give the remote tier another")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointerOptions:
+    """How a checkpointer behaves.
+
+    Attributes:
+        agent: "process" starts one helper process per host; "embedded" does its work in the trainer.
+        busy_wait: how long a save may wait for the rank's previous one before it is skipped.
+        fence: how long a fence may wait for a copy before it raises.
+        agree: how long ranks wait for each other at start and restore.
+        drain: how long the agent finishes uploads after the last rank has gone.
+        lazy_bytes: tensors below this size are copied at once.
+    """
+
+    agent: Literal["process", "embedded"] = "process"
+    busy_wait: timedelta = timedelta(seconds=2)
+    fence: timedelta = timedelta(minutes=10)
+    agree: timedelta = timedelta(minutes=5)
+    drain: timedelta = timedelta(minutes=2)
+    lazy_bytes: int = 64 * 1024
+
+    def __post_init__(self) -> None:
+        if self.agent not in ("process", "embedded"):
+            raise ConfigError(f"agent={self.agent!r}; pass 'process' or 'embedded'")
+        for name in ("busy_wait", "fence", "agree", "drain"):
+            value = getattr(self, name)
+            if not isinstance(value, timedelta) or value < timedelta(0):
+                raise ConfigError(f"{name}={value!r}; pass a timedelta of zero or more")

@@ -1,0 +1,241 @@
+"""Who writes what, who reads what: torch DCP's planners decide, this module asks them.
+
+Writing: every rank describes its tensors; DCP's ``DefaultSavePlanner`` finds which boxes are replicas of each other
+and gives each to the rank with the fewest bytes. Large replicated tensors are cut by rows first, so that the shares of
+a few big tensors balance too. When no tensor is sharded (plain DDP) every rank can work out the whole plan alone from
+its own description, without talking; a difference between ranks shows as different plan digests, which a manifest
+refuses. Otherwise the descriptions are exchanged once per structure.
+
+Reading: DCP's ``DefaultLoadPlanner`` cuts what this rank wants (whole tensors or DTensor shards, any world size) into
+ranges of the stored boxes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from resiliency.checkpoint.layout import Chunk
+from resiliency.checkpoint.state import dtype_from_name, dtype_name
+from resiliency.errors import ConfigError
+
+__all__ = ["Read", "WritePlan", "describe", "fingerprint", "is_sharded", "plan_reads", "plan_writes"]
+
+#: A replicated tensor is cut into about this many pieces per rank when it is large.
+_PIECES_PER_RANK = 4
+#: Tensors below this size are not cut.
+_CUT_BYTES = 4 * 1024 * 1024
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """True for DTensor and the like: a tensor whose local part differs from rank to rank."""
+    return hasattr(tensor, "__create_chunk_list__") or (hasattr(tensor, "device_mesh") and hasattr(tensor, "placements"))
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> int:
+    """Changes when the plan must be made anew. In-process only; microseconds per tensor."""
+    return hash(
+        tuple(
+            (key, t.dtype, tuple(t.shape), (str(t.placements), id(t.device_mesh)) if is_sharded(t) else None)  # type: ignore[attr-defined]
+            for key, t in tensors.items()
+        )
+    )
+
+
+class _CuttingPlanner(DefaultSavePlanner):
+    """DCP's planner, with large plain tensors described as several row blocks."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False)
+        self._world_size = world_size
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items: list[WriteItem] = []
+        for item in plan.items:
+            items.extend(self._cut(item))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def _cut(self, item: WriteItem) -> list[WriteItem]:
+        data = item.tensor_data
+        if item.type is not WriteItemType.TENSOR or data is None or self._world_size == 1 or not data.size:
+            return [item]
+        rows = data.size[0]
+        nbytes = data.size.numel() * _itemsize(data.properties.dtype)
+        pieces = min(rows, self._world_size * _PIECES_PER_RANK, nbytes // _CUT_BYTES)
+        if pieces < 2:
+            return [item]
+        bounds = [rows * i // pieces for i in range(pieces + 1)]
+        cut = []
+        for first, last in zip(bounds, bounds[1:], strict=False):
+            offsets = torch.Size((first, *[0] * (len(data.size) - 1)))
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((last - first, *data.size[1:])))
+            cut.append(
+                WriteItem(
+                    index=MetadataIndex(item.index.fqn, offsets),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(chunk=chunk, properties=data.properties, size=data.size),
+                )
+            )
+        return cut
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    return torch.empty((), dtype=dtype, device="meta").element_size()
+
+
+def describe(tensors: Mapping[str, Tensor], *, world_size: int) -> list[dict[str, Any]]:
+    """This rank's boxes as plain data, to be exchanged between ranks.
+
+    Returns:
+        One dict per box with ``key, offsets, sizes, shape, dtype`` and ``shard`` (True: not a replica by nature).
+    """
+    planner = _CuttingPlanner(world_size)
+    planner.set_up_planner(cast(Any, dict(tensors)), is_coordinator=True)
+    boxes: list[dict[str, Any]] = []
+    for item in planner.create_local_plan().items:
+        data = item.tensor_data
+        if data is None:
+            raise ConfigError(f"the planner described {item.index.fqn!r} without tensor data; report this with your torch version")
+        boxes.append(
+            {
+                "key": item.index.fqn, "offsets": list(data.chunk.offsets), "sizes": list(data.chunk.sizes),
+                "shape": list(data.size), "dtype": dtype_name(data.properties.dtype), "shard": item.type is WriteItemType.SHARD,
+            }
+        )  # fmt: skip
+    # Largest first: DCP gives each box to the rank with the fewest bytes so far, which balances well in this order.
+    boxes.sort(key=lambda box: -math.prod(box["sizes"]) * _itemsize(dtype_from_name(box["dtype"])))
+    return boxes
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """What one rank writes.
+
+    Attributes:
+        chunks: boxes this rank writes.
+        digest: hex digest of the whole plan, equal on every rank.
+    """
+
+    chunks: tuple[Chunk, ...]
+    digest: str
+
+
+def plan_writes(descriptions: Sequence[Sequence[Mapping[str, Any]]], *, rank: int) -> WritePlan:
+    """Gives every box to exactly one rank, balanced by bytes. Pure: same input, same plan on every rank.
+
+    Args:
+        descriptions: what :func:`describe` returned on each rank, indexed by rank, ``[world_size]``.
+        rank: whose part to return.
+
+    Raises:
+        ConfigError: ranks disagree about a tensor's shape or dtype, or a tensor has holes or overlaps.
+    """
+    known: dict[str, tuple[Any, ...]] = {}
+    plans = []
+    for writer, boxes in enumerate(descriptions):
+        items = []
+        for box in boxes:
+            facts = (tuple(box["shape"]), box["dtype"])
+            if known.setdefault(box["key"], facts) != facts:
+                raise ConfigError(
+                    f"rank {writer} has tensor {box['key']!r} as {facts}, another rank as {known[box['key']]}; "
+                    "tensors that differ from rank to rank belong into per_rank"
+                )
+            properties = TensorProperties(dtype=dtype_from_name(box["dtype"]))
+            stored = ChunkStorageMetadata(offsets=torch.Size(box["offsets"]), sizes=torch.Size(box["sizes"]))
+            items.append(
+                WriteItem(
+                    index=MetadataIndex(box["key"], torch.Size(box["offsets"])),
+                    type=WriteItemType.SHARD if box["shard"] else WriteItemType.TENSOR,
+                    tensor_data=TensorWriteData(chunk=stored, properties=properties, size=torch.Size(box["shape"])),
+                )
+            )
+        plans.append(SavePlan(items))
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False)
+    planner.set_up_planner({}, is_coordinator=True)
+    try:
+        final, _ = planner.create_global_plan(plans)
+    except ValueError as error:
+        raise ConfigError(f"the ranks' tensors do not make a whole: {error}; see the log above for the tensor") from error
+    digest = hashlib.blake2b(digest_size=8)
+    mine: list[Chunk] = []
+    for writer, plan in enumerate(final):
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None
+            chunk = Chunk(
+                item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), dtype_name(data.properties.dtype),
+                _itemsize(data.properties.dtype), tuple(data.size),
+            )  # fmt: skip
+            digest.update(repr((writer, chunk)).encode())
+            if writer == rank:
+                mine.append(chunk)
+    return WritePlan(tuple(mine), digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class Read:
+    """One copy of a restore: ``destination`` (a view of the wanted tensor) gets this box of a stored chunk."""
+
+    key: str
+    chunk_offsets: tuple[int, ...]
+    box_offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    destination: Tensor
+
+
+def plan_reads(wanted: Mapping[str, Tensor], stored: Sequence[Chunk]) -> list[Read]:
+    """Cuts the wanted tensors into ranges of stored chunks.
+
+    Args:
+        wanted: key -> tensor to fill (plain or DTensor, any device).
+        stored: every chunk of the step, of all shards.
+
+    Raises:
+        ConfigError: a key is not stored, or its global shape differs.
+    """
+    by_key: dict[str, TensorStorageMetadata] = {}
+    for chunk in stored:
+        if chunk.per_rank:
+            continue
+        box = ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
+        entry = by_key.get(chunk.key)
+        if entry is None:
+            properties = TensorProperties(dtype=dtype_from_name(chunk.dtype))
+            by_key[chunk.key] = TensorStorageMetadata(properties=properties, size=torch.Size(chunk.shape), chunks=[box])
+        else:
+            entry.chunks.append(box)
+    for key, tensor in wanted.items():
+        found = by_key.get(key)
+        if found is None:
+            raise ConfigError(f"tensor {key!r} is not in the checkpoint; it holds {len(by_key)} tensors such as {sorted(by_key)[:3]}")
+        if tuple(found.size) != tuple(tensor.shape):
+            raise ConfigError(f"tensor {key!r} has shape {tuple(tensor.shape)} here but {tuple(found.size)} in the checkpoint")
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(cast(Any, dict(wanted)), Metadata(state_dict_metadata=cast(Any, by_key)), is_coordinator=True)
+    plan: LoadPlan = planner.create_local_plan()
+    reads = []
+    for item in plan.items:
+        offset = item.storage_index.offset
+        assert offset is not None
+        reads.append(
+            Read(item.storage_index.fqn, tuple(offset), tuple(item.storage_offsets), tuple(item.lengths), planner.resolve_tensor(item))
+        )
+    return reads

@@ -1,0 +1,36 @@
+"""When a save also goes to a slower tier. Pure decisions; clocks are passed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from resiliency.errors import ConfigError
+
+__all__ = ["Interval", "crossed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """How often a tier gets a checkpoint. With neither field set: every save.
+
+    Attributes:
+        steps: at the first save in each block of that many steps.
+        time: at the first save after that much time since the last one sent. Rank 0's clock decides for all ranks.
+    """
+
+    steps: int | None = None
+    time: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"interval of {self.steps} steps; pass 1 or more, or None for every save")
+        if self.time is not None and self.time <= timedelta(0):
+            raise ConfigError(f"interval of {self.time}; pass a positive timedelta, or None for every save")
+        if self.steps is not None and self.time is not None:
+            raise ConfigError("an interval is either in steps or in time; pass one of them")
+
+
+def crossed(last: int | None, step: int, every: int) -> bool:
+    """True when ``step`` is the first save in its block of ``every`` steps (``last``: the previous one sent)."""
+    return last is None or step // every > last // every

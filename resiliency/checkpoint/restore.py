@@ -1,0 +1,269 @@
+"""From what the tiers hold to tensors in place: inventory, one step for all, fetch, verify, read.
+
+Pure parts (:func:`choose`) decide; the rest reads files. All ranks see the same inventory, so all choose the same step;
+a bad copy that any rank finds is struck out for everyone and the choice is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resiliency.checkpoint.catalog import block_digest, run_prefix, scan, step_prefix
+from resiliency.checkpoint.layout import Chunk, Placed, ShardHeader, header_length, parse_header
+from resiliency.checkpoint.manifest import MANIFEST, Manifest, ShardRecord, StepId, record_file
+from resiliency.checkpoint.plan import Read
+from resiliency.checkpoint.state import dtype_from_name
+from resiliency.checkpoint.tiers.base import Tier
+from resiliency.errors import CorruptShard, TierError
+
+__all__ = ["Choice", "Holding", "Strike", "choose", "fetch_shard", "holdings", "shard_reader"]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one place holds of one step.
+
+    Attributes:
+        tier: name of the tier ("local" tiers differ by node, remote ones do not).
+        node: the host whose local tier it is; "" for a remote tier, which every host reaches.
+        step: dirname of the step.
+        world_size: shards the step has.
+        ranks: writers whose shard and record lie there in full length.
+        names: names of the step.
+    """
+
+    tier: str
+    node: str
+    step: str
+    world_size: int
+    ranks: tuple[int, ...]
+    names: tuple[str, ...] = ()
+
+    def to_list(self) -> list[Any]:
+        return [self.tier, self.node, self.step, self.world_size, list(self.ranks), list(self.names)]
+
+    @classmethod
+    def from_list(cls, data: Sequence[Any]) -> Holding:
+        return cls(data[0], data[1], data[2], data[3], tuple(data[4]), tuple(data[5]))
+
+
+#: A copy known to be bad: (tier, node, step dirname, rank).
+Strike = tuple[str, str, str, int]
+
+
+def holdings(tier: Tier, run: str, *, node: str) -> list[Holding]:
+    """Lists what a tier holds of a run. Remote tiers count a step only with its manifest.
+
+    Raises:
+        TierError: the tier cannot be listed.
+    """
+    found = []
+    for listing in scan(tier, run):
+        if not listing.records or (not node and not listing.committed):
+            continue
+        missing = set(listing.missing_files())
+        first = next(iter(listing.records.values()))
+        ranks = tuple(sorted(rank for rank, record in listing.records.items() if record.file not in missing))
+        names = tuple(dict.fromkeys(name for record in listing.records.values() for name in record.names))
+        found.append(Holding(tier.name, node, listing.id.dirname, first.world_size, ranks, names))
+    return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The step to restore and where each host gets each shard.
+
+    Attributes:
+        step: identity.
+        world_size: number of shards.
+        sources: ``sources[node][rank]`` -> names of tiers to try, the local one first.
+    """
+
+    step: StepId
+    world_size: int
+    sources: Mapping[str, Mapping[int, tuple[str, ...]]]
+
+
+def choose(
+    inventory: Sequence[Holding], nodes: Collection[str], strikes: Collection[Strike] = (), *, only: StepId | None = None
+) -> Choice | None:
+    """The newest step every host can get whole. Pure: same inventory and strikes, same choice on every rank.
+
+    Args:
+        inventory: of all places.
+        nodes: hosts of the job.
+        strikes: copies known to be bad.
+        only: consider this step alone.
+    """
+    by_step: dict[StepId, list[Holding]] = {}
+    for holding in inventory:
+        step = StepId.parse(holding.step)
+        if step is not None and (only is None or step == only):
+            by_step.setdefault(step, []).append(holding)
+    for step in sorted(by_step, reverse=True):
+        places = by_step[step]
+        world_size = places[0].world_size
+        sources: dict[str, dict[int, tuple[str, ...]]] = {}
+        for node in nodes:
+            reachable = sorted((h for h in places if h.node in ("", node)), key=lambda h: h.node == "")
+            sources[node] = {
+                rank: tuple(
+                    h.tier for h in reachable if rank in h.ranks and (h.tier, h.node, h.step, rank) not in strikes
+                )
+                for rank in range(world_size)
+            }
+        if all(tiers for shards in sources.values() for tiers in shards.values()):
+            return Choice(step, world_size, sources)
+    return None
+
+
+def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
+    """A shard's record, from its own file or from the manifest.
+
+    Raises:
+        CorruptShard: neither can be read.
+        TierError: the tier cannot be read.
+    """
+    prefix = step_prefix(run, step)
+    where = f"{tier.root}/{prefix}{record_file(rank)}"
+    try:
+        record = ShardRecord.from_dict(json.loads(tier.read(prefix + record_file(rank))), where=where)
+        if record.id == step and record.rank == rank and record.run == run:
+            return record
+    except (FileNotFoundError, ValueError, CorruptShard):
+        pass  # damaged or gone: the manifest holds a copy
+    try:
+        manifest = Manifest.from_json(tier.read(prefix + MANIFEST), where=f"{tier.root}/{prefix}{MANIFEST}")
+    except FileNotFoundError:
+        raise CorruptShard(f"{where}: no readable record and no manifest", path=where) from None
+    if manifest.id != step or rank >= len(manifest.shards):
+        raise CorruptShard(f"{tier.root}/{prefix}{MANIFEST}: manifest of another step", path=where)
+    return manifest.shards[rank]
+
+
+def fetch_shard(source: Tier, run: str, step: StepId, rank: int, target_root: str) -> ShardRecord:
+    """Copies a shard and its record from a tier into the local tier, checking every block on the way.
+
+    Raises:
+        CorruptShard: bytes differ from the record; nothing is left behind.
+        TierError: a tier failed.
+    """
+    record = read_record(source, run, step, rank)
+    folder = Path(target_root, run_prefix(run), step.dirname)
+    partial = folder / f".{record.file}.partial-{os.getpid()}"
+    key = step_prefix(run, step) + record.file
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as out:
+            for index, digest in enumerate(record.digests):
+                start, end = index * record.block_bytes, min((index + 1) * record.block_bytes, record.nbytes)
+                try:
+                    data = source.read_range(key, start, end)
+                except FileNotFoundError:
+                    data = b""
+                if len(data) != end - start or block_digest(data) != digest:
+                    raise CorruptShard(
+                        f"{source.root}/{key}: bytes {start} to {end} do not match their digest", path=f"{source.root}/{key}",
+                        ranges=((start, end),),
+                    )  # fmt: skip
+                out.write(data)
+        os.replace(partial, folder / record.file)
+        record_path = folder / record_file(rank)
+        record_partial = folder / f".{record_path.name}.partial-{os.getpid()}"
+        record_partial.write_text(json.dumps(record.to_dict()))
+        os.replace(record_partial, record_path)
+    except OSError as error:
+        raise TierError(f"shard {rank} of {step} cannot be written to {folder}: {error}", retryable=False) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return record
+
+
+class ShardReader:
+    """One local shard file mapped for reading. Close after use; tensors from it must be copied before."""
+
+    def __init__(self, path: str, record: ShardRecord) -> None:
+        self.path = path
+        self.record = record
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CorruptShard(f"{path}: {error.strerror}", path=path) from error
+        try:
+            if os.fstat(fd).st_size != record.nbytes:
+                raise CorruptShard(f"{path}: {os.fstat(fd).st_size} bytes instead of {record.nbytes}", path=path)
+            # Private and writable only so that torch accepts it without a warning; nothing is written.
+            self._map = mmap.mmap(fd, record.nbytes, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(fd)
+        self.header: ShardHeader = parse_header(self._map[: header_length(self._map[:8], where=path)], where=path)
+        if (self.header.step, self.header.attempt, self.header.token) != (record.id.step, record.id.attempt, record.id.token):
+            raise CorruptShard(f"{path}: holds step {self.header.step} of attempt {self.header.attempt}, not {record.id}", path=path)
+        self.placed: dict[tuple[str, tuple[int, ...], bool], Placed] = {
+            (p.chunk.key, p.chunk.offsets, p.chunk.per_rank): p for p in self.header.placed
+        }
+
+    def check(self, first_block: int, last_block: int) -> list[tuple[int, int]]:
+        """Byte ranges among blocks ``[first_block, last_block)`` that differ from the record."""
+        record, bad = self.record, []
+        with memoryview(self._map) as view:
+            for index in range(first_block, last_block):
+                start, end = index * record.block_bytes, min((index + 1) * record.block_bytes, record.nbytes)
+                with view[start:end] as block:
+                    if block_digest(block) != record.digests[index]:
+                        bad.append((start, end))
+        return bad
+
+    def tensor(self, chunk: Chunk, placed: Placed) -> Tensor:
+        """The stored chunk as a CPU tensor that aliases the mapping."""
+        dtype = dtype_from_name(chunk.dtype)
+        if placed.end == placed.start:
+            return torch.empty(chunk.sizes, dtype=dtype)
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=placed.end - placed.start, offset=placed.start)
+        return raw.view(dtype).view(chunk.sizes)
+
+    def objects(self) -> Any:
+        """The JSON of everything that is not a tensor."""
+        start, end = self.header.objects
+        return json.loads(self._map[start:end])
+
+    def close(self) -> None:
+        try:
+            self._map.close()
+        except BufferError:
+            # A view is still referenced (an exception's frame, say); the mapping goes with it.
+            return
+
+
+def shard_reader(root: str, run: str, record: ShardRecord) -> ShardReader:
+    """Opens a shard of the local tier.
+
+    Raises:
+        CorruptShard: not there, of another size, or not the shard the record speaks of.
+    """
+    return ShardReader(os.path.join(root, step_prefix(run, record.id), record.file), record)
+
+
+def copy_reads(readers: Sequence[ShardReader], reads: Sequence[Read]) -> int:
+    """Carries out reads; returns bytes copied. Blocks: the copy."""
+    where = {(key, offsets): (reader, placed) for reader in readers for (key, offsets, own), placed in reader.placed.items() if not own}
+    total = 0
+    for read in reads:
+        reader, placed = where[(read.key, read.chunk_offsets)]
+        source = reader.tensor(placed.chunk, placed)
+        for dim, (offset, length) in enumerate(zip(read.box_offsets, read.lengths, strict=True)):
+            if offset != 0 or length != source.shape[dim]:
+                source = source.narrow(dim, offset, length)
+        with torch.no_grad():
+            read.destination.detach().copy_(source)
+        total += source.numel() * source.element_size()
+    return total

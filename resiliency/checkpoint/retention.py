@@ -1,0 +1,64 @@
+"""What to keep: pure decisions about deletion. Nothing here touches a disk.
+
+A *name* ("step=100.ckpt", "last.ckpt") means the newest complete step that lists it, unless a newer complete step says
+it supersedes the name. With ``keep`` a tier holds that many newest steps, whatever their names (a ramdisk must stay
+small). Without ``keep`` a named step lives while one of its names means it, and an unnamed one for ever. The newest
+complete step always lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from resiliency.checkpoint.manifest import Manifest, StepId
+
+__all__ = ["live_names", "steps_to_delete"]
+
+
+def live_names(complete: Iterable[Manifest], *, deleted: Mapping[str, StepId] | None = None) -> dict[str, StepId]:
+    """Name -> step it means now.
+
+    Args:
+        complete: complete steps in any order.
+        deleted: names whose deletion was asked for, with the newest step the request may remove.
+    """
+    names: dict[str, StepId] = {}
+    for manifest in sorted(complete, key=lambda m: m.id):
+        for name in manifest.supersedes:
+            names.pop(name, None)
+        for name in manifest.names:
+            names[name] = manifest.id
+    for name, upto in (deleted or {}).items():
+        if name in names and names[name] <= upto:
+            del names[name]
+    return names
+
+
+def steps_to_delete(
+    complete: Collection[Manifest],
+    incomplete: Iterable[StepId],
+    *,
+    keep: int | None,
+    deleted: Mapping[str, StepId] | None = None,
+    busy: Collection[StepId] = (),
+) -> list[StepId]:
+    """Steps that may go now, oldest first.
+
+    Args:
+        complete: complete (and, where it matters, durable) steps.
+        incomplete: steps that are not; those older than the newest complete one can never be needed again.
+        keep: how many complete steps to keep by age; None: names decide.
+        deleted: as in :func:`live_names`.
+        busy: steps being written or sent, which stay for now.
+    """
+    if not complete:
+        return []
+    ordered = sorted(complete, key=lambda m: m.id)
+    newest = ordered[-1].id
+    if keep is not None:
+        wanted = {m.id for m in ordered[-keep:]}
+    else:
+        wanted = set(live_names(ordered, deleted=deleted).values()) | {m.id for m in ordered if not m.names}
+    doomed = [m.id for m in ordered if m.id != newest and m.id not in wanted and m.id not in busy]
+    doomed += [step for step in incomplete if step < newest and step not in busy]
+    return sorted(doomed)

@@ -1,0 +1,164 @@
+"""The start of a checkpointer: who is where, which attempt this is, and an agent to talk to. Collective, bounded."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from resiliency.agent.client import AgentClient
+from resiliency.agent.protocol import AgentConfig, TierSpec
+from resiliency.checkpoint.catalog import run_prefix
+from resiliency.checkpoint.exchange import Exchange
+from resiliency.checkpoint.manifest import EVENTS_DIR, META_DIR, StepId
+from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
+from resiliency.checkpoint.tiers.base import Tier
+from resiliency.errors import TierError
+from resiliency.events import EventSink, EventWriter, JsonlSink
+from resiliency.settings import Environment
+
+__all__ = ["Session", "open_session"]
+
+
+@dataclass(frozen=True)
+class Session:
+    """One attempt of a job, as seen by one rank.
+
+    Attributes:
+        attempt, token: identity of the attempt.
+        nodes: node of each rank, ``[world_size]``.
+        node: this rank's.
+        local_ranks: ranks of this node.
+        together: True when one agent process serves every rank (so that it can see completeness itself).
+        events: writer for this rank.
+        client: open connection to the agent.
+    """
+
+    attempt: int
+    token: str
+    nodes: tuple[str, ...]
+    node: str
+    local_ranks: tuple[int, ...]
+    together: bool
+    events: EventWriter
+    client: AgentClient
+
+
+def _largest_attempt(tier: Tier, run: str) -> int:
+    prefix = run_prefix(run)
+    largest = 0
+    for info in tier.list(prefix):
+        step = StepId.parse(info.key.removeprefix(prefix).split("/")[0])
+        if step is not None:
+            largest = max(largest, step.attempt)
+    return largest
+
+
+def _attempt_file(directory: str, run: str) -> str:
+    return os.path.join(directory, META_DIR, run, "attempt")
+
+
+def _read_attempt(path: str) -> int:
+    """Last attempt started here; attempts that saved nothing count too. 0 when unknown."""
+    try:
+        with open(path, encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 0
+
+
+def open_session(
+    *,
+    local: LocalTierOptions,
+    remotes: Sequence[RemoteTierOptions],
+    remote_tiers: Sequence[Tier],
+    local_tier: Tier,
+    run: str,
+    exchange: Exchange,
+    options: CheckpointerOptions,
+    environment: Environment,
+    sinks: tuple[EventSink, ...],
+) -> Session:
+    """Agrees on the attempt and starts or finds the agent. Collective: yes. Blocks: up to ``options.agree`` and a start.
+
+    Raises:
+        Timeout: a rank did not come.
+        AgentError: another job uses the directory.
+        TierError: the local directory cannot be made or read.
+    """
+    rank, world_size = exchange.rank, exchange.world_size
+    meta = os.path.join(local.directory, META_DIR, run)
+    problem = ""
+    try:
+        os.makedirs(meta, exist_ok=True)
+        largest = max(_read_attempt(_attempt_file(local.directory, run)), _largest_attempt(local_tier, run))
+    except (OSError, TierError) as error:
+        # Told to the others before raising, so that nobody waits for this rank.
+        problem, largest = f"rank {rank}: {local.directory} cannot be used: {error}", 0
+    if rank == 0:
+        for tier in remote_tiers:
+            try:
+                largest = max(largest, _largest_attempt(tier, run))
+            except TierError as error:
+                problem = problem or (f"{tier.root} cannot be listed: {error}" if not error.retryable else "")
+    hello = {"node": environment.node, "largest": largest, "token": secrets.token_hex(3), "problem": problem}
+    answers = [json.loads(data) for data in exchange.all("hello", json.dumps(hello).encode(), timeout=options.agree)]
+    problems = [answer["problem"] for answer in answers if answer["problem"]]
+    if problems:
+        raise TierError("; ".join(dict.fromkeys(problems)), retryable=False)
+    attempt = max(answer["largest"] for answer in answers) + 1
+    token = answers[0]["token"]
+    nodes = tuple(str(answer["node"]) for answer in answers)
+    node = nodes[rank]
+    local_ranks = tuple(r for r in range(world_size) if nodes[r] == node)
+    if rank == local_ranks[0]:
+        with open(_attempt_file(local.directory, run), "w", encoding="ascii") as file:
+            file.write(str(attempt))
+    shared = _is_shared(local, meta, token, node, nodes, first=rank == local_ranks[0], exchange=exchange, timeout=options.agree)
+    events_dir = environment.events_dir or os.path.join(meta, EVENTS_DIR)
+    sink = JsonlSink(os.path.join(events_dir, f"rank-{rank:05d}.jsonl"))
+    events = EventWriter(run=run, attempt=attempt, rank=rank, host=node, sinks=(sink, *sinks))
+    config = AgentConfig(
+        run=run, node=node, attempt=attempt, token=token, world_size=world_size, local_ranks=local_ranks, shared=shared,
+        local=TierSpec(address=local.directory, name="local", keep=local.keep), durable=local.durable,
+        remotes=tuple(
+            TierSpec(address=r.address, name=r.name, keep=r.keep, storage_options=r.storage_options) for r in remotes
+        ),
+        events=os.path.join(events_dir, f"agent-{node}.jsonl"), drain_s=options.drain.total_seconds(),
+    )  # fmt: skip
+    client = AgentClient(config, rank, events, embedded=options.agent == "embedded")
+    try:
+        client.open()
+        problem = ""
+    except Exception as error:  # Boundary: the other ranks must hear of it before this rank gives up.
+        problem, failure = f"rank {rank}: {error}", error
+    answers = [json.loads(data) for data in exchange.all("agent", json.dumps({"p": problem, "e": client.embedded}).encode(), timeout=options.agree)]
+    if problem:
+        raise failure
+    problems = [answer["p"] for answer in answers if answer["p"]]
+    if problems:
+        client.close()
+        raise TierError("; ".join(problems), retryable=False)
+    together = len(set(nodes)) == 1 and not any(answer["e"] for answer in answers)
+    return Session(attempt, token, nodes, node, local_ranks, together, events, client)
+
+
+def _is_shared(
+    local: LocalTierOptions, meta: str, token: str, node: str, nodes: Sequence[str], *, first: bool, exchange: Exchange, timeout: timedelta
+) -> bool:
+    """Whether all hosts see the same folder, found by each leaving a mark there."""
+    if local.shared is not None or len(set(nodes)) == 1:
+        return local.shared is not False
+    mine = os.path.join(meta, f".probe-{token}-{node}")
+    if first:
+        with open(mine, "w", encoding="ascii"):
+            os.utime(mine)
+    exchange.all("probe", b"", timeout=timeout)
+    seen = all(os.path.exists(os.path.join(meta, f".probe-{token}-{other}")) for other in nodes)
+    answers = exchange.all("probed", b"1" if seen else b"0", timeout=timeout)
+    if first:
+        os.unlink(mine)
+    return all(answer == b"1" for answer in answers)

@@ -1,0 +1,230 @@
+"""Lazy copy of live tensors into a mapped shard file, and the fence before they may change.
+
+``start`` queues the copies and returns; a background thread works through them while forward and backward run.
+``fence`` is called before anything mutates the tensors: the caller helps with what is left, so that waiting is never
+longer than copying everything at once would have been (two threads share the work). Copies go in file order and in
+pieces, so that the agent can digest the finished part of the file behind the copy.
+
+CPU tensors are copied by ``memmove`` through ctypes, which runs without the GIL; CUDA tensors by asynchronous copies
+on a side stream into the mapping registered as page-locked memory, where the fence makes the compute stream wait, not
+the CPU. The idea of overlapping the copy with the next forward and backward and gating only the update is that of
+CheckFreq (FAST '21) and DataStates-LLM (HPDC '24).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from resiliency.errors import Timeout
+
+__all__ = ["Copier", "Copy", "Snapshot"]
+
+logger = logging.getLogger(__name__)
+
+#: Bytes per piece: large enough that Python costs nothing, small enough to hand over quickly at the fence.
+PIECE_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Copy:
+    """``source`` (any strides, CPU or CUDA) goes to file offset ``start`` in C order."""
+
+    source: Tensor
+    start: int
+
+
+@dataclass
+class _Piece:
+    source: Tensor  # keeps the storage alive
+    address: int | None  # of the first source byte; None: copy through torch into ``target``
+    target: int | Tensor
+    nbytes: int
+    end: int  # file offset after this piece
+
+
+@dataclass
+class Snapshot:
+    """One pending copy of a state. Made by :meth:`Copier.start`; every attribute is guarded by its lock.
+
+    Attributes:
+        done: set when every byte is in the file, or the copy failed.
+        error: what went wrong, if anything.
+        copied_s: monotonic time at which the last byte was copied.
+    """
+
+    pieces: list[_Piece]
+    on_progress: Callable[[int], None]
+    on_done: Callable[[Snapshot], None]
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    copied_s: float = 0.0
+    events: list[torch.cuda.Event] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _next: int = 0
+    _left: int = 0
+    _finished: list[bool] = field(default_factory=list)
+    _prefix: int = 0
+
+    def __post_init__(self) -> None:
+        self._left = len(self.pieces)
+        self._finished = [False] * len(self.pieces)
+
+    def work(self) -> bool:
+        """Copies one piece. Returns False when none is left to start. Thread: any."""
+        with self._lock:
+            if self._next >= len(self.pieces) or self.error is not None:
+                return False
+            index = self._next
+            self._next += 1
+        piece = self.pieces[index]
+        try:
+            _copy(piece)
+        except BaseException as error:  # Boundary: the copy thread must report, not die; re-raised by the fence's caller.
+            logger.exception("copying %d bytes into the shard file failed", piece.nbytes)
+            with self._lock:
+                self.error = error
+                self._left = 0
+            self._finish()
+            return False
+        progress = None
+        with self._lock:
+            self._finished[index] = True
+            self._left -= 1
+            last = self._left == 0
+            before = self._prefix
+            while self._prefix < len(self._finished) and self._finished[self._prefix]:
+                self._prefix += 1
+            if self._prefix > before:
+                progress = self.pieces[self._prefix - 1].end
+        if last:
+            self._finish()
+        elif progress is not None:
+            self.on_progress(progress)
+        return True
+
+    def _finish(self) -> None:
+        with self._lock:
+            if self.done.is_set():
+                return
+            self.copied_s = time.monotonic()
+            self.pieces = []  # lets go of the tensors
+            self.done.set()
+        self.on_done(self)
+
+
+_void = ctypes.c_void_p
+
+
+def _copy(piece: _Piece) -> None:
+    if isinstance(piece.target, Tensor):
+        piece.target.copy_(piece.source)
+    else:
+        ctypes.memmove(_void(piece.target), _void(piece.address), piece.nbytes)
+
+
+class Copier:
+    """Copies snapshots, one at a time, on one background thread.
+
+    Threads: ``start`` and ``fence`` from the training thread; callbacks run on whichever thread finished the piece.
+    """
+
+    def __init__(self, *, name: str = "resiliency-copy") -> None:
+        self._wake = threading.Condition()
+        self._current: Snapshot | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(
+        self,
+        copies: Sequence[Copy],
+        *,
+        mapping: memoryview,
+        address: int,
+        on_progress: Callable[[int], None],
+        on_done: Callable[[Snapshot], None],
+    ) -> Snapshot:
+        """Queues copies and returns at once. Collective: no.
+
+        Args:
+            copies: sources in file order. They must not change before :meth:`fence` has returned.
+            mapping: the shard file, writable.
+            address: address of its first byte.
+            on_progress: called with the file offset below which everything is copied.
+            on_done: called once, with the snapshot, after the last byte or an error.
+        """
+        assert self._current is None or self._current.done.is_set(), "fence the previous snapshot first"
+        pieces: list[_Piece] = []
+        for copy in copies:
+            pieces.extend(_pieces(copy, mapping, address))
+        snapshot = Snapshot(pieces, on_progress, on_done)
+        if not pieces:
+            snapshot._finish()
+            return snapshot
+        with self._wake:
+            self._current = snapshot
+            self._wake.notify()
+        return snapshot
+
+    def fence(self, snapshot: Snapshot, *, deadline_s: float) -> float:
+        """Returns when nothing reads the sources any more; helps copying meanwhile.
+
+        Returns:
+            Seconds spent here.
+
+        Raises:
+            Timeout: the other thread did not finish its piece within ``deadline_s`` (a device that hangs).
+        """
+        began = time.monotonic()
+        while snapshot.work():
+            if time.monotonic() - began > deadline_s:
+                break
+        if not snapshot.done.wait(max(0.0, deadline_s - (time.monotonic() - began))):
+            raise Timeout(f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs")
+        return time.monotonic() - began
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while self._current is None and not self._closed:
+                    self._wake.wait()
+                if self._current is None:
+                    return
+                snapshot = self._current
+            while snapshot.work():
+                continue
+            with self._wake:
+                if self._current is snapshot:
+                    self._current = None
+
+    def close(self) -> None:
+        """Finishes the pending snapshot and ends the thread. Idempotent. Blocks: up to the rest of the copy."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(timeout=60)
+        if self._thread.is_alive():
+            logger.warning("the copy thread did not end within 60 s; it is left behind as a daemon")
+
+
+def _pieces(copy: Copy, mapping: memoryview, address: int) -> list[_Piece]:
+    source = copy.source
+    nbytes = source.numel() * source.element_size()
+    if nbytes == 0:
+        return []
+    if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        first = source.data_ptr()
+        return [
+            _Piece(source, first + at, address + copy.start + at, min(PIECE_BYTES, nbytes - at), copy.start + min(at + PIECE_BYTES, nbytes))
+            for at in range(0, nbytes, PIECE_BYTES)
+        ]
+    target = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=copy.start).view(source.dtype).view(source.shape)
+    return [_Piece(source, None, target, nbytes, copy.start + nbytes)]

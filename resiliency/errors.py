@@ -1,0 +1,67 @@
+"""The one exception tree of the library.
+
+::
+
+    ResiliencyError
+    ├── ConfigError          (also a ValueError) a setting or argument that cannot work
+    ├── TierError            a storage tier refused or failed; ``retryable`` says whether trying again can help
+    ├── CorruptShard         bytes that do not match their digest; never loaded
+    ├── NoCheckpointFound    nothing restorable where something was asked for
+    ├── AgentError           the host agent cannot be reached or refused a request
+    └── Timeout              (also a TimeoutError) a wait ran out of its deadline
+
+Every message says what happened, where (rank, step, tier, path) and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["AgentError", "ConfigError", "CorruptShard", "NoCheckpointFound", "ResiliencyError", "TierError", "Timeout"]
+
+
+class ResiliencyError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigError(ResiliencyError, ValueError):
+    """A setting or argument that cannot work; the message says what to pass instead."""
+
+
+class TierError(ResiliencyError):
+    """A storage tier refused or failed an operation.
+
+    Attributes:
+        retryable: True when the same call may succeed later (503, timeout, disk full), False when it
+            cannot (permission denied, bad address).
+    """
+
+    def __init__(self, message: str, *, retryable: bool) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class CorruptShard(ResiliencyError):
+    """A shard whose bytes do not match its record.
+
+    Attributes:
+        path: the file (or object) that is bad.
+        ranges: ``[(first byte, end byte), ...]`` that differ, half open; empty when the whole file is unusable.
+    """
+
+    def __init__(self, message: str, *, path: str, ranges: Sequence[tuple[int, int]] = ()) -> None:
+        super().__init__(message)
+        self.path = path
+        self.ranges = tuple(ranges)
+
+
+class NoCheckpointFound(ResiliencyError):
+    """Nothing restorable was found although a checkpoint was asked for by name or path."""
+
+
+class AgentError(ResiliencyError):
+    """The host agent cannot be reached, was refused, or answered with an error."""
+
+
+class Timeout(ResiliencyError, TimeoutError):
+    """A bounded wait ran out; the message names who did not answer."""

@@ -1,0 +1,187 @@
+"""Events: one append-only JSON line per fact that matters, for people, the goodput ledger and the supervisor.
+
+A line is a superset of the older goodput library's (``timestamp``, ``job_name``, ``event_type``, ``step``,
+``node_rank``), so both can read each other's files. Writing an event never raises into training, costs one
+``write(2)`` on an ``O_APPEND`` file (tens of microseconds, no lock, no buffer) and therefore survives SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any, Protocol
+
+__all__ = ["EventKind", "Event", "EventSink", "EventWriter", "JsonlSink", "NullSink"]
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+
+
+class EventKind:
+    """Names of events. The first six are the older library's; a reader must skip names it does not know.
+
+    Times inside ``fields`` carry ``_s`` (seconds) and sizes ``_bytes``.
+    """
+
+    USER_SCHEDULED = "user_scheduled"
+    USER_TERMINATED = "user_terminated"
+    JOB_STARTED = "job_started"  # one per rank and attempt, when the trainer process starts its work
+    JOB_TERMINATED = "job_terminated"  # reason: "finished" | "exception" | "signal"
+    CHECKPOINT_LOADED = "checkpoint_loaded"  # step, seconds_s, source tier, bytes
+    CHECKPOINT_SAVED = "checkpoint_saved"  # step is committed (manifest written) on `tier`
+
+    TRAIN_STARTED = "train_started"  # first batch is about to run; ends start-up and restore
+    TRAIN_ENDED = "train_ended"
+    #: Step finished: step_s wall, data_wait_s, stall_s (checkpoint part), save_in_flight bool; optional busy_s (own work
+    #: before first waiting for other ranks), eval_s (validation). With `count` the line holds that many steps, the last
+    #: of them `step`: seconds are then sums, and step_max_s is the longest.
+    STEP = "step"
+    CHECKPOINT_STARTED = "checkpoint_started"  # step, stall_s of the eager part, bytes of this rank's shard
+    CHECKPOINT_FENCED = "checkpoint_fenced"  # fence before the optimizer step: stall_s it waited
+    CHECKPOINT_DURABLE = "checkpoint_durable"  # fsync done / object stored: tier, seconds_s since the save began
+    CHECKPOINT_SKIPPED = "checkpoint_skipped"  # reason
+    CHECKPOINT_FAILED = "checkpoint_failed"  # reason, tier, will_retry
+    CHECKPOINT_DELETED = "checkpoint_deleted"  # step, tier, name
+    CHECKPOINT_CORRUPT = "checkpoint_corrupt"  # path, ranges
+    CHECKPOINT_REPAIRED = "checkpoint_repaired"  # path, source
+    RESTORE_STARTED = "restore_started"
+    AGENT_STARTED = "agent_started"
+    AGENT_LOST = "agent_lost"
+    WORKER_LOST = "worker_lost"  # seen by a launcher or monitor: worker (the lost rank), exit_code or signal
+    HANG_DETECTED = "hang_detected"  # worker, quiet_s: how long it had made no progress
+    PREEMPTION_NOTICE = "preemption_notice"  # lost_host, deadline_s
+    RESTART_REQUESTED = "restart_requested"  # remedy, reason
+    HOST_LOST = "host_lost"  # lost_host, reason
+    HOST_SWAPPED = "host_swapped"  # old, new: names of hosts
+    WORLD_RESIZED = "world_resized"  # old, new: number of hosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One fact. ``time`` is UTC seconds since the epoch, ``monotonic_s`` this host's monotonic clock."""
+
+    kind: str
+    time: float
+    monotonic_s: float
+    run: str
+    attempt: int
+    rank: int
+    host: str
+    step: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The line without its newline. Keys of the older library come first."""
+        stamp = datetime.fromtimestamp(self.time, tz=timezone.utc).isoformat(timespec="microseconds")
+        record: dict[str, Any] = {
+            "timestamp": stamp,
+            "job_name": self.run,
+            "event_type": self.kind,
+            "v": SCHEMA_VERSION,
+            "monotonic_s": round(self.monotonic_s, 6),
+            "attempt": self.attempt,
+            "rank": self.rank,
+            "host": self.host,
+        }
+        if self.step is not None:
+            record["step"] = self.step
+        for key, value in self.fields.items():
+            record.setdefault(key, value)
+        return json.dumps(record, separators=(",", ":"), default=str)
+
+
+class EventSink(Protocol):
+    """Where events go. ``emit`` may be called from any thread, must not raise and must not block for long."""
+
+    def emit(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NullSink:
+    """Drops every event."""
+
+    def emit(self, event: Event) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class JsonlSink:
+    """Appends JSON lines to one local file; the file is opened at the first event.
+
+    Thread: any. A failing write is reported once through logging and then counted in ``dropped``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.dropped = 0
+        self._fd: int | None = None
+        self._closed = False
+
+    def emit(self, event: Event) -> None:
+        if self._closed:
+            return
+        try:
+            if self._fd is None:
+                os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+                self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                self._heal_torn_tail(self._fd)
+            os.write(self._fd, event.to_json().encode() + b"\n")
+        except (OSError, ValueError, TypeError):
+            # Boundary: training must outlive its event log (disk full, read-only, odd field values).
+            self.dropped += 1
+            if self.dropped == 1:
+                logger.warning("event log %s cannot be written; events are dropped from here on", self.path, exc_info=True)
+
+    def _heal_torn_tail(self, fd: int) -> None:
+        """A writer killed inside write(2) can leave half a line; start on a fresh one so only that line is lost."""
+        size = os.fstat(fd).st_size
+        if size == 0:
+            return
+        with open(self.path, "rb") as file:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                os.write(fd, b"\n")
+
+    def close(self) -> None:
+        self._closed = True
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class EventWriter:
+    """Stamps events with who and when, and hands them to sinks. Thread: any. Never raises."""
+
+    def __init__(self, *, run: str, attempt: int, rank: int, host: str, sinks: tuple[EventSink, ...]) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.rank = rank
+        self.host = host
+        self._sinks = sinks
+
+    def emit(self, kind: str, *, step: int | None = None, **fields: Any) -> None:
+        event = Event(
+            kind=kind, time=time.time(), monotonic_s=time.monotonic(), run=self.run, attempt=self.attempt,
+            rank=self.rank, host=self.host, step=step, fields=fields,
+        )  # fmt: skip
+        for sink in self._sinks:
+            try:
+                sink.emit(event)
+            except Exception:  # Boundary: a user's sink must not end training.
+                logger.warning("event sink %r failed on %s", sink, kind, exc_info=True)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception:  # Boundary: as above.
+                logger.warning("event sink %r failed to close", sink, exc_info=True)
