@@ -35,7 +35,8 @@ class Slot:
     Attributes:
         inode: identity of the file, which survives renames; the agent speaks of slots by inode.
         path: where the file is while it is free or being filled.
-        nbytes: size of file and mapping.
+        nbytes: size of the file now.
+        capacity: bytes mapped; a smaller step shortens the file and keeps the mapping.
         address: first byte of the mapping in this process.
         layout_key: which header is in the file (None: none that can be restamped).
     """
@@ -45,6 +46,7 @@ class Slot:
     fd: int
     map: mmap.mmap
     nbytes: int
+    capacity: int
     address: int
     layout_key: object = None
 
@@ -58,12 +60,7 @@ def _map(path: str, nbytes: int) -> Slot:
     try:
         if os.fstat(fd).st_size != nbytes:
             os.ftruncate(fd, nbytes)
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-        except OSError as error:
-            # Some network and FUSE file systems cannot allocate ahead; there a full disk is the server's to report.
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
+        _allocate(fd, nbytes)
         mapping = mmap.mmap(fd, nbytes)
     except BaseException:
         os.close(fd)
@@ -71,7 +68,16 @@ def _map(path: str, nbytes: int) -> Slot:
     anchor = ctypes.c_char.from_buffer(mapping)
     address = ctypes.addressof(anchor)
     del anchor
-    return Slot(os.fstat(fd).st_ino, path, fd, mapping, nbytes, address)
+    return Slot(os.fstat(fd).st_ino, path, fd, mapping, nbytes, nbytes, address)
+
+
+def _allocate(fd: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        # Some network and FUSE file systems cannot allocate ahead; there a full disk is the server's to report.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
 
 
 class Arena:
@@ -92,7 +98,7 @@ class Arena:
     @property
     def mapped_bytes(self) -> int:
         """Bytes mapped by this rank now."""
-        return sum(slot.nbytes for slot in self._slots.values())
+        return sum(slot.capacity for slot in self._slots.values())
 
     @property
     def free(self) -> int:
@@ -163,20 +169,25 @@ class Arena:
     def acquire(self, nbytes: int) -> Slot | None:
         """A free slot of exactly ``nbytes``, or None when every slot is in use; see :meth:`grow`.
 
-        A free slot of another size is resized (its extra pages are touched by the copy itself).
+        A free slot that is too large is shortened; one that is too small is mapped anew, and its further pages are
+        touched by the copy itself.
 
         Raises:
             TierError: as :meth:`grow`.
         """
         if not self._free:
             return None
-        best = min(self._free, key=lambda inode: abs(self._slots[inode].nbytes - nbytes))
+        best = min(self._free, key=lambda inode: (self._slots[inode].capacity < nbytes, abs(self._slots[inode].capacity - nbytes)))
         self._free.remove(best)
         slot = self._slots[best]
-        if slot.nbytes == nbytes:
-            return slot
-        self._drop(best)
         try:
+            if slot.capacity >= nbytes:
+                if slot.nbytes != nbytes:
+                    os.ftruncate(slot.fd, nbytes)
+                    _allocate(slot.fd, nbytes)
+                    slot.nbytes = nbytes
+                return slot
+            self._drop(best)
             slot = _map(slot.path, nbytes)
         except OSError as error:
             raise _tier_error(error, self._folder, nbytes) from error

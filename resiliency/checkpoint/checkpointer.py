@@ -32,11 +32,11 @@ from resiliency.checkpoint.exchange import Exchange, SoloExchange, StoreExchange
 from resiliency.checkpoint.layout import Chunk, ShardLayout, make_layout, objects_reserve, stamp
 from resiliency.checkpoint.manifest import ARENA_DIR, META_DIR, ShardRecord, StepId
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.plan import WritePlan, describe, fingerprint, is_sharded, plan_reads, plan_writes
+from resiliency.checkpoint.plan import WritePlan, describe, fingerprint, is_sharded, plan_writes
 from resiliency.checkpoint.policy import crossed
 from resiliency.checkpoint.session import Session, open_session
 from resiliency.checkpoint.snapshot import Copier, Copy, Snapshot
-from resiliency.checkpoint.state import dtype_from_name, dtype_name, flatten, unflatten
+from resiliency.checkpoint.state import dtype_name, flatten
 from resiliency.checkpoint.ticket import Outcome, Ticket
 from resiliency.checkpoint.tiers import open_tier
 from resiliency.checkpoint.tiers.local import LocalTier
@@ -216,8 +216,7 @@ class Checkpointer:
             nbytes: or the expected size of this rank's shard.
             slots: how many; a save needs one while the step before it is still being committed.
         """
-        session = self.session
-        assert self._arena is not None
+        self.open()
         if nbytes is None:
             if state is None:
                 raise ConfigError("warm_up needs the state that will be saved, or nbytes=")
@@ -225,6 +224,18 @@ class Checkpointer:
             small, large = self._split(flat.tensors)
             layout = self._layout(self._plan(large), small, {}, len(json.dumps(flat.skeleton)))
             nbytes = layout.nbytes
+        self._warm(nbytes, slots)
+
+    def warm_up_for(self, tensors: Mapping[str, Tensor], *, slots: int = 2) -> None:
+        """As :meth:`warm_up`, for tensors by key that may be on the meta device (a state that does not exist yet)."""
+        _, large = self._split(dict(tensors))
+        plan = plan_writes([describe(large, world_size=self.world_size)] * self.world_size, rank=self.rank)
+        # Room for the header, the Python objects and what is small; a slot that is too large is shortened for free.
+        self._warm(int(sum(chunk.nbytes for chunk in plan.chunks) * 1.02) + (1 << 20), slots)
+
+    def _warm(self, nbytes: int, slots: int) -> None:
+        session = self.session
+        assert self._arena is not None
         try:
             self._arena.adopt()
             while self._arena.free < slots:
@@ -817,24 +828,9 @@ class Checkpointer:
             for rank in range(choice.world_size):
                 records.append(restore.read_record(self._tier, self.run, choice.step, rank))
                 readers.append(restore.shard_reader(self.directory, self.run, records[-1]))
-            stored = [p.chunk for reader in readers for p in reader.header.placed]
-            main = readers[0].objects()
-            if into is not None:
-                wanted = flatten(into).tensors
-            else:
-                wanted = {
-                    c.key: torch.empty(c.shape, dtype=dtype_from_name(c.dtype))
-                    for c in stored
-                    if not c.per_rank and (keys is None or keys(c.key))
-                }
-            nbytes = restore.copy_reads(readers, plan_reads(wanted, stored))
-            skipped = torch.empty(0)
-            state = unflatten(main["state"], (lambda k: wanted.get(k, skipped)) if keys else wanted, allow_pickle=allow_pickle)
-            per_rank = None
-            if self.rank < choice.world_size:
-                mine = readers[self.rank]
-                own = {p.chunk.key: mine.tensor(p.chunk, p).clone() for p in mine.header.placed if p.chunk.per_rank}
-                per_rank = unflatten(mine.objects()["per_rank"], own, allow_pickle=allow_pickle)
+            targets = flatten(into).tensors if into is not None else None
+            state, per_rank = restore.assemble(readers, rank=self.rank, into=targets, allow_pickle=allow_pickle, keys=keys)
+            nbytes = sum(record.nbytes for record in records)
         finally:
             for reader in readers:
                 reader.close()

@@ -7,9 +7,10 @@ a bad copy that any rank finds is struck out for everyone and the choice is made
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from torch import Tensor
 from resiliency.checkpoint.catalog import block_digest, run_prefix, scan, step_prefix
 from resiliency.checkpoint.layout import Chunk, Placed, ShardHeader, header_length, parse_header
 from resiliency.checkpoint.manifest import MANIFEST, Manifest, ShardRecord, StepId, record_file
-from resiliency.checkpoint.plan import Read
-from resiliency.checkpoint.state import dtype_from_name
+from resiliency.checkpoint.plan import Read, plan_reads
+from resiliency.checkpoint.state import dtype_from_name, unflatten
 from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import CorruptShard, TierError
 
-__all__ = ["Choice", "Holding", "Strike", "choose", "fetch_shard", "holdings", "shard_reader"]
+__all__ = ["Choice", "Holding", "ShardReader", "Strike", "assemble", "choose", "fetch_shard", "holdings", "read_record", "shard_reader"]
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -139,8 +143,9 @@ def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
         record = ShardRecord.from_dict(json.loads(tier.read(prefix + record_file(rank))), where=where)
         if record.id == step and record.rank == rank and record.run == run:
             return record
-    except (FileNotFoundError, ValueError, CorruptShard):
-        pass  # damaged or gone: the manifest holds a copy
+        logger.warning("%s is the record of another shard; using the manifest's copy", where)
+    except (FileNotFoundError, ValueError, CorruptShard) as error:
+        logger.warning("%s cannot be read (%s); using the manifest's copy", where, error)
     try:
         manifest = Manifest.from_json(tier.read(prefix + MANIFEST), where=f"{tier.root}/{prefix}{MANIFEST}")
     except FileNotFoundError:
@@ -267,3 +272,36 @@ def copy_reads(readers: Sequence[ShardReader], reads: Sequence[Read]) -> int:
             read.destination.detach().copy_(source)
         total += source.numel() * source.element_size()
     return total
+
+
+def assemble(
+    readers: Sequence[ShardReader], *, rank: int, into: Mapping[str, Tensor] | None = None, allow_pickle: bool = False,
+    keys: Callable[[str], bool] | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Puts a state together from all its shards, ``readers[i]`` being rank i's.
+
+    Args:
+        rank: whose per-rank part to return.
+        into: key -> tensor to fill; None makes new CPU tensors.
+        keys: with ``into=None``: load only tensors whose key passes; the others become empty tensors.
+
+    Returns:
+        The state tree and the per-rank tree (None when the step has no such rank).
+    """
+    stored = [p.chunk for reader in readers for p in reader.header.placed]
+    wanted = into
+    if wanted is None:
+        wanted = {
+            c.key: torch.empty(c.shape, dtype=dtype_from_name(c.dtype))
+            for c in stored
+            if not c.per_rank and (keys is None or keys(c.key))
+        }
+    copy_reads(readers, plan_reads(wanted, stored))
+    absent = torch.empty(0)
+    lookup: Any = (lambda key: wanted.get(key, absent)) if keys is not None else wanted
+    state = unflatten(readers[0].objects()["state"], lookup, allow_pickle=allow_pickle)
+    if rank >= len(readers):
+        return state, None
+    mine = readers[rank]
+    own = {p.chunk.key: mine.tensor(p.chunk, p).clone() for p in mine.header.placed if p.chunk.per_rank}
+    return state, unflatten(mine.objects()["per_rank"], own, allow_pickle=allow_pickle)
