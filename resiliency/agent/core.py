@@ -413,7 +413,8 @@ class HostAgent:
             busy = {s.id for s in self._steps.values() if s.pins > 0} | filling
             unsafe = {s.id for s in self._steps.values() if s.manifest is not None and not s.durable}
             doomed = steps_to_delete(
-                safe, [s.id for s in self._steps.values() if s.manifest is None], keep=self.config.local.keep, deleted=deletes,
+                safe, [s.id for s in self._steps.values() if s.manifest is None], keep=self.config.local.keep,
+                names_hold=self.config.local.names_hold, deleted=deletes,
                 busy=busy | unsafe,
             )  # fmt: skip
         for step_id in doomed:

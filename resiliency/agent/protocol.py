@@ -30,13 +30,14 @@ class TierSpec:
     Attributes:
         address: folder or URL.
         name: word for listings and events.
-        keep: how many steps stay; None: names decide (see :mod:`resiliency.checkpoint.retention`).
+        keep, names_hold: what stays, see :mod:`resiliency.checkpoint.retention`.
         storage_options: passed to fsspec.
     """
 
     address: str
     name: str
     keep: int | None = None
+    names_hold: bool = True
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -109,7 +110,7 @@ def step_token(token: str, serial: int) -> str:
 
 def _spec_dict(spec: TierSpec) -> dict[str, Any]:
     options = None if spec.storage_options is None else dict(spec.storage_options)
-    return {"address": spec.address, "name": spec.name, "keep": spec.keep, "storage_options": options}
+    return {"address": spec.address, "name": spec.name, "keep": spec.keep, "names_hold": spec.names_hold, "storage_options": options}
 
 
 def pack(message: Mapping[str, Any]) -> bytes:

@@ -162,7 +162,7 @@ class Uploader:
             complete = [listing.manifest for listing in listings if listing.manifest is not None and listing.committed]
             incomplete = [listing.id for listing in listings if not listing.committed]
             by_id = {listing.id: listing for listing in listings}
-            for step in steps_to_delete(complete, incomplete, keep=self.spec.keep):
+            for step in steps_to_delete(complete, incomplete, keep=self.spec.keep, names_hold=self.spec.names_hold):
                 listing = by_id[step]
                 prefix = step_prefix(self._config.run, step)
                 for name in listing.manifest.names if listing.manifest is not None else ():

@@ -136,7 +136,7 @@ class EngineModelCheckpoint:
         remotes.insert(0, RemoteTierOptions(address=dirpath, name="persistent", interval=self._persist))
         self._announced_tier = "persistent"
         ramdisk = os.path.abspath(local).startswith("/dev/shm")
-        return LocalTierOptions(directory=os.fspath(local), keep=1, durable=not ramdisk), remotes
+        return LocalTierOptions(directory=os.fspath(local), keep=1, names_hold=False, durable=not ramdisk), remotes
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -309,11 +309,13 @@ class EngineModelCheckpoint:
             per_rank = None
             if self._attachment is not None and self._attachment.rank_state is not None and not self.save_weights_only:  # type: ignore[attr-defined]
                 per_rank = {"rank_state": self._attachment.rank_state.capture(trainer)}
+            # Buffers differ between DDP ranks until the next forward, callback tensors may too: rank 0 writes all of those.
+            live = lazy_filter(trainer)
             score = self.best_k_models.get(requests[0])  # type: ignore[attr-defined]
             info = {"epoch": trainer.current_epoch, **({self.monitor: float(score)} if score is not None and self.monitor else {})}  # type: ignore[attr-defined]
             ticket = engine.save(
                 trainer.global_step, state, per_rank=per_rank, names=names, supersedes=[n for n in removals if n not in names], info=info,
-                lazy=lazy_filter(trainer) if self._lazy else False,
+                lazy=live if self._lazy else False, replicated=live,
             )  # fmt: skip
             if ticket is None:
                 self._last_global_step_saved = 0  # not saved: the next occasion may try again

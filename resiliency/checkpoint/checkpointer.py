@@ -257,6 +257,7 @@ class Checkpointer:
         supersedes: Sequence[str] = (),
         info: Mapping[str, Any] | None = None,
         lazy: bool | Callable[[str, Tensor], bool] = False,
+        replicated: Callable[[str, Tensor], bool] | None = None,
     ) -> Ticket | None:
         """Takes a checkpoint. Every rank calls it at the same step.
 
@@ -274,6 +275,8 @@ class Checkpointer:
             supersedes: names to be deleted once this step is committed.
             info: small JSON-able facts shown by listings.
             lazy: True, or a function of (key, tensor) that says which tensors may be copied in the background.
+            replicated: a function of (key, tensor) that says which plain tensors are equal on all ranks, so that each rank
+                may write a share of them; rank 0 writes the others. None: all are.
 
         Returns:
             A ticket, or None when the save was skipped (counted in ``skipped``, with an event and a warning).
@@ -298,7 +301,7 @@ class Checkpointer:
             return None
         flat = flatten(state)
         own = flatten(per_rank)
-        small, large = self._split(flat.tensors)
+        small, large = self._split(flat.tensors, replicated)
         plan = self._plan(large)
         objects = json.dumps(
             {"state": flat.skeleton if self.rank == 0 else None, "per_rank": own.skeleton, "info": dict(info or {})},
@@ -468,16 +471,20 @@ class Checkpointer:
             self._planned = _Planned(mark, plan_writes(descriptions, rank=self.rank))
         return self._planned.plan
 
-    def _split(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Small plain tensors, which rank 0 writes for all, and the rest, which is shared out.
+    def _split(
+        self, tensors: Mapping[str, Tensor], replicated: Callable[[str, Tensor], bool] | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Plain tensors that rank 0 writes for all (small ones, and those not replicated), and the rest, which is shared out.
 
         Callbacks and metrics may hold small tensors on some ranks only; the shared plan must not depend on them.
         """
         small: dict[str, Tensor] = {}
         large: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
-            tiny = not is_sharded(tensor) and tensor.numel() * tensor.element_size() < self.options.lazy_bytes
-            (small if tiny else large)[key] = tensor
+            alone = not is_sharded(tensor) and (
+                tensor.numel() * tensor.element_size() < self.options.lazy_bytes or (replicated is not None and not replicated(key, tensor))
+            )
+            (small if alone else large)[key] = tensor
         return small if self.rank == 0 else {}, large
 
     def _layout(

@@ -20,14 +20,16 @@ class LocalTierOptions:
 
     Attributes:
         directory: made when missing.
-        keep: newest steps to keep. None: names decide (what a Lightning ``ModelCheckpoint`` wants); on a ramdisk
-            pass 1, so that it holds the newest step and the one being written.
+        keep: newest steps without a name to keep; None: all. Their files are recycled, which is what makes saves fast.
+        names_hold: a step also stays while one of its names means it (until ``delete``). False on a ramdisk, with
+            ``keep=1``: it then holds the newest step and the one being written, whatever they are called.
         durable: fsync before anything older is deleted. False on a ramdisk, where nothing survives a power loss.
         shared: True when all hosts of the job see the same folder; None: find out at start.
     """
 
     directory: str
-    keep: int | None = None
+    keep: int | None = 3
+    names_hold: bool = True
     durable: bool = True
     shared: bool | None = None
 
@@ -37,6 +39,8 @@ class LocalTierOptions:
         object.__setattr__(self, "directory", os.path.abspath(os.path.expanduser(os.fspath(self.directory))))
         if "://" in str(self.directory):
             raise ConfigError(f"directory={self.directory!r} is an address; it belongs into remotes=[RemoteTierOptions(address=...)]")
+        if self.keep is None and not self.names_hold:
+            raise ConfigError("keep=None with names_hold=False would never delete anything; pass keep=1 or more")
         if self.keep is not None and self.keep < 1:
             raise ConfigError(f"keep={self.keep} would delete the checkpoint to resume from; pass 1 or more, or None")
 
@@ -49,14 +53,16 @@ class RemoteTierOptions:
         address: "gs://bucket/job", "/mnt/ckpts", any fsspec URL.
         name: word for listings and events; unique among the tiers.
         interval: which saves go there.
-        keep: newest steps to keep there; None: names decide.
+        keep: newest steps without a name to keep there; None: all.
+        names_hold: as for the local tier.
         storage_options: passed to fsspec.
     """
 
     address: str
     name: str = "object_store"
     interval: Interval = Interval()
-    keep: int | None = None
+    keep: int | None = 3
+    names_hold: bool = True
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

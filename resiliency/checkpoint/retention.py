@@ -1,9 +1,9 @@
 """What to keep: pure decisions about deletion. Nothing here touches a disk.
 
 A *name* ("step=100.ckpt", "last.ckpt") means the newest complete step that lists it, unless a newer complete step says
-it supersedes the name. With ``keep`` a tier holds that many newest steps, whatever their names (a ramdisk must stay
-small). Without ``keep`` a named step lives while one of its names means it, and an unnamed one for ever. The newest
-complete step always lives.
+it supersedes the name. A named step lives while one of its names means it; unnamed steps live while they are among the
+``keep`` newest of their kind. On a tier where names do not hold (a ramdisk, which must stay small) the ``keep`` newest
+steps live, whatever their names. The newest complete step always lives.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def steps_to_delete(
     incomplete: Iterable[StepId],
     *,
     keep: int | None,
+    names_hold: bool = True,
     deleted: Mapping[str, StepId] | None = None,
     busy: Collection[StepId] = (),
 ) -> list[StepId]:
@@ -47,7 +48,8 @@ def steps_to_delete(
     Args:
         complete: complete (and, where it matters, durable) steps.
         incomplete: steps that are not; those older than the newest complete one can never be needed again.
-        keep: how many complete steps to keep by age; None: names decide.
+        keep: how many steps to keep by age; None: all.
+        names_hold: see the module's docstring.
         deleted: as in :func:`live_names`.
         busy: steps being written or sent, which stay for now.
     """
@@ -55,10 +57,10 @@ def steps_to_delete(
         return []
     ordered = sorted(complete, key=lambda m: m.id)
     newest = ordered[-1].id
-    if keep is not None:
-        wanted = {m.id for m in ordered[-keep:]}
-    else:
-        wanted = set(live_names(ordered, deleted=deleted).values()) | {m.id for m in ordered if not m.names}
+    by_age = [m.id for m in ordered if not m.names or not names_hold]
+    wanted = set(by_age if keep is None else by_age[-keep:])
+    if names_hold:
+        wanted |= set(live_names(ordered, deleted=deleted).values())
     doomed = [m.id for m in ordered if m.id != newest and m.id not in wanted and m.id not in busy]
     doomed += [step for step in incomplete if step < newest and step not in busy]
     return sorted(doomed)

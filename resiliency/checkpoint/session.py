@@ -123,9 +123,9 @@ def open_session(
     events = EventWriter(run=run, attempt=attempt, rank=rank, host=node, sinks=(sink, *sinks))
     config = AgentConfig(
         run=run, node=node, attempt=attempt, token=token, world_size=world_size, local_ranks=local_ranks, shared=shared,
-        local=TierSpec(address=local.directory, name="local", keep=local.keep), durable=local.durable,
+        local=TierSpec(address=local.directory, name="local", keep=local.keep, names_hold=local.names_hold), durable=local.durable,
         remotes=tuple(
-            TierSpec(address=r.address, name=r.name, keep=r.keep, storage_options=r.storage_options) for r in remotes
+            TierSpec(address=r.address, name=r.name, keep=r.keep, names_hold=r.names_hold, storage_options=r.storage_options) for r in remotes
         ),
         events=os.path.join(events_dir, f"agent-{node}.jsonl"), drain_s=options.drain.total_seconds(),
     )  # fmt: skip
