@@ -29,6 +29,7 @@ from resiliency.checkpoint.policy import Interval
 from resiliency.checkpoint.ticket import Outcome
 from resiliency.errors import AgentError, ConfigError, TierError
 from resiliency.plugins import _lightning
+from resiliency.plugins._gradients import accumulated, place
 from resiliency.plugins._namespace import default_namespace
 from resiliency.plugins._rank_state import RankState, is_step_boundary
 from resiliency.settings import environment
@@ -221,6 +222,12 @@ class EngineModelCheckpoint:
             self._collecting = False
             self._save_requests(trainer)
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        if self._attachment is not None and self._attachment.gradients is not None:
+            gradients, self._attachment.gradients = self._attachment.gradients, None
+            place(trainer, gradients)
+        super().on_train_batch_start(trainer, pl_module, *args, **kwargs)  # type: ignore[misc]
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         if self._engine is not None:
             self._take_news(trainer)
@@ -308,11 +315,14 @@ class EngineModelCheckpoint:
             state = _lightning.dump_checkpoint(trainer, self.save_weights_only)  # type: ignore[attr-defined]
             per_rank = None
             if self._attachment is not None and self._attachment.rank_state is not None and not self.save_weights_only:  # type: ignore[attr-defined]
-                per_rank = {"rank_state": self._attachment.rank_state.capture(trainer)}
+                gradients = accumulated(trainer)
+                per_rank = {"rank_state": self._attachment.rank_state.capture(trainer, gradients_kept=True), "gradients": gradients}
             # Buffers differ between DDP ranks until the next forward, callback tensors may too: rank 0 writes all of those.
             live = lazy_filter(trainer)
             score = self.best_k_models.get(requests[0])  # type: ignore[attr-defined]
             info = {"epoch": trainer.current_epoch, **({self.monitor: float(score)} if score is not None and self.monitor else {})}  # type: ignore[attr-defined]
+            if per_rank is not None and per_rank["rank_state"]["caveats"]:
+                info["exact"] = False  # resume prefers another save of this step
             ticket = engine.save(
                 trainer.global_step, state, per_rank=per_rank, names=names, supersedes=[n for n in removals if n not in names], info=info,
                 lazy=live if self._lazy else False, replicated=live,

@@ -43,6 +43,7 @@ class Holding:
         world_size: shards the step has.
         ranks: writers whose shard and record lie there in full length.
         names: names of the step.
+        exact: False when the writer said (``info["exact"]``) that resuming from it is not exact.
     """
 
     tier: str
@@ -51,13 +52,14 @@ class Holding:
     world_size: int
     ranks: tuple[int, ...]
     names: tuple[str, ...] = ()
+    exact: bool = True
 
     def to_list(self) -> list[Any]:
-        return [self.tier, self.node, self.step, self.world_size, list(self.ranks), list(self.names)]
+        return [self.tier, self.node, self.step, self.world_size, list(self.ranks), list(self.names), self.exact]
 
     @classmethod
     def from_list(cls, data: Sequence[Any]) -> Holding:
-        return cls(data[0], data[1], data[2], data[3], tuple(data[4]), tuple(data[5]))
+        return cls(data[0], data[1], data[2], data[3], tuple(data[4]), tuple(data[5]), bool(data[6]))
 
 
 #: A copy known to be bad: (tier, node, step dirname, rank).
@@ -78,7 +80,8 @@ def holdings(tier: Tier, run: str, *, node: str) -> list[Holding]:
         first = next(iter(listing.records.values()))
         ranks = tuple(sorted(rank for rank, record in listing.records.items() if record.file not in missing))
         names = tuple(dict.fromkeys(name for record in listing.records.values() for name in record.names))
-        found.append(Holding(tier.name, node, listing.id.dirname, first.world_size, ranks, names))
+        exact = all(record.info.get("exact", True) for record in listing.records.values())
+        found.append(Holding(tier.name, node, listing.id.dirname, first.world_size, ranks, names, exact))
     return found
 
 
@@ -113,7 +116,9 @@ def choose(
         step = StepId.parse(holding.step)
         if step is not None and (only is None or step == only):
             by_step.setdefault(step, []).append(holding)
-    for step in sorted(by_step, reverse=True):
+    # Among saves of the same step an exact one is better than a later one (in the middle of gradient accumulation, say).
+    order = sorted(by_step, key=lambda s: (s.step, s.attempt, all(h.exact for h in by_step[s]), s.token), reverse=True)
+    for step in order:
         places = by_step[step]
         world_size = places[0].world_size
         sources: dict[str, dict[int, tuple[str, ...]]] = {}

@@ -6,14 +6,33 @@ needs of the loops is in :mod:`resiliency.plugins._rank_state`.)
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["dump_checkpoint", "expected_tensors", "intercept_resume", "is_supported", "lazy_pointers", "validation_follows"]
+from resiliency.checkpoint.reader import load_path, locate
+
+__all__ = [
+    "LivePointers",
+    "about_to_end",
+    "dump_checkpoint",
+    "expected_tensors",
+    "install_loading",
+    "intercept_resume",
+    "is_supported",
+    "live_pointers",
+    "module_overrides",
+    "next_is_another_batch",
+    "quiet_mid_epoch_warning",
+    "teach_load_from_checkpoint",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -28,56 +47,98 @@ def is_supported(strategy: Any) -> bool:
     return bool(names & _SUPPORTED) and not names & _UNSUPPORTED
 
 
+# -- saving ---------------------------------------------------------------------------------------------------------------
+
+
 def dump_checkpoint(trainer: Any, weights_only: bool) -> dict[str, Any]:
     """What Lightning would save, with live tensors in it. Runs the ``on_save_checkpoint`` hooks. On every rank."""
-    dumped: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+    with trainer.profiler.profile("save_checkpoint"):
+        dumped: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
     return dumped
 
 
-def intercept_resume(trainer: Any, decide: Callable[[Any], Any]) -> None:
-    """Lets ``decide(path)`` choose what the next fit resumes from: it gets what the user asked for (or None).
+def next_is_another_batch(trainer: Any) -> bool:
+    """In ``on_train_batch_end``: True when the next thing Lightning does is to fetch and run another training batch.
 
-    ``ckpt_path`` is resolved before any callback hook runs, on every rank from its own file system; this is the first
-    moment at which ranks can agree.
+    False when a validation, the end of the epoch or the end of training comes first: callbacks and the module may swap
+    or average weights there, in hooks that run before ours.
     """
-    connector = trainer._checkpoint_connector
-    original = connector.resume_start
-
-    def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        del connector.resume_start  # only for this fit
-        original(decide(checkpoint_path), *args, **kwargs)
-
-    connector.resume_start = resume_start
-
-
-def validation_follows(trainer: Any) -> bool:
-    """True when a validation runs right after this batch; callbacks may swap weights for it before we could fence."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    check = getattr(epoch_loop, "_should_check_val_fx", None)
-    if check is None or not getattr(trainer, "enable_validation", False):
+    if epoch_loop.batch_progress.is_last_batch or _stopping(trainer) or epoch_loop._is_training_done:
         return False
+    return not _validation_follows(trainer)
+
+
+def _stopping(trainer: Any) -> bool:
+    return bool(trainer.should_stop or getattr(trainer, "received_sigterm", False))
+
+
+def _validation_follows(trainer: Any) -> bool:
+    if not getattr(trainer, "enable_validation", False):
+        return False
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return True  # a clock decides a moment later; it may say yes
+    check = trainer.fit_loop.epoch_loop._should_check_val_fx
     try:
         return bool(check(trainer.fit_loop._data_fetcher))
     except TypeError:
         return bool(check())  # before 2.3 it took no argument
 
 
-def lazy_pointers(trainer: Any) -> set[int]:
-    """Addresses of tensors that change only in the optimizer step: parameters and optimizer state.
+def about_to_end(trainer: Any) -> bool:
+    """True when no training batch will follow in this fit as far as can be told, so that a save now may be the last."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if _stopping(trainer):
+        return True
+    if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
+        return True
+    last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= trainer.max_epochs
+    return bool(last_epoch and (epoch_loop.batch_progress.is_last_batch or epoch_loop._is_training_done))
 
-    Empty when that cannot be relied on (an optimizer that runs inside backward).
-    """
+
+def module_overrides(trainer: Any, hook: str) -> bool:
+    """True when the user's LightningModule has its own ``hook``."""
     module = trainer.lightning_module
-    pointers: set[int] = set()
-    for parameter in module.parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"):
-            return set()
-        pointers.add(parameter.data_ptr())
+    if hook in getattr(module, "__dict__", {}):
+        return True
+    owner = next((cls for cls in type(module).__mro__ if hook in cls.__dict__), None)
+    return owner is not None and not owner.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+
+
+@dataclass(frozen=True)
+class LivePointers:
+    """Addresses of tensors of one moment.
+
+    Attributes:
+        lazy: trained parameters and their optimizer state: they change in the optimizer step and nowhere else.
+        replicated: parameters and optimizer state, which data parallelism keeps equal on all ranks.
+    """
+
+    lazy: frozenset[int]
+    replicated: frozenset[int]
+
+
+def live_pointers(trainer: Any) -> LivePointers:
+    """Which live tensors may be copied late, and which are equal on all ranks.
+
+    Parameters no optimizer owns may be moving averages that change in any hook or in forward, so they are not lazy.
+    Nothing is lazy when an optimizer runs inside backward.
+    """
+    replicated = {parameter.data_ptr() for parameter in trainer.lightning_module.parameters()}
+    lazy: set[int] = set()
+    in_backward = False
     for optimizer in trainer.optimizers:
+        for group in getattr(optimizer, "param_groups", ()):
+            for parameter in group["params"]:
+                in_backward |= bool(getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"))
+                if parameter.requires_grad:
+                    lazy.add(parameter.data_ptr())
         for state in getattr(optimizer, "state", {}).values():
             if isinstance(state, Mapping):
-                pointers.update(value.data_ptr() for value in state.values() if isinstance(value, Tensor))
-    return pointers
+                own = {value.data_ptr() for value in state.values() if isinstance(value, Tensor)}
+                lazy |= own
+                replicated |= own
+    return LivePointers(frozenset() if in_backward else frozenset(lazy), frozenset(replicated))
 
 
 def expected_tensors(trainer: Any) -> dict[str, Tensor]:
@@ -106,3 +167,96 @@ def _moments(optimizer: Any) -> list[str]:
     if defaults.get("momentum"):
         return ["momentum_buffer"]
     return []
+
+
+# -- resuming -------------------------------------------------------------------------------------------------------------
+
+
+def intercept_resume(trainer: Any, decide: Callable[[Any], Any]) -> Callable[[], None]:
+    """Lets ``decide(path)`` choose what the next fit resumes from: it gets what the user asked for (or None).
+
+    ``ckpt_path`` is resolved before any callback hook runs, on every rank from its own file system; this is the first
+    moment at which ranks can agree.
+
+    Returns:
+        a function that takes the interception back if the fit never came that far.
+    """
+    connector = trainer._checkpoint_connector
+    original = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        undo()  # only for this fit
+        original(decide(checkpoint_path), *args, **kwargs)
+
+    def undo() -> None:
+        if connector.__dict__.get("resume_start") is resume_start:
+            del connector.resume_start
+
+    connector.resume_start = resume_start
+    return undo
+
+
+def install_loading(trainer: Any, load: Callable[[str, bool | None], dict[str, Any] | None]) -> None:
+    """Makes the strategy's CheckpointIO ask ``load(path, weights_only)`` first; when it returns None the user's own loads."""
+    io = trainer.strategy.checkpoint_io
+    # One plugin object may serve several trainers, one after the other.
+    original = getattr(io, "_resiliency_original_load", None) or io.load_checkpoint
+
+    def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
+        found = load(os.fspath(path), kwargs.get("weights_only"))
+        return original(path, *args, **kwargs) if found is None else found
+
+    io._resiliency_original_load = original
+    io.load_checkpoint = load_checkpoint
+
+
+def quiet_mid_epoch_warning(trainer: Any) -> None:
+    """Keeps Lightning from warning, at the restart that follows, that the middle of an epoch cannot be resumed: here it can."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if "reset" in epoch_loop.__dict__:
+        return
+    original = epoch_loop.reset
+
+    def reset() -> None:
+        del epoch_loop.reset  # only for this restart
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+            original()
+
+    epoch_loop.reset = reset
+
+
+def teach_load_from_checkpoint(namespace: str) -> None:
+    """Lets ``Module.load_from_checkpoint`` of that namespace read our names too; stock files go where they always went.
+
+    Idempotent. Lightning reads the file through a function of one module, which is wrapped here.
+    """
+    saving = importlib.import_module(f"{namespace}.core.saving")
+    original = getattr(saving, "pl_load", None)
+    if original is None or getattr(original, "_resiliency", False):
+        return
+
+    def pl_load(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        located = locate(os.fspath(path_or_url)) if isinstance(path_or_url, (str, os.PathLike)) and _may_be_ours(path_or_url) else None
+        if located is None:
+            return original(path_or_url, *args, **kwargs)
+        state, _ = load_path(located, allow_pickle=kwargs.get("weights_only") is False)
+        device = args[0] if args else kwargs.get("map_location")
+        if isinstance(device, (str, torch.device)) and "state_dict" in state:
+            # The module goes where its tensors are.
+            state["state_dict"] = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in state["state_dict"].items()}
+        return state
+
+    pl_load._resiliency = True  # type: ignore[attr-defined]
+    saving.pl_load = pl_load
+
+
+def _may_be_ours(path: Any) -> bool:
+    """False for what can be seen to be a stock file without asking a store: then its way stays as it was."""
+    text = os.fspath(path)
+    if text.startswith(("http://", "https://")):
+        return False
+    if "://" in text or not os.path.isfile(text):
+        return True
+    with open(text, "rb") as file:
+        return file.read(1) == b"{"

@@ -20,10 +20,11 @@ no random number and changes no batch. This file alone knows private names of to
 
 from __future__ import annotations
 
+import copyreg
 import logging
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -185,6 +186,28 @@ class _Indices:
             )  # fmt: skip
 
 
+class _Noted:
+    """The indices of a sampler whose loader keeps its own place: notes where they begin, and begins there again."""
+
+    def __init__(self, indices: Iterator[Any], loader: Any, seen: Pass, begun: dict[str, Any] | None) -> None:
+        self._it, self._loader, self._seen, self._replayed = indices, loader, seen, begun
+        self._begun = False
+
+    def __iter__(self) -> _Noted:
+        return self
+
+    def __next__(self) -> Any:
+        if self._begun:
+            return next(self._it)
+        self._begun = True
+        self._seen.begun = self._replayed or _snapshot(self._loader)
+        if self._replayed is None:
+            return next(self._it)
+        with _rng.preserved():  # the loader may skip what was taken only when the next batch is asked for
+            _restore(self._loader, self._replayed)
+            return next(self._it)
+
+
 # ---- following
 
 
@@ -211,6 +234,9 @@ def follow(loader: Any, holding: Callable[[], bool]) -> bool:
     try:
         object.__setattr__(loader, "__class__", type(base.__name__, (base,), names))
         object.__setattr__(loader, _KEY, Followed(holding))
+        if _is_stateful(loader):
+            for sampler in _samplers(loader, inner=False):  # inner ones are drawn from while an outer one is opened
+                _follow_sampler(sampler, loader)
     except TypeError:  # built in, slotted or otherwise of a fixed layout
         log.debug("%s cannot be followed; batches already seen are read again after a restart", base.__qualname__)
         return False
@@ -219,10 +245,11 @@ def follow(loader: Any, holding: Callable[[], bool]) -> bool:
 
 def unfollow(loader: Any) -> None:
     """Gives the loader its own class back."""
-    base = getattr(type(loader), "_resiliency_base", None)
-    if base is not None:
-        object.__setattr__(loader, "__class__", base)
-        loader.__dict__.pop(_KEY, None)
+    for followed in (loader, *_samplers(loader)):
+        base = getattr(type(followed), "_resiliency_base", None)
+        if base is not None:
+            object.__setattr__(followed, "__class__", base)
+            followed.__dict__.pop(_KEY, None)
 
 
 def _is_stateful(loader: Any) -> bool:
@@ -245,27 +272,11 @@ def _followed_iter(base: type) -> Callable[[Any], Iterator[Any]]:
             if not hasattr(iterator, "_num_yielded"):
                 return _Counted(iterator, seen)
             setattr(iterator, _PASS, seen)
-            if _is_stateful(self) and not _workers(self):
-                _note_first_index(iterator, self, seen)
             return iterator  # type: ignore[no-any-return]
 
         return _Deferred(begin) if followed.holding() else begin()
 
     return __iter__
-
-
-def _note_first_index(iterator: Any, loader: Any, seen: Pass) -> None:
-    """For loaders whose index sampler must stay what it is, since they ask it for its state."""
-    next_index = getattr(iterator, "_next_index", None)
-    if next_index is None:
-        return
-
-    def first() -> Any:
-        seen.begun = _snapshot(loader)
-        del iterator._next_index
-        return next_index()
-
-    iterator._next_index = first
 
 
 def _followed_index_sampler(base: Any) -> property:
@@ -275,11 +286,40 @@ def _followed_index_sampler(base: Any) -> property:
     return property(_index_sampler)
 
 
+def _follow_sampler(sampler: Any, loader: Any) -> None:
+    """Notes the generators where a sampler of a stateful loader begins; a sampler that keeps its own state is left alone."""
+    base = type(sampler)
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        followed: Followed | None = loader.__dict__.get(_KEY)
+        if followed is None or followed.current is None:
+            return base.__iter__(self)  # type: ignore[no-any-return]
+        replay, seen = followed.replay, followed.current
+        if replay is not None and replay.opened is not None:
+            _restore(loader, replay.opened)  # torchdata opens a sampler several times; each must give the same
+        opened = _snapshot(loader)
+        indices = base.__iter__(self)
+        if _is_stateful(indices):
+            return indices  # type: ignore[no-any-return]
+        seen.opened = opened
+        return _Noted(indices, loader, seen, replay.begun if replay is not None else None)
+
+    names = {"__iter__": __iter__, "__reduce_ex__": _followed_reduce(base), "_resiliency_base": base}
+    names |= {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    if not hasattr(base, "_resiliency_base") and hasattr(base, "__iter__") and hasattr(sampler, "__dict__"):
+        sampler.__class__ = type(base.__name__, (base,), names)
+
+
+def _empty(kind: type) -> Any:
+    return object.__new__(kind)
+
+
 def _followed_reduce(base: Any) -> Callable[[Any, Any], Any]:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         # a bound method of the loader as collate_fn takes it along to spawned workers: there it is the user's class again
         parts = list(base.__reduce_ex__(self, protocol))
-        parts[1] = tuple(base if part is type(self) else part for part in parts[1])
+        if parts[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            parts[:2] = _empty, (base,)
         if len(parts) > 2 and isinstance(parts[2], dict):
             parts[2] = {key: value for key, value in parts[2].items() if key != _KEY}
         return tuple(parts)
@@ -306,7 +346,7 @@ def describe(loader: Any, iterator: Any, *, taken: int, undone: int) -> dict[str
     entry: dict[str, Any] = {"kind": kind_of(loader), "taken": max(0, taken - undone), "caveat": None}
     entry["generators"] = [generator.get_state() for generator in _generators(loader)]
     if seen is not None:
-        entry |= {"before": seen.before, "opened": seen.opened if _workers(loader) else None, "begun": seen.begun}
+        entry |= {"before": seen.before, "opened": seen.opened, "begun": seen.begun}
     if entry["kind"] == "map" and seen is not None:
         entry["check"] = _digest(seen.index_of_batch(entry["taken"]))
     if entry["kind"] == "stateful":
@@ -406,15 +446,7 @@ def _finish_stateful(loader: Any, entry: dict[str, Any]) -> None:
 def _open_with_state(loader: Any, entry: dict[str, Any]) -> Iterator[Any]:
     if entry.get("state") is not None:
         loader.load_state_dict(from_plain(entry["state"]))
-    if not isinstance(loader, DataLoader) or _workers(loader) or entry.get("begun") is None:
-        return iter(loader)
-    # its sampler begins inside of iter(), right after the workers' seed is drawn; before the restart there were hooks between
-    generator, loader.generator = loader.generator, torch.Generator()
-    try:
-        _rng.restore(entry["begun"]["rng"])
-        return iter(loader)
-    finally:
-        loader.generator = generator
+    return _replayed(loader, Replay(opened=entry.get("opened"), begun=entry.get("begun")))
 
 
 def _dataset_is_at_its_end(iterator: Any) -> bool | None:
@@ -451,12 +483,25 @@ def _lookahead(loader: Any) -> int:
     return _workers(loader) * int(getattr(loader, "prefetch_factor", None) or 2) + 1
 
 
+def _samplers(loader: Any, *, inner: bool = True) -> list[Any]:
+    """The samplers of a loader, outermost first; with ``inner`` also those Lightning has wrapped for several ranks."""
+    found: dict[int, Any] = {}
+    todo = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    while todo:
+        sampler = todo.pop(0)
+        if sampler is None or isinstance(sampler, list | tuple) or id(sampler) in found:
+            continue
+        found[id(sampler)] = sampler
+        todo.append(getattr(sampler, "sampler", None))
+        if inner:
+            todo.append(getattr(getattr(sampler, "dataset", None), "_sampler", None))
+    return list(found.values())
+
+
 def _generators(loader: Any) -> list[torch.Generator]:
     """The generators the user gave to the loader and its samplers, each once, always in the same order."""
-    samplers: Iterable[Any] = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    samplers = [*samplers, getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
-    found = {id(g): g for g in (getattr(s, "generator", None) for s in samplers) if isinstance(g, torch.Generator)}
-    return list(found.values())
+    owned = (getattr(owner, "generator", None) for owner in (loader, *_samplers(loader)))
+    return list({id(generator): generator for generator in owned if isinstance(generator, torch.Generator)}.values())
 
 
 def set_generators(loader: Any, saved: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ class RankState:
 
     # ---- save
 
-    def capture(self, trainer: Any) -> dict[str, Any]:
+    def capture(self, trainer: Any, *, gradients_kept: bool = False) -> dict[str, Any]:
         """This rank's state as of now: None, bool, int, float, str, bytes, list, tuple, dict and CPU tensors only.
 
         Call it where Lightning's own loop state is taken: in ``on_train_batch_end``, ``on_validation_end``,
@@ -127,7 +127,7 @@ class RankState:
         undone = int(progress.ready - progress.processed)
         if undone:
             caveats.append("saved in the middle of a step: its random numbers will be others")
-        elif not is_step_boundary(trainer):
+        elif not gradients_kept and not is_step_boundary(trainer):
             caveats.append("saved in the middle of gradient accumulation: the gradients so far are lost")
 
         combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher

@@ -220,17 +220,18 @@ class LocalTier:
                 os.unlink(temp)
             raise
         if self.durable:
-            with self._errors("sync", key):
+            # The folder goes when somebody deletes the object at once; then there is nothing to make durable.
+            with self._errors("sync", key), suppress(FileNotFoundError):
                 fsync_dir(os.path.dirname(target))
 
     def _create(self, folder: str) -> tuple[str, BinaryIO]:
         for attempt in range(_FOLDER_ATTEMPTS):
-            self._make_folder(folder)
             temp = os.path.join(folder, partial_name())
             try:
+                self._make_folder(folder)
                 return temp, os.fdopen(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
             except FileNotFoundError:
-                # A delete removed the folder as empty between the two calls.
+                # A delete removed the folder, or one above it, as empty between two of these calls.
                 if attempt == _FOLDER_ATTEMPTS - 1:
                     raise
         raise AssertionError("unreachable")
@@ -244,8 +245,7 @@ class LocalTier:
         try:
             os.mkdir(folder)
         except FileExistsError:
-            if not os.path.isdir(folder):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
+            # By another writer, who may be removing it again; or it is a file, and then what comes next says so.
             return
         if self.durable:
             fsync_dir(parent)

@@ -1,0 +1,214 @@
+"""``resiliency goodput``: report, compare, watch; and the older library's calculator and tracker."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from resiliency.goodput.ledger import Ledger
+    from resiliency.goodput.reader import LogReader
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Say where every second of a run went.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+
+LogOption = Annotated[list[Path] | None, typer.Option("--log", help="Checkpoint folder, events folder or log file.")]
+MoreLogs = Annotated[list[Path] | None, typer.Argument(help="More of the same.", metavar="[DIR|FILE]...")]
+RunOption = Annotated[str | None, typer.Option("--run", "--job-name", help="Only this run.")]
+ReferenceOption = Annotated[
+    float | None, typer.Option("--reference-step-time", min=0.0, help="Seconds a step should take, for the older figure.")
+]
+CapacityOption = Annotated[int | None, typer.Option("--capacity", min=1, help="Ranks the whole job has.")]
+GpusOption = Annotated[int, typer.Option("--gpus-per-rank", min=1, help="GPUs each rank (or logging host) stands for.")]
+UntilOption = Annotated[str, typer.Option("--until", help="End of the account: last (event), now, or an ISO time.")]
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"goodput: {message}", err=True)
+    raise typer.Exit(1)
+
+
+def _console() -> Console:
+    """Standard output; 120 columns when it is no terminal, so that a report in a file is not squeezed."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def _until(text: str) -> float | None:
+    if text == "last":
+        return None
+    if text == "now":
+        return time.time()
+    try:
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        _fail(f"--until {text!r} is neither last, now nor an ISO time like 2026-01-31T12:00:00Z")
+    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def _read(paths: list[Path]) -> LogReader:
+    from resiliency.errors import ResiliencyError
+    from resiliency.goodput.reader import read_logs
+
+    if not paths:
+        _fail("say which log to read: --log DIR or --log FILE")
+    try:
+        return read_logs(paths)
+    except ResiliencyError as error:
+        _fail(str(error))
+
+
+def _ledgers(reader: LogReader, run: str | None, until: float | None, capacity: int | None, gpus: int) -> list[Ledger]:
+    from resiliency.goodput.ledger import account
+
+    runs = reader.collector.runs
+    if run is not None and run not in runs:
+        _fail(f"no run named {run!r} in these logs; there are: {', '.join(sorted(runs)) or 'none'}")
+    chosen = [runs[run]] if run is not None else [runs[name] for name in sorted(runs)]
+    if not chosen:
+        _fail("there is no event in these logs; is events writing switched on for this job?")
+    return [account(facts, until=until, capacity=capacity, gpus_per_rank=gpus) for facts in chosen]
+
+
+def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None) -> list[dict[str, Any]]:
+    from resiliency.goodput.summary import summarize
+
+    # Lines that are no events belong to no run; they are told with the first.
+    return [
+        summarize(
+            ledger,
+            reference_step_s=reference,
+            torn_lines=reader.torn_lines if number == 0 else 0,
+            foreign_lines=reader.foreign_lines if number == 0 else 0,
+        )
+        for number, ledger in enumerate(ledgers)
+    ]
+
+
+@app.command()
+def report(
+    more: MoreLogs = None,
+    log: LogOption = None,
+    run: RunOption = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained page here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    reference_step_time: ReferenceOption = None,
+    until: UntilOption = "last",
+    capacity: CapacityOption = None,
+    gpus_per_rank: GpusOption = 1,
+) -> None:
+    """Print where the time of each run went."""
+    reader = _read([*(log or []), *(more or [])])
+    ledgers = _ledgers(reader, run, _until(until), capacity, gpus_per_rank)
+    summaries = _summaries(reader, ledgers, reference_step_time)
+    if html is not None:
+        from resiliency.goodput.page import write_page
+
+        write_page(html, list(zip(summaries, ledgers, strict=True)))
+    if as_json:
+        typer.echo(json.dumps(summaries if len(summaries) > 1 else summaries[0], indent=2, allow_nan=False))
+        return
+    from resiliency.goodput.table import print_report
+
+    print_report(summaries, _console())
+    if html is not None:
+        typer.echo(f"page written to {html}")
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="Log of the first run.")],
+    b: Annotated[Path, typer.Argument(help="Log of the second run.")],
+    run_a: Annotated[str | None, typer.Option("--run-a", help="Which run in A.")] = None,
+    run_b: Annotated[str | None, typer.Option("--run-b", help="Which run in B.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Print two runs side by side."""
+    both = []
+    for path, run in ((a, run_a), (b, run_b)):
+        reader = _read([path])
+        ledgers = _ledgers(reader, run, None, None, 1)
+        if len(ledgers) > 1:
+            _fail(f"{path} holds several runs ({', '.join(ledger.run for ledger in ledgers)}); choose with --run-a or --run-b")
+        both += _summaries(reader, ledgers, None)
+    if as_json:
+        typer.echo(json.dumps({"a": both[0], "b": both[1]}, indent=2, allow_nan=False))
+        return
+    from resiliency.goodput.table import compare as side_by_side
+
+    _console().print(side_by_side(*both))
+
+
+@app.command()
+def watch(
+    more: MoreLogs = None,
+    log: LogOption = None,
+    run: RunOption = None,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 2.0,
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Stop after this many looks; 0: until Ctrl-C.")] = 0,
+    capacity: CapacityOption = None,
+    gpus_per_rank: GpusOption = 1,
+) -> None:
+    """Show the account of a running job and keep it fresh."""
+    from rich.console import Group
+    from rich.live import Live
+
+    from resiliency.errors import ResiliencyError
+    from resiliency.goodput.reader import LogReader, find_logs
+    from resiliency.goodput.table import render
+
+    paths = [*(log or []), *(more or [])]
+    reader = _read(paths) if not paths else LogReader()
+    stop = threading.Event()
+    with Live(console=_console(), auto_refresh=False, vertical_overflow="crop") as live:
+        looked = 0
+        while True:
+            try:
+                reader.read(find_logs(paths), final=False)
+            except ResiliencyError as error:
+                live.update(f"waiting for a log: {error}", refresh=True)
+            if reader.collector.runs:
+                ledgers = _ledgers(reader, run, None, capacity, gpus_per_rank)
+                if any(ledger.timings and ledger.timings[-1].outcome == "open" for ledger in ledgers):
+                    # It runs: time since its last event counts too.
+                    ledgers = _ledgers(reader, run, time.time(), capacity, gpus_per_rank)
+                live.update(Group(*(render(summary) for summary in _summaries(reader, ledgers, None))), refresh=True)
+            looked += 1
+            if rounds and looked >= rounds:
+                return
+            try:
+                stop.wait(interval)
+            except KeyboardInterrupt:
+                return
+
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=_PASS_ON)
+def calculator(context: typer.Context) -> None:
+    """The older library's calculator: --job-name --log-file --export --reference-step-time ..."""
+    from resiliency.goodput.calculator import main
+
+    raise typer.Exit(main(context.args))
+
+
+@app.command(context_settings=_PASS_ON)
+def tracker(context: typer.Context) -> None:
+    """The older library's tracker: --event-type {user_scheduled,user_terminated}."""
+    from resiliency.goodput.tracker import main
+
+    raise typer.Exit(main(context.args))

@@ -1,0 +1,63 @@
+"""The ``resiliency`` command: picks the subcommand and hands over. Nothing is imported before it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from resiliency import __version__
+
+__all__ = ["SUBCOMMANDS", "main"]
+
+#: Subcommand -> (module that holds its Typer ``app``, one line of help).
+SUBCOMMANDS: dict[str, tuple[str, str]] = {
+    "ckpt": ("resiliency.cli.ckpt", "list, verify and convert checkpoints"),
+    "goodput": ("resiliency.cli.goodput", "say where the time of a run went"),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, SUBCOMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in SUBCOMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="resiliency",
+        usage="resiliency [-h] [--version] COMMAND ...",
+        description="Fault tolerant training: checkpoints, recovery, goodput.",
+        epilog=f"commands:\n{listing}\n\nresiliency COMMAND --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"resiliency {__version__}")
+    parser.add_argument("command", choices=list(SUBCOMMANDS), metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: words after the program's name; ``sys.argv[1:]`` when None.
+
+    Returns:
+        The exit status: 0 success, 1 failure, 2 bad arguments.
+
+    Raises:
+        SystemExit: as argparse and Typer do after ``--help``, ``--version`` or bad arguments.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if not words:
+        parser.print_help()
+        return 2
+    # Only the first word is ours: "resiliency ckpt --help" belongs to the subcommand.
+    command: str = parser.parse_args(words[:1]).command
+    module = importlib.import_module(SUBCOMMANDS[command][0])
+
+    import typer  # here, so that "resiliency --help" stays quick
+
+    # A Typer app that holds one command would drop that command's name; mounted below a parent it keeps it.
+    root = typer.Typer(add_completion=False)
+    root.add_typer(module.app, name=command)
+    root(args=words, prog_name="resiliency")
+    return 0

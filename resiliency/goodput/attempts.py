@@ -1,0 +1,141 @@
+"""Which segments belong together as one attempt of the job, and by how much hosts' clocks disagree. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+
+from resiliency.goodput.facts import Segment, parse_stamp
+
+__all__ = ["Attempt", "cluster", "host_offsets"]
+
+#: Ranks of one attempt may start this far apart when nothing else tells (image pulls, queueing).
+START_SPREAD_S = 600.0
+#: A world size beyond this is a broken line.
+MAX_RANKS = 1_000_000
+#: Clocks that agree better than this are left alone.
+SKEW_TOLERATED_S = 1.0
+
+
+@dataclass
+class Attempt:
+    """One life of the job: its segments by lane, in order of time (a lane has several when a rank rejoined)."""
+
+    number: int | None
+    lanes: dict[int, list[Segment]] = field(default_factory=dict)
+
+    def add(self, segment: Segment) -> None:
+        self.lanes.setdefault(segment.lane, []).append(segment)
+
+    @property
+    def segments(self) -> Iterable[Segment]:
+        return (segment for pieces in self.lanes.values() for segment in pieces)
+
+    def start(self, offsets: dict[str, float]) -> float:
+        return min(_start(segment, offsets) for segment in self.segments)
+
+    def end(self, offsets: dict[str, float]) -> float:
+        return max((segment.end or 0.0) - offsets.get(segment.host, 0.0) for segment in self.segments)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks as the trainers told it; 0 when they did not."""
+        told = Counter(segment.world for segment in self.segments if segment.world)
+        return min(told.most_common(1)[0][0], MAX_RANKS) if told else 0
+
+
+def _start(segment: Segment, offsets: dict[str, float]) -> float:
+    return (segment.start or 0.0) - offsets.get(segment.host, 0.0)
+
+
+def cluster(segments: Sequence[Segment], offsets: dict[str, float]) -> list[Attempt]:
+    """Groups segments into attempts, ordered by start.
+
+    Segments of one attempt carry one attempt number, start together or overlap, and hold each lane once. A lane that
+    appears twice under one number begins a new attempt (the numbers started over), unless most of the others simply went
+    on: then that rank rejoined a job that never stopped.
+    """
+    by_number: dict[int | None, list[Segment]] = {}
+    for segment in segments:
+        if segment.start is not None:
+            by_number.setdefault(segment.attempt, []).append(segment)
+    attempts: list[Attempt] = []
+    for number, members in by_number.items():
+        members.sort(key=lambda segment: (_start(segment, offsets), segment.serial))
+        attempts.extend(_by_time(number, members, offsets))
+    attempts.sort(key=lambda attempt: attempt.start(offsets))
+    return attempts
+
+
+def _by_time(number: int | None, members: list[Segment], offsets: dict[str, float]) -> list[Attempt]:
+    found: list[Attempt] = []
+    first = latest = 0.0
+    for segment in members:
+        start = _start(segment, offsets)
+        end = (segment.end or start) - offsets.get(segment.host, 0.0)
+        if not found or segment.lane in found[-1].lanes or start > max(latest, first + START_SPREAD_S):
+            found.append(Attempt(number))
+            first, latest = start, end
+        found[-1].add(segment)
+        latest = max(latest, end)
+
+    joined: list[Attempt] = []
+    for attempt in found:
+        if joined and _rejoins(attempt, joined[-1], offsets):
+            for segment in attempt.segments:
+                joined[-1].add(segment)
+        else:
+            joined.append(attempt)
+    return joined
+
+
+def _rejoins(late: Attempt, running: Attempt, offsets: dict[str, float]) -> bool:
+    """True when ``late`` is a minority of ranks that came back while the others of ``running`` trained on."""
+    others = [lane for lane in running.lanes if lane not in late.lanes]
+    if len(late.lanes) * 2 >= len(running.lanes) or not others:
+        return False
+    start = late.start(offsets)
+    went_on = 0
+    for lane in others:
+        last = running.lanes[lane][-1].last_step_time()
+        if last is not None and last - offsets.get(running.lanes[lane][-1].host, 0.0) > start:
+            went_on += 1
+    return went_on * 2 > len(others)
+
+
+def host_offsets(attempts: Sequence[Attempt], usual_step_s: float) -> dict[str, float]:
+    """Seconds each host's clock is ahead, for hosts whose clock is off by more than a second and a step.
+
+    Ranks of a synchronous job end a step at the same moment, so the same step's stamps show the difference. The host of
+    the lowest rank is the reference when there are two hosts, else the middle host is.
+    """
+    differences: dict[str, list[float]] = {}
+    hosts: list[str] = []
+    for attempt in attempts:
+        lanes = [attempt.lanes[lane][-1] for lane in sorted(attempt.lanes) if attempt.lanes[lane][-1].steps.high >= 0]
+        for segment in lanes:
+            if segment.host not in hosts:
+                hosts.append(segment.host)
+        if len({segment.host for segment in lanes}) < 2:
+            continue
+        shift = max(segment.steps.shift for segment in lanes)
+        ends: dict[tuple[int, int], dict[str, float]] = {}
+        for segment in lanes:
+            for key, window in segment.steps.at_shift(shift).items():
+                time = parse_stamp(window.last_stamp)
+                if time is not None:
+                    ends.setdefault((key, window.last_step), {}).setdefault(segment.host, time)
+        for times in ends.values():
+            if len(times) < 2:
+                continue
+            reference = next(times[host] for host in hosts if host in times)
+            for host, time in times.items():
+                differences.setdefault(host, []).append(time - reference)
+    middle = {host: median_low(values) for host, values in differences.items()}
+    if not middle:
+        return {}
+    zero = median_low(middle.values()) if len(middle) > 2 else 0.0
+    limit = max(SKEW_TOLERATED_S, usual_step_s)
+    return {host: value - zero for host, value in middle.items() if abs(value - zero) > limit}

@@ -1,0 +1,230 @@
+"""What went wrong, what was done about it and what it cost. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from resiliency.events import EventKind
+from resiliency.goodput.facts import Mark, parse_stamp
+from resiliency.goodput.ledger import Ledger
+from resiliency.goodput.split import SLOW_STEP
+from resiliency.goodput.taxonomy import Bucket
+from resiliency.goodput.timing import NOTICES, Timing
+
+__all__ = ["Incident", "incidents"]
+
+#: Incidents of each sort that are listed; a report is read by people.
+MOST = 100
+#: Slow steps shorter than this are not incidents.
+STALL_S = 10.0
+#: The most telling notice first.
+_TELLING = (
+    EventKind.HOST_LOST,
+    EventKind.HANG_DETECTED,
+    EventKind.PREEMPTION_NOTICE,
+    EventKind.WORKER_LOST,
+    EventKind.WORLD_RESIZED,
+    EventKind.HOST_SWAPPED,
+    EventKind.RESTART_REQUESTED,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """One thing that went wrong.
+
+    Attributes:
+        time: UTC seconds: the last sign of progress before it.
+        attempt: index of the attempt it ended (or happened in).
+        what: a sentence fragment.
+        where: host or rank, "" when nothing tells.
+        remedy: what was done.
+        gpu_s: GPU-seconds it cost, by bucket.
+        lost_steps: steps that had to be run again.
+        ended_attempt: False for what training survived.
+    """
+
+    time: float
+    attempt: int
+    what: str
+    where: str
+    remedy: str
+    gpu_s: dict[Bucket, float]
+    lost_steps: int = 0
+    ended_attempt: bool = True
+
+    @property
+    def cost_gpu_s(self) -> float:
+        return sum(self.gpu_s.values())
+
+
+def incidents(ledger: Ledger) -> list[Incident]:
+    """Everything worth a line, in order of time."""
+    found = [_ended(ledger, timing) for timing in ledger.timings if _went_wrong(ledger, timing)][:MOST]
+    found += _survived(ledger)[:MOST]
+    found += _stalls(ledger)[:MOST]
+    return sorted(found, key=lambda incident: incident.time)
+
+
+def _went_wrong(ledger: Ledger, timing: Timing) -> bool:
+    return timing.outcome in ("failed", "planned", "rolled back")
+
+
+def _next(ledger: Ledger, timing: Timing) -> Timing | None:
+    return ledger.timings[timing.index + 1] if timing.index + 1 < len(ledger.timings) else None
+
+
+def _ended(ledger: Ledger, timing: Timing) -> Incident:
+    following = _next(ledger, timing)
+    costs: dict[Bucket, float] = {}
+
+    def add(bucket: Bucket, microseconds: int) -> None:
+        if microseconds:
+            costs[bucket] = costs.get(bucket, 0.0) + microseconds / 1e6
+
+    thrown = {t.index for t in ledger.timings if following is not None and t.lost_by == following.index}
+    for lane in ledger.lanes:
+        for interval in lane.intervals:
+            if interval.attempt in thrown:
+                add(Bucket.LOST_WORK, interval.parts.get(Bucket.LOST_WORK, 0) * lane.copies)
+            if interval.attempt == timing.index and interval.phase in ("detection", "restart", "end"):
+                for bucket in (Bucket.DETECTION, Bucket.RESTART, Bucket.CHECKPOINT_STALL):
+                    add(bucket, interval.parts.get(bucket, 0) * lane.copies)
+            if following is not None and interval.attempt == following.index:
+                for bucket in (Bucket.RESTART, Bucket.RESTORE, Bucket.WARM_UP):
+                    if interval.phase in ("start", "restore") or bucket is Bucket.WARM_UP:
+                        add(bucket, interval.parts.get(bucket, 0) * lane.copies)
+    lost = sum((t.top or 0) - (t.lost_above or 0) for t in ledger.timings if t.index in thrown)
+    what, where = _describe(timing)
+    return Incident(
+        time=timing.progress,
+        attempt=timing.index,
+        what=what,
+        where=where,
+        remedy=_remedy(timing, following),
+        gpu_s=costs,
+        lost_steps=max(0, lost),
+    )
+
+
+def _describe(timing: Timing) -> tuple[str, str]:
+    """What happened and where, from the most telling notice."""
+    near = [m for m in timing.marks if m.kind in NOTICES and m.time >= timing.progress - 300.0]
+    mark = next((m for kind in _TELLING for m in near if m.kind == kind), None)
+    if mark is None:
+        reasons = sorted({s.reason for s in timing.attempt.segments if s.reason and s.reason != "finished"})
+        if timing.outcome == "rolled back":
+            return "Went back to an older checkpoint", ""
+        if timing.outcome == "planned":
+            return f"Stopped by {reasons[0] if reasons else 'request'}", ""
+        return (f"Ended by {reasons[0]}" if reasons else "Ended without a word"), ""
+    fields = mark.fields
+    where = str(fields.get("lost_host") or (f"rank {mark.rank}" if mark.rank is not None else mark.host))
+    if mark.kind == EventKind.WORKER_LOST:
+        if fields.get("signal") not in (None, ""):
+            return f"Worker killed by signal {fields['signal']}", where
+        if fields.get("exit_code") not in (None, ""):
+            return f"Worker exited with code {fields['exit_code']}", where
+        return "Worker lost", where
+    if mark.kind == EventKind.HANG_DETECTED:
+        quiet = fields.get("quiet_s")
+        return ("Hang" + (f", no progress for {quiet:.0f} s" if isinstance(quiet, (int, float)) else "")), where
+    names = {
+        EventKind.HOST_LOST: "Host lost",
+        EventKind.PREEMPTION_NOTICE: "Preempted",
+        EventKind.WORLD_RESIZED: "World resized",
+        EventKind.HOST_SWAPPED: "Host swapped",
+        EventKind.RESTART_REQUESTED: "Restart requested",
+    }
+    reason = str(fields.get("reason") or "")
+    return names[mark.kind] + (f": {reason}" if reason else ""), where
+
+
+def _hosts(timing: Timing) -> dict[int, str]:
+    return {lane: pieces[-1].host for lane, pieces in timing.attempt.lanes.items()}
+
+
+def _remedy(timing: Timing, following: Timing | None) -> str:
+    """What was done: told by a notice, else seen in the next attempt."""
+    told = next((str(m.fields["remedy"]) for m in timing.marks if m.fields.get("remedy")), "")
+    if following is None:
+        return told or "none: the job ended"
+    before, after = _hosts(timing), _hosts(following)
+    seen = ""
+    if len(after) != len(before):
+        seen = f"scaled {'down' if len(after) < len(before) else 'up'} from {len(before)} to {len(after)} ranks"
+    else:
+        gone, came = sorted(set(before.values()) - set(after.values())), sorted(set(after.values()) - set(before.values()))
+        if gone and came:
+            seen = f"swapped {', '.join(gone)} for {', '.join(came)}"
+        elif timing.outcome == "rolled back" or all(s.rollback for s in following.attempt.segments):
+            seen = "reloaded in the same process"
+        else:
+            seen = "restarted"
+    if following.position is not None:
+        source = next((s.loaded_from for s in following.attempt.segments if s.loaded_from), "")
+        seen += f" at step {following.position:,}" + (f" from {source}" if source else "")
+    return f"{told}: {seen}" if told and told not in seen else seen
+
+
+_SURVIVED = {
+    EventKind.CHECKPOINT_FAILED: "Save failed",
+    EventKind.CHECKPOINT_CORRUPT: "Corrupt checkpoint found",
+    EventKind.CHECKPOINT_REPAIRED: "Checkpoint repaired",
+    EventKind.AGENT_LOST: "Host agent lost",
+}
+
+
+def _survived(ledger: Ledger) -> list[Incident]:
+    """Troubles that did not end an attempt."""
+    found = []
+    for timing in ledger.timings:
+        for mark in timing.marks:
+            if mark.kind in _SURVIVED:
+                found.append(_minor(timing, mark))
+    return found
+
+
+def _minor(timing: Timing, mark: Mark) -> Incident:
+    reason = str(mark.fields.get("reason") or mark.fields.get("path") or "")
+    at = f" at step {mark.step:,}" if mark.step is not None else ""
+    retry = mark.fields.get("will_retry")
+    remedy = "retried" if retry is True else "not retried" if retry is False else str(mark.fields.get("source") or "")
+    what = f"{_SURVIVED[mark.kind]}{at}" + (f": {reason}" if reason else "")
+    where = str(mark.fields.get("tier") or mark.host)
+    return Incident(time=mark.time, attempt=timing.index, what=what, where=where, remedy=remedy, gpu_s={}, ended_attempt=False)
+
+
+def _stalls(ledger: Ledger) -> list[Incident]:
+    """Steps that took many times the usual and that nothing explains, as the lowest rank saw them."""
+    found: list[Incident] = []
+    for timing in ledger.timings:
+        lanes: Sequence[int] = sorted(timing.attempt.lanes)
+        if not lanes:
+            continue
+        for segment in timing.attempt.lanes[lanes[0]]:
+            usual = timing.usual_step_s
+            if not usual:
+                continue
+            warm = {head.step >> segment.steps.shift for head in segment.steps.head[:3]}
+            for key, window in sorted(segment.steps.windows.items()):
+                waited = window.data_s + window.stall_s + window.eval_s
+                excess = window.max_s - usual - waited
+                if key in warm or window.flight_n or excess < max(STALL_S, SLOW_STEP * usual):
+                    continue
+                time = parse_stamp(window.last_stamp)
+                cost = {Bucket.UNKNOWN: excess * ledger.capacity}
+                what = f"A step took {window.max_s:,.0f} s, usual {usual:.3g} s; no event says why"
+                found.append(
+                    Incident(
+                        time=time or timing.progress,
+                        attempt=timing.index,
+                        what=what,
+                        where="",
+                        remedy="went on by itself",
+                        gpu_s=cost,
+                        ended_attempt=False,
+                    )
+                )
+    return found

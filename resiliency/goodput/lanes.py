@@ -1,0 +1,92 @@
+"""The time line of one rank: contiguous intervals over the whole run, each split into buckets that sum to it. Pure.
+
+Integer microseconds throughout: sums are exact by construction, because an interval is only ever made by moving a cursor
+forward, and the split of an interval is made to add up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from resiliency.goodput.taxonomy import Bucket
+
+__all__ = ["Interval", "Lane", "apportion", "us"]
+
+
+def us(seconds: float) -> int:
+    """Whole microseconds."""
+    return round(seconds * 1_000_000)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """``[start_us, end_us)`` of one rank. ``parts`` are microseconds by bucket and sum to its length."""
+
+    start_us: int
+    end_us: int
+    attempt: int
+    phase: str
+    parts: dict[Bucket, int]
+
+    @property
+    def length_us(self) -> int:
+        return self.end_us - self.start_us
+
+
+def apportion(amounts: dict[Bucket, int], total: int) -> dict[Bucket, int]:
+    """Scales non-negative ``amounts`` to whole numbers that sum to ``total`` (largest remainder); all zero stays empty."""
+    have = sum(amounts.values())
+    if have <= 0 or total <= 0:
+        return {}
+    scaled = {bucket: amount * total // have for bucket, amount in amounts.items()}
+    short = total - sum(scaled.values())
+    by_remainder = sorted(amounts, key=lambda bucket: (-(amounts[bucket] * total % have), -amounts[bucket]))
+    for bucket in by_remainder[:short]:
+        scaled[bucket] += 1
+    return {bucket: amount for bucket, amount in scaled.items() if amount}
+
+
+class Lane:
+    """Builds the time line of one rank from ``start_us`` to ``end_us``."""
+
+    def __init__(self, start_us: int, end_us: int) -> None:
+        self.cursor = start_us
+        self.end_us = end_us
+        #: Nothing goes beyond this for now: the start of the next attempt.
+        self.limit_us = end_us
+        self.attempt = 0
+        self.intervals: list[Interval] = []
+
+    def until(self, time_us: int, bucket: Bucket, phase: str) -> None:
+        """Everything from the cursor to ``time_us`` belongs to one bucket; a time in the past changes nothing."""
+        stop = min(time_us, self.limit_us)
+        if stop > self.cursor:
+            self.intervals.append(Interval(self.cursor, stop, self.attempt, phase, {bucket: stop - self.cursor}))
+            self.cursor = stop
+
+    def mixed(self, time_us: int, claims: Iterable[tuple[Bucket, float]], rest: Bucket, phase: str, *, whole_us: int = 0) -> None:
+        """Splits the time up to ``time_us`` among ``claims`` (seconds), what they leave goes to ``rest``.
+
+        Args:
+            whole_us: the length the claims were made for; when the interval is shorter because a newer attempt took over,
+                they shrink with it. 0: the interval's own length.
+        """
+        stop = min(time_us, self.limit_us)
+        length = stop - self.cursor
+        if length <= 0:
+            return
+        amounts: dict[Bucket, int] = {}
+        for bucket, seconds in claims:
+            if seconds > 0.0:
+                amounts[bucket] = amounts.get(bucket, 0) + us(seconds)
+        if whole_us > length:
+            amounts = {bucket: amount * length // whole_us for bucket, amount in amounts.items()}
+        claimed = sum(amounts.values())
+        if claimed > length:
+            amounts = apportion(amounts, length)
+        elif claimed < length:
+            amounts[rest] = amounts.get(rest, 0) + length - claimed
+        parts = {bucket: amount for bucket, amount in amounts.items() if amount}
+        self.intervals.append(Interval(self.cursor, stop, self.attempt, phase, parts))
+        self.cursor = stop

@@ -1,0 +1,353 @@
+"""The account of a run: every microsecond of every rank in exactly one bucket. Pure: no files, no clock, no torch.
+
+The run's time is cut at the starts of its attempts. Within an attempt each rank goes through start-up, restore, training
+and a tail; training is split by what its steps say, the tail by when somebody noticed. Ranks that are missing while
+others train count as scaled-down capacity. Wall time has the same shares as GPU time: a bucket's wall seconds are its
+GPU-seconds over the number of GPUs, so both tables sum to their whole exactly and never contradict each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from resiliency.goodput.attempts import Attempt, cluster, host_offsets
+from resiliency.goodput.coarse import fill_coarse
+from resiliency.goodput.facts import RunFacts, Segment
+from resiliency.goodput.lanes import Interval, Lane, apportion, us
+from resiliency.goodput.split import Stragglers, TrainingSplit, merged_typical, split_training, stragglers
+from resiliency.goodput.stepstats import StepStats
+from resiliency.goodput.taxonomy import Bucket, empty
+from resiliency.goodput.timing import Timing, save_pace, time_attempts
+
+__all__ = ["LaneAccount", "Ledger", "account"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneAccount:
+    """The time line of ``copies`` ranks that look alike (ranks without a log of their own copy the lowest one's)."""
+
+    lane: int
+    host: str
+    copies: int
+    intervals: tuple[Interval, ...]
+
+    def totals(self) -> dict[Bucket, int]:
+        """Microseconds by bucket of one copy."""
+        sums = empty()
+        for interval in self.intervals:
+            for bucket, amount in interval.parts.items():
+                sums[bucket] += amount
+        return sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """Where the time of one run went.
+
+    Attributes:
+        run: its name.
+        start: first moment, UTC seconds.
+        end: last moment.
+        wall: microseconds by bucket; sums to ``end - start`` exactly.
+        gpu: GPU-microseconds by bucket; sums to ``capacity`` times the wall time exactly.
+        capacity: GPUs (ranks x GPUs per rank) the job holds when it is whole.
+        unit: "rank", or "host" when only launchers logged.
+        lanes: one time line per rank (or per group of ranks that look alike).
+        timings: the job's attempts.
+        splits: steps of each (attempt, lane).
+        late: stragglers by attempt.
+        offsets: seconds hosts' clocks were ahead; already taken out.
+        usual_step_s: usual step time over the whole run, None without steps.
+        facts: what was read.
+        coarse: True when the log has no steps and progress was told by checkpoints.
+    """
+
+    run: str
+    start: float
+    end: float
+    wall: dict[Bucket, int]
+    gpu: dict[Bucket, int]
+    capacity: int
+    unit: str
+    lanes: tuple[LaneAccount, ...]
+    timings: tuple[Timing, ...]
+    splits: dict[tuple[int, int], list[TrainingSplit]]
+    late: dict[int, Stragglers]
+    offsets: dict[str, float]
+    usual_step_s: float | None
+    facts: RunFacts
+    coarse: bool
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def wall_us(self) -> int:
+        return us(self.end) - us(self.start)
+
+    @property
+    def goodput(self) -> float:
+        """Productive share of all time, in [0, 1]; 0 for an empty run."""
+        return self.wall[Bucket.PRODUCTIVE] / self.wall_us if self.wall_us else 0.0
+
+    def share(self, bucket: Bucket) -> float:
+        """Share of all GPU time in [0, 1]."""
+        whole = sum(self.gpu.values())
+        return self.gpu[bucket] / whole if whole else 0.0
+
+
+def account(run: RunFacts, *, until: float | None = None, capacity: int | None = None, gpus_per_rank: int = 1) -> Ledger:
+    """Makes the account of one run.
+
+    Args:
+        run: what a :class:`~resiliency.goodput.collect.Collector` kept.
+        until: end of the account in UTC seconds (a running job: now); None: the last event.
+        capacity: ranks the job should have; None: the most that any attempt had.
+        gpus_per_rank: GPUs each rank (or host, when only launchers logged) stands for.
+    """
+    segments = run.segments if _tells(run.segments) or not run.nodes else run.nodes
+    coarse = not any(segment.steps.high >= 0 for segment in segments)
+    overall = merged_typical([segment.steps for segment in segments])
+    rough = cluster(segments, {})
+    offsets = {} if coarse else host_offsets(rough, overall or 0.0)
+    attempts = cluster(segments, offsets) if offsets else rough
+
+    start, end = _bounds(run, attempts, offsets, until)
+    usual = [_usual(attempt, overall) for attempt in attempts]
+    timings = time_attempts(run, attempts, offsets, start, end, usual, coarse=coarse)
+    late = {timing.index: stragglers(_stepping(timing.attempt)) for timing in timings}
+
+    lanes: list[LaneAccount] = []
+    splits: dict[tuple[int, int], list[TrainingSplit]] = {}
+    pace = save_pace(timings)
+    for number, copies in _lane_groups(attempts, capacity):
+        lane = Lane(us(start), us(end))
+        host = ""
+        for timing in timings:
+            lane.attempt, lane.limit_us = timing.index, us(timing.window[1])
+            pieces = _pieces(timing.attempt, number)
+            host = pieces[-1].host if pieces and pieces[-1].host else host
+            if coarse:
+                fill_coarse(lane, timing, present=bool(pieces), pace=pace, last=timing is timings[-1])
+                continue
+            filler = _Filler(lane, timing, offsets, late[timing.index], over=run.terminated is not None)
+            parts = filler.fill(pieces)
+            if number in timing.attempt.lanes:
+                splits[timing.index, number] = parts
+        lane.limit_us = us(end)
+        lane.until(us(end), Bucket.IDLE if not timings else Bucket.UNKNOWN, "after")
+        lanes.append(LaneAccount(lane=number, host=host, copies=copies, intervals=tuple(lane.intervals)))
+
+    gpu = empty()
+    for one in lanes:
+        for bucket, amount in one.totals().items():
+            gpu[bucket] += amount * one.copies * gpus_per_rank
+    wall = empty()
+    wall.update(apportion(gpu, us(end) - us(start)))
+    return Ledger(
+        run=run.name,
+        start=start,
+        end=end,
+        wall=wall,
+        gpu=gpu,
+        capacity=sum(one.copies for one in lanes) * gpus_per_rank,
+        unit="host" if segments is run.nodes and run.nodes else "rank",
+        lanes=tuple(lanes),
+        timings=tuple(timings),
+        splits=splits,
+        late=late,
+        offsets=offsets,
+        usual_step_s=overall,
+        facts=run,
+        coarse=coarse,
+        notes=tuple(_notes(run, timings, offsets, coarse, lanes)),
+    )
+
+
+def _tells(segments: Sequence[Segment]) -> bool:
+    """True when ranks themselves logged their start or steps."""
+    return any(s.started is not None or s.train is not None or s.steps.high >= 0 for s in segments)
+
+
+def _bounds(run: RunFacts, attempts: Sequence[Attempt], offsets: dict[str, float], until: float | None) -> tuple[float, float]:
+    times = [attempt.start(offsets) for attempt in attempts] + [attempt.end(offsets) for attempt in attempts]
+    times += [t for t in (run.scheduled, run.terminated) if t is not None]
+    hosts = set(offsets)
+    times += [mark.time for mark in run.marks if mark.host not in hosts]
+    if not offsets:
+        # With skewed hosts the raw first and last stamps may be those of a wrong clock.
+        times += [t for t in (run.first, run.last) if t is not None]
+    if not times:
+        return 0.0, 0.0
+    start, end = min(times), max(times)
+    if until is not None:
+        end = max(start, until)
+    return start, end
+
+
+def _stepping(attempt: Attempt) -> dict[int, StepStats]:
+    return {lane: pieces[-1].steps for lane, pieces in attempt.lanes.items() if pieces[-1].steps.high >= 0}
+
+
+def _usual(attempt: Attempt, overall: float | None) -> float | None:
+    stats = [segment.steps for segment in attempt.segments if segment.steps.high >= 0]
+    if sum(n for one in stats for n, _ in one.clean.values()) >= 20:
+        return merged_typical(stats)
+    return overall
+
+
+def _lane_groups(attempts: Sequence[Attempt], capacity: int | None) -> list[tuple[int, int]]:
+    """(rank, copies) of every lane: each rank that logged, and for ranks that never did one stand-in per world size."""
+    seen = sorted({lane for attempt in attempts for lane in attempt.lanes})
+    groups = [(lane, 1) for lane in seen]
+    below = 0
+    for world in sorted({attempt.world for attempt in attempts} | ({capacity} if capacity else set())):
+        missing = world - below - sum(1 for lane in seen if below <= lane < world)
+        if missing > 0 and world > 0:
+            unused = next(lane for lane in range(below, world) if lane not in seen)
+            groups.append((unused, missing))
+        below = max(below, world)
+    return groups or [(0, capacity or 1)]
+
+
+def _pieces(attempt: Attempt, lane: int) -> list[Segment]:
+    """The segments of a rank; a rank that belonged to the attempt but did not log copies the lowest one that did."""
+    if lane in attempt.lanes:
+        return attempt.lanes[lane]
+    return attempt.lanes[min(attempt.lanes)] if lane < attempt.world and len(attempt.lanes) < attempt.world else []
+
+
+class _Filler:
+    """Fills one rank's time line with one attempt that has steps."""
+
+    def __init__(self, lane: Lane, timing: Timing, offsets: dict[str, float], late: Stragglers, *, over: bool) -> None:
+        self.lane = lane
+        self.timing = timing
+        self.offsets = offsets
+        self.late = late
+        self.over = over
+        self.start_bucket = Bucket.FIRST_START if timing.index == 0 else Bucket.RESTART
+
+    def fill(self, pieces: Sequence[Segment]) -> list[TrainingSplit]:
+        lane, timing = self.lane, self.timing
+        parts: list[TrainingSplit] = []
+        if not pieces:
+            if timing.train is not None:
+                lane.until(us(timing.train), self.start_bucket, "start")
+                lane.until(us(timing.progress), Bucket.SCALED_DOWN, "absent")
+            lane.until(us(timing.progress), self.start_bucket, "start")
+        for number, segment in enumerate(pieces):
+            part = self._piece(segment, rejoined=number > 0, pieces=len(pieces))
+            if part is not None:
+                parts.append(part)
+        if timing.train is not None and pieces:
+            behind = us(timing.progress) - lane.cursor
+            if behind > us(max(1.0, 3 * (timing.usual_step_s or 0.0))):
+                gone = bool(parts) or any(mark.rank == lane_of(pieces) and "lost" in mark.kind for mark in timing.marks)
+                lane.until(us(timing.progress), Bucket.SCALED_DOWN if gone else Bucket.UNKNOWN, "absent")
+        self._tail(pieces)
+        return parts
+
+    def _at(self, segment: Segment, time: float | None) -> float | None:
+        return None if time is None else time - self.offsets.get(segment.host, 0.0)
+
+    def _piece(self, segment: Segment, *, rejoined: bool, pieces: int) -> TrainingSplit | None:
+        lane, timing = self.lane, self.timing
+        train = self._at(segment, segment.train if segment.train is not None else segment.first_step_start())
+        last = self._at(segment, segment.last_step_time())
+        if rejoined:
+            if train is not None:
+                lane.until(us(train), Bucket.SCALED_DOWN, "absent")
+        elif train is not None:
+            self._restore(segment, train)
+            lane.until(us(train), self.start_bucket, "start")
+        else:
+            ended = self._at(segment, segment.end)
+            self._restore(segment, ended)
+            lane.until(us(min(timing.progress, ended if ended is not None else timing.progress)), self.start_bucket, "start")
+        if last is None or train is None:
+            return None
+        part = split_training(segment, timing.usual_step_s, self.late, pieces)
+        lost = segment.steps.share_after(timing.lost_above) if timing.lost_above is not None else 0.0
+        kept = part.productive_s * (1.0 - lost)
+        began = min(train, last)
+        lane.mixed(
+            us(last),
+            [
+                (Bucket.PRODUCTIVE, kept + part.eval_s),
+                (Bucket.LOST_WORK, part.productive_s - kept),
+                (Bucket.DATA_WAIT, part.data_wait_s),
+                (Bucket.CHECKPOINT_STALL, part.stall_s),
+                (Bucket.INTERFERENCE, part.interference_s),
+                (Bucket.WARM_UP, part.warm_up_s),
+                (Bucket.UNKNOWN, part.slow_s),
+                (Bucket.STRAGGLER, part.straggler_s),
+                (Bucket.STRAGGLER, min(part.straggler_gap_s, max(0.0, last - began - part.step_s))),
+            ],
+            Bucket.UNKNOWN,
+            "train",
+            whole_us=us(last) - us(began),
+        )
+        return part
+
+    def _restore(self, segment: Segment, before: float | None) -> None:
+        """The part of the start-up that loaded a checkpoint."""
+        lane = self.lane
+        loaded = self._at(segment, segment.loaded)
+        if loaded is None or (before is not None and loaded > before):
+            return
+        began = self._at(segment, segment.restore)
+        if began is None or began > loaded:
+            began = loaded - (segment.loaded_s or 0.0)
+        lane.until(us(began), self.start_bucket, "start")
+        lane.until(us(loaded), Bucket.RESTORE, "restore")
+
+    def _tail(self, pieces: Sequence[Segment]) -> None:
+        """From the last progress to the next attempt."""
+        lane, timing = self.lane, self.timing
+        stop = us(timing.window[1])
+        if timing.outcome in ("finished", "planned"):
+            idle = Bucket.IDLE if timing.outcome == "finished" or self.over else Bucket.RESTART
+            stall = 0.0
+            if pieces:
+                after = pieces[-1].last_step_time()
+                stall = sum(seconds for time, seconds in pieces[-1].stalls if after is None or time > after)
+            if timing.ended is not None:
+                lane.mixed(us(timing.ended), [(Bucket.CHECKPOINT_STALL, stall)], idle, "end")
+            lane.until(stop, idle, "idle" if idle is Bucket.IDLE else "restart")
+        elif timing.outcome == "open":
+            lane.until(stop, Bucket.UNKNOWN, "open")
+        else:
+            if timing.noticed is not None:
+                lane.until(us(timing.noticed), Bucket.DETECTION, "detection")
+            over = self.over and timing.window[1] == lane.end_us / 1e6
+            lane.until(stop, Bucket.IDLE if over else Bucket.RESTART, "restart")
+
+
+def lane_of(pieces: Sequence[Segment]) -> int:
+    return pieces[0].lane
+
+
+def _notes(
+    run: RunFacts, timings: Sequence[Timing], offsets: dict[str, float], coarse: bool, lanes: Sequence[LaneAccount]
+) -> list[str]:
+    """Sentences a reader of the account must know."""
+    notes = []
+    if coarse and timings:
+        notes.append(
+            "The log has no step events: training is told by checkpoints only, so data wait, stalls, interference and "
+            "stragglers are inside 'productive', and time after the last save is an estimate."
+        )
+    if timings and timings[-1].outcome == "open":
+        notes.append("The last attempt has no end in the log; the account stops at its last event (use --until now if it runs).")
+    for host, seconds in sorted(offsets.items()):
+        notes.append(f"The clock of {host} was {abs(seconds):.1f} s {'ahead' if seconds > 0 else 'behind'}; corrected.")
+    silent = [t.index for t in timings if t.outcome == "failed" and t.noticed is None]
+    if silent:
+        listed = ", ".join(str(index + 1) for index in silent[:8])
+        notes.append(f"Nothing in the log says when the failure of attempt {listed} was noticed: detection is inside restart.")
+    copies = sum(lane.copies for lane in lanes if lane.copies > 1)
+    if copies:
+        notes.append(f"{copies} ranks have no log of their own; they are taken to have done what the lowest logging rank did.")
+    if run.quality.get("stamps_without_zone"):
+        notes.append("Stamps without a time zone (older library) are read as UTC.")
+    return notes

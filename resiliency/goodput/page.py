@@ -1,0 +1,271 @@
+"""One self-contained HTML page: no script from elsewhere, no font, no network. Needs jinja2 (extra ``goodput``).
+
+All geometry is computed here and written as percentages, so that the page reads the same at any width and without
+scripts; the little script in the template only switches the theme and moves the tooltip.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from resiliency.errors import ConfigError
+from resiliency.goodput.lanes import Interval
+from resiliency.goodput.ledger import LaneAccount, Ledger
+from resiliency.goodput.summary import iso, step_series
+from resiliency.goodput.table import duration, figure, precise
+from resiliency.goodput.taxonomy import BUCKETS, Bucket
+
+__all__ = ["render_page", "write_page"]
+
+#: A row of the time line is drawn with at most this many pieces.
+MOST_PIECES = 240
+MOST_HOSTS = 24
+MOST_ATTEMPTS = 60
+MOST_INCIDENTS = 100
+PLOT_WIDTH, PLOT_HEIGHT = 1000, 220
+_BY_PHASE = {"absent": Bucket.SCALED_DOWN, "open": Bucket.UNKNOWN, "idle": Bucket.IDLE, "restore": Bucket.RESTORE}
+
+
+def render_page(runs: Sequence[tuple[dict[str, Any], Ledger]]) -> str:
+    """The page for one or more runs.
+
+    Args:
+        runs: each run's summary with its ledger.
+
+    Raises:
+        ConfigError: jinja2 is not installed.
+    """
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ConfigError("the HTML page needs jinja2; install resiliency[goodput] or use --json") from error
+    home = resources.files("resiliency.goodput")
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters.update(duration=duration, precise=precise, figure=figure, clock=lambda time: iso(time)[11:16])
+    template = environment.from_string((home / "page.html.j2").read_text(encoding="utf-8"))
+    buckets = [{"name": bucket.value, **vars(info)} for bucket, info in BUCKETS.items()]
+    views = [_view(summary, ledger) for summary, ledger in runs]
+    text: str = template.render(runs=views, buckets=buckets, css=(home / "page.css").read_text(encoding="utf-8"))
+    return text
+
+
+def write_page(path: str | os.PathLike[str], runs: Sequence[tuple[dict[str, Any], Ledger]]) -> None:
+    """Writes the page, whole or not at all."""
+    target = Path(path)
+    text = render_page(runs)
+    handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(draft, 0o644)
+        os.replace(draft, target)
+    except BaseException:
+        os.unlink(draft)
+        raise
+
+
+def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
+    """What the template shows of one run."""
+    start, wall = ledger.start, max(1e-6, ledger.end - ledger.start)
+    incidents = sorted(summary["incidents"], key=lambda row: -row["cost_gpu_s"])[:MOST_INCIDENTS]
+    listed = []
+    for number, row in enumerate(sorted(incidents, key=lambda row: row["time"]), start=1):
+        parts = sorted(row["gpu_s"].items(), key=lambda item: -item[1])
+        costs = [{"bucket": name, "label": BUCKETS[Bucket(name)].label, "seconds": seconds} for name, seconds in parts if seconds]
+        listed.append({**row, "number": number, "left": _percent(row["time"] - start, wall), "costs": costs})
+    badput = [row for row in summary["buckets"] if row["bucket"] != Bucket.PRODUCTIVE.value and row["share"] > 0]
+    rows, hidden = _rows(ledger, wall)
+    attempts = summary["attempts"]
+    shown = attempts if len(attempts) <= MOST_ATTEMPTS else sorted(attempts, key=lambda row: -row["wall_s"])[:MOST_ATTEMPTS]
+    worst = max((1.0 - row["shares"].get(Bucket.PRODUCTIVE.value, 0.0) for row in shown), default=0.0)
+    return {
+        **summary,
+        "units": "hosts" if summary["unit"] == "host" else "GPUs",
+        "gpu_word": "host" if summary["unit"] == "host" else "GPU",
+        "incidents": listed,
+        "incidents_hidden": len(summary["incidents"]) - len(listed),
+        "worst_bucket": max(badput, key=lambda row: row["share"]) if badput else None,
+        "largest_badput": max((row["share"] for row in badput), default=0.0),
+        "lost_gpu_s": summary["gpu_s"] * (1.0 - summary["goodput"]),
+        "ticks": _ticks(start, wall),
+        "rows": rows,
+        "rows_hidden": hidden,
+        "attempt_row": [
+            {
+                "left": _percent(row["start"] - start, wall),
+                "width": _percent(row["end"] - row["start"], wall),
+                "number": row["attempt"],
+                "title": f"Attempt {row['attempt']}: {duration(row['wall_s'])}, {row['outcome']}",
+            }
+            for row in attempts[:400]
+        ],
+        "attempt_bars": [_bar(row, worst) for row in sorted(shown, key=lambda row: row["attempt"])],
+        "attempt_scale": worst,
+        "plot": _plot(ledger, start, wall),
+    }
+
+
+def _percent(part: float, whole: float) -> float:
+    return round(min(100.0, max(0.0, part / whole * 100)), 4)
+
+
+def _ticks(start: float, wall: float) -> list[dict[str, Any]]:
+    """Five to nine round moments."""
+    steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
+    step = next((s for s in steps if wall / s <= 8), 604800 * max(1, round(wall / 604800 / 8)))
+    ticks = []
+    moment = (int(start) // step + 1) * step
+    while moment < start + wall:
+        text = iso(moment)
+        label = text[5:10] if step >= 86400 else text[5:16] if wall > 86400 else text[11:16] if step >= 60 else text[11:19]
+        ticks.append({"left": _percent(moment - start, wall), "label": label})
+        moment += step
+    return ticks
+
+
+def _main(interval: Interval) -> Bucket:
+    """The bucket an interval is drawn in."""
+    if interval.phase == "train":
+        return Bucket.PRODUCTIVE
+    return _BY_PHASE.get(interval.phase) or max(interval.parts, key=lambda bucket: interval.parts[bucket])
+
+
+def _rows(ledger: Ledger, wall: float) -> tuple[list[dict[str, Any]], int]:
+    """A row per host: its lowest rank stands for it. Hosts that differ most from the rest come first when there are many."""
+    hosts: dict[str, list[LaneAccount]] = {}
+    for lane in ledger.lanes:
+        hosts.setdefault(lane.host or f"rank {lane.lane}", []).append(lane)
+    chosen = list(hosts.items())
+    if len(chosen) > MOST_HOSTS:
+        totals = {name: lanes[0].totals() for name, lanes in chosen}
+        mean = {bucket: sum(t[bucket] for t in totals.values()) / len(totals) for bucket in Bucket}
+        odd = sorted(chosen, key=lambda item: -sum(abs(totals[item[0]][b] - mean[b]) for b in Bucket))[: MOST_HOSTS - 1]
+        keep = {chosen[0][0], *(name for name, _ in odd)}
+        chosen = [item for item in chosen if item[0] in keep]
+    rows = []
+    for name, lanes in chosen:
+        lanes.sort(key=lambda lane: lane.lane)
+        ranks = f"ranks {lanes[0].lane}-{lanes[-1].lane}" if len(lanes) > 1 else f"rank {lanes[0].lane}"
+        if ledger.unit == "host":
+            ranks = ""
+        rows.append({"host": name, "ranks": ranks, "pieces": _pieces(lanes[0], ledger, wall)})
+    return rows, len(hosts) - len(rows)
+
+
+def _pieces(lane: LaneAccount, ledger: Ledger, wall: float) -> list[dict[str, Any]]:
+    """Coloured stretches of one row; the work an attempt lost is drawn at its end, where it was done."""
+    cuts: list[tuple[int, int, Bucket, int]] = []
+    for interval in lane.intervals:
+        main = _main(interval)
+        lost = interval.parts.get(Bucket.LOST_WORK, 0) if interval.phase == "train" else 0
+        if lost:
+            cuts.append((interval.start_us, interval.end_us - lost, main, interval.attempt))
+            cuts.append((interval.end_us - lost, interval.end_us, Bucket.LOST_WORK, interval.attempt))
+        else:
+            cuts.append((interval.start_us, interval.end_us, main, interval.attempt))
+    if len(cuts) > MOST_PIECES:
+        cuts = _raster(cuts, ledger)
+    start = ledger.start
+    return [
+        {
+            "left": _percent(begin / 1e6 - start, wall),
+            "width": _percent((end - begin) / 1e6, wall),
+            "bucket": bucket.value,
+            "title": f"{BUCKETS[bucket].label} {duration((end - begin) / 1e6)}, {iso(begin / 1e6)[11:]}, attempt {attempt + 1}",
+        }
+        for begin, end, bucket, attempt in cuts
+        if end > begin
+    ]
+
+
+def _raster(cuts: list[tuple[int, int, Bucket, int]], ledger: Ledger) -> list[tuple[int, int, Bucket, int]]:
+    """Too many pieces to draw: in each column of the row the one that fills most of it."""
+    begin, width = cuts[0][0], max(1, ledger.wall_us // MOST_PIECES)
+    filled: dict[int, dict[tuple[Bucket, int], int]] = {}
+    for start, end, bucket, attempt in cuts:
+        for column in range((start - begin) // width, (end - 1 - begin) // width + 1):
+            low, high = begin + column * width, begin + (column + 1) * width
+            shares = filled.setdefault(column, {})
+            shares[bucket, attempt] = shares.get((bucket, attempt), 0) + min(end, high) - max(start, low)
+    merged: list[tuple[int, int, Bucket, int]] = []
+    for column in sorted(filled):
+        bucket, attempt = max(filled[column], key=lambda key: filled[column][key])
+        low, high = begin + column * width, min(begin + (column + 1) * width, cuts[-1][1])
+        if merged and merged[-1][2] is bucket and merged[-1][1] == low:
+            merged[-1] = (merged[-1][0], high, bucket, merged[-1][3])
+        else:
+            merged.append((low, high, bucket, attempt))
+    return merged
+
+
+def _bar(row: dict[str, Any], worst: float) -> dict[str, Any]:
+    """One attempt's badput as a stack; the longest stack fills the width."""
+    parts = []
+    for bucket in BUCKETS:
+        share = row["shares"].get(bucket.value, 0.0)
+        if bucket is not Bucket.PRODUCTIVE and share > 0 and worst > 0:
+            title = f"{BUCKETS[bucket].label}: {figure(share)}, {duration(row['gpu_s'][bucket.value])}"
+            parts.append({"bucket": bucket.value, "width": round(share / worst * 100, 4), "title": title})
+    bad = 1.0 - row["shares"].get(Bucket.PRODUCTIVE.value, 0.0) if row["shares"] else 0.0
+    return {**row, "parts": parts, "badput": bad}
+
+
+def _plot(ledger: Ledger, start: float, wall: float) -> dict[str, Any] | None:
+    """Step times over time: mean as a line, mean to longest as a band, saves in flight as ticks below."""
+    series = step_series(ledger)
+    means = sorted(point[2] for one in series for point in one["points"])
+    if not means:
+        return None
+    # One hang must not flatten everything else: the scale ends above the usual and is marked where it is cut.
+    highs = sorted(point[3] for one in series for point in one["points"])
+    top = max(means[int(len(means) * 0.98) - 1 if len(means) > 1 else 0], means[len(means) // 2] * 1.5)
+    top = _round_up(min(max(highs[int(len(highs) * 0.98) - 1], top), top * 2.5))
+
+    def x(time: float) -> float:
+        return round((time - start) / wall * PLOT_WIDTH, 2)
+
+    def y(seconds: float) -> float:
+        return round(PLOT_HEIGHT * (1 - min(seconds, top) / top), 2)
+
+    lines, bands, flights, cut = [], [], [], []
+    for one in series:
+        points = one["points"]
+        lines.append(" ".join(f"{x(p[0])},{y(p[2])}" for p in points))
+        bands.append(" ".join([f"{x(p[0])},{y(p[3])}" for p in points] + [f"{x(p[0])},{y(p[2])}" for p in reversed(points)]))
+        before = points[0][0]
+        for time, step, _, longest, share in points:
+            if share > 0:
+                width = _percent(max(time - before, wall / 1000), wall)
+                flights.append({"left": _percent(before - start, wall), "width": width, "share": round(max(share, 0.08), 2)})
+            if longest > top:
+                cut.append({"left": _percent(time - start, wall), "title": f"{duration(longest)} at step {step:,}"})
+            before = time
+    grid = [{"top": round(100 * (1 - k / 4), 2), "label": duration(top * k / 4)} for k in range(5)]
+    return {
+        "width": PLOT_WIDTH,
+        "height": PLOT_HEIGHT,
+        "lines": lines,
+        "bands": bands,
+        "flights": flights[:1000],
+        "cut": cut[:60],
+        "grid": grid,
+        "usual": ledger.usual_step_s,
+        "usual_y": y(ledger.usual_step_s) if ledger.usual_step_s else None,
+    }
+
+
+def _round_up(value: float) -> float:
+    """The next number of the form 1, 1.5, 2, 3, 4, 5, 6 or 8 times a power of ten."""
+    if value <= 0:
+        return 1.0
+    power = 1.0
+    while power * 10 <= value:
+        power *= 10
+    while power > value:
+        power /= 10
+    return next((m * power for m in (1, 1.5, 2, 3, 4, 5, 6, 8) if m * power >= value), 10 * power)

@@ -1,0 +1,229 @@
+"""How the training time of one rank in one attempt divides into causes. Pure; seconds in, seconds out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median, median_low
+
+from resiliency.goodput.facts import Segment
+from resiliency.goodput.stepstats import Histogram, StepStats, middle, typical
+
+__all__ = ["Stragglers", "TrainingSplit", "merged_typical", "split_training", "stragglers"]
+
+#: A step this many times the usual one is not noise: its excess is nobody's work.
+SLOW_STEP = 5.0
+#: Ranks within 5 % of each other are not stragglers, and steps within 10 % are warm.
+STRAGGLER_SHARE = 0.05
+WARM_SHARE = 0.10
+INTERFERENCE_SHARE = 0.005
+#: Step times that agree this well across ranks were equalised by a collective.
+SYNCHRONOUS_SHARE = 0.02
+#: Ranks are compared over 8 steps or more, so that jitter averages out first.
+MIN_SHIFT = 3
+#: A histogram with fewer steps is not asked for the usual step time if a larger one exists.
+ENOUGH_STEPS = 5
+
+
+@dataclass
+class TrainingSplit:
+    """Seconds of one rank's training interval by cause; ``slow_s`` is the part of steps nothing explains."""
+
+    productive_s: float = 0.0
+    data_wait_s: float = 0.0
+    stall_s: float = 0.0
+    interference_s: float = 0.0
+    warm_up_s: float = 0.0
+    straggler_s: float = 0.0
+    slow_s: float = 0.0
+    eval_s: float = 0.0
+    #: Waiting for slower ranks that lies between steps rather than inside them.
+    straggler_gap_s: float = 0.0
+    steps: int = 0
+    step_s: float = 0.0
+
+
+@dataclass
+class Stragglers:
+    """What slower ranks cost in one attempt.
+
+    Attributes:
+        waits: seconds of straggler excess inside steps, by lane.
+        gaps: the same, waited between steps.
+        base: what a step of the lane computes when nobody is waited for, in seconds (median over windows).
+        blamed: GPU-seconds each lane cost the job.
+        blamed_steps: steps in which it was the slowest.
+    """
+
+    waits: dict[int, float] = field(default_factory=dict)
+    gaps: dict[int, float] = field(default_factory=dict)
+    base: dict[int, float] = field(default_factory=dict)
+    blamed: dict[int, float] = field(default_factory=dict)
+    blamed_steps: dict[int, int] = field(default_factory=dict)
+    blamed_data: dict[int, float] = field(default_factory=dict)
+
+
+def merged_typical(stats: list[StepStats]) -> float | None:
+    """Usual step time over several ranks or attempts; the first lines of an attempt count only if there is nothing else."""
+    cells: Histogram = {}
+    for one in stats:
+        for cell, (n, seconds) in one.clean.items():
+            kept = cells.setdefault(cell, [0, 0.0])
+            kept[0] += n
+            kept[1] += seconds
+    found = middle(cells)
+    if found is not None:
+        return found
+    for one in stats:
+        for cell, (n, seconds) in one.flight.items():
+            kept = cells.setdefault(cell, [0, 0.0])
+            kept[0] += n
+            kept[1] += seconds
+    found = middle(cells)
+    if found is not None:
+        return found
+    heads = [head.compute_s / head.n for one in stats for head in one.head]
+    return median(heads) if heads else None
+
+
+def split_training(segment: Segment, usual_s: float | None, late: Stragglers, pieces: int = 1) -> TrainingSplit:
+    """Divides the steps of one segment.
+
+    Args:
+        segment: its steps.
+        usual_s: usual step time of the attempt in seconds, for ranks with too few steps of their own.
+        late: what the attempt's stragglers cost this lane.
+        pieces: segments this lane has in the attempt; its straggler time is shared among them.
+    """
+    stats = segment.steps
+    total = stats.total()
+    part = TrainingSplit(steps=total.n, step_s=total.step_s, data_wait_s=total.data_s, eval_s=total.eval_s)
+    after = segment.last_step_time()
+    tail = sum(seconds for time, seconds in segment.stalls if after is not None and time > after)
+    part.stall_s = max(total.stall_s, segment.stall_s - tail)
+    # Stalls that the checkpoint events tell but the steps do not are hidden in their waits and their computing.
+    hidden = part.stall_s - total.stall_s
+    in_waits = min(part.data_wait_s, hidden, max(0.0, segment.stall_between_s - total.stall_s))
+    part.data_wait_s -= in_waits
+    hidden -= in_waits
+
+    clean_n = sum(n for n, _ in stats.clean.values())
+    usual = middle(stats.clean) if clean_n >= ENOUGH_STEPS else None
+    if usual is None:
+        usual = usual_s if usual_s is not None else merged_typical([stats])
+    compute = sum(s for _, s in stats.clean.values()) + sum(s for _, s in stats.flight.values())
+    compute = max(0.0, compute + sum(head.compute_s for head in stats.head) - hidden)
+    if usual is None or usual <= 0.0:
+        part.productive_s = compute
+        return part
+
+    clean = [(n, seconds) for n, seconds in stats.clean.values()]
+    flight = [(n, seconds) for n, seconds in stats.flight.values()]
+    warming = True
+    for head in sorted(stats.head, key=lambda head: head.step):
+        excess = head.compute_s - head.n * usual
+        if warming and excess > WARM_SHARE * usual * head.n:
+            part.warm_up_s += excess
+            continue
+        warming = False
+        (flight if head.in_flight else clean).append((head.n, head.compute_s))
+
+    part.slow_s = sum(seconds - n * usual for n, seconds in clean if seconds > SLOW_STEP * usual * n)
+    flight_n = sum(n for n, _ in flight)
+    flight_s = sum(seconds for _, seconds in flight)
+    # Means are compared with means here: step times lean to the long side, and that is not the save's doing.
+    without = (typical(stats.clean) if clean_n >= ENOUGH_STEPS else None) or usual
+    if clean and flight_s - flight_n * without > INTERFERENCE_SHARE * without * flight_n:
+        part.interference_s = flight_s - flight_n * without
+
+    left = max(0.0, compute - part.warm_up_s - part.slow_s - part.interference_s)
+    lane = segment.lane
+    # Never more than what is above a step without waiting: warm-up and slow steps are already counted.
+    base = max(0.0, late.base.get(lane, usual) - part.interference_s / max(1, total.n))
+    part.straggler_s = min(late.waits.get(lane, 0.0) / pieces, max(0.0, left - total.n * base))
+    part.straggler_gap_s = late.gaps.get(lane, 0.0) / pieces
+    part.productive_s = left - part.straggler_s
+    return part
+
+
+@dataclass
+class _Row:
+    """One lane in one window, per step."""
+
+    lane: int
+    n: int
+    step: float
+    compute: float
+    wait: float  # data and saves
+    data: float
+    busy: float | None
+
+
+def stragglers(lanes: Mapping[int, StepStats]) -> Stragglers:
+    """Compares ranks window by window.
+
+    Three kinds of logs are told apart: ranks that say how long they worked before they first waited for others
+    (``busy_s``), ranks whose step times differ (they do not wait inside the step), and ranks whose step times are equal
+    because a collective makes the fast ones wait; in the last, only waits for data and saves can be told.
+    """
+    found = Stragglers()
+    if len(lanes) < 2:
+        return found
+    shift = max(MIN_SHIFT, *(stats.shift for stats in lanes.values()))
+    windows = {lane: stats.at_shift(shift) for lane, stats in lanes.items()}
+    keys = sorted({key for by_key in windows.values() for key in by_key})
+    plain: dict[int, list[float]] = {lane: [] for lane in lanes}
+    for key in keys:
+        rows = []
+        for lane, by_key in windows.items():
+            window = by_key.get(key)
+            if window is None or window.n == 0:
+                continue
+            n = window.n
+            busy = window.busy_s / window.busy_n if window.busy_n else None
+            wait = (window.data_s + window.stall_s) / n
+            rows.append(_Row(lane, n, window.step_s / n, window.compute_s / n, wait, window.data_s / n, busy))
+        if len(rows) >= 2:
+            _compare(rows, found, plain)
+    found.base = {lane: median(values) for lane, values in plain.items() if values}
+    return found
+
+
+def _compare(rows: list[_Row], found: Stragglers, plain: dict[int, list[float]]) -> None:
+    """One window: who was slowest, and what each lane waited for it."""
+    steps = [row.step for row in rows]
+    synchronous = max(steps) - min(steps) <= SYNCHRONOUS_SHARE * max(steps)
+    floor = min(row.compute for row in rows)
+    own: dict[int, float] = {}
+    inside = True
+    for row in rows:
+        if row.busy is not None:
+            own[row.lane] = row.busy + row.wait
+        elif synchronous:
+            own[row.lane] = floor + row.wait
+        else:
+            own[row.lane] = row.compute + row.wait
+            inside = False
+    slowest = max(own, key=lambda lane: own[lane])
+    most, usual = own[slowest], median_low(own.values())
+    usual_wait = median_low(row.wait for row in rows)
+    excess = most - usual
+    if excess <= STRAGGLER_SHARE * max(usual, median_low(row.compute for row in rows) if inside else usual):
+        for row in rows:
+            plain[row.lane].append(row.compute)
+        return
+    cost = 0.0
+    for row in rows:
+        waited = most - max(own[row.lane], usual)
+        slower = max(0.0, own[row.lane] - usual - max(0.0, row.wait - usual_wait))
+        in_step = (waited if inside else 0.0) + slower
+        found.waits[row.lane] = found.waits.get(row.lane, 0.0) + in_step * row.n
+        if not inside:
+            found.gaps[row.lane] = found.gaps.get(row.lane, 0.0) + waited * row.n
+        plain[row.lane].append(row.compute - in_step)
+        cost += (waited + max(0.0, own[row.lane] - usual)) * row.n
+    slow = next(row for row in rows if row.lane == slowest)
+    found.blamed[slowest] = found.blamed.get(slowest, 0.0) + cost
+    found.blamed_steps[slowest] = found.blamed_steps.get(slowest, 0) + slow.n
+    if slow.wait - usual_wait > 0.5 * excess:
+        found.blamed_data[slowest] = found.blamed_data.get(slowest, 0.0) + cost

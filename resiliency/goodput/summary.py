@@ -1,0 +1,239 @@
+"""The account as plain data: what ``--json`` prints and what the table, the page and the comparison are made from. Pure."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from math import isfinite
+from typing import Any
+
+from resiliency.goodput.facts import parse_stamp
+from resiliency.goodput.incidents import incidents
+from resiliency.goodput.ledger import Ledger
+from resiliency.goodput.older import older_figure
+from resiliency.goodput.split import merged_typical
+from resiliency.goodput.taxonomy import BUCKETS, Bucket
+
+__all__ = ["iso", "summarize"]
+
+SCHEMA_VERSION = 1
+#: Rows of the per-rank tables.
+MOST_RANKS = 20
+
+
+def iso(time: float) -> str:
+    """UTC, to the second, for people."""
+    return datetime.fromtimestamp(time, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def summarize(
+    ledger: Ledger, *, reference_step_s: float | None = None, torn_lines: int = 0, foreign_lines: int = 0
+) -> dict[str, Any]:
+    """Everything a report shows, as JSON-ready data; seconds in ``_s``, shares in [0, 1].
+
+    Args:
+        ledger: the account.
+        reference_step_s: for the older library's figure; None: measured.
+        torn_lines: lines of the logs that were no JSON.
+        foreign_lines: lines that were JSON but no event.
+    """
+    older = older_figure(ledger, reference_step_s)
+    quality = {name: count for name, count in sorted(ledger.facts.quality.items()) if count}
+    jumps = sum(segment.jumps for segment in ledger.facts.segments)
+    for name, count in (("torn_lines", torn_lines), ("foreign_lines", foreign_lines), ("clock_jumps", jumps)):
+        if count:
+            quality[name] = count
+    return {
+        "schema": SCHEMA_VERSION,
+        "run": ledger.run,
+        "start": ledger.start,
+        "end": ledger.end,
+        "start_utc": iso(ledger.start),
+        "end_utc": iso(ledger.end),
+        "wall_s": ledger.wall_us / 1e6,
+        "gpu_s": sum(ledger.gpu.values()) / 1e6,
+        "capacity": ledger.capacity,
+        "unit": ledger.unit,
+        "goodput": ledger.goodput,
+        "coarse": ledger.coarse,
+        "events": ledger.facts.events,
+        "buckets": [
+            {
+                "bucket": bucket.value,
+                "label": BUCKETS[bucket].label,
+                "wall_s": ledger.wall[bucket] / 1e6,
+                "gpu_s": ledger.gpu[bucket] / 1e6,
+                "share": ledger.share(bucket),
+            }
+            for bucket in BUCKETS
+        ],
+        "steps": _steps(ledger),
+        "attempts": _attempts(ledger),
+        "incidents": [
+            {
+                "time": incident.time,
+                "time_utc": iso(incident.time),
+                "attempt": incident.attempt + 1,
+                "what": incident.what,
+                "where": incident.where,
+                "remedy": incident.remedy,
+                "lost_steps": incident.lost_steps,
+                "ended_attempt": incident.ended_attempt,
+                "cost_gpu_s": incident.cost_gpu_s,
+                "gpu_s": {bucket.value: seconds for bucket, seconds in incident.gpu_s.items()},
+            }
+            for incident in incidents(ledger)
+        ],
+        "stragglers": _stragglers(ledger),
+        "ranks": _ranks(ledger),
+        "checkpoints": _checkpoints(ledger),
+        "older": {
+            "share": older.share if older.share is None or isfinite(older.share) else None,
+            "steps_kept": older.steps_kept,
+            "reference_step_s": older.reference_step_s,
+            "runtime_s": older.runtime_s,
+            "reasons": list(older.reasons),
+        },
+        "clock_offsets_s": dict(ledger.offsets),
+        "quality": quality,
+        "notes": list(ledger.notes),
+    }
+
+
+def _steps(ledger: Ledger) -> dict[str, Any]:
+    """Steps as the lowest rank counted them."""
+    run = kept = 0
+    for timing in ledger.timings:
+        lanes = sorted(timing.attempt.lanes)
+        done = sum(segment.steps.n for segment in timing.attempt.lanes[lanes[0]]) if lanes else 0
+        run += done
+        lost = 0
+        if timing.lost_above is not None and timing.top is not None:
+            lost = max(0, timing.top - max(timing.lost_above, timing.position or 0))
+        kept += max(0, done - lost)
+    top = [timing.top for timing in ledger.timings if timing.top is not None]
+    return {"run": run, "kept": kept, "thrown_away": run - kept, "last": top[-1] if top else None, "usual_s": ledger.usual_step_s}
+
+
+def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
+    sums: dict[int, dict[Bucket, int]] = {timing.index: {} for timing in ledger.timings}
+    for lane in ledger.lanes:
+        for interval in lane.intervals:
+            by_bucket = sums.setdefault(interval.attempt, {})
+            for bucket, amount in interval.parts.items():
+                by_bucket[bucket] = by_bucket.get(bucket, 0) + amount * lane.copies
+    rows = []
+    for timing in ledger.timings:
+        whole = sum(sums[timing.index].values())
+        rows.append(
+            {
+                "attempt": timing.index + 1,
+                "number": timing.attempt.number,
+                "start": timing.window[0],
+                "start_utc": iso(timing.window[0]),
+                "end": timing.window[1],
+                "wall_s": timing.window[1] - timing.window[0],
+                "ranks": max(timing.attempt.world, len(timing.attempt.lanes)),
+                "from_step": timing.position,
+                "to_step": timing.top,
+                "outcome": timing.outcome,
+                "usual_step_s": timing.usual_step_s,
+                "shares": {bucket.value: amount / whole for bucket, amount in sums[timing.index].items()} if whole else {},
+                "gpu_s": {bucket.value: amount / 1e6 for bucket, amount in sums[timing.index].items()},
+            }
+        )
+    return rows
+
+
+def _stragglers(ledger: Ledger) -> list[dict[str, Any]]:
+    """Ranks the others waited for, the dearest first."""
+    cost: dict[int, float] = {}
+    steps: dict[int, int] = {}
+    data: dict[int, float] = {}
+    for late in ledger.late.values():
+        for lane, seconds in late.blamed.items():
+            cost[lane] = cost.get(lane, 0.0) + seconds
+            steps[lane] = steps.get(lane, 0) + late.blamed_steps.get(lane, 0)
+            data[lane] = data.get(lane, 0.0) + late.blamed_data.get(lane, 0.0)
+    hosts = {lane.lane: lane.host for lane in ledger.lanes}
+    return [
+        {
+            "rank": lane,
+            "host": hosts.get(lane, ""),
+            "cost_gpu_s": cost[lane],
+            "steps": steps[lane],
+            "cause": "its data loader" if data[lane] > 0.5 * cost[lane] else "its computing",
+        }
+        for lane in sorted(cost, key=lambda lane: -cost[lane])[:MOST_RANKS]
+    ]
+
+
+def _ranks(ledger: Ledger) -> list[dict[str, Any]]:
+    """Step times by rank, the slowest first."""
+    rows: list[dict[str, Any]] = []
+    for lane in ledger.lanes:
+        segments = [s for timing in ledger.timings for s in timing.attempt.lanes.get(lane.lane, []) if s.steps.high >= 0]
+        usual = merged_typical([segment.steps for segment in segments])
+        if usual is None:
+            continue
+        busy_s = sum(w.busy_s for s in segments for w in s.steps.windows.values())
+        busy_n = sum(w.busy_n for s in segments for w in s.steps.windows.values())
+        n = sum(segment.steps.n for segment in segments)
+        data = sum(w.data_s for s in segments for w in s.steps.windows.values())
+        rows.append(
+            {
+                "rank": lane.lane,
+                "host": lane.host,
+                "steps": n,
+                "usual_step_s": usual,
+                "own_work_s": busy_s / busy_n if busy_n else None,
+                "data_wait_s": data / n if n else 0.0,
+            }
+        )
+    rows.sort(key=lambda row: (-(row["own_work_s"] or 0.0) - row["data_wait_s"], -row["usual_step_s"], row["rank"]))
+    return rows[:MOST_RANKS]
+
+
+def _checkpoints(ledger: Ledger) -> list[dict[str, Any]]:
+    """One row a tier. A step counts once however many ranks reported it."""
+    rows = []
+    for name, tier in sorted(ledger.facts.tiers.items()):
+        rows.append(
+            {
+                "tier": name,
+                "saved": max(tier.saved.values(), default=0),
+                "durable": max(tier.durable.values(), default=0),
+                "loaded": max(tier.loaded.values(), default=0),
+                "failed": tier.failed,
+                "skipped": tier.skipped,
+                "corrupt": tier.corrupt,
+                "repaired": tier.repaired,
+                "deleted": tier.deleted,
+                "last_step": tier.last_step if tier.last_step >= 0 else None,
+                "bytes": tier.bytes,
+                "durable_mean_s": tier.durable_s / tier.durable_n if tier.durable_n else None,
+                "durable_max_s": tier.durable_max_s if tier.durable_n else None,
+                "restore_mean_s": tier.restore_s / tier.restore_n if tier.restore_n else None,
+            }
+        )
+    return rows
+
+
+def step_series(ledger: Ledger) -> list[dict[str, Any]]:
+    """Step times of the lowest rank over time, for a plot: one list of points per attempt."""
+    series = []
+    for timing in ledger.timings:
+        lanes = sorted(timing.attempt.lanes)
+        if not lanes:
+            continue
+        points = []
+        for segment in timing.attempt.lanes[lanes[0]]:
+            offset = ledger.offsets.get(segment.host, 0.0)
+            for _, window in sorted(segment.steps.windows.items()):
+                time = parse_stamp(window.last_stamp)
+                if time is None or window.n == 0:
+                    continue
+                time = min(max(time - offset, timing.window[0]), timing.window[1])
+                points.append((time, window.last_step, window.step_s / window.n, window.max_s, window.flight_n / window.n))
+        if points:
+            series.append({"attempt": timing.index + 1, "points": points})
+    return series

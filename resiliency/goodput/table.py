@@ -1,0 +1,248 @@
+"""The report for a terminal. Takes summaries, prints through rich."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from resiliency.goodput.taxonomy import BUCKETS, Bucket
+
+__all__ = ["compare", "duration", "figure", "precise", "print_report", "render"]
+
+BAR_CELLS = 24
+INCIDENTS_SHOWN = 20
+ATTEMPTS_SHOWN = 12
+
+
+def duration(seconds: float) -> str:
+    """A length of time people can read: ``3 d 04 h``, ``2 h 05 m``, ``4 m 10 s``, ``8.2 s``, ``120 ms``."""
+    sign = "-" if seconds < 0 else ""
+    seconds = abs(seconds)
+    if seconds < 0.9995:
+        return f"{sign}{seconds * 1e3:.0f} ms" if seconds >= 0.0005 else "<1 ms" if seconds else "0 s"
+    if seconds < 59.95:
+        return f"{sign}{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{sign}{whole // 60} m {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{sign}{whole // 3600} h {whole % 3600 // 60:02d} m"
+    return f"{sign}{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def precise(seconds: float) -> str:
+    """A step time: three digits."""
+    if seconds >= 100 or seconds <= 0:
+        return duration(seconds)
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def figure(share: float) -> str:
+    """A share in percent; small ones keep their digits, so that nothing that exists reads 0 %."""
+    percent = share * 100
+    if percent == 0 or abs(percent) >= 0.095:
+        return f"{percent:.1f} %"
+    return f"{percent:.3f} %" if abs(percent) >= 0.0005 else "<0.001 %"
+
+
+def render(summary: dict[str, Any], *, color: str = "dark") -> RenderableType:
+    """The whole report of one run."""
+    blocks: list[RenderableType] = [_head(summary), _buckets(summary, color), _lines(summary)]
+    if len(summary["attempts"]) > 1:
+        blocks.append(_attempts(summary))
+    if summary["incidents"]:
+        blocks.append(_incidents(summary))
+    if summary["stragglers"]:
+        blocks.append(_stragglers(summary))
+    if summary["checkpoints"]:
+        blocks.append(_checkpoints(summary))
+    if summary["notes"] or summary["quality"]:
+        blocks.append(_quality(summary))
+    return Group(*blocks)
+
+
+def print_report(summaries: Sequence[dict[str, Any]], console: Console) -> None:
+    for summary in summaries:
+        console.print(render(summary))
+
+
+def _head(summary: dict[str, Any]) -> Panel:
+    text = Text()
+    text.append(f"{figure(summary['goodput'])} ", style="bold green")
+    text.append("goodput", style="green")
+    text.append(f"   {duration(summary['wall_s'])} wall", style="default")
+    text.append(f"   {summary['capacity']:,} {_units(summary)}   {duration(summary['gpu_s'])} of {_gpu(summary)} time\n")
+    text.append(f"{summary['start_utc']} to {summary['end_utc']} UTC, {summary['events']:,} events", style="dim")
+    return Panel(text, title=f"goodput of {summary['run']}", title_align="left", border_style="dim", expand=False)
+
+
+def _units(summary: dict[str, Any]) -> str:
+    return "hosts" if summary["unit"] == "host" else "GPUs"
+
+
+def _gpu(summary: dict[str, Any]) -> str:
+    return "host" if summary["unit"] == "host" else "GPU"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def _buckets(summary: dict[str, Any], color: str) -> Table:
+    table = _table("Where every second went")
+    table.add_column("bucket", no_wrap=True)
+    for name in ("share", "wall", f"{_gpu(summary)} time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    largest = max((row["share"] for row in summary["buckets"]), default=0.0) or 1.0
+    for row in summary["buckets"]:
+        info = BUCKETS[Bucket(row["bucket"])]
+        style = info.dark if color == "dark" else info.light
+        bar = "█" * round(row["share"] / largest * BAR_CELLS) or ("▏" if row["share"] > 0 else "")
+        dim = "" if row["share"] > 0 else "dim"
+        table.add_row(
+            Text(info.label, style=dim),
+            Text(figure(row["share"]), style=dim),
+            Text(duration(row["wall_s"]), style=dim),
+            Text(duration(row["gpu_s"]), style=dim),
+            Text(bar, style=style),
+        )
+    table.add_section()
+    total = sum(row["wall_s"] for row in summary["buckets"])
+    gpu = sum(row["gpu_s"] for row in summary["buckets"])
+    table.add_row(Text("Sum", style="bold"), "100.0 %", duration(total), duration(gpu), "", end_section=True)
+    return table
+
+
+def _lines(summary: dict[str, Any]) -> Text:
+    text = Text()
+    steps = summary["steps"]
+    if steps["run"]:
+        text.append(f"Steps: {steps['run']:,} run, {steps['kept']:,} kept, {steps['thrown_away']:,} thrown away")
+        if steps["usual_s"]:
+            text.append(f"; usual step {precise(steps['usual_s'])}")
+        text.append("\n")
+    older = summary["older"]
+    if older["share"] is None:
+        text.append(f"Older library's figure: none, {'; '.join(older['reasons'])}\n", style="dim")
+    else:
+        text.append(f"Older library's figure: {figure(older['share'])}", style="default")
+        text.append(
+            f" ({older['steps_kept']:,} steps kept x {older['reference_step_s']:.4g} s / {duration(older['runtime_s'])}): ",
+            style="dim",
+        )
+        text.append("; ".join(older["reasons"]) + "\n", style="dim")
+    return text
+
+
+def _attempts(summary: dict[str, Any]) -> Table:
+    table = _table("Attempts")
+    for name, justify in (("", "right"), ("start (UTC)", "left"), ("length", "right"), ("ranks", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("steps", justify="right", no_wrap=True)
+    table.add_column("goodput", justify="right", no_wrap=True)
+    table.add_column("largest badput", no_wrap=True)
+    table.add_column("end", no_wrap=True)
+    shown = summary["attempts"]
+    if len(shown) > ATTEMPTS_SHOWN:
+        shown = shown[: ATTEMPTS_SHOWN // 2] + shown[-ATTEMPTS_SHOWN // 2 :]
+    for row in shown:
+        bad = {name: share for name, share in row["shares"].items() if name != Bucket.PRODUCTIVE.value}
+        worst = max(bad, key=lambda name: bad[name]) if bad else ""
+        span = "-" if row["to_step"] is None else f"{row['from_step'] or 0:,} to {row['to_step']:,}"
+        table.add_row(
+            str(row["attempt"]), row["start_utc"][5:16], duration(row["wall_s"]), f"{row['ranks']:,}", span,
+            figure(row["shares"].get(Bucket.PRODUCTIVE.value, 0.0)),
+            f"{BUCKETS[Bucket(worst)].label} {figure(bad[worst])}" if worst else "-", row["outcome"],
+        )  # fmt: skip
+    hidden = len(summary["attempts"]) - len(shown)
+    if hidden:
+        table.caption = f"{hidden} attempts in between are not shown; --json has all"
+    return table
+
+
+def _incidents(summary: dict[str, Any]) -> Table:
+    table = _table("Incidents")
+    table.add_column("when (UTC)", no_wrap=True)
+    table.add_column("what", overflow="fold")
+    table.add_column("where", overflow="fold")
+    table.add_column("remedy", overflow="fold")
+    table.add_column("lost steps", justify="right", no_wrap=True)
+    table.add_column("cost", justify="right", no_wrap=True)
+    dearest = sorted(summary["incidents"], key=lambda row: -row["cost_gpu_s"])[:INCIDENTS_SHOWN]
+    for row in sorted(dearest, key=lambda row: row["time"]):
+        cost = f"{duration(row['cost_gpu_s'])}" if row["cost_gpu_s"] else "-"
+        lost = f"{row['lost_steps']:,}" if row["lost_steps"] else "-"
+        table.add_row(row["time_utc"][5:16], row["what"], row["where"], row["remedy"], lost, cost)
+    hidden = len(summary["incidents"]) - len(dearest)
+    table.caption = f"cost in {_gpu(summary)} time" + (f"; {hidden} cheaper ones are not shown" if hidden else "")
+    table.caption_justify = "left"
+    return table
+
+
+def _stragglers(summary: dict[str, Any]) -> Table:
+    table = _table("Stragglers")
+    for name, justify in (("rank", "right"), ("host", "left"), ("cost", "right"), ("slowest in", "right"), ("cause", "left")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for row in summary["stragglers"][:5]:
+        table.add_row(str(row["rank"]), row["host"], duration(row["cost_gpu_s"]), f"{row['steps']:,} steps", row["cause"])
+    return table
+
+
+def _checkpoints(summary: dict[str, Any]) -> Table:
+    table = _table("Checkpoints")
+    table.add_column("tier", no_wrap=True)
+    columns = ("saved", "durable", "loaded", "failed", "skipped", "corrupt", "repaired")
+    used = [name for name in columns if any(row[name] for row in summary["checkpoints"])]
+    for name in (*used, "time to durable", "time to load"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in summary["checkpoints"]:
+        times = [duration(row[key]) if row[key] is not None else "-" for key in ("durable_mean_s", "restore_mean_s")]
+        table.add_row(row["tier"], *(f"{row[name]:,}" for name in used), *times)
+    return table
+
+
+def _quality(summary: dict[str, Any]) -> Text:
+    text = Text()
+    for note in summary["notes"]:
+        text.append("Note: ", style="yellow")
+        text.append(note + "\n")
+    if summary["quality"]:
+        counted = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in summary["quality"].items())
+        text.append(f"Log quality: {counted}\n", style="dim")
+    return text
+
+
+def compare(left: dict[str, Any], right: dict[str, Any]) -> Table:
+    """Two runs side by side; the last column is the change in points of a percent."""
+    table = _table(f"{left['run']} and {right['run']}")
+    table.add_column("", no_wrap=True)
+    for name in ("A", "B"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("change", justify="right", no_wrap=True)
+    for a, b in zip(left["buckets"], right["buckets"], strict=True):
+        if not (a["share"] or b["share"]):
+            continue
+        points = (b["share"] - a["share"]) * 100
+        good = (points > 0) == (a["bucket"] == Bucket.PRODUCTIVE.value)
+        style = "dim" if abs(points) < 0.05 else "green" if good else "red"
+        table.add_row(a["label"], figure(a["share"]), figure(b["share"]), Text(f"{points:+.1f} points", style=style))
+    table.add_section()
+    facts: list[tuple[str, str, str]] = [
+        ("Wall", duration(left["wall_s"]), duration(right["wall_s"])),
+        ("Capacity", f"{left['capacity']:,} {_units(left)}", f"{right['capacity']:,} {_units(right)}"),
+        ("Attempts", f"{len(left['attempts']):,}", f"{len(right['attempts']):,}"),
+        ("Steps kept", f"{left['steps']['kept']:,}", f"{right['steps']['kept']:,}"),
+        ("Steps thrown away", f"{left['steps']['thrown_away']:,}", f"{right['steps']['thrown_away']:,}"),
+    ]
+    usual = [precise(summary["steps"]["usual_s"]) if summary["steps"]["usual_s"] else "-" for summary in (left, right)]
+    ended = [f"{sum(row['ended_attempt'] for row in summary['incidents']):,}" for summary in (left, right)]
+    facts += [("Usual step", usual[0], usual[1]), ("Incidents that ended an attempt", ended[0], ended[1])]
+    for name, a_text, b_text in facts:
+        table.add_row(name, a_text, b_text, "")
+    return table

