@@ -191,7 +191,7 @@ class AgentClient:
             local_ranks=(self.rank,), shared=config.shared, local=config.local, durable=config.durable, remotes=config.remotes,
             events=config.events, drain_s=config.drain_s,
         )  # fmt: skip
-        agent = HostAgent(alone, lambda _, message: self._deliver(message), self._events)
+        agent = HostAgent(alone, lambda _, message: self._deliver(message), self._events, alone=config.local_ranks == (self.rank,))
         try:
             agent.start()
         except TierError as error:
@@ -285,6 +285,8 @@ class AgentClient:
     def _recover(self) -> bool:
         """Gets a new agent after one was lost; False when the link thread is not needed any more."""
         now = time.monotonic()
+        if self._closing:
+            return False
         self._losses.append(now)
         while self._losses and now - self._losses[0] > _LOSS_WINDOW_S:
             self._losses.popleft()
@@ -292,11 +294,14 @@ class AgentClient:
         if len(self._losses) <= _MAX_LOSSES:
             logger.warning("rank %d: the checkpoint agent of %s is gone; starting another, training goes on",
                            self.rank, self.config.local.address)  # fmt: skip
-            try:
-                self._connect()
-                return True
-            except (OSError, AgentError) as error:
-                logger.warning("rank %d: no new checkpoint agent (%s)", self.rank, error)
+            for attempt in range(_MAX_LOSSES):
+                try:
+                    self._connect()
+                    return True
+                except (OSError, AgentError) as error:
+                    # Often the next agent, started by another rank, died in turn: give it a moment.
+                    logger.info("rank %d: no new checkpoint agent yet (%s)", self.rank, error)
+                    threading.Event().wait(0.1 * 2**attempt)
         try:
             self._embed()
         except AgentError:
@@ -310,31 +315,32 @@ class AgentClient:
     def flush(self, level: str, *, timeout_s: float) -> bool:
         """Waits until what was sealed has reached "committed", "durable" or "uploaded". Blocks: up to ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            with self._lock:
-                embedded = self._embedded
-                if embedded is None:
-                    if self._socket is None:
-                        # The link thread is getting a new agent; it notifies when it has one or gave up.
-                        self._lock.wait(min(left, 1.0))
-                        if self._thread is not None and not self._thread.is_alive() and self._embedded is None:
-                            return False
-                        continue
-                    self._flushes += 1
-                    ticket, connection = self._flushes, self._socket
-                    try:
-                        connection.sendall(pack({"t": "flush", "id": ticket, "level": level, "timeout_s": left}))
-                    except OSError:
-                        self._lock.wait(min(left, 0.2))
-                        continue
-                    self._lock.wait_for(lambda: ticket in self._flushed or self._socket is not connection, left + 1.0)
-                    if ticket in self._flushed:
-                        return self._flushed.pop(ticket)
-                    continue
-            return embedded.wait(level, timeout_s=left)
+        while (left := deadline - time.monotonic()) > 0:
+            if self._embedded is not None:
+                return self._embedded.wait(level, timeout_s=left)
+            answer = self._ask_flush(level, left)
+            if answer is not None:
+                return answer
+        return False
+
+    def _ask_flush(self, level: str, left: float) -> bool | None:
+        """Asks the agent once; None when the link broke meanwhile and it is to be asked again."""
+        with self._lock:
+            connection = self._socket
+            if connection is None:
+                # The link thread is getting a new agent; it notifies when it has one or gave up.
+                self._lock.wait(min(left, 1.0))
+                lost = self._thread is not None and not self._thread.is_alive() and self._embedded is None
+                return False if lost and self._socket is None else None
+            self._flushes += 1
+            ticket = self._flushes
+            try:
+                connection.sendall(pack({"t": "flush", "id": ticket, "level": level, "timeout_s": left}))
+            except OSError:
+                self._lock.wait(min(left, 0.2))
+                return None
+            self._lock.wait_for(lambda: ticket in self._flushed or self._socket is not connection, left + 1.0)
+            return self._flushed.pop(ticket, None)
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Leaves the agent; it ends by itself when every rank has left. Idempotent. Blocks: up to ``timeout_s``."""

@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from resiliency import faultpoints
@@ -70,12 +72,16 @@ class HostAgent:
         config: of this attempt.
         notify: called with ``(rank, message)`` from the agent's threads; must not block.
         events: where facts go.
+        alone: no other agent works in the same folder of this host.
 
     Threads: :meth:`handle` from any; the work is done on threads of its own, all named ``resiliency-agent-*``.
     """
 
-    def __init__(self, config: AgentConfig, notify: Callable[[int, dict[str, Any]], None], events: EventWriter) -> None:
+    def __init__(
+        self, config: AgentConfig, notify: Callable[[int, dict[str, Any]], None], events: EventWriter, *, alone: bool = True
+    ) -> None:
         self.config = config
+        self._alone = alone
         self._notify = notify
         self._events = events
         # Commits must be quick and survive a kill, not a power loss: fsync follows in its own stage.
@@ -90,6 +96,8 @@ class HostAgent:
         self._syncs = Worker("resiliency-agent-sync")
         self._uploaders = [Uploader(config, spec, self._path, self._uploaded, events) for spec in config.remotes]
         self._warned: set[str] = set()
+        self._finished: set[int] = set()
+        self._closed = False
         self._arena = os.path.join(config.local.address, META_DIR, config.run, ARENA_DIR)
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -142,7 +150,10 @@ class HostAgent:
         )
 
     def close(self) -> None:
-        """Stops all threads; unfinished uploads are left to a later start. Idempotent."""
+        """Stops all threads and tidies a ramdisk; unfinished uploads are left to a later start. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         for fill in list(self._fills.values()):
             fill.abort()
         for uploader in self._uploaders:
@@ -151,6 +162,31 @@ class HostAgent:
             worker.close()
         for maps in self._maps.values():
             maps.close()
+        if not self.config.durable:
+            try:
+                self._tidy_ramdisk()
+            except (OSError, TierError):
+                # Boundary: the end of the agent; what stays is taken up or removed by the next start.
+                logger.warning("%s could not be tidied", self.config.local.address, exc_info=True)
+
+    def _tidy_ramdisk(self) -> None:
+        """Gives memory back: free files always, and the checkpoints too when the job has ended and a slower tier has them."""
+        for name in os.listdir(self._arena) if os.path.isdir(self._arena) else []:
+            if any(name.startswith(f"shard-{rank:05d}-") for rank in self.config.local_ranks):
+                os.unlink(os.path.join(self._arena, name))
+        if not self._alone or not self._finished.issuperset(self.config.local_ranks):
+            return
+        newest = max((s for s in self._steps.values() if s.manifest is not None), key=lambda s: s.id, default=None)
+        if newest is not None and not any(uploader.holds(newest.id) for uploader in self._uploaders):
+            return
+        for name in [name for step in self._steps.values() if step.manifest is not None for name in step.manifest.names]:
+            pointer = read_name(self._tier, name)
+            if pointer is not None and pointer.run == self.config.run:
+                self._tier.delete(name)
+        shutil.rmtree(os.path.dirname(self._arena))
+        for folder in (os.path.join(self.config.local.address, META_DIR), self.config.local.address):
+            if os.path.isdir(folder) and not os.listdir(folder):
+                os.rmdir(folder)
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -177,6 +213,8 @@ class HostAgent:
             self._commits.submit(lambda: self._complete(self.config.step_id(message), told=True))
         elif kind == "rescan":
             self._commits.submit(self._rescan)
+        elif kind == "bye":
+            self._finished.add(rank)
         else:
             logger.warning("rank %d sent a message of unknown kind %r; it is ignored", rank, kind)
 
@@ -402,7 +440,26 @@ class HostAgent:
         """Deletions whose condition (a step at least as new as ``after`` is safe) holds."""
         return {name: upto for name, (upto, after) in self._deletes.items() if newest.step >= after}
 
+    def _notice_others(self) -> None:
+        """Takes note of steps that another agent on the same folder has committed (another host, or a rank on its own)."""
+        with self._lock:
+            waiting = [step for step in self._steps.values() if step.manifest is None and step.records]
+        for step in waiting:
+            where = step_prefix(self.config.run, step.id) + MANIFEST
+            try:
+                manifest = Manifest.from_json(self._tier.read(where), where=where)
+            except (FileNotFoundError, TierError, CorruptShard):
+                continue
+            with self._lock:
+                step.manifest = manifest
+                step.records.update({record.rank: record for record in manifest.shards})
+            for rank in self.config.local_ranks:
+                self._notify(rank, {"t": "committed", **_about(step.id), "tier": self.config.local.name})
+            self._syncs.submit(partial(self._sync, step))
+
     def _prune(self) -> None:
+        if self.config.shared:
+            self._notice_others()
         with self._lock:
             safe = [s.manifest for s in self._steps.values() if s.manifest is not None and s.durable]
             if not safe:

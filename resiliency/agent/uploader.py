@@ -121,6 +121,14 @@ class Uploader:
                            self.spec.address, step.step, error, pause)  # fmt: skip
             self._report(self.spec, step, "retrying", str(error))
 
+    def holds(self, step: StepId) -> bool:
+        """True when the tier has the whole step. Blocks: one read, with the tier's own retries."""
+        try:
+            return self._has_manifest(self._open(), step)
+        except (TierError, OSError) as error:
+            logger.warning("%s cannot be asked for step %d (%s); the local copy stays", self.spec.address, step.step, error)
+            return False
+
     def _has_manifest(self, tier: Tier, step: StepId) -> bool:
         try:
             Manifest.from_json(tier.read(step_prefix(self._config.run, step) + MANIFEST), where=tier.root)

@@ -18,6 +18,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from resiliency.checkpoint._cuda import unpin
 from resiliency.errors import TierError
 
 __all__ = ["Arena", "Slot"]
@@ -38,6 +39,7 @@ class Slot:
         nbytes: size of the file now.
         capacity: bytes mapped; a smaller step shortens the file and keeps the mapping.
         address: first byte of the mapping in this process.
+        pinned: registered as page-locked with CUDA.
         layout_key: which header is in the file (None: none that can be restamped).
     """
 
@@ -49,6 +51,7 @@ class Slot:
     capacity: int
     address: int
     layout_key: object = None
+    pinned: bool = False
 
     def view(self) -> memoryview:
         """The mapping as writable bytes. Release it before :meth:`Arena.close`."""
@@ -235,6 +238,8 @@ class Arena:
 
 
 def _unmap(slot: Slot) -> None:
+    if slot.pinned:
+        unpin(slot.address)
     try:
         slot.map.close()
     except BufferError:

@@ -27,6 +27,7 @@ from torch import Tensor
 from resiliency import faultpoints
 from resiliency.agent.protocol import step_token
 from resiliency.checkpoint import restore
+from resiliency.checkpoint._cuda import pin
 from resiliency.checkpoint.arena import Arena, Slot
 from resiliency.checkpoint.exchange import Exchange, SoloExchange, StoreExchange
 from resiliency.checkpoint.layout import Chunk, ShardLayout, make_layout, objects_reserve, stamp
@@ -341,6 +342,8 @@ class Checkpointer:
                 }
             )  # fmt: skip
 
+        if not slot.pinned and any(t.device.type == "cuda" for t in flat.tensors.values()):
+            slot.pinned = pin(slot.address, slot.capacity)
         lazies, eager_bytes = self._copies(flat.tensors, own.tensors, layout, slot, lazy)
         faultpoints.hit("save.eager", rank=self.rank)
         assert self._copier is not None
@@ -444,6 +447,8 @@ class Checkpointer:
             session.events.emit(EventKind.JOB_TERMINATED, reason=reason)
             if self._copier is not None:
                 self._copier.close()
+            if reason == "finished":
+                session.client.send({"t": "bye"})
             session.client.close()
             self._pump()
             if self._arena is not None:

@@ -120,12 +120,21 @@ def _encode_pickle(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path
             "remove it from the state (for hyper-parameters: save_hyperparameters(ignore=[...]))"
         ) from error
     result: dict[str, Any] = {"!": "pickle", "t": name, "v": data}
-    for base in (bool, int, float, str, dict, list, tuple):
-        if isinstance(value, base):
-            plain = {k: value[k] for k in value} if base is dict else base(value)
-            result["plain"] = encode(plain, leaf=leaf, path=path)
-            break
+    plain = _as_builtin(value)
+    if plain is not None:
+        result["plain"] = encode(plain, leaf=leaf, path=path)
     return result
+
+
+def _as_builtin(value: Any) -> Any:
+    """An instance of a builtin's subclass (an enum of strings, a named tuple) as that builtin; None for others."""
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (list, tuple)):
+        return list(value) if isinstance(value, list) else tuple(value)
+    return dict(value.items()) if isinstance(value, dict) else None
 
 
 def decode(value: Any, *, leaf: Callable[[dict[str, Any]], Any], allow_pickle: bool = False) -> Any:

@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 from typing import Protocol
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch does not declare it as exported
 
 from resiliency.errors import Timeout
 
@@ -23,7 +23,7 @@ class Exchange(Protocol):
     world_size: int
 
     def all(self, topic: str, data: bytes, *, timeout: timedelta) -> list[bytes]:
-        """What every rank said, indexed by rank, ``[world_size]``.
+        """What every rank said (UTF-8 text as bytes), indexed by rank, ``[world_size]``.
 
         Blocks: until all have spoken, up to ``timeout``.
 
@@ -73,7 +73,7 @@ class StoreExchange:
     def all(self, topic: str, data: bytes, *, timeout: timedelta) -> list[bytes]:
         base = f"{self._prefix}/{self._round}/{topic}"
         self._round += 1
-        self._store.set(f"{base}/{self.rank}", data)
+        self._store.set(f"{base}/{self.rank}", data.decode())
         deadline = time.monotonic() + timeout.total_seconds()
         missing = []
         for rank in range(self.world_size):

@@ -80,6 +80,7 @@ def export(
     out: str | os.PathLike[str],
     *,
     format: Format | None = None,
+    run: str | None = None,
     allow_pickle: bool = False,
     force: bool = False,
     key: str = "state_dict",
@@ -92,6 +93,7 @@ def export(
         source: a path as ``resiliency ckpt`` takes them, or what :func:`~resiliency.checkpoint.reader.locate` returned.
         out: the file to write; its folder must exist.
         format: "ckpt": the whole state tree by ``torch.save``. "safetensors": the tensors below ``key``. None: by suffix.
+        run: which run, when ``source`` is a folder with several.
         allow_pickle: restore objects of classes of your own. Only for checkpoints you trust: it can run code.
         force: replace ``out`` when it exists.
         key: which entry of the state holds the weights.
@@ -105,7 +107,7 @@ def export(
     target = os.path.abspath(os.fspath(out))
     kind = format_of(target, format)
     _check_target(os.fspath(out), target, force)
-    located = source if isinstance(source, Located) else _located(os.fspath(source))
+    located = source if isinstance(source, Located) else _located(os.fspath(source), run)
     manifest = located.listing.manifest
     assert manifest is not None
     first = manifest.shards[0]
@@ -121,7 +123,7 @@ def export(
         )  # fmt: skip
     if not isinstance(skeleton, dict) or "!" in skeleton or key not in skeleton:
         keys = ", ".join(skeleton) if isinstance(skeleton, dict) and "!" not in skeleton else "none"
-        raise ConfigError(f"{manifest.id} has no entry {key!r} to take weights from; choose with --key among: {keys}")
+        raise ConfigError(f"{manifest.id} has no entry {key!r} to take weights from; choose with --key: {keys}")
     wanted = tensor_keys(skeleton[key])
     if not wanted:
         raise ConfigError(f"the entry {key!r} of {manifest.id} holds no tensors; choose another with --key")
@@ -129,17 +131,19 @@ def export(
     tensors, tied, left_out = _weights(state[key])
     nbytes, _ = _write(target, force, lambda temp: _save_safetensors(tensors, tied, temp))
     return Exported(
-        path=target, format=kind, nbytes=nbytes, run=located.run, id=manifest.id, tensors=len(tensors), tied=tied, left_out=left_out,
+        path=target, format=kind, nbytes=nbytes, run=located.run, id=manifest.id, tensors=len(tensors), tied=tied,
+        left_out=left_out,
     )  # fmt: skip
 
 
-def _located(path: str) -> Located:
+def _located(path: str, wanted: str | None) -> Located:
     target = find(path)
-    run, step = one_step(target)
+    run, step = one_step(target, run=wanted)
     for listing in scan(target.tier, run):
         if listing.id == step and listing.manifest is not None:
             return Located(target.tier, run, listing)
-    raise NoCheckpointFound(f"{path}: {step} of run {run!r} is not complete; `resiliency ckpt ls {target.tier.root}` shows what is")
+    shows = f"`resiliency ckpt ls {target.tier.root}` shows what is"
+    raise NoCheckpointFound(f"{path}: {step} of run {run!r} is not complete; {shows}")
 
 
 def _check_target(said: str, target: str, force: bool) -> None:

@@ -15,6 +15,7 @@ from resiliency.checkpoint.catalog import run_prefix
 from resiliency.checkpoint.exchange import Exchange
 from resiliency.checkpoint.manifest import EVENTS_DIR, META_DIR, StepId
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
+from resiliency.checkpoint.tiers._address import local_path
 from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import TierError
 from resiliency.events import EventSink, EventWriter, JsonlSink
@@ -118,7 +119,7 @@ def open_session(
         with open(_attempt_file(local.directory, run), "w", encoding="ascii") as file:
             file.write(str(attempt))
     shared = _is_shared(local, meta, token, node, nodes, first=rank == local_ranks[0], exchange=exchange, timeout=options.agree)
-    events_dir = environment.events_dir or os.path.join(meta, EVENTS_DIR)
+    events_dir = environment.events_dir or _events_dir(local, remotes, run)
     sink = JsonlSink(os.path.join(events_dir, f"rank-{rank:05d}.jsonl"))
     events = EventWriter(run=run, attempt=attempt, rank=rank, host=node, sinks=(sink, *sinks))
     config = AgentConfig(
@@ -144,6 +145,17 @@ def open_session(
         raise TierError("; ".join(problems), retryable=False)
     together = len(set(nodes)) == 1 and not any(answer["e"] for answer in answers)
     return Session(attempt, token, nodes, node, local_ranks, together, events, client)
+
+
+def _events_dir(local: LocalTierOptions, remotes: Sequence[RemoteTierOptions], run: str) -> str:
+    """Beside the checkpoints that last: in the first further tier that is a folder, never on a ramdisk."""
+    for remote in remotes:
+        path = local_path(remote.address)
+        if path is not None:
+            return os.path.join(path, META_DIR, run, EVENTS_DIR)
+    if local.durable:
+        return os.path.join(local.directory, META_DIR, run, EVENTS_DIR)
+    return os.path.abspath(os.path.join("resiliency-events", run))
 
 
 def _is_shared(

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.errors import Timeout
 
 __all__ = ["Copier", "Copy", "Snapshot"]
@@ -57,16 +58,17 @@ class Snapshot:
     Attributes:
         done: set when every byte is in the file, or the copy failed.
         error: what went wrong, if anything.
+        device: copies that run on GPUs; they are one piece of work, done by waiting for them.
         copied_s: monotonic time at which the last byte was copied.
     """
 
     pieces: list[_Piece]
     on_progress: Callable[[int], None]
     on_done: Callable[[Snapshot], None]
+    device: DeviceCopies | None = None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     copied_s: float = 0.0
-    events: list[torch.cuda.Event] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _next: int = 0
     _left: int = 0
@@ -74,8 +76,26 @@ class Snapshot:
     _prefix: int = 0
 
     def __post_init__(self) -> None:
-        self._left = len(self.pieces)
+        self._left = len(self.pieces) + (self.device is not None)
         self._finished = [False] * len(self.pieces)
+
+    def wait_device(self) -> None:
+        """Waits for the GPUs' part, if there is one. Thread: copy."""
+        if self.device is None:
+            return
+        try:
+            self.device.wait()
+        except RuntimeError as error:  # what every CUDA failure is
+            logger.exception("copying from the GPU failed")
+            with self._lock:
+                self.error, self._left = error, 0
+            self._finish()
+            return
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._finish()
 
     def work(self) -> bool:
         """Copies one piece. Returns False when none is left to start. Thread: any."""
@@ -163,10 +183,16 @@ class Copier:
         """
         assert self._current is None or self._current.done.is_set(), "fence the previous snapshot first"
         pieces: list[_Piece] = []
+        on_gpu: list[tuple[Tensor, Tensor]] = []
         for copy in copies:
-            pieces.extend(_pieces(copy, mapping, address))
-        snapshot = Snapshot(pieces, on_progress, on_done)
-        if not pieces:
+            if copy.source.device.type == "cuda":
+                if copy.source.numel():
+                    on_gpu.append((copy.source, _target(copy, mapping)))
+            else:
+                pieces.extend(_pieces(copy, mapping, address))
+        # With copies on a GPU the end of the finished part of the file is not known before all of it is.
+        snapshot = Snapshot(pieces, (lambda upto: None) if on_gpu else on_progress, on_done, DeviceCopies(on_gpu) if on_gpu else None)
+        if not pieces and not on_gpu:
             snapshot._finish()
             return snapshot
         with self._wake:
@@ -177,6 +203,8 @@ class Copier:
     def fence(self, snapshot: Snapshot, *, deadline_s: float) -> float:
         """Returns when nothing reads the sources any more; helps copying meanwhile.
 
+        For sources on a GPU it returns at once: what the compute stream runs next waits there.
+
         Returns:
             Seconds spent here.
 
@@ -184,10 +212,12 @@ class Copier:
             Timeout: the other thread did not finish its piece within ``deadline_s`` (a device that hangs).
         """
         began = time.monotonic()
+        if snapshot.device is not None:
+            snapshot.device.fence()
         while snapshot.work():
             if time.monotonic() - began > deadline_s:
                 break
-        if not snapshot.done.wait(max(0.0, deadline_s - (time.monotonic() - began))):
+        if snapshot.device is None and not snapshot.done.wait(max(0.0, deadline_s - (time.monotonic() - began))):
             raise Timeout(f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs")
         return time.monotonic() - began
 
@@ -201,6 +231,7 @@ class Copier:
                 snapshot = self._current
             while snapshot.work():
                 continue
+            snapshot.wait_device()
             with self._wake:
                 if self._current is snapshot:
                     self._current = None
@@ -226,5 +257,11 @@ def _pieces(copy: Copy, mapping: memoryview, address: int) -> list[_Piece]:
             _Piece(source, first + at, address + copy.start + at, min(PIECE_BYTES, nbytes - at), copy.start + min(at + PIECE_BYTES, nbytes))
             for at in range(0, nbytes, PIECE_BYTES)
         ]
-    target = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=copy.start).view(source.dtype).view(source.shape)
-    return [_Piece(source, None, target, nbytes, copy.start + nbytes)]
+    return [_Piece(source, None, _target(copy, mapping), nbytes, copy.start + nbytes)]
+
+
+def _target(copy: Copy, mapping: memoryview) -> Tensor:
+    """Where a copy goes, as a tensor over the mapping."""
+    source = copy.source
+    nbytes = source.numel() * source.element_size()
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=copy.start).view(source.dtype).view(source.shape)

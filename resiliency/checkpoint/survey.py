@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from resiliency.checkpoint.catalog import StepListing, find_runs, read_name, run_prefix, scan
+from resiliency.checkpoint.catalog import StepListing, find_runs, read_name, run_prefix, scan, step_prefix
 from resiliency.checkpoint.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, NameFile, StepId, manifest_from_records
 from resiliency.checkpoint.retention import live_names
 from resiliency.checkpoint.tiers import open_tier
 from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import ConfigError, NoCheckpointFound
 
-__all__ = ["Copy", "Place", "StepView", "Target", "find", "is_whole", "one_step", "places_of", "runs_of", "survey"]
+__all__ = ["Copy", "Place", "StepView", "Target", "find", "is_whole", "one_step", "places_of", "runs_of", "survey", "unreadable"]
 
 State = Literal["complete", "damaged", "unfinished"]
 
@@ -178,12 +178,13 @@ def places_of(targets: Iterable[Target]) -> list[Place]:
 
 
 def runs_of(targets: Sequence[Target]) -> list[str]:
-    """Runs the targets speak of.
+    """Runs the targets name; when none is named, all runs that lie there.
 
     Raises:
         TierError: a place cannot be listed.
     """
-    return sorted({run for target in targets for run in ([target.run] if target.run else find_runs(target.tier))})
+    named = {target.run for target in targets if target.run is not None}
+    return sorted(named or {run for target in targets for run in find_runs(target.tier)})
 
 
 def is_whole(listing: StepListing) -> bool:
@@ -223,7 +224,7 @@ def _judge(view: StepView, *, several: bool) -> None:
     promised = any(MANIFEST in copy.listing.sizes for copy in view.copies)
     for copy in view.copies:
         label = f"{copy.place.label}: " if several else ""
-        view.notes += [label + text for text in _lacks(copy.listing)]
+        view.notes += [label + text for text in _lacks(copy, view.run)]
     if view.manifest is not None and view.present == set(range(view.manifest.world_size)):
         view.state = "complete"
         if not promised:
@@ -234,21 +235,27 @@ def _judge(view: StepView, *, several: bool) -> None:
         view.notes.append("no record yet")
 
 
-def _lacks(listing: StepListing) -> list[str]:
+def unreadable(copy: Copy, run: str) -> list[str]:
+    """What could not be read of one copy, files by their bare names."""
+    prefix = step_prefix(run, copy.listing.id)
+    return [text.replace(f"{copy.place.tier.root}/{prefix}", "").replace(prefix, "") for text in copy.listing.problems]
+
+
+def _lacks(copy: Copy, run: str) -> list[str]:
     """What is wrong with one copy, in words. An unfinished copy is not wrong."""
-    found = list(listing.problems)
-    if listing.manifest is not None:
-        for record in listing.manifest.shards:
-            size = listing.sizes.get(record.file)
+    found = unreadable(copy, run)
+    if copy.listing.manifest is not None:
+        for record in copy.listing.manifest.shards:
+            size = copy.listing.sizes.get(record.file)
             if size is None:
                 found.append(f"{record.file} is missing")
             elif size != record.nbytes:
-                found.append(f"{record.file} has {size} bytes instead of {record.nbytes}")
+                found.append(f"{record.file} has {size:,} bytes instead of {record.nbytes:,}")
     return found
 
 
-def one_step(target: Target) -> tuple[str, StepId]:
-    """The step a target means: the one it names, otherwise the newest complete one.
+def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
+    """The run and step a target means: the step it names, otherwise the newest complete one (of ``run``).
 
     Raises:
         NoCheckpointFound: nothing complete is there.
@@ -257,8 +264,12 @@ def one_step(target: Target) -> tuple[str, StepId]:
     if target.run is not None and target.step is not None:
         return target.run, target.step
     runs = runs_of([target])
+    if run is not None and run not in runs:
+        raise NoCheckpointFound(f"{target.path}: there is no run {run!r}; there are: {', '.join(runs) or 'none'}")
+    if run is not None:
+        runs = [run]
     if len(runs) > 1:
-        raise ConfigError(f"{target.path} holds several runs ({', '.join(runs)}); choose one: {target.tier.root}/{META_DIR}/RUN")
+        raise ConfigError(f"{target.path} holds several runs ({', '.join(runs)}); choose one with --run")
     for run in runs:
         complete = [view.id for view in survey(places_of([target]), run) if view.state == "complete"]
         if complete:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from resiliency.checkpoint.catalog import StepListing, step_prefix, verify_shard
 from resiliency.checkpoint.manifest import MANIFEST, ShardRecord, StepId, record_file
-from resiliency.checkpoint.survey import Copy, StepView
+from resiliency.checkpoint.survey import Copy, StepView, unreadable
 from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import TierError
 
@@ -76,7 +76,10 @@ def _metadata(view: StepView, copy: Copy) -> list[Finding]:
     def finding(bad: bool, file: str, text: str) -> Finding:
         return Finding(view.run, view.id, copy.place.label, bad, folder + file, (), text)
 
-    found = [finding(listing.manifest is None or tier.is_local is False, "", text) for text in listing.problems]
+    found = []
+    for text in unreadable(copy, view.run):
+        file, _, rest = text.partition(": ")
+        found.append(finding(True, file, f"cannot be used: {rest}") if file in listing.sizes else finding(True, "", text))
     if MANIFEST not in listing.sizes:
         if not tier.is_local:
             # Restore counts a remote step only with its manifest, because its records may still be on their way.

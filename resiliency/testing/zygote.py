@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from resiliency.errors import Timeout
@@ -72,6 +73,8 @@ class Zygote:
         self._workers: dict[int, Worker] = {}
         self._started: list[int] = []
         self._changed = threading.Condition()
+        self._log = log
+        self._ended = False
         self._reader = threading.Thread(target=self._read, name="zygote-reader", daemon=True)
         self._reader.start()
 
@@ -81,8 +84,10 @@ class Zygote:
         with self._changed:
             before = len(self._started)
             self._process.stdin.write(json.dumps({"target": target, "arguments": dict(arguments), "env": dict(env or {})}) + "\n")
-            if not self._changed.wait_for(lambda: len(self._started) > before, timeout_s):
-                raise Timeout(f"the zygote forked nothing within {timeout_s:.0f} s; did a preload fail?")
+            self._changed.wait_for(lambda: len(self._started) > before or self._ended, timeout_s)
+            if len(self._started) == before:
+                what = "has ended" if self._ended else f"forked nothing within {timeout_s:.0f} s"
+                raise Timeout(f"the zygote {what}; a preload probably failed, see {self._log}")
             return self._workers[self._started[before]]
 
     def _read(self) -> None:
@@ -98,6 +103,9 @@ class Zygote:
                     worker.returncode = news["code"]
                     worker._ended.set()
                 self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Ends every worker and the zygote. Idempotent."""
@@ -105,7 +113,8 @@ class Zygote:
             worker.kill()
         if self._process.poll() is None:
             assert self._process.stdin is not None
-            self._process.stdin.close()
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
             try:
                 self._process.wait(10)
             except subprocess.TimeoutExpired:

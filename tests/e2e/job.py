@@ -60,7 +60,8 @@ def train(*, directory: str, steps: int, every: int, result: str, accumulate: in
     trainer = pl.Trainer(
         max_steps=steps, max_epochs=-1, accumulate_grad_batches=accumulate, accelerator="cpu", devices=world_size, logger=False,
         strategy=pl.strategies.DDPStrategy(process_group_backend="gloo") if world_size > 1 else "auto", callbacks=[callback],
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, val_check_interval=validate, check_val_every_n_epoch=None if validate else 1,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, val_check_interval=validate,
+        check_val_every_n_epoch=None if validate else 1,
         limit_val_batches=1 if validate else 0,
     )  # fmt: skip
     loader = DataLoader(TensorDataset(data), batch_size=4, shuffle=True)

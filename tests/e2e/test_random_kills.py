@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,6 @@ from tests.e2e.driver import Job, chance, kill_agents, make_zygote, wait_ended
 
 #: Of each of the two jobs that run side by side; the issue asks for at least 200 in one run.
 KILLS = 104
-#: An attempt that is not killed takes a little over a second; kills fall anywhere in it.
-WINDOW_S = 1.3
-
 
 class _Tally:
     def __init__(self) -> None:
@@ -22,19 +21,39 @@ class _Tally:
         self.problems: list[str] = []
 
 
-def _torment(job: Job, seed: int, tally: _Tally) -> None:
+class _KilledJob(Job):
+    reference = ""
+    resumes_seen = 0
+    number = 0
+
+    def renew(self) -> None:
+        self.number += 1
+        self.resumes_seen = 0
+        self.result.unlink()
+        self.directory = self.directory.parent / f"{self.directory.name.split('-')[0]}-{self.number}"
+
+
+def _torment(job: _KilledJob, seed: int, window_s: float, tally: _Tally) -> None:
     """Kills and restarts the job until it has had its share of kills, then lets it end."""
+    try:
+        _kill_and_restart(job, seed, window_s, tally)
+    except Exception:  # Boundary: a thread's failure must reach the test.
+        tally.problems.append(traceback.format_exc())
+
+
+def _kill_and_restart(job: _KilledJob, seed: int, window_s: float, tally: _Tally) -> None:
     random = chance(seed)
     while tally.kills < KILLS:
         tally.attempts += 1
         before = job.newest_complete()
         workers = job.start()
         try:
-            if wait_ended(workers[:1], seconds=random.uniform(0.0, WINDOW_S)):
+            if wait_ended(workers[:1], seconds=random.uniform(0.0, window_s)):
                 # It reached its end: start it over in a new directory, so that there is always something to kill.
                 wait_ended(workers, seconds=30)
                 _check_attempt(job, before, tally)
-                tally.problems += [] if job.outcome()["hash"] == job.arguments_hash else [f"wrong weights after {tally.kills} kills"]
+                if job.outcome()["hash"] != job.reference:
+                    tally.problems.append(f"wrong weights in {job.directory} after {tally.kills} kills, resumed from {job.resumed_from()}")
                 job.renew()
                 continue
             victim = random.choice(["rank 0", "rank 1", "agent", "all", "all and agent"])
@@ -52,12 +71,11 @@ def _torment(job: Job, seed: int, tally: _Tally) -> None:
         finally:
             job.kill(workers)
         _check_attempt(job, before, tally)
-    job.run_to_end()
-    if job.outcome()["hash"] != job.arguments_hash:
-        tally.problems.append("wrong weights at the end")
+    if job.run_to_end()["hash"] != job.reference:
+        tally.problems.append(f"wrong weights at the end, resumed from {job.resumed_from()}")
 
 
-def _check_attempt(job: Job, before: int, tally: _Tally) -> None:
+def _check_attempt(job: _KilledJob, before: int, tally: _Tally) -> None:
     """The attempt resumed from the newest step there was, or from a newer one the draining agent still committed."""
     resumed = job.resumed_from()
     if before and len(resumed) > job.resumes_seen:
@@ -66,29 +84,21 @@ def _check_attempt(job: Job, before: int, tally: _Tally) -> None:
             tally.problems.append(f"step {before} was committed, but the next start resumed from {resumed[-1]}")
 
 
-class _KilledJob(Job):
-    arguments_hash = ""
-    resumes_seen = 0
-    number = 0
-
-    def renew(self) -> None:
-        self.number += 1
-        self.resumes_seen = 0
-        self.result.unlink()
-        self.directory = self.directory.parent / f"{self.directory.name.split('-')[0]}-{self.number}"
-
-
 @pytest.mark.kill
 @pytest.mark.timeout(600)
 def test_hundreds_of_kills_do_not_change_the_weights(tmp_path: Path) -> None:
     with make_zygote(tmp_path / "log") as zygote:
-        reference = Job(zygote, tmp_path / "reference", steps=60).run_to_end()["hash"]
+        reference_job = Job(zygote, tmp_path / "reference", steps=60)
+        began = time.monotonic()
+        reference = reference_job.run_to_end()["hash"]
+        # Kills fall anywhere in an attempt, whatever the speed of this machine (two jobs run at once below).
+        window_s = 1.5 * (time.monotonic() - began)
         tallies, threads = [], []
         for seed in (1, 2):
             job = _KilledJob(zygote, tmp_path / f"job{seed}", steps=60)
-            job.arguments_hash = reference
+            job.reference = reference
             tallies.append(_Tally())
-            threads.append(threading.Thread(target=_torment, args=(job, seed, tallies[-1])))
+            threads.append(threading.Thread(target=_torment, args=(job, seed, window_s, tallies[-1])))
         for thread in threads:
             thread.start()
         for thread in threads:

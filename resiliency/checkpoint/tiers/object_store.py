@@ -158,7 +158,6 @@ class ObjectStoreTier:
         path = f"{self._base}/{folder}" if folder else self._base
 
         def find(fs: Any) -> list[tuple[str, int]]:
-            fs.invalidate_cache()
             found = fs.find(path, detail=True, **self._limit(fs))
             return [(name, info["size"]) for name, info in found.items() if info["type"] == "file" and not name.endswith("/")]
 

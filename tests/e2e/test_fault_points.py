@@ -1,0 +1,121 @@
+"""SIGKILL at every named point of a save, in the rank or in the agent: the next start goes on from a committed step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from resiliency import faultpoints
+from resiliency.testing.zygote import Zygote
+from tests.e2e.driver import Job, make_zygote
+
+IN_RANK = [name for name in faultpoints.KNOWN if name.startswith("save.")]
+IN_AGENT = [name for name in faultpoints.KNOWN if name.startswith("agent.") and "upload" not in name]
+IN_UPLOAD = [name for name in faultpoints.KNOWN if name.startswith("agent.upload.")]
+IN_RESTORE = [name for name in faultpoints.KNOWN if name.startswith("restore.")]
+
+STEPS = 21
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    with make_zygote(tmp_path_factory.mktemp("zygote") / "log") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def reference(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Weights of the undisturbed run."""
+    return str(Job(zygote, tmp_path_factory.mktemp("reference") / "run", steps=STEPS).run_to_end()["hash"])
+
+
+def _resumes_right(job: Job, committed: int, reference: str) -> None:
+    assert job.run_to_end()["hash"] == reference
+    resumed = job.resumed_from()
+    assert (resumed[-1] if resumed else 0) >= committed
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("point", IN_RANK)
+def test_rank_killed_at(point: str, victim: int, zygote: Zygote, reference: str, tmp_path: Path) -> None:
+    job = Job(zygote, tmp_path / "run", steps=STEPS)
+    workers = job.start(rank_faults={victim: f"{point}:kill@3"})
+    try:
+        assert workers[victim].wait(timeout_s=60) == -9, "the fault point was not passed three times"
+    finally:
+        job.kill(workers)
+    committed = job.newest_complete()
+    assert committed > 0, "nothing was committed before the third save"
+    _resumes_right(job, committed, reference)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("point", IN_AGENT)
+def test_agent_killed_at(point: str, zygote: Zygote, reference: str, tmp_path: Path) -> None:
+    """Training outlives the agent's death; what the agent left half done is finished or discarded by its successor."""
+    job = Job(zygote, tmp_path / "run", steps=STEPS)
+    # Each agent dies at its first passage: at most points several die, until the work moves into the trainer.
+    workers = job.start(faults=f"{point}:kill@2" if point != "agent.start" else f"{point}:kill")
+    try:
+        codes = [worker.wait(timeout_s=90) for worker in workers]
+    finally:
+        job.kill(workers)
+    # In the trainer the same point kills the trainer itself, once the agent has died too often.
+    if codes == [0, 0]:
+        assert job.outcome()["hash"] == reference
+        return
+    _resumes_right(job, job.newest_complete(), reference)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("point", IN_UPLOAD)
+def test_agent_killed_in_an_upload_at(point: str, zygote: Zygote, reference: str, tmp_path: Path) -> None:
+    job = Job(zygote, tmp_path / "store", steps=STEPS, arguments={"local_dir": str(tmp_path / "fast")})
+    workers = job.start(faults=f"{point}:kill@2")
+    try:
+        codes = [worker.wait(timeout_s=90) for worker in workers]
+    finally:
+        job.kill(workers)
+    if codes == [0, 0]:
+        assert job.outcome()["hash"] == reference
+        return
+    _resumes_right(job, job.newest_complete(), reference)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("point", IN_RESTORE)
+def test_rank_killed_while_restoring_at(point: str, zygote: Zygote, reference: str, tmp_path: Path) -> None:
+    job = Job(zygote, tmp_path / "run", steps=STEPS)
+    for faults in ({0: "save.begin:kill@4"}, {1: f"{point}:kill"}):
+        workers = job.start(rank_faults=faults)
+        try:
+            assert workers[next(iter(faults))].wait(timeout_s=60) == -9
+        finally:
+            job.kill(workers)
+    committed = job.newest_complete()
+    assert committed > 0
+    _resumes_right(job, committed, reference)
+
+
+@pytest.mark.kill
+def test_without_any_agent(zygote: Zygote, reference: str, tmp_path: Path) -> None:
+    """The agent cannot live at all: the trainer commits by itself, survives kills, and ends with the same weights."""
+    job = Job(zygote, tmp_path / "run", steps=STEPS)
+    workers = job.start(rank_faults={0: "agent.start:kill;save.begin:kill@4", 1: "agent.start:kill"})
+    try:
+        assert workers[0].wait(timeout_s=60) == -9
+    finally:
+        job.kill(workers)
+    committed = job.newest_complete()
+    assert committed > 0
+    assert not job.agents()
+    workers = job.start(faults="agent.start:kill")
+    try:
+        assert [worker.wait(timeout_s=60) for worker in workers] == [0, 0]
+    finally:
+        job.kill(workers)
+    assert job.outcome()["hash"] == reference
+    assert job.resumed_from()[-1] >= committed

@@ -1,0 +1,88 @@
+"""Nothing of ours is left behind: processes, threads, shared memory, ports, after each way a trainer can end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from resiliency.testing.zygote import Zygote
+from tests.e2e.driver import Job, make_zygote
+
+STEPS = 15
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    with make_zygote(tmp_path_factory.mktemp("zygote") / "log") as made:
+        yield made
+
+
+def _belonging_to(directory: Path) -> list[str]:
+    """Command lines of processes that name the directory, and unix sockets of ours."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(directory) in line and "resiliency.agent" in line:
+            found.append(line[:120])
+    return found
+
+
+def _abstract_sockets() -> set[str]:
+    with open("/proc/net/unix", encoding="ascii") as file:
+        return {line.split()[-1] for line in file if "@resiliency-" in line}
+
+
+def _shm() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def _gone(directory: Path, *, within_s: float) -> list[str]:
+    """Waits for the agent, which ends by itself after the last trainer; returns what is still there."""
+    deadline = time.monotonic() + within_s
+    pause = __import__("threading").Event()
+    while (left := _belonging_to(directory)) and time.monotonic() < deadline:
+        pause.wait(0.05)
+    return left
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("end", ["normal", "exception", "killed"])
+@pytest.mark.parametrize("tiers", ["one directory", "ramdisk and directory"])
+def test_nothing_is_left(end: str, tiers: str, zygote: Zygote, tmp_path: Path) -> None:
+    shm, sockets = _shm(), _abstract_sockets()
+    fast = Path("/dev/shm") / f"resiliency-test-{os.getpid()}-{end}"
+    arguments = {} if tiers == "one directory" else {"local_dir": str(fast)}
+    job = Job(zygote, tmp_path / "run", steps=STEPS, arguments=arguments)
+    faults = {"normal": {}, "exception": {0: "save.begin:error@4", 1: "save.begin:error@4"}, "killed": {0: "save.begin:kill@4"}}[end]
+    workers = job.start(rank_faults=faults)
+    try:
+        workers[0].wait(timeout_s=60)
+        if end == "killed":
+            job.kill(workers)
+        codes = [worker.wait(timeout_s=60) for worker in workers]
+    finally:
+        job.kill(workers)
+    if end == "normal":
+        assert codes == [0, 0]
+    assert not _gone(tmp_path, within_s=20) and not _gone(fast, within_s=20)
+    assert _abstract_sockets() <= sockets
+    leaked = _shm() - shm
+    if tiers == "one directory" or end == "normal":
+        assert not leaked
+    else:
+        # What stays in the ramdisk is the checkpoint to restart from, nothing else; the next start takes it up.
+        assert leaked == {fast.name}
+        files = {path.name for path in fast.rglob("*") if path.is_file()}
+        assert not [name for name in files if name.endswith(".slot")], "free slots keep memory for nobody"
+        workers = job.start()
+        try:
+            assert [worker.wait(timeout_s=60) for worker in workers] == [0, 0]
+        finally:
+            job.kill(workers)
+        assert not _gone(fast, within_s=20)
+        assert not _shm() - shm
