@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from queue import SimpleQueue
 from typing import Any, Protocol
 
-__all__ = ["EventKind", "Event", "EventSink", "EventWriter", "JsonlSink", "NullSink"]
+__all__ = ["BackgroundSink", "Event", "EventKind", "EventSink", "EventWriter", "JsonlSink", "NullSink"]
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +158,48 @@ class JsonlSink:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+class BackgroundSink:
+    """Hands events to another sink on a thread of its own, for emitters that must not wait.
+
+    A ``write(2)`` takes microseconds, except while the file system commits its journal, which an fsync of a large
+    checkpoint makes it do: then it takes tens of milliseconds, and the training step would wait for it. A process that is
+    killed loses only what was emitted in that time.
+
+    Thread: any. ``close`` writes out what is queued, up to ``drain_s``.
+    """
+
+    def __init__(self, inner: EventSink, *, drain_s: float = 5.0) -> None:
+        self._inner = inner
+        self._drain_s = drain_s
+        self._queue: SimpleQueue[Event | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def emit(self, event: Event) -> None:
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None and not self._closed:
+                    self._thread = threading.Thread(target=self._run, name="resiliency-events", daemon=True)
+                    self._thread.start()
+        self._queue.put(event)
+
+    def _run(self) -> None:
+        while (event := self._queue.get()) is not None:
+            try:
+                self._inner.emit(event)
+            except Exception:  # Boundary: a user's sink must not end the log.
+                logger.warning("event sink %r failed on %s", self._inner, event.kind, exc_info=True)
+
+    def close(self) -> None:
+        with self._lock:
+            thread, self._closed = self._thread, True
+        if thread is not None and thread.is_alive():
+            self._queue.put(None)
+            thread.join(self._drain_s)
+        self._inner.close()
 
 
 class EventWriter:

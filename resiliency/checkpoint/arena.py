@@ -40,7 +40,6 @@ class Slot:
         capacity: bytes mapped; a smaller step shortens the file and keeps the mapping.
         address: first byte of the mapping in this process.
         pinned: registered as page-locked with CUDA.
-        layout_key: which header is in the file (None: none that can be restamped).
     """
 
     inode: int
@@ -50,7 +49,6 @@ class Slot:
     nbytes: int
     capacity: int
     address: int
-    layout_key: object = None
     pinned: bool = False
 
     def view(self) -> memoryview:

@@ -319,7 +319,6 @@ class Checkpointer:
         flight = self._in_flight = _InFlight(ticket, slot, supersedes=list(supersedes))
         created = time.time()
         due = self._due(step)
-        self._prepare(slot, layout, step, serial, objects)
         session.client.send(
             {"t": "begin", **about, "path": slot.path, "inode": slot.inode, "nbytes": slot.nbytes}
         )  # fmt: skip
@@ -344,11 +343,11 @@ class Checkpointer:
 
         if not slot.pinned and any(t.device.type == "cuda" for t in flat.tensors.values()):
             slot.pinned = pin(slot.address, slot.capacity)
-        lazies, eager_bytes = self._copies(flat.tensors, own.tensors, layout, slot, lazy)
+        copies, lazy_bytes = self._copies(flat.tensors, own.tensors, layout, (step, serial), objects, lazy)
         faultpoints.hit("save.eager", rank=self.rank)
         assert self._copier is not None
         view = slot.view()
-        flight.snapshot = self._copier.start(lazies, mapping=view, address=slot.address, on_progress=progress, on_done=done)
+        flight.snapshot = self._copier.start(copies, mapping=view, address=slot.address, on_progress=progress, on_done=done)
         view.release()
         faultpoints.hit("save.fill", rank=self.rank)
         if lazy is False:
@@ -356,7 +355,7 @@ class Checkpointer:
         self._saves += 1
         ticket.stall_s = time.monotonic() - began
         session.events.emit(
-            EventKind.CHECKPOINT_STARTED, step=step, stall_s=round(ticket.stall_s, 6), bytes=layout.nbytes, lazy_bytes=layout.nbytes - eager_bytes
+            EventKind.CHECKPOINT_STARTED, step=step, stall_s=round(ticket.stall_s, 6), bytes=layout.nbytes, lazy_bytes=lazy_bytes
         )
         return ticket
 
@@ -512,43 +511,37 @@ class Checkpointer:
             )  # fmt: skip
         return planned.layout
 
-    def _prepare(self, slot: Slot, layout: ShardLayout, step: int, serial: int, objects: bytes) -> None:
-        session = self.session
-        with slot.view() as view:
-            if slot.layout_key is not layout:
-                view[: len(layout.header)] = layout.header
-                slot.layout_key = layout
-            mark = stamp(step, session.attempt, step_token(session.token, serial))
-            view[layout.stamp_at : layout.stamp_at + len(mark)] = mark
-            start, end = layout.objects
-            view[start:end] = objects.ljust(end - start)
-
     def _copies(
-        self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor], layout: ShardLayout, slot: Slot,
+        self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor], layout: ShardLayout, about: tuple[int, int], objects: bytes,
         lazy: bool | Callable[[str, Tensor], bool],
     ) -> tuple[list[Copy], int]:  # fmt: skip
-        """Copies what must be copied now; returns what may wait, in file order, and the bytes copied."""
-        lazies: list[Copy] = []
-        eager_bytes = layout.nbytes - sum(p.end - p.start for p in layout.placed)
-        with slot.view() as view:
-            for placed in layout.placed:
-                chunk = placed.chunk
-                tensor = own[chunk.key] if chunk.per_rank else shared[chunk.key]
-                source = tensor if chunk.per_rank else _box(tensor, chunk)
-                nbytes = placed.end - placed.start
-                wait = lazy is False or (
-                    not chunk.per_rank
-                    and nbytes >= self.options.lazy_bytes
-                    and (lazy is True or lazy(chunk.key, tensor))
-                )
-                if wait:  # eager saves take the same road, with a fence at its end, so that two threads share the copy
-                    lazies.append(Copy(source, placed.start))
-                elif nbytes:
-                    eager_bytes += nbytes
-                    target = torch.frombuffer(view, dtype=torch.uint8, count=nbytes, offset=placed.start)
-                    target.view(source.dtype).view(source.shape).copy_(source)
-                    del target
-        return lazies, eager_bytes
+        """Everything that goes into the file, in file order, and the bytes that may be copied late.
+
+        This thread never writes to the mapping: while the file system commits its journal (an fsync of the step before),
+        even one byte there can wait for tens of milliseconds. What must be taken now is taken into private memory.
+        """
+        session = self.session
+        step, serial = about
+        header = bytearray(layout.header)
+        mark = stamp(step, session.attempt, step_token(session.token, serial))
+        header[layout.stamp_at : layout.stamp_at + len(mark)] = mark
+        copies = [Copy(torch.frombuffer(header, dtype=torch.uint8), 0)]
+        lazy_bytes = 0
+        for placed in layout.placed:
+            chunk = placed.chunk
+            nbytes = placed.end - placed.start
+            source = own[chunk.key] if chunk.per_rank else _box(shared[chunk.key], chunk)
+            if lazy is False:
+                # Takes the same road with a fence at its end, so that two threads share the copy.
+                copies.append(Copy(source, placed.start))
+            elif not chunk.per_rank and nbytes >= self.options.lazy_bytes and (lazy is True or lazy(chunk.key, shared[chunk.key])):
+                copies.append(Copy(source, placed.start))
+                lazy_bytes += nbytes
+            elif nbytes:
+                copies.append(Copy(source.detach().clone(memory_format=torch.contiguous_format), placed.start))
+        start, end = layout.objects
+        copies.append(Copy(torch.frombuffer(bytearray(objects.ljust(end - start)), dtype=torch.uint8), start))
+        return copies, lazy_bytes
 
     def _wait_for_previous(self, step: int) -> bool:
         """Waits for the rank's previous shard to be recorded; skips this save when it is not in time."""

@@ -171,10 +171,18 @@ def entries(skeleton: Any) -> list[Entry]:
     for name, item in _children(skeleton):
         tensors, values = _count(item)
         parts = list(_children(item))
-        text = ", ".join(part for part, _ in parts[:6]) + (", ..." if len(parts) > 6 else "") if parts else _text(item)
         container = isinstance(item, list) or (isinstance(item, dict) and "!" not in item)
-        found.append(Entry(name, _kind(item), tensors, values, text if parts or not container else "empty"))
+        text = _listing([part for part, _ in parts], _kind(item)) if parts else "empty" if container else _text(item)
+        found.append(Entry(name, _kind(item), tensors, values, text))
     return found
+
+
+def _listing(names: list[str], kind: str, width: int = 60) -> str:
+    """As many names as fit; for what has numbers instead of names, how many there are."""
+    if all(name.isdecimal() for name in names) and "dict" not in kind.lower():
+        return "1 item" if len(names) == 1 else f"{len(names)} items"
+    shown = next((n for n in range(len(names), 1, -1) if len(", ".join(names[:n])) <= width), 1)
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if shown < len(names) else "")
 
 
 def tensor_keys(skeleton: Any) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -18,10 +19,12 @@ from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions,
 from resiliency.checkpoint.tiers._address import local_path
 from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import TierError
-from resiliency.events import EventSink, EventWriter, JsonlSink
+from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.settings import Environment
 
 __all__ = ["Session", "open_session"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,13 @@ def open_session(
         with open(_attempt_file(local.directory, run), "w", encoding="ascii") as file:
             file.write(str(attempt))
     shared = _is_shared(local, meta, token, node, nodes, first=rank == local_ranks[0], exchange=exchange, timeout=options.agree)
+    if not shared and not remotes and rank == 0:
+        logger.warning(
+            "%s is a different folder on each of %d hosts and there is no other tier: no host will hold a whole checkpoint, so nothing"
+            " could be restored; pass a folder all hosts share, or a remote tier", local.directory, len(set(nodes)),
+        )  # fmt: skip
     events_dir = environment.events_dir or _events_dir(local, remotes, run)
-    sink = JsonlSink(os.path.join(events_dir, f"rank-{rank:05d}.jsonl"))
+    sink = BackgroundSink(JsonlSink(os.path.join(events_dir, f"rank-{rank:05d}.jsonl")))
     events = EventWriter(run=run, attempt=attempt, rank=rank, host=node, sinks=(sink, *sinks))
     config = AgentConfig(
         run=run, node=node, attempt=attempt, token=token, world_size=world_size, local_ranks=local_ranks, shared=shared,

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ class Job:
     world_size: int = 2
     env: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    rank_env: dict[int, dict[str, str]] = field(default_factory=dict)
+    rank_arguments: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def result(self) -> Path:
@@ -52,10 +55,11 @@ class Job:
             env = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "kill-test", "NODE_RANK": "0", "GROUP_RANK": "0",
-                "RESILIENCY_FAULTS": (rank_faults or {}).get(rank, faults), **self.env,
+                "RESILIENCY_FAULTS": (rank_faults or {}).get(rank, faults), **self.env, **self.rank_env.get(rank, {}),
             }  # fmt: skip
             arguments = {
-                "directory": str(self.directory), "steps": self.steps, "every": self.every, "result": str(self.result), **self.arguments
+                "directory": str(self.directory), "steps": self.steps, "every": self.every, "result": str(self.result),
+                **self.arguments, **self.rank_arguments.get(rank, {}),
             }
             workers.append(self.zygote.start("tests.e2e.job:train", arguments, env=env))
         return workers
@@ -88,6 +92,14 @@ class Job:
             if event["event_type"] == "agent_started" and _alive(event["pid"]):
                 pids.append(int(event["pid"]))
         return sorted(set(pids))
+
+    def wait_for_agents(self, *, timeout_s: float) -> None:
+        """Waits until the agents have ended by themselves."""
+        deadline = time.monotonic() + timeout_s
+        pause = threading.Event()
+        while self.agents():
+            assert time.monotonic() < deadline, f"agents {self.agents()} still run"
+            pause.wait(0.05)
 
     def events(self, pattern: str) -> list[dict[str, Any]]:
         found = []

@@ -20,14 +20,17 @@ warnings.filterwarnings("ignore")
 class Net(pl.LightningModule):
     """Dropout, BatchNorm, Adam, a scheduler; large enough tensors that both ranks write and copies are lazy."""
 
-    def __init__(self) -> None:
+    def __init__(self, fail_at: int | None) -> None:
         super().__init__()
+        self.fail_at = fail_at
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(16, 1200), torch.nn.BatchNorm1d(1200), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(1200, 16)
         )
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         (x,) = batch
+        if self.global_step == self.fail_at:
+            raise RuntimeError("the user's code failed")
         return torch.nn.functional.mse_loss(self.layers(x), x.roll(1, dims=1))
 
     def validation_step(self, batch: Any, index: int) -> None:
@@ -46,12 +49,15 @@ def weights_hash(module: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def train(*, directory: str, steps: int, every: int, result: str, accumulate: int = 2, validate: int | None = 5, **checkpoint: Any) -> None:
+def train(
+    *, directory: str, steps: int, every: int, result: str, accumulate: int = 2, validate: int | None = 5, fail_at: int | None = None,
+    **checkpoint: Any,
+) -> None:  # fmt: skip
     """One rank of one attempt. Writes the final hash to ``result`` when it gets that far."""
     torch.set_num_threads(1)
     pl.seed_everything(11)
     data = torch.randn(96, 16)
-    module = Net()
+    module = Net(fail_at)
     callback = ModelCheckpoint(
         dirpath=directory, filename="{step}", every_n_train_steps=every, save_top_k=1, monitor="step", mode="max", save_last=True,
         enable_version_counter=False, **checkpoint,
