@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -888,6 +889,10 @@ def _default_exchange(rank: int, world_size: int) -> Exchange:
             f"world_size={world_size}, but torch.distributed is not initialised; call init_process_group first, or pass exchange="
         )
     store = torch.distributed.distributed_c10d._get_default_store()
-    # The default store may outlive an attempt (torchrun keeps its own), so every start gets a prefix of its own.
-    start = int(store.add(f"resiliency/starts/{rank}", 1))
-    return StoreExchange(store, rank=rank, world_size=world_size, prefix=f"resiliency/{start}")
+    # The default store may outlive an attempt (torchrun keeps its own), and a process may open several checkpointers, in the
+    # same order on every rank. Counting starts in the store would not do: a rank can die before it is counted.
+    prefix = f"resiliency/{environment().restart}/{next(_opened)}"
+    return StoreExchange(store, rank=rank, world_size=world_size, prefix=prefix)
+
+
+_opened = itertools.count()

@@ -1,0 +1,1 @@
+"""Benchmarks of the library against its peers; run them as modules: ``python -m benchmarks.checkpoint``."""

@@ -1,0 +1,188 @@
+"""The contenders of the training loop, each as the callbacks and plugins its users would pass to the Trainer.
+
+Each function takes the folder for its checkpoints and the number of steps between saves. Imports of contenders stay
+inside the functions: each run has one contender.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
+
+__all__ = [
+    "Parts",
+    "dcp_process",
+    "dcp_thread",
+    "lightning_async",
+    "none",
+    "ours",
+    "stock",
+    "torch_checkpointing_async",
+]
+
+_PATIENCE_S = 300.0
+
+#: Starts a save: path and state; returns the wait for its end.
+Save = Callable[[Path, dict[str, Any]], Callable[[], Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What goes to the Trainer."""
+
+    callbacks: list[pl.Callback] = field(default_factory=list)
+    plugins: list[Any] = field(default_factory=list)
+
+
+def none(folder: Path, every: int) -> Parts:
+    """No saves at all: what it "loses" is the noise of the method."""
+    return Parts()
+
+
+def stock(folder: Path, every: int) -> Parts:
+    """Lightning's own callback; rank 0 writes, both wait."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    return Parts(callbacks=[ModelCheckpoint(dirpath=folder, every_n_train_steps=every, save_top_k=1)])
+
+
+def lightning_async(folder: Path, every: int) -> Parts:
+    """The same with ``AsyncCheckpointIO``."""
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    return Parts(callbacks=stock(folder, every).callbacks, plugins=[AsyncCheckpointIO()])
+
+
+def dcp_thread(folder: Path, every: int) -> Parts:
+    """All ranks call ``dcp.async_save``; a gloo group of its own, as the thread's collectives must not meet DDP's."""
+    import torch.distributed.checkpoint as dcp
+
+    group = _Group()
+
+    def save(path: Path, state: dict[str, Any]) -> Callable[[], Any]:
+        future = dcp.async_save(state, checkpoint_id=path, process_group=group.value)
+        return lambda: future.result(timeout=_PATIENCE_S)  # type: ignore[union-attr]
+
+    return Parts(callbacks=[group, _Periodic(folder, every, save)])
+
+
+def dcp_process(folder: Path, every: int) -> Parts:
+    """The same with writer processes, one a rank, and stagers that keep their shared memory."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    from benchmarks._contenders.dcp import shared_stager
+
+    group, stager = _Group(), shared_stager()
+
+    def save(path: Path, state: dict[str, Any]) -> Callable[[], Any]:
+        response = dcp.async_save(
+            state,
+            checkpoint_id=path,
+            process_group=group.value,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=stager,
+        )
+        future = getattr(response, "upload_completion", response)
+        return lambda: future.result(timeout=_PATIENCE_S)
+
+    return Parts(callbacks=[group, _Periodic(folder, every, save)])
+
+
+def torch_checkpointing_async(folder: Path, every: int) -> Parts:
+    """torch-checkpointing with staging in a thread; its lock is taken where the optimizer would step.
+
+    Its default layout is one file a rank, so that replicated state would be written twice: rank 0 alone saves. Its
+    manager is made before the process group exists and therefore waits for no other rank.
+    """
+    from benchmarks._contenders.torch_checkpointing import make_manager
+
+    if rank_zero_only.rank != 0:
+        return Parts()
+    manager = make_manager(async_staging=True)
+
+    def save(path: Path, state: dict[str, Any]) -> Callable[[], Any]:
+        future = manager.save(str(path), state)
+        return lambda: future.result(timeout=_PATIENCE_S)
+
+    def fence() -> None:
+        with manager.lock():
+            pass
+
+    return Parts(callbacks=[_Periodic(folder, every, save, fence, manager.prewarm_staging)])
+
+
+def ours(folder: Path, every: int) -> Parts:
+    """This library's callback with the arguments of the stock one."""
+    from resiliency.callbacks.model_checkpoint import ModelCheckpoint
+
+    return Parts(callbacks=[ModelCheckpoint(dirpath=folder, every_n_train_steps=every, save_top_k=1)])
+
+
+class _Group(pl.Callback):
+    """A gloo group apart from DDP's, made once training starts. Collective: yes."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.value = dist.new_group(backend="gloo")
+
+
+class _Periodic(pl.Callback):
+    """Saves model and optimizer on every rank each ``every`` steps, waiting for the save before; keeps the newest two.
+
+    Args:
+        save: starts a save.
+        fence: called before each optimizer step.
+        warm_up: called with the state once it is whole, after the first step.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        every: int,
+        save: Save,
+        fence: Callable[[], None] | None = None,
+        warm_up: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self._folder, self._every, self._save, self._fence, self._warm_up = folder, every, save, fence, warm_up
+        self._wait: Callable[[], Any] | None = None
+        self._kept: list[Path] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._warm_up is not None and trainer.global_step == 1:
+            self._warm_up(self._state(trainer, pl_module))
+        if trainer.global_step % self._every:
+            return
+        if self._wait is not None:
+            self._wait()
+        while len(self._kept) > 1:
+            oldest = self._kept.pop(0)
+            if trainer.is_global_zero:  # apart from the loop: deleting is no matter of the contender
+                threading.Thread(target=shutil.rmtree, args=(oldest,), kwargs={"ignore_errors": True}, daemon=True).start()
+        path = self._folder / f"step={trainer.global_step}"
+        self._kept.append(path)
+        self._wait = self._save(path, self._state(trainer, pl_module))
+
+    @staticmethod
+    def _state(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        return {"model": pl_module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self._fence is not None:
+            self._fence()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._wait is not None:
+            self._wait()

@@ -1,0 +1,1 @@
+"""Programs a user would write with the library; start from one of them."""

@@ -1,0 +1,1 @@
+"""A small language model trained on this machine while its processes are killed."""

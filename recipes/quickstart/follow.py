@@ -1,0 +1,82 @@
+"""Follows the event logs of a run: how far it is, and which processes it consists of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["Follower", "Record"]
+
+Record = dict[str, Any]
+
+
+class Follower:
+    """Reads new lines of ``<folder>/.resiliency/*/events/*.jsonl`` as they are written. Thread: one.
+
+    Attributes:
+        records: all records read so far.
+        workers: process id of each rank of the newest attempt.
+        attempt: number of the newest attempt, 0 before the first.
+        step: newest step that the newest attempt finished; its restored step before that; 0 before anything.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+        self._agents: dict[int, float] = {}
+        self.records: list[Record] = []
+        self.workers: dict[int, int] = {}
+        self.attempt = 0
+        self.step = 0
+        self.moved = False
+
+    def poll(self) -> list[Record]:
+        """Complete lines that were appended since the last call, oldest first."""
+        fresh: list[Record] = []
+        for path in self._folder.glob(".resiliency/*/events/*.jsonl"):
+            start = self._read.get(path, 0)
+            if path.stat().st_size == start:
+                continue
+            with path.open("rb") as file:
+                file.seek(start)
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read[path] = start + len(whole)
+            for line in whole.splitlines():
+                try:
+                    fresh.append(json.loads(line))
+                except ValueError:
+                    continue  # the torn last line of a process that was killed while it wrote
+        fresh.sort(key=lambda record: record["monotonic_s"])
+        for record in fresh:
+            self._note(record)
+        self.records += fresh
+        return fresh
+
+    def _note(self, record: Record) -> None:
+        kind, attempt = record["event_type"], record["attempt"]
+        if kind == "agent_started":
+            self._agents[record["pid"]] = record["monotonic_s"]
+        if kind == "job_started":
+            if attempt > self.attempt:
+                self.attempt, self.workers, self.moved = attempt, {}, False
+            self.workers[record["rank"]] = record["pid"]
+        elif attempt == self.attempt and kind == "checkpoint_loaded":
+            self.step = record["step"]
+        elif attempt == self.attempt and kind == "step":
+            self.step, self.moved = max(self.step, record["step"]), True
+
+    def living_agents(self) -> list[psutil.Process]:
+        """The host agents of this run that still live, newest last."""
+        living = []
+        for pid in sorted(self._agents, key=self._agents.__getitem__):
+            try:
+                process = psutil.Process(pid)
+                if "resiliency" in " ".join(process.cmdline()):  # not a stranger who got the number later
+                    living.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return living

@@ -1,0 +1,77 @@
+"""Trains the small GPT. What a user writes: a Trainer, and our ModelCheckpoint where Lightning's stood.
+
+``torchrun --nproc-per-node 2 -m recipes.quickstart.train --dir run``; start it again after any crash, it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
+
+from recipes.quickstart.data import ByteWindows, read_corpus
+from recipes.quickstart.model import TinyGPT
+from resiliency.callbacks.model_checkpoint import ModelCheckpoint
+
+__all__ = ["main"]
+
+
+def weights_hash(module: torch.nn.Module) -> str:
+    """SHA-256 over names and bytes of all weights and buffers: equal only if every bit is."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", required=True, help="folder for checkpoints")
+    parser.add_argument("--data", help="folder with text files (default: the sources of Python's library)")
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
+    parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
+    parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
+    parser.add_argument("--ranks", type=int, default=2, help="processes that torchrun starts")
+    parser.add_argument("--width", type=int, default=128, help="width of the model")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(1)
+    pl.seed_everything(1234, verbose=False)
+
+    # Three epochs: the restarts also cross the end of one.
+    data = ByteWindows(read_corpus(args.data), length=128, count=args.batch * args.ranks * (args.steps // 3 + 1))
+    loader = DataLoader(data, batch_size=args.batch, shuffle=True)
+    model = TinyGPT(steps=args.steps, width=args.width)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=args.ranks,
+        strategy=DDPStrategy(timeout=timedelta(seconds=60)),
+        max_steps=args.steps,
+        max_epochs=-1,
+        default_root_dir=args.dir,
+        callbacks=[ModelCheckpoint(dirpath=args.dir, every_n_train_steps=args.every, save_last=True)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, loader)  # goes on from the newest good checkpoint below --dir, if there is one
+
+    if trainer.is_global_zero:
+        loss = float(trainer.callback_metrics["loss"])
+        result = {"hash": weights_hash(model), "step": trainer.global_step, "loss": loss}
+        Path(args.dir, "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""For every test: no leftovers; and tests this machine cannot run are counted aloud, never dropped in silence.
+
+A test fails when it leaves behind a thread (non-daemon, or a daemon of ours by its name), a child process, a changed
+environment variable or a file of ours in /dev/shm. What it left is cleared, so that the next test is judged fairly.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+#: How long leftovers may take to go by themselves, in seconds.
+GRACE_S = 3.0
+#: Set inside the process by torch, Lightning or pytest and not by us; put back, but no reason to fail.
+FOREIGN_ENV = (
+    "CUBLAS_WORKSPACE_CONFIG", "KINETO_LOG_LEVEL", "KMP_", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NCCL_", "NODE_RANK",
+    "OMP_", "PL_", "PYTEST_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "WORLD_SIZE",
+)  # fmt: skip
+#: Helpers of Python and of test tools that live as long as the session.
+SESSION_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+SHM = Path("/dev/shm")
+SHM_PREFIX = "resiliency"
+
+NOT_RUN = pytest.StashKey[dict[str, int]]()
+
+
+# ---- tests that need what this machine does not have
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def find_chromium() -> str | None:
+    """Path of a Chromium, None when there is none."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+NEEDS = {"gpu": ("CUDA", _has_cuda), "browser": ("Chromium", lambda: find_chromium() is not None)}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[NOT_RUN] = {}
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have made their choice, so that only chosen tests are counted
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for marker, (_, present) in NEEDS.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and not present():
+            config.stash[NOT_RUN][marker] = len(marked)
+            config.hook.pytest_deselected(items=marked)
+            items[:] = [item for item in items if item not in marked]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)  # set in the workers of pytest-xdist
+    if output is not None:
+        output["not_run"] = session.config.stash[NOT_RUN]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    counts = getattr(node, "workeroutput", {}).get("not_run", {})
+    node.config.stash[NOT_RUN].update(counts)  # every worker collects everything: the counts are equal
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for marker, count in sorted(config.stash[NOT_RUN].items()):
+        plural = ("s", "", "were") if count != 1 else ("", "s", "was")
+        text = "{count} {marker} test{0} need{1} {what} and {2} not run"
+        terminalreporter.write_line(text.format(*plural, count=count, marker=marker, what=NEEDS[marker][0]), yellow=True)
+
+
+# ---- leftovers
+
+
+def _threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if not t.daemon or t.name.startswith("resiliency-")}
+
+
+def _children() -> set[psutil.Process]:
+    found = set()
+    for child in psutil.Process().children():
+        try:
+            if not any(helper in " ".join(child.cmdline()) for helper in SESSION_HELPERS):
+                found.add(child)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _shm() -> set[Path]:
+    return {path for path in SHM.glob(f"{SHM_PREFIX}*") if _is_ours(path)} if SHM.is_dir() else set()
+
+
+def _is_ours(path: Path) -> bool:
+    """False for files of the other workers of pytest-xdist, which cannot be told from leftovers while they run."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    return worker is None or worker in path.name
+
+
+def _changed_env(before: dict[str, str]) -> dict[str, str]:
+    now = dict(os.environ)
+    return {
+        name: "set" if name not in before else "removed" if name not in now else "changed"
+        for name in before.keys() | now.keys()
+        if before.get(name) != now.get(name) and not name.startswith("PYTEST_")
+    }
+
+
+def _restore_env(before: dict[str, str], changed: dict[str, str]) -> None:
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> Iterator[None]:
+    """Fails the test that leaks; see the top of this file."""
+    env, threads, children, shm = dict(os.environ), _threads(), _children(), _shm()
+    yield
+    leaks = []
+
+    changed = _changed_env(env)
+    _restore_env(env, changed)
+    ours = {name: how for name, how in changed.items() if not name.startswith(FOREIGN_ENV)}
+    leaks += [f"environment variable {name} {how}" for name, how in sorted(ours.items())]
+
+    deadline = time.monotonic() + GRACE_S
+    for thread in _threads() - threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    leaks += [f"thread {thread.name!r} is still running" for thread in _threads() - threads]
+
+    left = _children() - children
+    if left:
+        _, alive = psutil.wait_procs(left, timeout=max(0.0, deadline - time.monotonic()))
+        for child in alive:
+            with child.oneshot():
+                leaks.append(f"child process {child.pid} is still there: {' '.join(_cmdline(child))[:200]}")
+            child.kill()
+        psutil.wait_procs(alive, timeout=GRACE_S)
+
+    for path in sorted(_shm() - shm):
+        leaks.append(f"{path} is still there")
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    if leaks:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline() or [process.name()]
+    except psutil.NoSuchProcess:
+        return ["(just ended)"]

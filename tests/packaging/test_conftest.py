@@ -1,0 +1,57 @@
+"""The guard in tests/conftest.py notices each kind of leftover, and counts what it does not run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
+
+LEAKS = {
+    "environment variable LEAKED_NAME set": "import os; os.environ['LEAKED_NAME'] = '1'",
+    "thread 'resiliency-x' is still running": (
+        "import threading; threading.Thread(target=threading.Event().wait, args=(60,), name='resiliency-x', daemon=True).start()"
+    ),
+    "child process": "import subprocess; subprocess.Popen(['sleep', '60'])",
+    "/dev/shm/resiliency-leak": (
+        "import os; open('/dev/shm/resiliency-leak' + os.environ.get('PYTEST_XDIST_WORKER', ''), 'w').close()"
+    ),
+}
+
+
+def run_pytest(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(CONFTEST.read_text().replace("GRACE_S = 3.0", "GRACE_S = 0.3"))
+    (folder / "test_it.py").write_text(code)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(folder)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("expected", LEAKS)
+def test_a_leak_fails_the_test_that_made_it(tmp_path: Path, expected: str) -> None:
+    code = f"def test_leaks():\n    {LEAKS[expected]}\ndef test_after_it_is_clean():\n    pass\n"
+    result = run_pytest(tmp_path, code)
+    assert expected in result.stdout
+    assert "2 passed, 1 error" in result.stdout
+
+
+def test_a_clean_test_passes(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, threading\n"
+        "def test_clean():\n"
+        "    subprocess.run(['true'], check=True)\n"
+        "    threading.Thread(target=print).start()\n"
+    )
+    assert "1 passed" in run_pytest(tmp_path, code).stdout
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["serial", "xdist"])
+def test_gpu_tests_are_counted_where_there_is_no_gpu(tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code = "import pytest\n@pytest.mark.gpu\ndef test_a(): pass\n@pytest.mark.gpu\ndef test_b(): pass\ndef test_c(): pass\n"
+    result = run_pytest(tmp_path, code, *options)
+    assert "2 gpu tests need CUDA and were not run" in result.stdout
+    assert "1 passed" in result.stdout

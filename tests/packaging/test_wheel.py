@@ -1,0 +1,77 @@
+"""The wheel holds all that the tree holds, asks for little, and works where it is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+ROOT = Path(__file__).parents[2]
+IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that no build/ or egg-info appears in the tree."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT / "resiliency", source / "resiliency", ignore=IGNORED)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    # --no-build-isolation: the setuptools that is here, so that no index is needed.
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out)]
+    result = subprocess.run([*PIP, "wheel", *options, str(source)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_every_file_of_the_tree(wheel: Path) -> None:
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = [path for path in (ROOT / "resiliency").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert packed == {path.relative_to(ROOT).as_posix() for path in files}
+
+
+def test_base_requirements_are_few_and_loose(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    fields = Parser().parsestr(archive.read(metadata).decode())
+    base = [text for text in fields.get_all("Requires-Dist", []) if "extra ==" not in text]
+    names = sorted(re.split(r"[<>=!~ ]", text)[0] for text in base)
+    assert names == ["fsspec", "psutil", "rich", "safetensors", "torch", "typer", "xxhash"]
+    for text in base:
+        assert re.fullmatch(r"[a-z]+>=[0-9.]+", text), f"{text!r}: one lower bound and nothing else"
+    assert "torch>=2.4" in base
+    extras = {"lightning", "gcs", "gcp", "goodput", "k8s", "nemo", "nvrx", "tensorboard", "dev"}
+    assert set(fields.get_all("Provides-Extra")) == extras
+    assert (archive.read(metadata.replace("METADATA", "entry_points.txt")).decode().split()) == [
+        "[console_scripts]", "resiliency", "=", "resiliency.cli.main:main",
+    ]  # fmt: skip
+
+
+def test_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
+    """In a fresh environment that sees this one's packages, as in a container that already has torch."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    install = [*PIP, "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    here = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "borrowed.pth").write_text("\n".join(here) + "\n")
+
+    def run(*command: str) -> str:
+        return subprocess.run([*command], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=120).stdout
+
+    assert run(str(python), "-c", "import resiliency; print(resiliency.__file__)").strip().startswith(str(site))
+    assert run(str(tmp_path / "venv" / "bin" / "resiliency"), "--version").startswith("resiliency ")
+    # With its requirements, pip still finds all it needs and would fetch nothing, torch least of all.
+    report = run(*PIP, "--python", str(python), "install", "--dry-run", "--no-index", "--report", "-", "--quiet", str(wheel))
+    assert [item["metadata"]["name"] for item in json.loads(report)["install"]] == []

@@ -1,0 +1,134 @@
+"""The quickstart: its parts, and a short run of the whole with real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.quickstart.chaos import Kill, Killer, Shot, Victim, draw_kills
+from recipes.quickstart.data import ByteWindows, read_corpus
+from recipes.quickstart.figures import figures_of
+from recipes.quickstart.follow import Follower, Record
+
+ROOT = Path(__file__).parents[2]
+
+
+def record(kind: str, time_s: float, *, rank: int = 0, attempt: int = 1, **fields: object) -> Record:
+    return {"event_type": kind, "monotonic_s": time_s, "rank": rank, "attempt": attempt, **fields}
+
+
+def write(folder: Path, *records: Record, tail: str = "", name: str = "rank-0.jsonl") -> None:
+    path = folder / ".resiliency" / "run" / "events" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write("".join(json.dumps(one) + "\n" for one in records) + tail)
+
+
+def test_kills_are_drawn_from_the_seed_and_hit_everyone() -> None:
+    kills = draw_kills(seed=3, count=6, steps=200, ranks=2)
+    assert kills == draw_kills(seed=3, count=6, steps=200, ranks=2)
+    assert kills != draw_kills(seed=4, count=6, steps=200, ranks=2)
+    assert {(kill.victim, kill.in_save) for kill in kills} == {(victim, flag) for victim in Victim for flag in (True, False)}
+    steps = [kill.after_step for kill in kills]
+    assert steps == sorted(steps) and 0 < steps[0] and steps[-1] < 200
+
+
+def test_data_is_the_same_each_time_and_refuses_too_little(tmp_path: Path) -> None:
+    text = read_corpus()
+    windows = ByteWindows(text, length=16, count=100)
+    assert bytes(windows[0].tolist()) == text[:17]
+    assert len(windows) == 100 and windows[99].shape == (17,)
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(SystemExit, match="holds 5 bytes"):
+        read_corpus(str(tmp_path))
+
+
+def test_follower_knows_the_newest_attempt_and_skips_torn_lines(tmp_path: Path) -> None:
+    follower = Follower(tmp_path)
+    assert follower.poll() == []
+    write(tmp_path, record("job_started", 1.0, pid=10), record("step", 2.0, step=1), tail='{"event_type": "st')
+    assert [one["event_type"] for one in follower.poll()] == ["job_started", "step"]
+    assert (follower.attempt, follower.step, follower.workers) == (1, 1, {0: 10})
+    write(tmp_path, record("job_started", 3.0, attempt=2, pid=11), tail="")  # completes a torn line: that one is lost
+    write(tmp_path, record("job_started", 3.5, attempt=2, pid=12, rank=1), record("step", 9.0, step=9), name="rank-1.jsonl")
+    follower.poll()
+    assert (follower.attempt, follower.workers, follower.moved) == (2, {1: 12}, False)
+
+
+def test_killer_waits_for_its_moment_and_leaves_a_dying_attempt_alone(tmp_path: Path) -> None:
+    sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(4)]
+    try:
+        follower = Follower(tmp_path)
+        kills = [Kill(after_step=2, victim=Victim.RANK, in_save=True, delay_s=0.0, rank=rank) for rank in (0, 1)]
+        killer = Killer(kills, follower, ranks=2)
+
+        def feed(*records: Record) -> None:
+            write(tmp_path, *records)
+            killer.consider(follower.poll())
+
+        feed(*(record("job_started", 1.0, rank=rank, pid=sleepers[rank].pid) for rank in (0, 1)))
+        feed(record("step", 2.0, step=1), record("checkpoint_started", 2.5, step=1))
+        feed(record("step", 3.0, step=2))
+        assert killer.shots == []
+        feed(record("checkpoint_started", 3.5, step=2))
+        assert sleepers[0].wait(timeout=10) == -9
+        feed(record("checkpoint_started", 3.6, rank=1, step=2))  # still the attempt that was hit
+        feed(*(record("job_started", 5.0, rank=rank, attempt=2, pid=sleepers[2 + rank].pid) for rank in (0, 1)))
+        feed(record("checkpoint_loaded", 5.5, attempt=2, step=2), record("checkpoint_started", 5.6, attempt=2, step=2))
+        assert len(killer.shots) == 1  # no step of the new attempt yet
+        feed(record("step", 6.0, attempt=2, step=3), record("checkpoint_started", 6.1, attempt=2, step=3))
+        assert sleepers[3].wait(timeout=10) == -9
+        assert [sleeper.poll() for sleeper in sleepers] == [-9, None, None, -9]
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait(timeout=10)
+    assert [(shot.step, shot.attempt) for shot in killer.shots] == [(2, 1), (3, 2)]
+
+
+def test_figures() -> None:
+    records = [
+        *(record("step", float(step), rank=rank, step=step, step_s=1.0) for step in (1, 2, 3) for rank in (0, 1)),
+        *(record("checkpoint_started", 2.1, rank=rank, step=2, stall_s=0.01 * (rank + 1), bytes=50) for rank in (0, 1)),
+        record("checkpoint_fenced", 2.2, rank=0, step=2, stall_s=0.02),
+        record("checkpoint_saved", 2.5, step=2, tier="local"),
+        record("checkpoint_saved", 2.6, step=2, tier="object_store"),
+        record("checkpoint_loaded", 8.0, attempt=2, step=2, bytes=100),
+        record("step", 9.0, attempt=2, step=3, step_s=1.0),
+    ]
+    kill = Kill(after_step=1, victim=Victim.RANK, in_save=True, delay_s=0.0, rank=1)
+    shots = [
+        Shot(kill=kill, time_s=2.3, step=2, attempt=1),
+        Shot(kill=kill, time_s=3.5, step=3, attempt=1),
+    ]
+    figures = figures_of(records, shots)
+    assert (figures.saves, figures.save_bytes, figures.restores, figures.restored_bytes) == (1, 100, 1, 100)
+    assert figures.stall_s == pytest.approx((0.03,))
+    assert figures.stall_share == pytest.approx(0.03 / 4)
+    assert figures.in_save == 1
+    assert figures.recoveries[1].redone == 1
+    assert figures.recoveries[1].seconds_s == pytest.approx(5.5)
+    with pytest.raises(ValueError, match="did not go on after the kill at step 3"):
+        figures_of(records[:6], shots[1:])
+
+
+@pytest.mark.kill
+@pytest.mark.timeout(560)  # half a minute on two free cores; the rest is for busy ones
+def test_killed_training_ends_with_the_weights_of_the_undisturbed_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recipes.quickstart.demo", "--dir", str(tmp_path / "demo"), "--seed", "1"]
+    options = ["--steps", "24", "--every", "3", "--kills", "2", "--deadline", "250"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    result = subprocess.run([*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "The weights are equal to the last bit." in result.stdout
+    assert result.stdout.count("SIGKILL to") == 2
+    hashes = [json.loads((tmp_path / "demo" / name / "result.json").read_text())["hash"] for name in ("undisturbed", "killed")]
+    assert hashes[0] == hashes[1]
+    assert re.search(r"checkpoints committed\W+8\W+\d", result.stdout)
+    assert "<html" in (tmp_path / "demo" / "goodput.html").read_text()
