@@ -101,9 +101,7 @@ def main() -> None:
         if not any(folder.iterdir()):
             write(folder, args.events, args.ranks, args.shape)
         size = sum(file.stat().st_size for file in folder.iterdir())
-        result = subprocess.run(
-            [sys.executable, "-c", READ, str(ROOT), str(folder)], capture_output=True, text=True, check=True, timeout=1800
-        )
+        result = subprocess.run([sys.executable, "-c", READ, str(ROOT), str(folder)], capture_output=True, text=True, check=True, timeout=1800)
     found = json.loads(result.stdout)
     columns = {"events": 12, "MB": 8, "read s": 8, "events/s": 10, "per CPU s": 10, "account s": 10, "peak MiB": 9, "goodput": 8}
     print(" ".join(f"{name:>{width}}" for name, width in columns.items()))

@@ -26,7 +26,7 @@ from resiliency.agent.protocol import PROTOCOL_VERSION, AgentConfig, Framer, pac
 from resiliency.agent.server import EXIT_TAKEN
 from resiliency.checkpoint.manifest import META_DIR
 from resiliency.errors import AgentError, TierError
-from resiliency.events import EventKind, EventWriter
+from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
 from resiliency.settings import child_environment
 
 __all__ = ["AgentClient"]
@@ -191,7 +191,10 @@ class AgentClient:
             local_ranks=(self.rank,), shared=config.shared, local=config.local, durable=config.durable, remotes=config.remotes,
             events=config.events, drain_s=config.drain_s,
         )  # fmt: skip
-        agent = HostAgent(alone, lambda _, message: self._deliver(message), self._events, alone=config.local_ranks == (self.rank,))
+        # The agent's own log, as in its own process: what it reports is written on its threads, not on the training thread.
+        sink = JsonlSink(config.events) if config.events else NullSink()
+        events = EventWriter(run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,))
+        agent = HostAgent(alone, lambda _, message: self._deliver(message), events, alone=config.local_ranks == (self.rank,))
         try:
             agent.start()
         except TierError as error:
@@ -203,6 +206,7 @@ class AgentClient:
             self._embedded = agent
             for message in (*self._unacknowledged.values(), *self._deletes):
                 agent.handle(self.rank, message)
+        agent.greet(self.rank)
 
     # -- talking --------------------------------------------------------------------------------------------------
 

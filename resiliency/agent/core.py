@@ -39,7 +39,7 @@ from resiliency.checkpoint.manifest import (
     manifest_from_records,
     record_file,
 )
-from resiliency.checkpoint.retention import steps_to_delete
+from resiliency.checkpoint.retention import live_names, steps_to_delete
 from resiliency.checkpoint.tiers.local import LocalTier, fsync_dir, fsync_file
 from resiliency.errors import CorruptShard, TierError
 from resiliency.events import EventKind, EventWriter
@@ -117,6 +117,23 @@ class HostAgent:
                     self._pin(newest.id)
                     uploader.submit(newest.id, self._own_records(newest), only_if_missing=True)
 
+    def greet(self, rank: int) -> None:
+        """Tells a rank that has just connected what is known of the saves of its attempt: an agent before this one may have
+        died between doing something and saying so."""
+
+        def tell() -> None:
+            with self._lock:
+                ours = [s for s in self._steps.values() if self._is_ours(s.id) and s.manifest is not None]
+            for step in sorted(ours, key=lambda s: s.id):
+                self._notify(rank, {"t": "committed", **_about(step.id), "tier": self.config.local.name})
+                if step.durable and self.config.durable:
+                    self._notify(rank, {"t": "durable", **_about(step.id), "tier": self.config.local.name})
+
+        self._commits.submit(tell)
+
+    def _is_ours(self, step: StepId) -> bool:
+        return step.attempt == self.config.attempt and step.token.startswith(self.config.token)
+
     def _rescan(self) -> None:
         found = {listing.id: listing for listing in scan(self._tier, self.config.run)}
         with self._lock:
@@ -127,8 +144,10 @@ class HostAgent:
                 known = self._steps.setdefault(listing.id, _Step(listing.id))
                 known.records.update(listing.records)
                 if listing.manifest is not None and known.manifest is None:
-                    # Written by an earlier attempt and read back since: as durable as it will get.
-                    known.manifest, known.durable = listing.manifest, True
+                    # Written by an earlier attempt: as durable as it will get. One of ours may not have been synced.
+                    known.manifest, known.durable = listing.manifest, not self._is_ours(listing.id)
+                    if not known.durable:
+                        self._syncs.submit(partial(self._sync, known))
                     known.tiers = tuple(listing.manifest.info.get("tiers", ()))
 
     def wait(self, level: str, *, timeout_s: float) -> bool:
@@ -235,10 +254,13 @@ class HostAgent:
         return fill
 
     def _delete(self, names: list[str], *, after: int) -> None:
-        older = StepId(after, 0, "")  # the step being saved may carry the same name again
+        # The step being saved may carry the same name again. Before the first save everything on disk is meant.
+        older = StepId(after, self.config.attempt, "") if after >= 0 else StepId(0, self.config.attempt, "")
         with self._lock:
             for name in names:
                 self._deletes[name] = (older, after)
+        for uploader in self._uploaders:
+            uploader.delete({name: (older, after) for name in names})
         self._commits.submit(self._prune)
 
     # -- commit -------------------------------------------------------------------------------------------------
@@ -368,11 +390,17 @@ class HostAgent:
         faultpoints.hit("agent.committed")
         for rank in self.config.local_ranks:
             self._notify(rank, {"t": "committed", **_about(step_id), "tier": self.config.local.name})
+        self._send_on(step)
+        self._syncs.submit(lambda: self._sync(step))
+
+    def _send_on(self, step: _Step) -> None:
+        """Uploads a complete step to every tier that any rank found due: after a failure ranks may differ about that."""
+        assert step.manifest is not None
+        step.tiers = tuple(sorted({tier for shard in step.manifest.shards for tier in shard.info.get("tiers", ())}))
         for uploader in self._uploaders:
             if uploader.spec.name in step.tiers:
-                self._pin(step_id)
-                uploader.submit(step_id, self._own_records(step))
-        self._syncs.submit(lambda: self._sync(step))
+                self._pin(step.id)
+                uploader.submit(step.id, self._own_records(step))
 
     def _plan_differs(self, step_id: StepId) -> None:
         reason = "ranks saved different sets of tensors; every rank must pass the same state (what differs belongs into per_rank)"
@@ -382,7 +410,7 @@ class HostAgent:
         self._warn_once("plan", "checkpoint of step %d cannot be committed: %s", step_id.step, reason)
 
     def _own_records(self, step: _Step) -> list[ShardRecord]:
-        return [record for rank, record in sorted(step.records.items()) if rank in self.config.local_ranks]
+        return [record for rank, record in sorted(step.records.items()) if self._owns(rank)]
 
     # -- durability and uploads ----------------------------------------------------------------------------------
 
@@ -455,6 +483,7 @@ class HostAgent:
                 step.records.update({record.rank: record for record in manifest.shards})
             for rank in self.config.local_ranks:
                 self._notify(rank, {"t": "committed", **_about(step.id), "tier": self.config.local.name})
+            self._send_on(step)
             self._syncs.submit(partial(self._sync, step))
 
     def _prune(self) -> None:
@@ -481,18 +510,26 @@ class HostAgent:
                 self._warn_once("prune", "step %d could not be deleted from %s: %s; it is tried again after the next commit",
                                 step_id.step, self.config.local.address, error)  # fmt: skip
                 return
-        self._drop_dead_names(deletes)
+        try:
+            self._drop_dead_names(newest, deletes)
+        except TierError as error:
+            self._warn_once("prune", "a name could not be removed from %s: %s", self.config.local.address, error)
 
-    def _drop_dead_names(self, deletes: Mapping[str, StepId]) -> None:
-        """Removes name files of deleted names whose step lives on under another name."""
-        for name, upto in deletes.items():
+    def _drop_dead_names(self, newest: StepId, deletes: Mapping[str, StepId]) -> None:
+        """Removes name files that mean nothing any more although their step lives on (pinned, or under another name)."""
+        with self._lock:
+            known = [s.manifest for s in self._steps.values() if s.manifest is not None]
+            safe = [s.manifest for s in self._steps.values() if s.manifest is not None and s.durable]
+        live = live_names(safe, deleted=deletes)
+        listed = {name for manifest in safe for name in manifest.names}
+        for name in listed - live.keys():
             pointer = read_name(self._tier, name)
-            if pointer is not None and pointer.run == self.config.run and pointer.id <= upto:
-                newest = max((s.id for s in self._steps.values() if s.manifest is not None), default=None)
-                if pointer.id != newest:
-                    self._tier.delete(name)
-            with self._lock:
-                self._deletes.pop(name, None)
+            if pointer is not None and pointer.run == self.config.run and pointer.id < newest:
+                self._tier.delete(name)
+        with self._lock:
+            for name, upto in deletes.items():
+                if not any(name in manifest.names and manifest.id <= upto for manifest in known):
+                    self._deletes.pop(name, None)
 
     def _delete_step(self, step_id: StepId) -> None:
         step = self._steps[step_id]

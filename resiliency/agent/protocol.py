@@ -17,9 +17,11 @@ from typing import Any
 from resiliency.checkpoint.manifest import StepId
 from resiliency.errors import AgentError, ConfigError
 
-__all__ = ["AgentConfig", "Framer", "TierSpec", "pack", "step_token"]
+__all__ = ["MAX_SERIAL", "AgentConfig", "Framer", "TierSpec", "pack", "step_token"]
 
 PROTOCOL_VERSION = 1
+#: Largest serial: a step can be saved that many times and once more in one attempt.
+MAX_SERIAL = 255
 _MAX_LINE = 64 * 1024 * 1024
 
 
@@ -105,7 +107,8 @@ class AgentConfig:
 
 def step_token(token: str, serial: int) -> str:
     """Token of the ``serial``-th save of one step in an attempt whose token (6 hex digits) this is."""
-    return f"{token}{min(serial, 255):02x}"
+    assert 0 <= serial <= MAX_SERIAL
+    return f"{token}{serial:02x}"
 
 
 def _spec_dict(spec: TierSpec) -> dict[str, Any]:
@@ -138,6 +141,6 @@ class Framer:
             try:
                 message = json.loads(line)
                 message["t"]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise AgentError(f"not the agent protocol: {line[:80]!r}") from error
             yield message

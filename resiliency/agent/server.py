@@ -20,7 +20,7 @@ from typing import Any
 from resiliency import faultpoints
 from resiliency.agent.core import HostAgent
 from resiliency.agent.protocol import PROTOCOL_VERSION, AgentConfig, Framer, pack
-from resiliency.errors import AgentError, TierError
+from resiliency.errors import AgentError, ConfigError, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
 
 __all__ = ["EXIT_TAKEN", "AgentServer"]
@@ -55,6 +55,14 @@ class AgentServer:
 
     def run(self) -> None:
         """Serves until nobody is left and the work is done."""
+        try:
+            self._run()
+        finally:
+            _shut(self._listener)
+            if self._agent is not None:
+                self._agent.close()
+
+    def _run(self) -> None:
         threading.Thread(target=self._accept, name="resiliency-agent-accept", daemon=True).start()
         started = time.monotonic()
         with self._lock:
@@ -71,13 +79,11 @@ class AgentServer:
                 agent = self._agent
             if agent is not None and not agent.wait("uploaded", timeout_s=self.config.drain_s):
                 logger.warning("uploads were not done within %.0f s after the last rank; the next start resumes them", self.config.drain_s)
-            with self._lock:
-                # A new attempt may have connected meanwhile; only an agent without clients may stop listening.
+            with self._starting, self._lock:
+                # A new attempt may have connected meanwhile (or be at it); only an agent without clients may stop listening.
                 if not self._clients:
                     _shut(self._listener)
-                    break
-        if self._agent is not None:
-            self._agent.close()
+                    return
 
     def _accept(self) -> None:
         while True:
@@ -108,7 +114,8 @@ class AgentServer:
                     else:
                         assert self._agent is not None
                         self._agent.handle(rank, message)
-        except (AgentError, OSError, KeyError, ValueError) as error:
+        except (AgentError, ConfigError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+            # Boundary: whatever came over this connection ends this connection and nothing else.
             logger.warning("connection of rank %s ended: %s", rank, error)
         finally:
             self._gone(rank, connection)
@@ -140,6 +147,8 @@ class AgentServer:
                 self._seen_any = True
                 self._lock.notify_all()
         self._send(rank, {"t": "welcome", "pid": os.getpid()})
+        assert self._agent is not None
+        self._agent.greet(rank)
         return rank
 
     def _start_agent(self, config: AgentConfig) -> None:

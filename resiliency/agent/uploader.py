@@ -10,7 +10,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from resiliency import faultpoints
 from resiliency.agent._worker import Worker
@@ -19,6 +20,7 @@ from resiliency.checkpoint.catalog import block_digest, read_name, scan, step_pr
 from resiliency.checkpoint.manifest import MANIFEST, Manifest, NameFile, ShardRecord, StepId, manifest_from_records, record_file
 from resiliency.checkpoint.retention import steps_to_delete
 from resiliency.checkpoint.tiers import open_tier
+from resiliency.checkpoint.tiers._address import local_path
 from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import ConfigError, CorruptShard, TierError
 from resiliency.events import EventKind, EventWriter
@@ -50,6 +52,7 @@ class Uploader:
         self._closing = threading.Event()
         self._tier: Tier | None = None
         self._down_since: float | None = None
+        self._deletes: dict[str, tuple[StepId, int]] = {}
 
     @property
     def idle(self) -> bool:
@@ -62,10 +65,17 @@ class Uploader:
         """Gives up waiting for the tier and ends the thread."""
         self._closing.set()
         self._worker.close()
+        close = getattr(self._tier, "close", None)
+        if close is not None:
+            close()
 
     def submit(self, step: StepId, records: Sequence[ShardRecord], *, only_if_missing: bool = False) -> None:
         """Queues this host's shards of a committed step. The step must stay on the local tier until reported."""
         self._worker.submit(lambda: self._run(step, records, only_if_missing))
+
+    def delete(self, names: Mapping[str, tuple[StepId, int]]) -> None:
+        """Names to be deleted here too, as (newest step the request may remove, step that must be safe first)."""
+        self._deletes.update(names)
 
     def _run(self, step: StepId, records: Sequence[ShardRecord], only_if_missing: bool) -> None:
         pause = _FIRST_PAUSE_S
@@ -97,14 +107,16 @@ class Uploader:
                     bytes=sum(record.nbytes for record in records),
                 )  # fmt: skip
             self._report(self.spec, step, outcome, "")
-            if outcome == "durable":
-                self._prune(tier)
+            self._prune(tier)
             return
         self._report(self.spec, step, "failed", "the agent is ending; the upload is resumed at the next start")
 
     def _open(self) -> Tier:
         if self._tier is None:
-            options = {} if self.spec.storage_options is None else {"storage_options": dict(self.spec.storage_options)}
+            options: dict[str, Any] = {}
+            if local_path(self.spec.address) is None:
+                # The tier's own pauses end when the agent does.
+                options = {"storage_options": dict(self.spec.storage_options or {}), "pause": self._closing.wait}
             self._tier = open_tier(self.spec.address, name=self.spec.name, **options)
         return self._tier
 
@@ -144,7 +156,9 @@ class Uploader:
             faultpoints.hit("agent.upload.record", rank=record.rank)
             tier.put_bytes(prefix + record_file(record.rank), json.dumps(record.to_dict()).encode())
         known = {record.rank: record for record in records}
-        for rank in range(self._config.world_size):
+        # The job may have another size now than when this step was saved.
+        world_size = records[0].world_size if records else self._config.world_size
+        for rank in range(world_size):
             if rank not in known:
                 where = prefix + record_file(rank)
                 try:
@@ -170,7 +184,12 @@ class Uploader:
             complete = [listing.manifest for listing in listings if listing.manifest is not None and listing.committed]
             incomplete = [listing.id for listing in listings if not listing.committed]
             by_id = {listing.id: listing for listing in listings}
-            for step in steps_to_delete(complete, incomplete, keep=self.spec.keep, names_hold=self.spec.names_hold):
+            newest = max((manifest.id for manifest in complete), default=None)
+            deletes = {name: upto for name, (upto, after) in self._deletes.items() if newest is not None and newest.step >= after}
+            # Another host may still be sending its part of the newest steps: what is unfinished goes with the step after it.
+            for step in steps_to_delete(
+                complete, incomplete, keep=self.spec.keep, names_hold=self.spec.names_hold, deleted=deletes
+            ):  # fmt: skip
                 listing = by_id[step]
                 prefix = step_prefix(self._config.run, step)
                 for name in listing.manifest.names if listing.manifest is not None else ():

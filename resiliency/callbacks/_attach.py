@@ -58,9 +58,12 @@ class Opened:
     root: str
     tiers: tuple[LocalTierOptions, tuple[RemoteTierOptions, ...]]
     users: int = 0
+    warm: bool = False
     #: Tensors being copied late and their version when the copy began, and the names of that save.
     watched: list[tuple[Tensor, int]] = field(default_factory=list)
     watched_names: tuple[str, ...] = ()
+    #: Names of saves that must not be kept; the next save replaces them.
+    given_up: list[str] = field(default_factory=list)
 
 
 class Attachment:
@@ -80,6 +83,8 @@ class Attachment:
         self.last_candidates: set[str] = set()
         self.clock: StepClock | None = None
         self.lazy = True
+        #: Runs that cannot be written in this fit, but perhaps read.
+        self.unwritable: list[EngineKey] = []
         self._offers: list[EngineKey] = []
         self._undo_intercept: Callable[[], None] | None = None
         self._handle: Any = None
@@ -151,11 +156,23 @@ class Attachment:
         """Steps are written into the log of the first engine, unless somebody else writes them already."""
         if self.clock is not None:
             return
-        clock = shared_clock(self.trainer, lambda: _own_clock(None))
-        if clock.writer is None and clock in _own_clocks:
+        clock = shared_clock(self.trainer, lambda: StepClock(None))
+        if clock.writer is None:
             clock.on_train_end(self.trainer.global_step)  # says nothing: a fit that ended in an exception is over
             clock.writer = engine.session.events
         self.clock = clock
+
+    def take_given_up(self, key: EngineKey) -> list[str]:
+        """Names the next save of this engine replaces, because what they mean is not to be trusted."""
+        names, self.engines[key].given_up = self.engines[key].given_up, []
+        return names
+
+    def warm_up(self, key: EngineKey) -> None:
+        """Prepares shard files for full checkpoints; once per engine. Blocks: first touch, about 1-3 s per GiB."""
+        opened = self.engines[key]
+        if not opened.warm:
+            opened.warm = True
+            opened.engine.warm_up_for(_lightning.expected_tensors(self.trainer))
 
     # -- news -----------------------------------------------------------------------------------------------------
 
@@ -205,7 +222,7 @@ class Attachment:
             return
         # The save may mix two moments. Its names go, and what follows is copied at once.
         self.lazy = False
-        opened.engine.delete(*opened.watched_names)
+        opened.given_up += opened.watched_names
         logger.warning(
             "parameters changed between the end of a batch and the optimizer step, while checkpoint %s was being copied: it is given up,"
             " and from now on checkpoints are copied at once. Change parameters in Callback.on_train_batch_end or pass lazy=False",
@@ -237,7 +254,7 @@ class Attachment:
             if text not in self.last_candidates:
                 self.protected.add(os.path.abspath(text) if "://" not in text else text)
                 return path
-            keys = list(dict.fromkeys([*self._offers, *(key for key in self.engines if key.newest in self.last_candidates)]))
+            keys = list(dict.fromkeys([*self._offers, *(key for key in [*self.engines, *self.unwritable] if key.newest in self.last_candidates)]))
         newest: tuple[StepId, EngineKey] | None = None
         for key in keys:
             step = self._newest_step(key)
@@ -260,8 +277,10 @@ class Attachment:
             try:
                 located = locate(key.newest)
                 found = located.listing.id.dirname if located is not None else None
-            except (TierError, NoCheckpointFound, ConfigError) as error:
-                logger.warning("nothing to resume from: %s", error)
+            except NoCheckpointFound:
+                logger.debug("nothing in %s to resume from", key.newest)
+            except (TierError, ConfigError) as error:
+                logger.warning("%s cannot be read either, nothing is resumed from it: %s", key.directory, error)
         found = self.trainer.strategy.broadcast(found)
         return StepId.parse(found) if found else None
 
@@ -336,15 +355,6 @@ def attachment(trainer: Any) -> Attachment:
         found = Attachment(trainer)
         setattr(trainer, _ATTRIBUTE, found)
     return found
-
-
-_own_clocks: weakref.WeakSet[StepClock] = weakref.WeakSet()
-
-
-def _own_clock(writer: None) -> StepClock:
-    clock = StepClock(writer)
-    _own_clocks.add(clock)
-    return clock
 
 
 def _relative(path: str, directory: str) -> str | None:

@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from resiliency.callbacks._attach import attachment
 from resiliency.events import EventSink, EventWriter, JsonlSink
 from resiliency.goodput.step_clock import StepClock, shared_clock
 from resiliency.plugins._namespace import default_namespace
@@ -65,29 +64,27 @@ class RunningGoodput:
         elapsed = self._clock.elapsed_s
         return min(1.0, self._clock.productive_s / elapsed) if elapsed > 0 else 0.0
 
-    def _make_clock(self, trainer: Any) -> StepClock:
-        """A clock that writes to the engine's log when there is an engine, else to a log of its own."""
-        for engine in attachment(trainer).engines.values():
-            return StepClock(engine.session.events, job_events=False)
+    def _open_log(self, trainer: Any) -> EventWriter:
         settings = environment()
         folder = self._events_dir or settings.events_dir
         if folder is None:
             folder = Path(trainer.default_root_dir) / ".resiliency" / settings.run / "events"
         sink = JsonlSink(Path(folder) / f"rank-{trainer.global_rank:05d}.jsonl")
-        self._own = EventWriter(
+        return EventWriter(
             run=settings.run,
             attempt=settings.restart,
             rank=trainer.global_rank,
             host=settings.node,
             sinks=(sink, *self._sinks),
         )
-        return StepClock(self._own)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        # Not in setup: the engine of a checkpoint callback further down is open only after every setup has run.
-        self._clock = shared_clock(trainer, lambda: self._make_clock(trainer))
+        # Not in setup: a checkpoint callback further down gives the clock its engine's log there, and that comes first.
+        self._clock = shared_clock(trainer, lambda: StepClock(None))
         self._next_show = 0.0
-        self._clock.job_started(world_size=trainer.world_size, pid=os.getpid())
+        if self._clock.writer is None:
+            self._own = self._clock.writer = self._open_log(trainer)
+            self._clock.job_started(world_size=trainer.world_size, pid=os.getpid())
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._clock.on_train_start(trainer.global_step, world_size=trainer.world_size)
@@ -129,8 +126,9 @@ class RunningGoodput:
             self._finish("finished")
 
     def _finish(self, reason: str) -> None:
-        self._clock.job_terminated(reason)
         if self._own is not None:
+            self._clock.job_terminated(reason)
+            self._clock.writer = None
             self._own.close()
             self._own = None
 

@@ -119,7 +119,7 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
             if record.id != listing.id or record.run != run:
                 raise CorruptShard(f"{where}: record of {record.run} {record.id} lies in the wrong folder", path=where)
             listing.records[record.rank] = record
-        except (CorruptShard, TierError, FileNotFoundError, ValueError) as error:
+        except (CorruptShard, TierError, FileNotFoundError, ValueError, RecursionError) as error:
             listing.problems.append(str(error))
     listing.manifest = manifest_from_records(listing.records.values())
     return listing

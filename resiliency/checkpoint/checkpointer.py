@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from resiliency import faultpoints
-from resiliency.agent.protocol import step_token
+from resiliency.agent.protocol import MAX_SERIAL, step_token
 from resiliency.checkpoint import restore
 from resiliency.checkpoint._cuda import pin
 from resiliency.checkpoint.arena import Arena, Slot
@@ -103,6 +103,7 @@ class _InFlight:
     snapshot: Snapshot | None = None
     sealed_at: float | None = None
     supersedes: list[str] = field(default_factory=list)
+    undo: Callable[[], None] | None = None  # forgets that this save was to go to slower tiers
 
 
 class Checkpointer:
@@ -160,10 +161,11 @@ class Checkpointer:
         self._planned: _Planned | None = None
         self._in_flight: _InFlight | None = None
         self._tickets: dict[tuple[int, int], Ticket] = {}
+        self._serials: dict[int, int] = {}
         self._uncounted: set[tuple[int, int]] = set()
         self._outcomes: list[Outcome] = []
         self._doomed: list[str] = []
-        self._last_sent: dict[str, int] = {}
+        self._last_sent: dict[str, int | None] = {}
         self._last_sent_at: dict[str, float] = {}
         self._saves = 0
         self._closed = False
@@ -297,6 +299,9 @@ class Checkpointer:
                 raise ConfigError(f"name {name!r} must be relative to {self.directory} and must not start with a dot")
         session = self.session
         faultpoints.hit("save.begin", rank=self.rank)
+        serial = self._serials.get(step, 0)
+        if serial > MAX_SERIAL:
+            raise ConfigError(f"step {step} was saved {serial} times in this attempt; pass a step that counts up")
         self.fence()
         self._pump()
         if not self._wait_for_previous(step):
@@ -313,13 +318,15 @@ class Checkpointer:
         slot = self._slot(step, layout.nbytes)
         if slot is None:
             return None
-        serial = sum(1 for known in self._tickets if known[0] == step)
         about = {"step": step, "serial": serial}
         ticket = Ticket(step, serial, layout.nbytes, tuple(names), self._wait)
         self._tickets[step, serial] = ticket
+        self._serials[step] = serial + 1
         flight = self._in_flight = _InFlight(ticket, slot, supersedes=list(supersedes))
         created = time.time()
+        sent_before = dict(self._last_sent)
         due = self._due(step)
+        flight.undo = lambda: self._last_sent.update({tier: sent_before.get(tier) for tier in due})
         session.client.send(
             {"t": "begin", **about, "path": slot.path, "inode": slot.inode, "nbytes": slot.nbytes}
         )  # fmt: skip
@@ -342,17 +349,26 @@ class Checkpointer:
                 }
             )  # fmt: skip
 
-        if not slot.pinned and any(t.device.type == "cuda" for t in flat.tensors.values()):
-            slot.pinned = pin(slot.address, slot.capacity)
-        copies, lazy_bytes = self._copies(flat.tensors, own.tensors, layout, (step, serial), objects, lazy)
-        faultpoints.hit("save.eager", rank=self.rank)
-        assert self._copier is not None
-        view = slot.view()
-        flight.snapshot = self._copier.start(copies, mapping=view, address=slot.address, on_progress=progress, on_done=done)
-        view.release()
-        faultpoints.hit("save.fill", rank=self.rank)
-        if lazy is False:
-            self.fence()
+        try:
+            if not slot.pinned and any(t.device.type == "cuda" for t in flat.tensors.values()):
+                slot.pinned = pin(slot.address, slot.capacity)
+            copies, lazy_bytes = self._copies(flat.tensors, own.tensors, layout, (step, serial), objects, lazy)
+            faultpoints.hit("save.eager", rank=self.rank)
+            assert self._copier is not None
+            with slot.view() as view:
+                flight.snapshot = self._copier.start(copies, mapping=view, address=slot.address, on_progress=progress, on_done=done)
+            faultpoints.hit("save.fill", rank=self.rank)
+            if lazy is False:
+                self.fence()
+        except BaseException:
+            # The caller sees it; the next save must not wait for this one.
+            if flight.snapshot is not None:
+                self.fence()
+            elif self._in_flight is flight:
+                session.client.send({"t": "abort", **about})
+                self._fail(flight, "the save was interrupted by an error")
+                self._return(slot)
+            raise
         self._saves += 1
         ticket.stall_s = time.monotonic() - began
         session.events.emit(
@@ -397,7 +413,7 @@ class Checkpointer:
 
         Collective: no, but every rank calls it: each host deletes its own part. Blocks: no.
         """
-        newest = max((step for step, _ in self._tickets), default=0)
+        newest = max((step for step, _ in self._tickets), default=-1)  # -1: nothing saved yet, what is on disk is safe
         flight = self._in_flight
         if flight is not None and flight.sealed_at is None:
             flight.supersedes.extend(names)  # becomes part of the manifest, so it is done even if we die
@@ -624,7 +640,8 @@ class Checkpointer:
         for step, serial in sorted(self._uncounted):
             assert self._exchange is not None
             if self._exchange.count(f"recorded/{session.token}/{step}/{serial}", 0) >= self.world_size:
-                self._uncounted.discard((step, serial))
+                # What is older and not whole yet never will be: a rank failed there.
+                self._uncounted = {key for key in self._uncounted if key > (step, serial)}
                 session.client.send({"t": "complete", "step": step, "serial": serial})
 
     def _take(self, message: Mapping[str, Any]) -> None:
@@ -661,8 +678,10 @@ class Checkpointer:
             names = ticket.names if ticket is not None else ()
             if ticket is not None and message["tier"] == "local":
                 ticket.failed = message["reason"]
-                if current:
+                if current and flight is not None:
                     self._in_flight = None
+                    if flight.undo is not None:
+                        flight.undo()  # the next save goes there instead
             self._outcomes.append(Outcome(key[0], "failed", message["tier"], message["reason"], names, key[1]))
 
     def _fail(self, flight: _InFlight, reason: str) -> None:
@@ -718,17 +737,22 @@ class Checkpointer:
         inventory = self._inventory()
         strikes: set[restore.Strike] = set()
         damage: list[str] = []
+        refused: list[str] = []
         for _ in range(_MAX_ROUNDS):
             choice = restore.choose(inventory, set(session.nodes), strikes, only=step)
             if choice is None:
                 break
             found, messages = self._make_good(choice)
-            damage += messages
+            damage += [text for text, corrupt in messages if corrupt]
+            refused += [text for text, corrupt in messages if not corrupt]
             if not found:
                 restored = self._read(choice, into, allow_pickle, keys, began)
                 session.client.send({"t": "rescan"})
                 return restored
             strikes |= found
+        damage += [what for holding in inventory if step in (None, StepId.parse(holding.step)) for what in holding.lost]
+        if refused and not damage:
+            raise TierError("checkpoints exist but cannot be read or brought here: " + "; ".join(dict.fromkeys(refused)), retryable=True)
         if damage:
             raise CorruptShard(
                 "nothing could be restored, although checkpoints exist: " + "; ".join(dict.fromkeys(damage))
@@ -768,12 +792,16 @@ class Checkpointer:
             logger.warning("some checkpoints cannot be listed: %s; restoring from what is left", "; ".join(problems))
         return inventory
 
-    def _make_good(self, choice: restore.Choice) -> tuple[set[restore.Strike], list[str]]:
-        """Brings every shard of the choice onto this host and checks it; returns what any rank found bad."""
+    def _make_good(self, choice: restore.Choice) -> tuple[set[restore.Strike], list[tuple[str, bool]]]:
+        """Brings every shard of the choice onto this host and checks it.
+
+        Returns:
+            What any rank found bad, and why: (text, True when bytes are damaged and False when a tier failed).
+        """
         session = self.session
         assert self._exchange is not None
         strikes: list[restore.Strike] = []
-        messages: list[str] = []
+        messages: list[tuple[str, bool]] = []
         sources = choice.sources[session.node]
         place = session.local_ranks.index(self.rank)
         share = len(session.local_ranks)
@@ -797,16 +825,17 @@ class Checkpointer:
                     raise CorruptShard(f"{reader.path}: bytes {bad} do not match their digests", path=reader.path, ranges=bad)
             except (CorruptShard, TierError, OSError) as error:
                 strikes.append(("local", session.node, dirname, rank))
-                messages.append(str(error))
+                messages.append((str(error), isinstance(error, CorruptShard)))
                 ranges = list(error.ranges) if isinstance(error, CorruptShard) else []
                 session.events.emit(EventKind.CHECKPOINT_CORRUPT, step=choice.step.step, path=str(error), ranges=ranges)
                 logger.warning("rank %d: %s; trying the next copy", self.rank, error)
         data = json.dumps({"s": strikes, "m": messages}).encode()
         answers = [json.loads(said) for said in self._exchange.all("verified", data, timeout=self.options.agree)]
-        return {(s[0], s[1], s[2], s[3]) for a in answers for s in a["s"]}, [m for a in answers for m in a["m"]]
+        return {(s[0], s[1], s[2], s[3]) for a in answers for s in a["s"]}, [(m[0], m[1]) for a in answers for m in a["m"]]
 
     def _fetch(
-        self, choice: restore.Choice, rank: int, tiers: Sequence[str], strikes: list[restore.Strike], messages: list[str]
+        self, choice: restore.Choice, rank: int, tiers: Sequence[str], strikes: list[restore.Strike],
+        messages: list[tuple[str, bool]],
     ) -> None:
         for tier in self._remote_tiers:
             if tier.name not in tiers:
@@ -819,7 +848,7 @@ class Checkpointer:
                 return
             except (CorruptShard, TierError) as error:
                 strikes.append((tier.name, "", choice.step.dirname, rank))
-                messages.append(str(error))
+                messages.append((str(error), isinstance(error, CorruptShard)))
                 self.session.events.emit(EventKind.CHECKPOINT_CORRUPT, step=choice.step.step, path=str(error), ranges=[])
                 logger.warning("rank %d: %s; trying the next copy", self.rank, error)
 
@@ -861,10 +890,9 @@ class Checkpointer:
         for holding in inventory:
             names[holding.step] = tuple(dict.fromkeys((*names.get(holding.step, ()), *holding.names)))
         found = []
-        for dirname in sorted(names, reverse=True):
-            step = StepId.parse(dirname)
-            if step is not None and restore.choose(inventory, set(session.nodes), only=step) is not None:
-                found.append((step, names[dirname]))
+        for step in sorted(filter(None, map(StepId.parse, names)), reverse=True):
+            if restore.choose(inventory, set(session.nodes), only=step) is not None:
+                found.append((step, names[step.dirname]))
         return found
 
 

@@ -87,7 +87,10 @@ def _encode_other(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path:
     if kind is slice:
         return {"!": "slice", "v": items((value.start, value.stop, value.step))}
     if kind is collections.OrderedDict or kind is collections.Counter:
-        return {"!": kind.__name__, "v": _encode_dict(dict(value), leaf, path)}
+        tagged = {"!": kind.__name__, "v": _encode_dict(dict(value), leaf, path)}
+        if vars(value):  # torch keeps the versions of modules as an attribute of a state_dict
+            tagged["a"] = _encode_dict(dict(vars(value)), leaf, path)
+        return tagged
     if kind is collections.defaultdict and (value.default_factory is None or value.default_factory.__name__ in _FACTORIES):
         factory = None if value.default_factory is None else value.default_factory.__name__
         return {"!": "defaultdict", "f": factory, "v": _encode_dict(dict(value), leaf, path)}
@@ -178,7 +181,10 @@ def _decode_tagged(
     if tag == "slice":
         return slice(*walk(v))
     if tag in ("OrderedDict", "Counter"):
-        return getattr(collections, tag)(walk(v))
+        made = getattr(collections, tag)(walk(v))
+        for name, attribute in walk(item.get("a", {})).items():
+            setattr(made, str(name), attribute)
+        return made
     if tag == "defaultdict":
         name = item.get("f")
         return collections.defaultdict(_FACTORIES[name] if name else None, walk(v))

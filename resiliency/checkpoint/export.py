@@ -22,7 +22,7 @@ from resiliency.checkpoint.catalog import scan
 from resiliency.checkpoint.contents import pickled, read_header, read_objects, tensor_keys
 from resiliency.checkpoint.manifest import NameFile, StepId
 from resiliency.checkpoint.reader import Located, load_path
-from resiliency.checkpoint.survey import find, one_step
+from resiliency.checkpoint.survey import Target, close_tier, find, one_step
 from resiliency.checkpoint.tiers.local import fsync_dir
 from resiliency.errors import ConfigError, NoCheckpointFound, TierError
 
@@ -107,7 +107,16 @@ def export(
     target = os.path.abspath(os.fspath(out))
     kind = format_of(target, format)
     _check_target(os.fspath(out), target, force)
-    located = source if isinstance(source, Located) else _located(os.fspath(source), run)
+    if isinstance(source, Located):
+        return _export(source, target, kind, allow_pickle, force, key)
+    place = find(os.fspath(source))
+    try:
+        return _export(_located(place, run), target, kind, allow_pickle, force, key)
+    finally:
+        close_tier(place.tier)
+
+
+def _export(located: Located, target: str, kind: Format, allow_pickle: bool, force: bool, key: str) -> Exported:
     manifest = located.listing.manifest
     assert manifest is not None
     first = manifest.shards[0]
@@ -136,14 +145,13 @@ def export(
     )  # fmt: skip
 
 
-def _located(path: str, wanted: str | None) -> Located:
-    target = find(path)
+def _located(target: Target, wanted: str | None) -> Located:
     run, step = one_step(target, run=wanted)
     for listing in scan(target.tier, run):
         if listing.id == step and listing.manifest is not None:
             return Located(target.tier, run, listing)
     shows = f"`resiliency ckpt ls {target.tier.root}` shows what is"
-    raise NoCheckpointFound(f"{path}: {step} of run {run!r} is not complete; {shows}")
+    raise NoCheckpointFound(f"{target.path}: {step} of run {run!r} is not complete; {shows}")
 
 
 def _check_target(said: str, target: str, force: bool) -> None:

@@ -22,7 +22,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import total_ordering
 from typing import Any
+
+import xxhash
 
 from resiliency.errors import CorruptShard
 
@@ -51,9 +54,13 @@ MANIFEST = "manifest.json"
 _STEP_DIR = re.compile(r"^(\d{10,})-a(\d{4,})-([0-9a-f]{8})$")
 
 
-@dataclass(frozen=True, order=True)
+@total_ordering
+@dataclass(frozen=True)
 class StepId:
     """Identity of one checkpoint: the step, and which attempt of the run wrote it.
+
+    Ordered by attempt first: what a later start of the job saved is newer than anything an earlier start left, even when
+    the later one went back to an older step (because the newest was damaged, or because the user wanted to).
 
     Attributes:
         step: optimizer step (Lightning's ``global_step``), >= 0.
@@ -74,6 +81,9 @@ class StepId:
         """The identity a folder name spells, or None when it is not a step folder."""
         match = _STEP_DIR.match(dirname)
         return cls(int(match[1]), int(match[2]), match[3]) if match else None
+
+    def __lt__(self, other: StepId) -> bool:
+        return (self.attempt, self.step, self.token) < (other.attempt, other.step, other.token)
 
     def __str__(self) -> str:
         return f"step {self.step} (attempt {self.attempt}, {self.token})"
@@ -128,6 +138,10 @@ class ShardRecord:
         return shard_file(self.rank)
 
     def to_dict(self) -> dict[str, Any]:
+        data = self._fields()
+        return {**data, "check": _check(data)}
+
+    def _fields(self) -> dict[str, Any]:
         return {
             "version": FORMAT_VERSION,
             "step": self.id.step,
@@ -164,6 +178,9 @@ class ShardRecord:
                 raise CorruptShard(
                     f"{where}: format version {version!r} is newer than {FORMAT_VERSION}; upgrade resiliency to read it", path=where
                 )
+            fields = {key: value for key, value in data.items() if key != "check"}
+            if data["check"] != _check(fields):
+                raise CorruptShard(f"{where}: the record does not match its own check sum", path=where)
             record = cls(
                 id=StepId(int(data["step"]), int(data["attempt"]), str(data["token"])),
                 run=str(data["run"]),
@@ -179,7 +196,7 @@ class ShardRecord:
                 created=float(data["created"]),
                 info=dict(data["info"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CorruptShard(f"{where}: not a shard record ({type(error).__name__}: {error})", path=where) from error
         blocks = -(-record.nbytes // record.block_bytes) if record.block_bytes > 0 else -1
         if record.nbytes < 0 or blocks != len(record.digests) or not 0 <= record.rank < record.world_size:
@@ -189,6 +206,11 @@ class ShardRecord:
                 path=where,
             )
         return record
+
+
+def _check(fields: Mapping[str, Any]) -> str:
+    """Check sum of a record: nothing else vouches for what it says about the shard."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +268,7 @@ class Manifest:
         try:
             data = json.loads(text)
             shards = [ShardRecord.from_dict(item, where=where) for item in data["shards"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptShard(f"{where}: not a manifest ({type(error).__name__}: {error})", path=where) from error
         manifest = manifest_from_records(shards)
         if manifest is None:
@@ -309,5 +331,5 @@ class NameFile:
             if data["format"] != "resiliency-checkpoint":
                 return None
             return cls(run=str(data["run"]), id=StepId(int(data["step"]), int(data["attempt"]), str(data["token"])))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None

@@ -12,13 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from resiliency.checkpoint import restore
+from resiliency.checkpoint import restore, survey
 from resiliency.checkpoint.catalog import StepListing, find_runs, read_name, scan
-from resiliency.checkpoint.manifest import META_DIR, STEPS_DIR, StepId
-from resiliency.checkpoint.retention import live_names
 from resiliency.checkpoint.tiers import open_tier
 from resiliency.checkpoint.tiers.base import Tier
-from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
+from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
 
 __all__ = ["Located", "load_path", "locate"]
 
@@ -32,67 +30,32 @@ class Located:
     listing: StepListing
 
 
-def _split(path: str) -> tuple[str, str]:
-    """("root of the tier", "rest") of a path or URL."""
-    text = str(path).rstrip("/")
-    marker = f"/{META_DIR}/"
-    if marker in text + "/":
-        root, _, rest = (text + "/").partition(marker)
-        return root, META_DIR + "/" + rest.rstrip("/")
-    return posixpath.dirname(text), posixpath.basename(text)
-
-
 def locate(path: str, *, run: str | None = None) -> Located | None:
     """The complete step a path means, or None when the path is not one of ours (a stock checkpoint, or nothing).
 
     Raises:
         NoCheckpointFound: it is ours, but the step is gone or not complete.
+        ConfigError: it holds several runs; pass ``run``.
         TierError: the place cannot be read.
     """
-    root, rest = _split(path)
-    if rest.startswith(META_DIR):
-        parts = rest.split("/")
-        tier = open_tier(root)
-        run = parts[1] if len(parts) > 1 and parts[1] else run
-        step = StepId.parse(parts[3]) if len(parts) > 3 and parts[2] == STEPS_DIR else None
-        return _newest(tier, run, step, path)
-    tier = open_tier(root or ".")
-    pointer = read_name(tier, rest) if rest else None
-    if pointer is not None:
-        return _newest(tier, pointer.run, pointer.id, path)
-    for candidate in [run] if run else find_runs(tier):
-        # The name file is a convenience written after the commit; the manifests are what counts.
-        listings = scan(tier, candidate)
-        names = live_names([listing.manifest for listing in listings if listing.manifest is not None])
-        if rest in names and not _exists(tier, rest):
-            return _newest(tier, candidate, names[rest], path)
-    directory = open_tier(str(path))
-    if find_runs(directory):
-        return _newest(directory, run, None, path)
-    return None
-
-
-def _exists(tier: Tier, key: str) -> bool:
     try:
-        tier.read_range(key, 0, 1)
-    except (FileNotFoundError, TierError):
-        return False
-    return True
+        target = survey.find(str(path))
+    except (ConfigError, NoCheckpointFound):
+        if _is_name_file(str(path)):
+            raise
+        return None  # a stock checkpoint, or nothing: whoever asked knows what to say
+    if target.run is None and not find_runs(target.tier):
+        return None
+    name, step = survey.one_step(target, run=run)
+    for listing in scan(target.tier, name):
+        if listing.id == step and listing.manifest is not None:
+            return Located(target.tier, name, listing)
+    raise NoCheckpointFound(f"{path}: {step} of run {name!r} is not complete; `resiliency ckpt ls {target.tier.root}` shows what is there")
 
 
-def _newest(tier: Tier, run: str | None, step: StepId | None, path: str) -> Located:
-    runs = [run] if run else find_runs(tier)
-    found: list[tuple[StepId, Located]] = []
-    for candidate in runs:
-        for listing in scan(tier, candidate):
-            if listing.manifest is not None and step in (None, listing.id):
-                found.append((listing.id, Located(tier, candidate, listing)))
-    if not found:
-        wanted = f"{step} of run {run!r}" if step else f"a complete step of run(s) {runs}"
-        raise NoCheckpointFound(f"{path}: {wanted} is not on {tier.root}; `resiliency ckpt ls {tier.root}` shows what is")
-    if step is None and len({located.run for _, located in found}) > 1:
-        raise ConfigError(f"{path} holds several runs ({', '.join(runs)}); name one: {path}/{META_DIR}/RUN")
-    return max(found, key=lambda item: item[0])[1]
+def _is_name_file(path: str) -> bool:
+    folder, name = posixpath.split(path.rstrip("/"))
+    return bool(name) and read_name(open_tier(folder or "."), name) is not None
 
 
 def load_path(

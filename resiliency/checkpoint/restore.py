@@ -43,6 +43,7 @@ class Holding:
         world_size: shards the step has.
         ranks: writers whose shard and record lie there in full length.
         names: names of the step.
+        lost: in words, what of a committed step is missing, cut or unreadable, with paths.
         exact: False when the writer said (``info["exact"]``) that resuming from it is not exact.
     """
 
@@ -53,13 +54,14 @@ class Holding:
     ranks: tuple[int, ...]
     names: tuple[str, ...] = ()
     exact: bool = True
+    lost: tuple[str, ...] = ()
 
     def to_list(self) -> list[Any]:
-        return [self.tier, self.node, self.step, self.world_size, list(self.ranks), list(self.names), self.exact]
+        return [self.tier, self.node, self.step, self.world_size, list(self.ranks), list(self.names), self.exact, list(self.lost)]
 
     @classmethod
     def from_list(cls, data: Sequence[Any]) -> Holding:
-        return cls(data[0], data[1], data[2], data[3], tuple(data[4]), tuple(data[5]), bool(data[6]))
+        return cls(data[0], data[1], data[2], data[3], tuple(data[4]), tuple(data[5]), bool(data[6]), tuple(data[7]))
 
 
 #: A copy known to be bad: (tier, node, step dirname, rank).
@@ -74,6 +76,10 @@ def holdings(tier: Tier, run: str, *, node: str) -> list[Holding]:
     """
     found = []
     for listing in scan(tier, run):
+        if MANIFEST in listing.sizes and not listing.committed and (not listing.records or not node):
+            # It was whole once and cannot be read now: nothing to restore from, but no reason to start from scratch either.
+            found.append(Holding(tier.name, node, listing.id.dirname, 0, (), lost=tuple(listing.problems)))
+            continue
         if not listing.records or (not node and not listing.committed):
             continue
         missing = set(listing.missing_files())
@@ -81,7 +87,9 @@ def holdings(tier: Tier, run: str, *, node: str) -> list[Holding]:
         ranks = tuple(sorted(rank for rank, record in listing.records.items() if record.file not in missing))
         names = tuple(dict.fromkeys(name for record in listing.records.values() for name in record.names))
         exact = all(record.info.get("exact", True) for record in listing.records.values())
-        found.append(Holding(tier.name, node, listing.id.dirname, first.world_size, ranks, names, exact))
+        prefix = f"{tier.root}/{step_prefix(run, listing.id)}"
+        lost = tuple(f"{prefix}{name} is missing or cut" for name in sorted(missing)) if listing.committed else ()
+        found.append(Holding(tier.name, node, listing.id.dirname, first.world_size, ranks, names, exact, lost))
     return found
 
 
@@ -114,10 +122,10 @@ def choose(
     by_step: dict[StepId, list[Holding]] = {}
     for holding in inventory:
         step = StepId.parse(holding.step)
-        if step is not None and (only is None or step == only):
+        if step is not None and holding.world_size > 0 and (only is None or step == only):
             by_step.setdefault(step, []).append(holding)
     # Among saves of the same step an exact one is better than a later one (in the middle of gradient accumulation, say).
-    order = sorted(by_step, key=lambda s: (s.step, s.attempt, all(h.exact for h in by_step[s]), s.token), reverse=True)
+    order = sorted(by_step, key=lambda s: (s.attempt, s.step, all(h.exact for h in by_step[s]), s.token), reverse=True)
     for step in order:
         places = by_step[step]
         world_size = places[0].world_size
@@ -149,7 +157,7 @@ def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
         if record.id == step and record.rank == rank and record.run == run:
             return record
         logger.warning("%s is the record of another shard; using the manifest's copy", where)
-    except (FileNotFoundError, ValueError, CorruptShard) as error:
+    except (FileNotFoundError, ValueError, RecursionError, CorruptShard) as error:
         logger.warning("%s cannot be read (%s); using the manifest's copy", where, error)
     try:
         manifest = Manifest.from_json(tier.read(prefix + MANIFEST), where=f"{tier.root}/{prefix}{MANIFEST}")

@@ -61,6 +61,11 @@ def _largest_attempt(tier: Tier, run: str) -> int:
     return largest
 
 
+def _try_writing(path: str) -> None:
+    with open(path, "wb"):
+        os.unlink(path)
+
+
 def _attempt_file(directory: str, run: str) -> str:
     return os.path.join(directory, META_DIR, run, "attempt")
 
@@ -98,6 +103,7 @@ def open_session(
     problem = ""
     try:
         os.makedirs(meta, exist_ok=True)
+        _try_writing(os.path.join(meta, f".write-{rank:05d}"))
         largest = max(_read_attempt(_attempt_file(local.directory, run)), _largest_attempt(local_tier, run))
     except (OSError, TierError) as error:
         # Told to the others before raising, so that nobody waits for this rank.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,7 +19,7 @@ from resiliency.checkpoint.tiers import open_tier
 from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import ConfigError, NoCheckpointFound
 
-__all__ = ["Copy", "Place", "StepView", "Target", "find", "is_whole", "one_step", "places_of", "runs_of", "survey", "unreadable"]
+__all__ = ["Copy", "Place", "StepView", "Target", "close_tier", "find", "is_whole", "one_step", "places_of", "runs_of", "survey", "unreadable"]
 
 State = Literal["complete", "damaged", "unfinished"]
 
@@ -96,6 +96,13 @@ class StepView:
         return min(times, default=None)
 
 
+def close_tier(tier: Tier) -> None:
+    """Closes a tier's connections, where it has any: closing is no verb of the protocol."""
+    close = getattr(tier, "close", None)
+    if close is not None:
+        close()
+
+
 def find(path: str) -> Target:
     """What a path means: a directory, a name file (whether or not the file still exists), a step folder, or a URL.
 
@@ -106,19 +113,36 @@ def find(path: str) -> Target:
         ConfigError: it is something else, such as a stock checkpoint; or no address.
         TierError: the place cannot be read.
     """
-    tier = open_tier(path)
+    opened: list[Tier] = []
+
+    def opening(address: str) -> Tier:
+        opened.append(open_tier(address))
+        return opened[-1]
+
+    target: Target | None = None
+    try:
+        target = _find(path, opening)
+        return target
+    finally:
+        for tier in opened:
+            if target is None or tier is not target.tier:
+                close_tier(tier)
+
+
+def _find(path: str, opening: Callable[[str], Tier]) -> Target:
+    tier = opening(path)
     address = tier.root
     marker = f"/{META_DIR}/"
     root, found, rest = (address + "/").partition(marker)
     if found:
-        return _inside(path, root or "/", rest.rstrip("/"))
+        return _inside(path, opening(root or "/"), rest.rstrip("/"))
     if os.path.isdir(address) if tier.is_local else find_runs(tier):
         return Target(path, tier)
-    pointer = _pointer(address)
+    pointer = _pointer(address, opening)
     if pointer is None and tier.is_local and os.path.exists(address):
         raise ConfigError(f"{path} is not one of our checkpoints; if it is a stock one, torch.load reads it as it is")
     for folder, name in _above(address):
-        above = open_tier(folder)
+        above = opening(folder)
         if pointer is not None and next(iter(above.list(run_prefix(pointer.run))), None) is not None:
             return Target(path, above, pointer.run, pointer.id)
         if pointer is None:
@@ -131,10 +155,9 @@ def find(path: str) -> Target:
     raise NoCheckpointFound(f"{path}: there is no such checkpoint; `resiliency ckpt ls {folder}` shows what is there")
 
 
-def _inside(path: str, root: str, rest: str) -> Target:
+def _inside(path: str, tier: Tier, rest: str) -> Target:
     """A path below ``.resiliency``: a run, or a step folder or a file in one."""
     parts = rest.split("/")
-    tier = open_tier(root)
     run = parts[0] or None
     if len(parts) < 3:
         return Target(path, tier, run)
@@ -154,9 +177,9 @@ def _above(address: str) -> Iterator[tuple[str, str]]:
         name = f"{last}/{name}"
 
 
-def _pointer(address: str) -> NameFile | None:
+def _pointer(address: str, opening: Callable[[str], Tier]) -> NameFile | None:
     for folder, name in _above(address):
-        return read_name(open_tier(folder), name)
+        return read_name(opening(folder), name)
     return None
 
 

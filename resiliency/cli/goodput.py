@@ -20,16 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(
-    help="Say where every second of a run went.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
-)
+app = typer.Typer(help="Say where every second of a run went.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 LogOption = Annotated[list[Path] | None, typer.Option("--log", help="Checkpoint folder, events folder or log file.")]
 MoreLogs = Annotated[list[Path] | None, typer.Argument(help="More of the same.", metavar="[DIR|FILE]...")]
 RunOption = Annotated[str | None, typer.Option("--run", "--job-name", help="Only this run.")]
-ReferenceOption = Annotated[
-    float | None, typer.Option("--reference-step-time", min=0.0, help="Seconds a step should take, for the older figure.")
-]
+ReferenceOption = Annotated[float | None, typer.Option("--reference-step-time", min=0.0, help="Seconds a step should take, for the older figure.")]
 CapacityOption = Annotated[int | None, typer.Option("--capacity", min=1, help="Ranks the whole job has.")]
 GpusOption = Annotated[int, typer.Option("--gpus-per-rank", min=1, help="GPUs each rank (or logging host) stands for.")]
 UntilOption = Annotated[str, typer.Option("--until", help="End of the account: last (event), now, or an ISO time.")]

@@ -117,8 +117,7 @@ class GoodputCalculator:
             client = cloud.Client(project=project)
             since = datetime.now(timezone.utc) - timedelta(days=self.gcloud_logging_lookback_days)
             query = (
-                f'severity>=INFO AND logName="projects/{client.project}/logs/{self.log_name}"'
-                f' AND timestamp>"{since.strftime("%Y-%m-%dT%H:%M:%SZ")}"'
+                f'severity>=INFO AND logName="projects/{client.project}/logs/{self.log_name}" AND timestamp>"{since.strftime("%Y-%m-%dT%H:%M:%SZ")}"'
             )
             self._say(f"Fetching logs with filter: {query}")
             entries = client.list_entries(filter_=query, page_size=500)
@@ -202,9 +201,7 @@ class GoodputCalculator:
         summary = summarize(account(run))
         metrics["badput_seconds"] = {row["bucket"]: row["wall_s"] for row in summary["buckets"] if row["bucket"] != "productive"}
         metrics["useful_runtime_seconds"] = next(row["wall_s"] for row in summary["buckets"] if row["bucket"] == "productive")
-        metrics["job_intervals"] = [
-            {"start": row["start_utc"], "end_s": row["wall_s"], "outcome": row["outcome"]} for row in summary["attempts"]
-        ]
+        metrics["job_intervals"] = [{"start": row["start_utc"], "end_s": row["wall_s"], "outcome": row["outcome"]} for row in summary["attempts"]]
 
     def display_metrics(self, metrics: dict[str, Any]) -> None:
         """Prints the figures."""

@@ -43,9 +43,11 @@ MAX_SECONDS = 1e9
 
 def _number(value: object) -> float | None:
     """A finite number, also from text; None for anything else."""
+    if type(value) is float:
+        return value if isfinite(value) else None
     if isinstance(value, bool) or value is None:
         return None
-    if isinstance(value, (int, float, str)):
+    if isinstance(value, (int, str)):
         try:
             number = float(value)
         except (ValueError, OverflowError):
@@ -56,6 +58,8 @@ def _number(value: object) -> float | None:
 
 def _whole(value: object) -> int | None:
     """A whole number >= 0 (``40.0`` counts, the older library's exports write it so); None for anything else."""
+    if type(value) is int:
+        return value if 0 <= value <= 2**62 else None
     number = _number(value)
     if number is None or number < 0 or number > 2**62 or number != int(number):
         return None
@@ -149,7 +153,9 @@ class Collector:
         if kind in self._handlers:
             segment = self._segment(run, kind, time, mono, attempt, rank, _whole(record.get("node_rank")), host)
             if segment is not None:
-                time = segment.at(time, mono)
+                straight = segment.at(time, mono)
+                segment.jumps += straight != time
+                time = straight
                 segment.saw(time)
                 self._handlers[kind](run, segment, time, record)
         elif rank is not None and (known := self._open[run.name].get((attempt, rank))) is not None:
@@ -313,7 +319,8 @@ class Collector:
 
     def _job_terminated(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         segment.terminated = time if segment.terminated is None else max(time, segment.terminated)
-        segment.reason = str(record.get("reason") or segment.reason)
+        # The first word counts: what ends later (an engine that is closed) only follows.
+        segment.reason = segment.reason or str(record.get("reason") or "")
 
     def _stalled(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         stall = _seconds(record.get("stall_s"))
@@ -355,16 +362,18 @@ class Collector:
 _COMMON = frozenset({"timestamp", "job_name", "event_type", "v", "monotonic_s", "attempt", "rank", "host", "step", "time"})
 
 
-def _later(stamp: bytes | float, mono: float | None, last_stamp: bytes | float, last_mono: float | None) -> bool:
+def _later(stamp: bytes | float, mono: float | None, last_stamp: bytes | float, last_mono: bytes | float | None) -> bool:
     """True when the first moment lies after the second: by the monotonic clock if both have it."""
     if mono is not None and last_mono is not None:
-        return mono > last_mono
+        return mono > float(last_mono)
     time, last = parse_stamp(stamp), parse_stamp(last_stamp)
     return time is not None and last is not None and time > last
 
 
 def _checkpoint(run: RunFacts, kind: str, time: float, step: int | None, emitter: str, record: Mapping[str, Any]) -> None:
     """Counts one checkpoint event under its tier."""
+    if kind in (EventKind.CHECKPOINT_STARTED, EventKind.CHECKPOINT_FENCED):
+        return  # stalls of a rank, of no tier
     tier = run.tier(str(record.get("source") or record.get("tier") or "unnamed"))
     if kind == EventKind.CHECKPOINT_SAVED:
         tier.saved[emitter if len(tier.saved) < 4096 else ""] += 1

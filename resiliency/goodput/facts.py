@@ -138,7 +138,6 @@ class Segment:
         if self._base is None:
             self._base = base
         elif abs(base - self._base) > CLOCK_JUMP_S:
-            self.jumps += 1
             return self._base + mono
         return time
 
@@ -153,7 +152,8 @@ class Segment:
         if self.steps.high < 0:
             return None
         time = parse_stamp(self.steps.last_stamp)
-        return None if time is None else self.at(time, self.steps.last_mono)
+        mono = self.steps.last_mono
+        return None if time is None else self.at(time, float(mono) if mono is not None else None)
 
     def first_step_start(self) -> float | None:
         """When the first step that was logged began; None without steps."""
@@ -161,7 +161,7 @@ class Segment:
         if first is None:
             return None
         time = parse_stamp(first[0])
-        return None if time is None else self.at(time, first[1]) - first[2]
+        return None if time is None else self.at(time, float(first[1]) if first[1] is not None else None) - first[2]
 
     @property
     def start(self) -> float | None:

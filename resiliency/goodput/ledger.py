@@ -327,9 +327,7 @@ def lane_of(pieces: Sequence[Segment]) -> int:
     return pieces[0].lane
 
 
-def _notes(
-    run: RunFacts, timings: Sequence[Timing], offsets: dict[str, float], coarse: bool, lanes: Sequence[LaneAccount]
-) -> list[str]:
+def _notes(run: RunFacts, timings: Sequence[Timing], offsets: dict[str, float], coarse: bool, lanes: Sequence[LaneAccount]) -> list[str]:
     """Sentences a reader of the account must know."""
     notes = []
     if coarse and timings:

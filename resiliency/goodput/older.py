@@ -43,9 +43,7 @@ def older_figure(ledger: Ledger, reference_step_s: float | None = None) -> Older
     saved = facts.max_saved_step
     if loaded is None or saved is None or reference is None or runtime <= 0:
         missing = "a checkpoint_saved event" if saved is None else "a reference step time" if reference is None else "events"
-        return OlderFigure(
-            share=None, steps_kept=0, reference_step_s=reference, runtime_s=runtime, reasons=(f"it needs {missing}",)
-        )
+        return OlderFigure(share=None, steps_kept=0, reference_step_s=reference, runtime_s=runtime, reasons=(f"it needs {missing}",))
     kept = max(0, saved - loaded)
     share = kept * reference / runtime
     reasons += _reasons(ledger, share, kept, loaded, saved, reference, given)

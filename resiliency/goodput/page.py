@@ -85,7 +85,7 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
     worst = max((1.0 - row["shares"].get(Bucket.PRODUCTIVE.value, 0.0) for row in shown), default=0.0)
     return {
         **summary,
-        "units": "hosts" if summary["unit"] == "host" else "GPUs",
+        "units": ("host" if summary["unit"] == "host" else "GPU") + ("" if summary["capacity"] == 1 else "s"),
         "gpu_word": "host" if summary["unit"] == "host" else "GPU",
         "incidents": listed,
         "incidents_hidden": len(summary["incidents"]) - len(listed),

@@ -82,6 +82,7 @@ class StepClock:
     def job_terminated(self, reason: str, **fields: Any) -> None:
         """The trainer ends: "finished", "exception" or "signal". Writes what is pending; once per process."""
         self.flush()
+        self._training = False
         if not self._ended:
             self._ended = True
             self._emit(EventKind.JOB_TERMINATED, reason=reason, **fields)

@@ -100,9 +100,10 @@ class StepStats:
         #: Highest step number seen.
         self.high = -1
         #: First step line: stamp, monotonic seconds or None, and how long its steps took in all.
-        self.first_step: tuple[bytes | float, float | None, float] | None = None
+        self.first_step: tuple[bytes | float, bytes | float | None, float] | None = None
         self.last_stamp: bytes | float = 0.0
-        self.last_mono: float | None = None
+        #: Monotonic seconds of the last step, as they stood in the log (bytes) or as a number.
+        self.last_mono: bytes | float | None = None
         #: Step numbers below ``high`` that have not been seen, as (first, last).
         self.gaps: list[tuple[int, int]] = []
         self._current: Window | None = None
@@ -124,7 +125,7 @@ class StepStats:
         in_flight: bool,
         max_s: float,
         stamp: bytes | float,
-        mono: float | None,
+        mono: bytes | float | None,
     ) -> None:
         """Folds in one line of ``count`` steps, the last of them ``step``. Seconds are sums over the line, all >= 0."""
         high = self.high
@@ -177,7 +178,7 @@ class StepStats:
             window.last_step = step
             window.last_stamp = stamp
 
-    def _fill(self, step: int, count: int, stamp: bytes | float, mono: float | None, step_s: float) -> None:
+    def _fill(self, step: int, count: int, stamp: bytes | float, mono: bytes | float | None, step_s: float) -> None:
         """A line that came late: take its numbers out of the gaps."""
         lowest = step - count + 1
         gaps: list[tuple[int, int]] = []

@@ -25,9 +25,7 @@ def iso(time: float) -> str:
     return datetime.fromtimestamp(time, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def summarize(
-    ledger: Ledger, *, reference_step_s: float | None = None, torn_lines: int = 0, foreign_lines: int = 0
-) -> dict[str, Any]:
+def summarize(ledger: Ledger, *, reference_step_s: float | None = None, torn_lines: int = 0, foreign_lines: int = 0) -> dict[str, Any]:
     """Everything a report shows, as JSON-ready data; seconds in ``_s``, shares in [0, 1].
 
     Args:

@@ -82,7 +82,7 @@ def _head(summary: dict[str, Any]) -> Panel:
 
 
 def _units(summary: dict[str, Any]) -> str:
-    return "hosts" if summary["unit"] == "host" else "GPUs"
+    return _gpu(summary) + ("" if summary["capacity"] == 1 else "s")
 
 
 def _gpu(summary: dict[str, Any]) -> str:

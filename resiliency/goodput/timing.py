@@ -117,9 +117,7 @@ def _after(pairs: Sequence[tuple[float, object]], time: float) -> int:
     return bisect_left(pairs, time, key=lambda pair: pair[0])
 
 
-def _marks_of(
-    attempts: Sequence[Attempt], index: int, marks: Sequence[tuple[float, Mark]], begin: float, end: float
-) -> list[Mark]:
+def _marks_of(attempts: Sequence[Attempt], index: int, marks: Sequence[tuple[float, Mark]], begin: float, end: float) -> list[Mark]:
     """Marks within an attempt's window. Its number wins over the clock: a launcher may report a loss late."""
     number = attempts[index].number
     earlier = attempts[index - 1].number if index > 0 else None
@@ -139,9 +137,7 @@ def _marks_of(
     return found
 
 
-def _time_one(
-    attempt: Attempt, index: int, window: tuple[float, float], offsets: dict[str, float], usual: float | None
-) -> Timing:
+def _time_one(attempt: Attempt, index: int, window: tuple[float, float], offsets: dict[str, float], usual: float | None) -> Timing:
     trains: list[float] = []
     ends: list[float] = []
     for segment in attempt.segments:

@@ -60,9 +60,7 @@ class GoodputLogger:
             run=self.job_name,
             attempt=self._restart,
             # Job-wide events have no rank: they must not look like a trainer's.
-            rank=-1
-            if event_type in (EventKind.USER_SCHEDULED, EventKind.USER_TERMINATED) or "node_rank" in fields
-            else self._rank,
+            rank=-1 if event_type in (EventKind.USER_SCHEDULED, EventKind.USER_TERMINATED) or "node_rank" in fields else self._rank,
             host=self._host,
             step=step,
             fields=fields,

@@ -12,19 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resiliency.plugins._rank_state import is_step_boundary
-
-__all__ = ["accumulated", "place"]
+__all__ = ["copy_gradients", "place_gradients"]
 
 
-def accumulated(trainer: Any) -> dict[str, Tensor] | None:
-    """This rank's gradients by parameter name (live tensors), or None at a step boundary. Collective: no."""
-    if is_step_boundary(trainer):
-        return None
-    return {name: p.grad.detach() for name, p in trainer.lightning_module.named_parameters() if p.grad is not None}
+def copy_gradients(trainer: Any) -> dict[str, Tensor]:
+    """Copies of this rank's gradients on the CPU, by parameter name. Collective: no. Blocks: the copy."""
+    return {name: p.grad.detach().to("cpu", copy=True) for name, p in trainer.lightning_module.named_parameters() if p.grad is not None}
 
 
-def place(trainer: Any, gradients: dict[str, Tensor]) -> None:
+def place_gradients(trainer: Any, gradients: dict[str, Tensor]) -> None:
     """Puts gradients back, before the first batch after a resume."""
     for name, parameter in trainer.lightning_module.named_parameters():
         gradient = gradients.get(name)

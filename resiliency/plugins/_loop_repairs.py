@@ -31,12 +31,16 @@ def begin_epoch_after_last_batch(fit_loop: Any) -> None:
 
 
 def count_saved_batch(fit_loop: Any) -> None:
-    """Lightning before 2.5, after a save in ``on_train_batch_end``: that batch is done and is not trained on again."""
+    """After a save in ``on_train_batch_end``: that batch is done and is not trained on again.
+
+    Lightning before 2.5 does not know, and later ones not when a step of an earlier epoch found no more batches
+    (``training_step(dataloader_iter)`` without length).
+    """
     epoch_loop = fit_loop.epoch_loop
-    if hasattr(epoch_loop, "restarted_on_train_batch_end") or not epoch_loop.restarting:
+    if getattr(epoch_loop, "restarted_on_train_batch_end", False) or not epoch_loop.restarting:
         return
-    total = epoch_loop.batch_progress.total
-    if total.ready == total.processed == total.completed + 1:
+    current = epoch_loop.batch_progress.current
+    if current.ready == current.processed == current.completed + 1:
         epoch_loop.batch_progress.increment_completed()
 
 

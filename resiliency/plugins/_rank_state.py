@@ -24,6 +24,8 @@ from typing import Any
 
 from resiliency.plugins import _loader_passes as passes
 from resiliency.plugins import _loop_repairs, _rng
+from resiliency.plugins._gradients import copy_gradients, place_gradients
+from resiliency.plugins._loader_follow import follow, set_generators, unfollow
 from resiliency.plugins._plain import NotPlain, from_plain, to_plain
 
 __all__ = ["RankState", "is_step_boundary"]
@@ -98,13 +100,14 @@ class RankState:
                 log.debug("%s.%s was replaced by someone else meanwhile and is left", type(target).__name__, name)
         for reference in self._followed:
             if (loader := reference()) is not None:
-                passes.unfollow(loader)
+                unfollow(loader)
         self._patches, self._followed = [], []
         self._trainer = self._pending = self._outer_rng = None
+        self._rng_placed = self._advancing = self._restarted = False
 
     # ---- save
 
-    def capture(self, trainer: Any, *, gradients_kept: bool = False) -> dict[str, Any]:
+    def capture(self, trainer: Any) -> dict[str, Any]:
         """This rank's state as of now: None, bool, int, float, str, bytes, list, tuple, dict and CPU tensors only.
 
         Call it where Lightning's own loop state is taken: in ``on_train_batch_end``, ``on_validation_end``,
@@ -125,12 +128,15 @@ class RankState:
         caveats: list[str] = []
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         undone = int(progress.ready - progress.processed)
+        fetcher = trainer.fit_loop._data_fetcher
+        if hasattr(fetcher, "iterator_wrapper") and fetcher.length is None and fetcher.done:
+            undone = 0  # a step that fetches by itself and found no more batches is none
         if undone:
             caveats.append("saved in the middle of a step: its random numbers will be others")
-        elif not gradients_kept and not is_step_boundary(trainer):
-            caveats.append("saved in the middle of gradient accumulation: the gradients so far are lost")
+        elif not is_step_boundary(trainer):
+            state["gradients"] = copy_gradients(trainer)  # in the middle of gradient accumulation
 
-        combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+        combined = trainer.fit_loop._combined_loader
         mode = getattr(combined, "_iterator", None)
         iterators = list(getattr(mode, "iterators", ())) if mode is not None else []
         loaders = list(combined.flattened) if combined is not None else []
@@ -162,6 +168,8 @@ class RankState:
         """
         if state["version"] > _VERSION:
             raise ValueError(f"rank state has version {state['version']}, this library reads up to {_VERSION}; update it")
+        for caveat in state["caveats"]:
+            self._warn_once(f"resumed from a checkpoint that was {caveat}" if caveat.startswith("saved") else caveat)
         self._pending, self._rng_placed, self._restarted = state, False, True
 
     def patch_loaded_checkpoint(self, checkpoint: dict[str, Any], state: dict[str, Any]) -> None:
@@ -192,7 +200,7 @@ class RankState:
     def _process_dataloader(self, original: Callable[[Any], Any], dataloader: Any) -> Any:
         """Called for every loader after Lightning has put in its distributed sampler."""
         loader = original(dataloader)
-        if self._trainer.training and passes.follow(loader, self._putting_off):
+        if self._trainer.training and follow(loader, self._putting_off):
             self._followed.append(weakref.ref(loader))
         return loader
 
@@ -244,6 +252,7 @@ class RankState:
         state, trainer = self._pending, self._trainer
         if state is None:
             return
+        place_gradients(trainer, state.get("gradients") or {})
         combined = trainer.fit_loop._combined_loader
         if state["world_size"] != trainer.world_size:
             log.warning("saved by %d ranks, resumed by %d: the order of the data and the random numbers are not those of an"
@@ -282,7 +291,7 @@ class RankState:
             fetcher.batches = prefetched or [batch for _ in range(again) if (batch := next(combined, None)) is not None]
         fetcher.fetched = fetched
         for loader, entry in pairs:
-            passes.set_generators(loader, entry)
+            set_generators(loader, entry)
         _rng.restore(state["rng"])
 
     # ---- small parts

@@ -36,7 +36,7 @@ def snapshot() -> Rng:
         if state["bit_generator"] == "MT19937":  # anything else was put there by hand and has its own layout
             inner = state["state"]
             rng["numpy"] = (inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"]))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # generators live on the host: this opens no context on the devices of other ranks
         rng["cuda"] = {"own": torch.cuda.current_device(), "states": torch.cuda.get_rng_state_all()}
     return rng

@@ -7,19 +7,22 @@ saves are copied before they return; digesting, committing and fsync go on in th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 from resiliency.checkpoint.checkpointer import Checkpointer, Ticket
+from resiliency.checkpoint.manifest import META_DIR, NameFile
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.reader import load_path, locate
 from resiliency.errors import ConfigError
 
-__all__ = ["TieredCheckpointIO", "build"]
+__all__ = ["TieredCheckpointIO", "build"]  # noqa: F822 - TieredCheckpointIO is built on first use
 
 logger = logging.getLogger(__name__)
 
@@ -43,22 +46,35 @@ class TieredIO:
         self._options = options
         self._flush = flush
         self._engines: dict[str, Checkpointer] = {}
-        self._tickets: list[Ticket] = []
+        self._latest: dict[str, Ticket | None] = {}  # directory -> its latest save; None: that one was skipped
+        self._put_off: dict[str, list[str]] = {}  # directory -> names to delete once a save succeeds again
+        self._at_end: weakref.finalize[..., Any] | None = None
 
     def _engine(self, directory: str) -> Checkpointer:
         engine = self._engines.get(directory)
         if engine is None:
-            if "://" in directory:
-                raise ConfigError(
-                    f"TieredCheckpointIO writes to folders, not to {directory}; use resiliency.callbacks.model_checkpoint.ModelCheckpoint"
-                    " for addresses"
-                )
             # The plugin is called on one rank with the whole state: for the engine that is a job of one rank.
             engine = Checkpointer(directory, run=self._run, rank=0, world_size=1, options=self._options)
             self._engines[directory] = engine
+            if self._at_end is None:
+                # trainer.save_checkpoint() after fit has no teardown behind it. Made here, not in the constructor,
+                # because strategies that spawn processes pickle the plugin.
+                self._at_end = weakref.finalize(self, _close, self._engines, self._flush)
         return engine
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None) -> None:
+    def _place(self, path: str | os.PathLike[str]) -> tuple[str, str]:
+        """Folder and name of a path."""
+        text = os.fspath(path)
+        if "://" in text:
+            raise ConfigError(
+                f"TieredCheckpointIO writes to folders, not to {text}; use"
+                " resiliency.callbacks.model_checkpoint.ModelCheckpoint for addresses"
+            )
+        return os.path.split(os.path.abspath(text))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
         """Copies the checkpoint into the arena and returns; the agent commits it. Collective: no (rank 0).
 
         Raises:
@@ -67,13 +83,23 @@ class TieredIO:
         """
         if storage_options is not None:
             raise TypeError(
-                "TieredCheckpointIO takes no storage_options per save; pass CheckpointerOptions to TieredCheckpointIO(options=...)"
+                "TieredCheckpointIO takes no storage_options per save;"
+                " pass CheckpointerOptions to TieredCheckpointIO(options=...)"
             )
-        directory, name = os.path.split(os.path.abspath(os.fspath(path)))
-        step = checkpoint.get("global_step", 0)
-        ticket = self._engine(directory).save(int(step), checkpoint, names=[name])
-        if ticket is not None:
-            self._tickets = [t for t in self._tickets if "committed" not in t.reached] + [ticket]
+        directory, name = self._place(path)
+        engine = self._engine(directory)
+        step = _step_of(checkpoint, engine)
+        ticket = engine.save(step, checkpoint, names=[name])
+        if ticket is None and engine.flush("committed", timeout=self._flush):
+            # A callback that called us takes this save for done, and may delete others for it: skipping must be rare.
+            ticket = engine.save(step, checkpoint, names=[name])
+        self._latest[directory] = ticket
+        if ticket is None:
+            logger.warning("%s was not saved; what it would have replaced is kept", path)
+            return
+        put_off = [other for other in self._put_off.pop(directory, []) if other != name]
+        if put_off:
+            engine.delete(*put_off)
 
     def load_checkpoint(
         self,
@@ -81,7 +107,11 @@ class TieredIO:
         map_location: Callable[..., Any] | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads one of our checkpoints, or a stock file through torch. On CPU. Collective: no."""
+        """Loads one of our checkpoints, or a stock file through torch. On CPU. Collective: no.
+
+        Objects of classes of your own come back only with ``weights_only=False``.
+        """
+        self._commit_all()
         located = locate(os.fspath(path), run=self._run)
         if located is None:
             return _stock_load(self, path, map_location, weights_only)
@@ -90,18 +120,65 @@ class TieredIO:
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a checkpoint once everything saved before this call is committed."""
-        directory, name = os.path.split(os.path.abspath(os.fspath(path)))
-        if locate(os.fspath(path), run=self._run) is not None or directory in self._engines:
-            self._engine(directory).delete(name)
+        """Deletes a checkpoint once everything saved before this call is committed. Blocks: no, except for a stock file.
+
+        After a save that was skipped, deletion waits for the next one that is not.
+        """
+        directory, name = self._place(path)
+        full = os.path.join(directory, name)
+        if directory not in self._engines and not os.path.isdir(os.path.join(directory, META_DIR)) and not os.path.lexists(full):
+            return
+        if os.path.lexists(full) and not os.path.islink(full) and not _is_ours(full):
+            self._remove_stock(directory, full)
+        elif directory in self._latest and self._latest[directory] is None:
+            self._put_off.setdefault(directory, []).append(name)
         else:
-            _stock(self).remove_checkpoint(path)
+            self._engine(directory).delete(name)
+
+    def _remove_stock(self, directory: str, path: str) -> None:
+        """A stock checkpoint of an earlier run: it goes at once, so what replaces it must be safe first."""
+        self._commit_all()
+        latest = self._latest.get(directory)
+        if directory in self._latest and (latest is None or "committed" not in latest.reached):
+            logger.warning("%s is kept, because the checkpoint saved after it is not committed", path)
+            return
+        _stock(self).remove_checkpoint(path)
+
+    def _commit_all(self) -> None:
+        """What was saved by this plugin can be found by its path from here on. Blocks: up to ``flush``."""
+        for directory, engine in self._engines.items():
+            if not engine.flush("committed", timeout=self._flush):
+                logger.warning("not every checkpoint of %s was committed within %s", directory, self._flush)
 
     def teardown(self) -> None:
-        """Waits until everything is on disk and leaves the agent."""
-        for engine in self._engines.values():
-            engine.close(timeout=self._flush)
-        self._engines.clear()
+        """Waits until everything is on disk and leaves the agent. Blocks: up to ``flush``. Saving again afterwards is fine."""
+        _close(self._engines, self._flush)
+        if self._at_end is not None:
+            self._at_end.detach()
+            self._at_end = None
+
+
+def _close(engines: dict[str, Checkpointer], flush: timedelta) -> None:
+    while engines:
+        _, engine = engines.popitem()
+        engine.close(timeout=flush)
+
+
+def _step_of(checkpoint: Mapping[str, Any], engine: Checkpointer) -> int:
+    """The step a checkpoint says it is of; one after the newest for one that says none, so that saves stay in order."""
+    step = checkpoint.get("global_step")
+    if step is not None:
+        return int(step)
+    engine.flush("committed")
+    return max((known.step for known, _ in engine.steps()), default=-1) + 1
+
+
+def _is_ours(path: str) -> bool:
+    """True for a name file. False for anything else that lies there, such as a stock checkpoint."""
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return NameFile.from_json(file.read(65536)) is not None
 
 
 def _stock(io: TieredIO) -> Any:
@@ -119,10 +196,12 @@ def _stock_load(io: TieredIO, path: Any, map_location: Any, weights_only: bool |
     return loaded
 
 
+@functools.cache
 def build(namespace: str) -> type[Any]:
-    """The plugin class for ``lightning.pytorch`` or ``pytorch_lightning``."""
+    """The plugin class for ``lightning.pytorch`` or ``pytorch_lightning``; always the same one for the same namespace."""
     base = importlib.import_module(f"{namespace}.plugins.io").CheckpointIO
-    return type("TieredCheckpointIO", (TieredIO, base), {"__module__": __name__, "__doc__": TieredIO.__doc__, "namespace": namespace})
+    members = {"__module__": __name__, "__doc__": TieredIO.__doc__, "namespace": namespace}
+    return type("TieredCheckpointIO", (TieredIO, base), members)
 
 
 def __getattr__(name: str) -> Any:

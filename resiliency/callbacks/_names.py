@@ -1,0 +1,46 @@
+"""Names of checkpoints in a folder or store: which are taken, and which are files of stock Lightning."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from resiliency.checkpoint.catalog import scan
+from resiliency.checkpoint.manifest import META_DIR
+from resiliency.checkpoint.retention import live_names
+from resiliency.checkpoint.tiers import open_tier
+from resiliency.errors import TierError
+
+__all__ = ["is_stock", "names_on_disk"]
+
+logger = logging.getLogger(__name__)
+
+
+def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:
+    """Every name in ``dirpath`` that a version counter must step over: ours and stock checkpoints, sorted.
+
+    Blocks: listing the place. A place that cannot be listed has no names as far as can be told.
+    """
+    names: set[str] = set()
+    try:
+        tier = open_tier(dirpath)
+        names |= set(live_names([listing.manifest for listing in scan(tier, run) if listing.manifest is not None]))
+        if "://" in dirpath:
+            names |= {info.key for info in tier.list("") if not info.key.startswith(META_DIR + "/")}
+    except (TierError, OSError) as error:
+        logger.debug("names in %s cannot be listed: %s", dirpath, error)
+    if "://" not in dirpath:
+        for folder, folders, files in os.walk(dirpath):
+            folders[:] = [name for name in folders if name != META_DIR]
+            names |= {os.path.relpath(os.path.join(folder, name), dirpath) for name in (*files, *folders)}
+    return sorted(name for name in names if name.endswith(ending))
+
+
+def is_stock(path: str) -> bool:
+    """True when a local file or folder is a checkpoint of stock Lightning, not a name file of ours."""
+    if "://" in path or not os.path.exists(path):
+        return False
+    if os.path.isdir(path):
+        return META_DIR not in path
+    with open(path, "rb") as file:
+        return not file.read(1) == b"{"

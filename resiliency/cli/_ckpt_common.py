@@ -1,0 +1,84 @@
+"""What all ``resiliency ckpt`` commands share: arguments, errors, consoles, and the check with its progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from resiliency.checkpoint.survey import StepView, Target
+    from resiliency.checkpoint.verify import Finding
+
+__all__ = ["JsonOption", "PathArgument", "PathsArgument", "RunOption", "check", "console", "errors", "fail", "open_targets"]
+
+PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="A folder, a name file, a step folder, or a URL of these.")]
+_PATHS_HELP = "Folders, name files, step folders, or URLs of these."
+PathsArgument = Annotated[list[str], typer.Argument(metavar="PATH...", help=_PATHS_HELP)]
+RunOption = Annotated[str | None, typer.Option("--run", help="Only this run.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def fail(message: str, status: int) -> NoReturn:
+    typer.echo(f"ckpt: {message}", err=True)
+    raise typer.Exit(status)
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    """Expected errors in one line; a path that makes no sense is status 2, everything else 1."""
+    from resiliency.errors import ConfigError, NoCheckpointFound, ResiliencyError
+
+    try:
+        yield
+    except (ConfigError, NoCheckpointFound, FileNotFoundError) as error:
+        fail(str(error), 2)
+    except (ResiliencyError, OSError) as error:
+        fail(str(error), 1)
+    except KeyboardInterrupt:
+        fail("interrupted", 130)
+
+
+def console(*, err: bool = False) -> Console:
+    """Standard output or error; 120 columns when it is no terminal, so that a table in a file is not squeezed."""
+    from rich.console import Console
+
+    stream = sys.stderr if err else sys.stdout
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else 120)
+
+
+@contextmanager
+def open_targets(paths: list[str]) -> Iterator[list[Target]]:
+    """What the paths mean; closes connections to object stores at the end."""
+    from resiliency.checkpoint.survey import close_tier, find
+
+    with errors():
+        found: list[Target] = []
+        try:
+            for path in paths:
+                found.append(find(path))
+            yield found
+        finally:
+            for target in found:
+                close_tier(target.tier)
+
+
+def check(views: list[StepView], quiet: bool) -> list[Finding]:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from resiliency.checkpoint.verify import bytes_to_check, check_step
+
+    stderr = console(err=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    findings = []
+    with Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal) as progress:
+        task = progress.add_task("verify", total=sum(map(bytes_to_check, views)))
+        for view in views:
+            progress.update(task, description=f"{view.run} step {view.id.step}")
+            findings += check_step(view, advance=lambda count: progress.advance(task, count))
+    return findings

@@ -1,0 +1,123 @@
+"""``resiliency ckpt prune``: says what would go, makes sure that nobody needs it, and deletes it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from resiliency.cli._ckpt_common import JsonOption, check, console, fail, open_targets
+
+if TYPE_CHECKING:
+    from resiliency.checkpoint.pruning import Plan
+    from resiliency.checkpoint.survey import Target
+
+__all__ = ["prune"]
+
+
+def prune(
+    path: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint folder, or the URL of one.")],
+    keep: Annotated[int | None, typer.Option("--keep", min=1, help="Keep this many of the newest steps, named or not.")] = None,
+    unfinished: Annotated[bool, typer.Option("--unfinished", help="Delete what is not whole and older than the newest.")] = False,
+    run: Annotated[str | None, typer.Option("--run", help="Which run; needed when there are several.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    assume_ended: Annotated[
+        bool, typer.Option("--assume-ended", help="You know that no other host is using the folder (or anybody the URL).")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete old or unfinished steps of one run. The newest whole step always stays."""
+    if keep is None and not unfinished:
+        fail("say what to delete: --keep N, --unfinished, or both", 2)
+    if as_json and not (yes or dry_run):
+        fail("--json does not ask; say --dry-run or --yes with it", 2)
+    with open_targets([path]) as targets:
+        from resiliency.checkpoint.catalog import scan
+        from resiliency.checkpoint.pruning import plan as make_plan
+        from resiliency.cli import _ckpt_tables as tables
+
+        target = targets[0]
+        name = _one_run(target, run)
+        if target.step is not None:
+            fail(f"{path} is one step; prune takes the folder: {target.tier.root}", 2)
+        listings = scan(target.tier, name)
+        plan = make_plan(listings, keep=keep, unfinished=unfinished)
+        if not as_json:
+            tables.print_plan(console(), name, plan)
+        result = {"run": name, **tables.plan_json(plan), "deleted": [], "freed_bytes": 0}
+        if plan.doomed and not dry_run:
+            nodes = {record.node for listing in listings for record in listing.records.values()}
+            _must_be_idle(target, name, nodes, assume_ended)
+            _newest_must_be_good(target, name, plan, as_json)
+            if not yes and not _confirmed():
+                fail("nothing was deleted", 1)
+            result |= _delete(target, name, plan, nodes, assume_ended, as_json)
+        if as_json:
+            typer.echo(json.dumps(result, indent=2))
+
+
+def _one_run(target: Target, run: str | None) -> str:
+    from resiliency.checkpoint.survey import runs_of
+
+    runs = [target.run] if target.run is not None else runs_of([target])
+    if run is not None and run not in runs:
+        fail(f"there is no run {run!r} in {target.tier.root}; there are: {', '.join(runs) or 'none'}", 2)
+    if run is None and len(runs) != 1:
+        what = f"several runs ({', '.join(runs)}); choose one with --run" if runs else "no run"
+        fail(f"{target.tier.root} holds {what}", 2)
+    return run or runs[0]
+
+
+def _must_be_idle(target: Target, run: str, nodes: set[str], assume_ended: bool) -> None:
+    from resiliency.checkpoint.liveness import witnesses
+
+    if not target.tier.is_local:
+        if not assume_ended:
+            fail(f"nobody can tell from here whether a job is using {target.tier.root}; when none is, say --assume-ended", 1)
+        return
+    seen = [witness for witness in witnesses(target.tier.root, run, nodes=nodes) if witness.certain or not assume_ended]
+    if seen:
+        more = "" if any(witness.certain for witness in seen) else ", or say --assume-ended if that rank is gone"
+        texts = "; ".join(witness.text for witness in seen[:3]) + (f"; and {len(seen) - 3} more" if len(seen) > 3 else "")
+        fail(f"run {run} in {target.tier.root} is in use: {texts}. End the job first{more}", 1)
+
+
+def _newest_must_be_good(target: Target, run: str, plan: Plan, quiet: bool) -> None:
+    """Save before delete: an older step may be the only good one."""
+    from resiliency.checkpoint.survey import places_of, survey
+
+    assert plan.newest is not None
+    views = [view for view in survey(places_of([target]), run) if view.id == plan.newest.id]
+    bad = [finding for finding in check(views, quiet) if finding.bad]
+    if bad or not views:
+        what = f"{bad[0].path} {bad[0].text}" if bad else "it is gone"
+        fail(f"nothing was deleted, because the newest step, {plan.newest.id.step}, is not good: {what}", 1)
+
+
+def _confirmed() -> bool:
+    if not sys.stdin.isatty():
+        fail("nothing was deleted: there is no terminal to ask on; say --yes or --dry-run", 2)
+    return typer.confirm("Delete these steps?")
+
+
+def _delete(target: Target, run: str, plan: Plan, nodes: set[str], assume_ended: bool, quiet: bool) -> dict[str, Any]:
+    from resiliency.checkpoint.pruning import delete_step
+    from resiliency.cli._ckpt_tables import size
+
+    deleted, freed = [], 0
+    for doomed in plan.doomed:
+        # A job may have started since; what it resumes from is never in the plan, but it is not to be raced.
+        _must_be_idle(target, run, nodes, assume_ended)
+        names = delete_step(target.tier, run, doomed)
+        freed += doomed.nbytes
+        deleted.append({"folder": doomed.listing.id.dirname, "nbytes": doomed.nbytes, "names": names})
+        if not quiet:
+            step = doomed.listing.id
+            also = f", and {', '.join(names)}" if names else ""
+            typer.echo(f"deleted step {step.step} (attempt {step.attempt}), {doomed.nbytes:,} bytes{also}")
+    if not quiet:
+        typer.echo(f"freed {size(freed)} ({freed:,} bytes)")
+    return {"deleted": deleted, "freed_bytes": freed}

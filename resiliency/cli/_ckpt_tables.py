@@ -1,0 +1,296 @@
+"""Tables and JSON of ``resiliency ckpt``: takes what the engine found, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from resiliency.checkpoint.contents import Entry, TensorRow
+from resiliency.checkpoint.layout import ShardHeader
+from resiliency.checkpoint.manifest import Manifest, StepId
+from resiliency.checkpoint.pruning import Plan
+from resiliency.checkpoint.survey import Place, StepView
+from resiliency.checkpoint.verify import Finding
+from resiliency.goodput.table import duration
+
+if TYPE_CHECKING:  # it needs torch
+    from resiliency.checkpoint.export import Exported
+
+__all__ = [
+    "exported_json", "finding_json", "inspection_json", "ls_json", "plan_json", "plural", "print_finding", "print_inspection",
+    "print_ls", "print_plan", "size", "step_json", "utc",
+]  # fmt: skip
+
+_COLORS = {"complete": "green", "damaged": "bold red", "unfinished": "yellow"}
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people read them: ``512 B``, ``4.1 KiB``, ``12.0 GiB``."""
+    amount, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if amount < 1023.95:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def utc(seconds: float | None) -> str:
+    """ISO time, or "" when it is not known."""
+    if not seconds:
+        return ""
+    return datetime.fromtimestamp(seconds, tz=timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _minute(seconds: float | None) -> str:
+    return utc(seconds)[:16].replace("T", " ")
+
+
+def _id(step: StepId) -> dict[str, Any]:
+    return {"step": step.step, "attempt": step.attempt, "token": step.token, "folder": step.dirname}
+
+
+def step_json(view: StepView) -> dict[str, Any]:
+    """A step as ``--json`` shows it."""
+    return {
+        **_id(view.id), "run": view.run, "state": view.state, "complete": view.state == "complete", "names": list(view.names),
+        "created": utc(view.created) or None, "nbytes": view.nbytes,
+        "shards_present": len(view.present), "shards_needed": view.needed,
+        "places": [copy.place.label for copy in view.copies], "info": dict(view.manifest.info) if view.manifest else {},
+        "notes": view.notes,
+    }  # fmt: skip
+
+
+def ls_json(places: Sequence[Place], runs: Mapping[str, Sequence[StepView]]) -> dict[str, Any]:
+    return {
+        "places": {place.label: place.tier.root for place in places},
+        "runs": {run: [step_json(view) for view in views] for run, views in runs.items()},
+    }
+
+
+def _table(*columns: tuple[str, Mapping[str, Any]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for name, options in columns:
+        table.add_column(name, **options)
+    return table
+
+
+def print_ls(
+    console: Console, places: Sequence[Place], runs: Mapping[str, Sequence[StepView]], *, now: float
+) -> None:
+    """One table for each run, oldest step first."""
+    for place in places:
+        console.print(f"[bold]{place.label}[/] {escape(place.tier.root)}", soft_wrap=True)
+    for run, views in runs.items():
+        done = sum(view.state == "complete" for view in views)
+        total = size(sum(view.nbytes for view in views))
+        console.print(f"\n[bold]run {escape(run)}[/]: {plural(len(views), 'step')}, {done} complete, {total}")
+        console.print(_ls_table(views, now, dates=console.width >= 100, where=len(places) > 1))
+        for view in views:
+            for note in view.notes:
+                console.print(f"[{_COLORS[view.state]}]step {view.id.step} (attempt {view.id.attempt})[/]: {escape(note)}")
+
+
+def _ls_table(views: Sequence[StepView], now: float, *, dates: bool, where: bool) -> Table:
+    table = _table(
+        ("step", {"justify": "right", "no_wrap": True}),
+        ("att", {"justify": "right", "no_wrap": True}),
+        ("names", {"overflow": "fold"}),
+        *([("created (UTC)", {"no_wrap": True})] if dates else []),
+        ("age", {"justify": "right", "no_wrap": True}),
+        ("size", {"justify": "right", "no_wrap": True}),
+        ("shards", {"justify": "right", "no_wrap": True}),
+        *([("where", {"overflow": "fold"})] if where else []),
+        ("state", {"no_wrap": True}),
+    )
+    for view in views:
+        created = view.created
+        cells = [str(view.id.step), str(view.id.attempt), escape("\n".join(view.names))]
+        cells += [_minute(created)] if dates else []
+        cells += ["" if created is None else duration(max(0.0, now - created)), size(view.nbytes)]
+        cells += [f"{len(view.present)}/{'?' if view.needed is None else view.needed}"]
+        cells += ["\n".join(copy.place.label for copy in view.copies)] if where else []
+        table.add_row(*cells, f"[{_COLORS[view.state]}]{view.state}[/]")
+    return table
+
+
+def print_inspection(
+    console: Console, view: StepView, headers: Mapping[int, tuple[Place, ShardHeader]], rows: Sequence[TensorRow],
+    tree: Sequence[Entry], *, limit: int | None,
+) -> None:  # fmt: skip
+    """Facts of the manifest, shards, tensors, Python objects."""
+    _print_facts(console, view)
+    if view.manifest is not None:
+        console.print()
+        console.print(_shard_table(view.manifest, view, headers))
+    shared = [row for row in rows if not row.per_rank]
+    own = [row for row in rows if row.per_rank]
+    console.print(f"\n[bold]tensors[/]: {len(shared)}, {size(sum(row.nbytes for row in shared))}; {_own(own)}")
+    if shared:
+        console.print(_tensor_table([*shared, *(own if limit is None else [])], limit, console.width))
+    if tree:
+        console.print("\n[bold]state[/] (top of the tree)")
+        console.print(_tree_table(tree))
+
+
+def _own(rows: Sequence[TensorRow]) -> str:
+    if not rows:
+        return "none belongs to one rank"
+    return f"and {len(rows)} that belong to single ranks, {size(sum(row.nbytes for row in rows))}"
+
+
+def _print_facts(console: Console, view: StepView) -> None:
+    info = dict(view.manifest.info) if view.manifest is not None else {}
+    tiers = info.pop("tiers", [])
+    nodes = sorted({shard.node for shard in view.manifest.shards}) if view.manifest is not None else []
+    facts = {
+        "run": view.run,
+        "step": f"{view.id.step}, attempt {view.id.attempt}, token {view.id.token}",
+        "names": ", ".join(view.names),
+        "created": utc(view.created),
+        "size": size(view.nbytes),
+        "written by": f"{plural(view.needed, 'rank') if view.needed else 'ranks'} on {', '.join(nodes) or '?'}",
+        "lies on": ", ".join(copy.place.tier.root for copy in view.copies), "also sent to": ", ".join(tiers),
+        "info": ", ".join(f"{key} {value}" for key, value in info.items()),
+    }  # fmt: skip
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("state", f"[{_COLORS[view.state]}]{view.state}[/]")
+    for name, text in facts.items():
+        if text:
+            table.add_row(name, escape(text))
+    for note in view.notes:
+        table.add_row("note", escape(note))
+    console.print(table)
+
+
+def _shard_table(manifest: Manifest, view: StepView, headers: Mapping[int, tuple[Place, ShardHeader]]) -> Table:
+    table = _table(
+        ("shard", {"no_wrap": True}), ("node", {"overflow": "fold"}), ("bytes", {"justify": "right", "no_wrap": True}),
+        ("tensors", {"justify": "right"}), ("blocks", {"justify": "right"}), ("there", {}),
+    )  # fmt: skip
+    for record in manifest.shards:
+        found = headers.get(record.rank)
+        there = "yes" if record.rank in view.present else "[bold red]no[/]"
+        table.add_row(
+            record.file, escape(record.node), f"{record.nbytes:,}", str(len(found[1].placed)) if found else "?",
+            str(len(record.digests)),
+            there if found or record.rank not in view.present else "[bold red]unreadable[/]",
+        )  # fmt: skip
+    return table
+
+
+def _shards(ranks: Sequence[int]) -> str:
+    """``0-3,7`` for the ranks 0, 1, 2, 3 and 7."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _tensor_table(rows: Sequence[TensorRow], limit: int | None, width: int) -> Table:
+    shown = rows if limit is None else rows[:limit]
+    table = _table(
+        ("key", {"overflow": "fold", "max_width": max(20, width - 48)}), ("dtype", {"no_wrap": True}),
+        ("shape", {"no_wrap": True}), ("size", {"justify": "right", "no_wrap": True}), ("shards", {"overflow": "fold"}),
+    )  # fmt: skip
+    for row in shown:
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        only = f"rank {row.shards[0]} only" if row.per_rank else _shards(row.shards)
+        table.add_row(escape(row.key), row.dtype, shape, size(row.nbytes), only)
+    if len(shown) < len(rows):
+        table.caption = f"{len(rows) - len(shown)} more; --tensors lists all"
+        table.caption_justify = "left"
+    return table
+
+
+def _tree_table(tree: Sequence[Entry]) -> Table:
+    table = _table(
+        ("entry", {"overflow": "fold"}), ("kind", {"overflow": "fold"}), ("tensors", {"justify": "right"}),
+        ("values", {"justify": "right"}), ("holds", {"overflow": "fold"}),
+    )  # fmt: skip
+    for entry in tree:
+        table.add_row(escape(entry.path), escape(entry.kind), str(entry.tensors), str(entry.values), escape(entry.text))
+    return table
+
+
+def inspection_json(view: StepView, rows: Iterable[TensorRow], tree: Iterable[Entry]) -> dict[str, Any]:
+    shards = view.manifest.shards if view.manifest is not None else ()
+    return {
+        **step_json(view),
+        "shards": [
+            {
+                "rank": record.rank, "file": record.file, "node": record.node, "nbytes": record.nbytes,
+                "blocks": len(record.digests), "there": record.rank in view.present,
+            }
+            for record in shards
+        ],
+        "tensors": [asdict(row) for row in rows],
+        "state": [asdict(entry) for entry in tree],
+    }  # fmt: skip
+
+
+def exported_json(done: Exported) -> dict[str, Any]:
+    return {
+        **_id(done.id), "path": done.path, "format": done.format, "nbytes": done.nbytes, "run": done.run, "tensors": done.tensors,
+        "weights_only": done.weights_only, "unsafe": list(done.unsafe), "plain": [list(pair) for pair in done.plain],
+        "tied": dict(done.tied), "left_out": list(done.left_out),
+    }  # fmt: skip
+
+
+def finding_json(finding: Finding) -> dict[str, Any]:
+    return {
+        **_id(finding.id), "run": finding.run, "place": finding.place, "bad": finding.bad, "path": finding.path,
+        "ranges": [list(pair) for pair in finding.ranges], "text": finding.text,
+    }  # fmt: skip
+
+
+def print_finding(console: Console, finding: Finding) -> None:
+    word = "[bold red]bad[/] " if finding.bad else "[yellow]note[/]"
+    console.print(f"{word} step {finding.id.step}: {escape(finding.path)} {escape(finding.text)}", soft_wrap=True)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "delete": [{**_id(d.listing.id), "why": d.why, "nbytes": d.nbytes, "names": list(d.names)} for d in plan.doomed],
+        "kept": [{**_id(kept.id), "why": kept.why} for kept in plan.kept],
+        "newest": _id(plan.newest.id) if plan.newest is not None else None,
+        "nbytes": sum(doomed.nbytes for doomed in plan.doomed),
+    }
+
+
+def print_plan(console: Console, run: str, plan: Plan) -> None:
+    """What would go, what stays although one might wonder, and which step is the newest."""
+    table = _table(
+        ("step", {"justify": "right", "no_wrap": True}), ("att", {"justify": "right", "no_wrap": True}),
+        ("size", {"justify": "right", "no_wrap": True}), ("why", {"no_wrap": True}), ("names it was given", {"overflow": "fold"}),
+    )  # fmt: skip
+    for doomed in plan.doomed:
+        step = doomed.listing.id
+        table.add_row(str(step.step), str(step.attempt), size(doomed.nbytes), doomed.why, escape(", ".join(doomed.names)))
+    if plan.doomed:
+        total = sum(doomed.nbytes for doomed in plan.doomed)
+        steps = plural(len(plan.doomed), "step")
+        console.print(f"[bold]run {escape(run)}[/]: {steps}, {size(total)} ({total:,} bytes) to delete")
+        console.print(table)
+    else:
+        console.print(f"[bold]run {escape(run)}[/]: nothing to delete")
+    for kept in plan.kept:
+        console.print(f"[yellow]kept[/] step {kept.id.step} (attempt {kept.id.attempt}): {escape(kept.why)}", soft_wrap=True)
+    if plan.newest is not None:
+        console.print(f"newest step, which stays: {plan.newest.id.step} (attempt {plan.newest.id.attempt})")

@@ -1,0 +1,233 @@
+"""``resiliency ckpt``: list, look into, verify, convert and delete checkpoints.
+
+Exit status: 0 all good; 1 something is bad, or the work was refused or failed; 2 the arguments or a path make no sense.
+Imports torch for ``export`` only, so that a listing is there at once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from resiliency.cli._ckpt_common import JsonOption, PathArgument, PathsArgument, RunOption, check, console, errors, fail, open_targets
+from resiliency.cli._ckpt_prune import prune
+
+if TYPE_CHECKING:
+    from resiliency.checkpoint.contents import Entry, TensorRow
+    from resiliency.checkpoint.layout import ShardHeader
+    from resiliency.checkpoint.survey import Place, StepView, Target
+    from resiliency.checkpoint.verify import Finding
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="List, look into, verify, convert and delete checkpoints.",
+    no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+)  # fmt: skip
+
+_TENSORS_SHOWN = 20
+
+
+def _surveys(targets: list[Target], run: str | None) -> tuple[list[Place], dict[str, list[StepView]]]:
+    """Steps by run over all places, narrowed to the steps that were named."""
+    from resiliency.checkpoint.survey import places_of, runs_of, survey
+    from resiliency.errors import NoCheckpointFound
+
+    runs = runs_of(targets)
+    if run is not None and run not in runs:
+        raise NoCheckpointFound(f"there is no run {run!r}; there are: {', '.join(runs) or 'none'}")
+    places = places_of(targets)
+    named = {target.step for target in targets if target.step is not None}
+    found = {}
+    for name in [run] if run is not None else runs:
+        views = survey(places, name)
+        found[name] = [view for view in views if not named or view.id in named]
+        for step in named - {view.id for view in views}:
+            shows = f"`resiliency ckpt ls {places[0].tier.root}` shows what is"
+            raise NoCheckpointFound(f"{step} of run {name!r} is not there; {shows}")
+    return places, found
+
+
+@app.command()
+def ls(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = False) -> None:
+    """List the steps of each run. Several paths are taken as tiers of one job."""
+    with open_targets(paths) as targets:
+        places, runs = _surveys(targets, run)
+        from resiliency.cli import _ckpt_tables as tables
+
+        if as_json:
+            typer.echo(json.dumps(tables.ls_json(places, runs), indent=2))
+            return
+        if not runs:
+            typer.echo(f"no checkpoints in {', '.join(place.tier.root for place in places)}")
+            return
+        tables.print_ls(console(), places, runs, now=time.time())
+
+
+@app.command()
+def inspect(
+    path: PathArgument,
+    run: RunOption = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help=f"List all tensors, not the {_TENSORS_SHOWN} largest.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what is inside one step: the named one, or the newest complete one."""
+    from resiliency.checkpoint.survey import one_step, places_of, survey
+
+    with open_targets([path]) as targets:
+        name, step = one_step(targets[0], run=run)
+        views = [view for view in survey(places_of(targets), name) if view.id == step]
+        if not views:
+            fail(f"{step} of run {name!r} is not in {targets[0].tier.root}; `resiliency ckpt ls` shows what is", 2)
+        view = views[0]
+        headers, rows, tree, problems = _contents(view)
+        view.notes += problems
+        from resiliency.cli import _ckpt_tables as tables
+
+        if as_json:
+            typer.echo(json.dumps(tables.inspection_json(view, rows, tree), indent=2))
+        else:
+            tables.print_inspection(console(), view, headers, rows, tree, limit=None if tensors else _TENSORS_SHOWN)
+        if problems:
+            raise typer.Exit(1)
+
+
+def _contents(view: StepView) -> tuple[dict[int, tuple[Place, ShardHeader]], list[TensorRow], list[Entry], list[str]]:
+    """Headers by rank, tensors, the top of the state tree, and what could not be read."""
+    from resiliency.checkpoint.contents import entries, read_header, read_objects, tensor_rows
+    from resiliency.errors import ResiliencyError
+
+    headers: dict[int, tuple[Place, ShardHeader]] = {}
+    tree: list[Entry] = []
+    problems: list[str] = []
+    for copy in view.copies:
+        for rank, record in sorted(copy.listing.records.items()):
+            if rank in headers or record.file not in copy.listing.sizes:
+                continue
+            try:
+                header = read_header(copy.place.tier, view.run, record)
+                headers[rank] = (copy.place, header)
+                if rank == 0:
+                    tree = entries(read_objects(copy.place.tier, view.run, record, header)["state"])
+            except ResiliencyError as error:
+                problems.append(str(error))
+    return headers, tensor_rows({rank: header for rank, (_, header) in headers.items()}), tree, problems
+
+
+@app.command()
+def verify(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = False) -> None:
+    """Read every byte of all complete steps (or of the named one) and compare it with what was written."""
+    from resiliency.checkpoint.verify import bytes_to_check
+
+    with open_targets(paths) as targets:
+        places, runs = _surveys(targets, run)
+        named = any(target.step is not None for target in targets)
+        views = [view for found in runs.values() for view in found if named or view.state != "unfinished"]
+        skipped = [view for found in runs.values() for view in found if view not in views]
+        if not views:
+            root = places[0].tier.root
+            fail(f"there is no complete checkpoint to verify in {root}; `resiliency ckpt ls {root}` shows what is", 2)
+        began = time.monotonic()
+        findings = check(views, as_json)
+        seconds = time.monotonic() - began
+        checked = sum(map(bytes_to_check, views))
+        bad = {(finding.run, finding.id) for finding in findings if finding.bad}
+        bad |= {(view.run, view.id) for view in views if view.state != "complete"}
+        if as_json:
+            _verify_json(views, findings, bad, skipped, checked)
+        else:
+            _verify_text(views, findings, bad, skipped, f"{checked:,} bytes in {seconds:.1f} s")
+        if bad:
+            raise typer.Exit(1)
+
+
+def _verify_json(
+    views: list[StepView], findings: list[Finding], bad: set[Any], skipped: list[StepView], checked: int
+) -> None:
+    from resiliency.cli import _ckpt_tables as tables
+
+    data = {
+        "good": not bad,
+        "checked_bytes": checked,
+        "steps": [{**tables.step_json(view), "good": (view.run, view.id) not in bad} for view in views],
+        "findings": [tables.finding_json(finding) for finding in findings],
+        "skipped": [tables.step_json(view) for view in skipped],
+    }
+    typer.echo(json.dumps(data, indent=2))
+
+
+def _verify_text(views: list[StepView], findings: list[Finding], bad: set[Any], skipped: list[StepView], figures: str) -> None:
+    from resiliency.cli import _ckpt_tables as tables
+
+    out = console()
+    for finding in findings:
+        tables.print_finding(out, finding)
+    for view in skipped:
+        typer.echo(f"skip step {view.id.step} (attempt {view.id.attempt}) of run {view.run}: unfinished, nothing resumes from it")
+    if not bad:
+        typer.echo(f"all good: {tables.plural(len(views), 'step')}, {figures}")
+        return
+    typer.echo(f"{len(bad)} of {tables.plural(len(views), 'step')} {'is' if len(bad) == 1 else 'are'} bad ({figures})")
+    for name in sorted({run for run, _ in bad}):
+        typer.echo(f"next: {_advice(name, views, bad)}")
+
+
+def _advice(run: str, views: list[StepView], bad: set[Any]) -> str:
+    steps = [view.id for view in views if view.run == run]
+    good = [step for step in steps if (run, step) not in bad]
+    if good and good[-1] == steps[-1]:
+        resume = f"a restart of run {run} resumes from step {good[-1].step}, which is good"
+    elif good:
+        resume = (
+            f"a restart of run {run} refuses bad copies, takes good ones from the job's other tiers, or else an older step"
+            f" (step {good[-1].step} is good)"
+        )
+    else:
+        resume = f"no step of run {run} is good here: a restart takes another tier of the job, or names what is damaged and stops"
+    return f"{resume}. Copy the files named above from another tier or a backup and verify again, or delete those step folders"
+
+
+@app.command()
+def export(
+    path: PathArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: OUT.ckpt or OUT.safetensors.")],
+    format: Annotated[str | None, typer.Option("--format", help="ckpt or safetensors; by default as OUT's suffix says.")] = None,
+    run: RunOption = None,
+    key: Annotated[str, typer.Option("--key", help="Entry of the state that holds the weights (safetensors).")] = "state_dict",
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Restore objects of your own classes. It can run code: trusted files only.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT when it exists.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a step as a stock torch/Lightning .ckpt, or its weights as .safetensors."""
+    with errors():
+        from resiliency.checkpoint.export import export as run_export
+        from resiliency.checkpoint.export import format_of
+
+        done = run_export(
+            path, str(out), format=format_of(out, format), run=run, allow_pickle=allow_pickle, force=force, key=key
+        )  # fmt: skip
+    from resiliency.cli import _ckpt_tables as tables
+
+    if as_json:
+        typer.echo(json.dumps(tables.exported_json(done), indent=2))
+        return
+    what = f"{tables.plural(done.tensors, 'tensor')}, {tables.size(done.nbytes)}"
+    typer.echo(f"{out}: step {done.id.step} of run {done.run}, {what}, every shard verified")
+    if done.format == "ckpt":
+        how = "weights_only=True" if done.weights_only else f"weights_only=False, because it holds {', '.join(done.unsafe)}"
+        typer.echo(f"loads with torch.load(..., {how})")
+    for where, name in done.plain:
+        typer.echo(f"note: {where} was a {name} and is the builtin type it derives from now; --allow-pickle keeps it")
+    for name, first in done.tied.items():
+        typer.echo(f"note: {name} is tied to {first}; both are in the file in full")
+    if done.left_out:
+        typer.echo(f"note: left out, because they are no tensors: {', '.join(done.left_out)}")
+
+
+app.command()(prune)

@@ -1,0 +1,204 @@
+"""Small checkpoints for tests: states to save, ranks in threads, series of steps on two tiers, and damage to their files.
+
+Ranks are threads of one process that talk over a ``HashStore``; the agent is embedded, so that a save, a load and the
+end of both take some tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+from resiliency.checkpoint.catalog import step_prefix
+from resiliency.checkpoint.checkpointer import Checkpointer, Restored
+from resiliency.checkpoint.exchange import Exchange, StoreExchange
+from resiliency.checkpoint.manifest import META_DIR, STEPS_DIR, StepId
+from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
+
+__all__ = [
+    "QUICK", "RUN", "Series", "bytes_of", "differences", "flip_bits", "make_checkpointer", "make_series", "make_state", "run_ranks", "step_dirs",
+]  # fmt: skip
+
+T = TypeVar("T")
+
+RUN = "run"
+
+#: Everything in one process; every tensor of a KiB is shared out between ranks; nobody waits for long.
+QUICK = CheckpointerOptions(
+    agent="embedded", lazy_bytes=1024, agree=timedelta(seconds=20), fence=timedelta(seconds=20), busy_wait=timedelta(seconds=10)
+)
+
+
+def make_state(seed: int, *, rows: int = 96) -> dict[str, Any]:
+    """A state with large and small tensors, tied ones, several dtypes and Python objects; differs in every tensor by ``seed``."""
+    made = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, 16, generator=made)
+    return {
+        "model": {
+            "weight": weight,
+            "tied": weight,
+            "half": torch.randn(rows, 8, generator=made).to(torch.bfloat16),
+            "ids": torch.randint(0, 1 << 40, (rows, 4), generator=made),
+            "flag": torch.tensor([True, False, bool(seed % 2)]),
+        },
+        "optimizer": {"state": {0: {"step": torch.tensor(float(seed)), "exp_avg": torch.randn(rows, 16, generator=made)}}, "lr": 1e-3 * seed},
+        "loops": {"step": seed, "history": [(seed, "a"), (seed + 1, "b")]},
+    }
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The tensor's elements in C order, bit for bit (NaN payloads and signs of zero included)."""
+    plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two state trees differ, in words; empty when they are equal bit for bit, types included."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+            return [f"{where}: {type(one).__name__} and {type(other).__name__}"]
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return [f"{where}: {one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"]
+        return [] if bytes_of(one) == bytes_of(other) else [f"{where}: values differ"]
+    if type(one) is not type(other):
+        return [f"{where}: {type(one).__name__} and {type(other).__name__}"]
+    if isinstance(one, Mapping):
+        if list(one) != list(other):
+            return [f"{where}: keys {list(one)} and {list(other)}"]
+        return [text for key in one for text in differences(one[key], other[key], f"{where}/{key}")]
+    if isinstance(one, list | tuple):
+        if len(one) != len(other):
+            return [f"{where}: {len(one)} and {len(other)} items"]
+        return [text for i, (a, b) in enumerate(zip(one, other, strict=True)) for text in differences(a, b, f"{where}/{i}")]
+    return [] if one == other else [f"{where}: {one!r} and {other!r}"]
+
+
+def run_ranks(world_size: int, work: Callable[[int, Exchange], T], *, timeout_s: float = 60) -> list[T]:
+    """Calls ``work(rank, exchange)`` for every rank at once, each on a thread of its own.
+
+    Returns:
+        What each returned, by rank.
+
+    Raises:
+        TimeoutError: a rank did not return in time (its thread is left behind).
+        Exception: what the first rank raised that did.
+    """
+    store = HashStore()
+    pool = ThreadPoolExecutor(world_size, thread_name_prefix="rank")
+    try:
+        futures = [
+            pool.submit(work, rank, StoreExchange(store, rank=rank, world_size=world_size, prefix="ranks")) for rank in range(world_size)
+        ]
+        late = wait(futures, timeout=timeout_s).not_done
+        if late:
+            raise TimeoutError(f"rank(s) {[rank for rank, future in enumerate(futures) if future in late]} did not return in {timeout_s:.0f} s")
+        return [future.result() for future in futures]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def make_checkpointer(
+    directory: str | Path | LocalTierOptions, exchange: Exchange | None = None, *, run: str = RUN,
+    options: CheckpointerOptions = QUICK, **further: Any,
+) -> Checkpointer:  # fmt: skip
+    """A Checkpointer that does not look at the environment."""
+    target = directory if isinstance(directory, LocalTierOptions) else str(directory)
+    rank, world_size = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
+    return Checkpointer(target, run=run, rank=rank, world_size=world_size, exchange=exchange, options=options, **further)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Steps saved by several ranks below ``root``: a local tier in ``root/local`` and, maybe, a remote one in ``root/remote``.
+
+    Attributes:
+        steps: step numbers, oldest first; the state of step N is ``make_state(N)``, the per-rank part ``per_rank(N, rank)``.
+    """
+
+    root: Path
+    world_size: int
+    steps: tuple[int, ...]
+    remote: bool
+
+    @property
+    def local_dir(self) -> Path:
+        return self.root / "local"
+
+    @property
+    def remote_dir(self) -> Path:
+        return self.root / "remote"
+
+    @property
+    def tiers(self) -> list[Path]:
+        return [self.local_dir, self.remote_dir] if self.remote else [self.local_dir]
+
+    @staticmethod
+    def per_rank(step: int, rank: int) -> dict[str, Any]:
+        return {"rng": torch.full((64,), step * 100 + rank, dtype=torch.int32), "rank": rank, "step": step}
+
+    def copy_to(self, root: Path) -> Series:
+        shutil.copytree(self.root, root)
+        return Series(root, self.world_size, self.steps, self.remote)
+
+    def open(self, exchange: Exchange | None, **options: Any) -> Checkpointer:
+        remotes = [RemoteTierOptions(address=str(self.remote_dir), keep=None)] if self.remote else []
+        return make_checkpointer(LocalTierOptions(directory=str(self.local_dir), keep=None), exchange, remotes=remotes, **options)
+
+    def load(self, **arguments: Any) -> list[Restored | None]:
+        """Loads with fresh checkpointers on ``world_size`` ranks; returns what each got."""
+
+        def work(rank: int, exchange: Exchange) -> Restored | None:
+            checkpointer = self.open(exchange)
+            try:
+                return checkpointer.load(**arguments)
+            finally:
+                checkpointer.close(flush=False)
+
+        return run_ranks(self.world_size, work)
+
+    def problems(self, restored: Restored, rank: int) -> list[str]:
+        """What in a restored checkpoint is not bit for bit what was saved at its step."""
+        if restored.step not in self.steps:
+            return [f"step {restored.step} was never saved"]
+        found = differences(restored.state, make_state(restored.step))
+        return found + differences(restored.per_rank, self.per_rank(restored.step, rank), "per_rank")
+
+
+def make_series(root: Path, *, steps: Sequence[int] = (10, 20, 30), world_size: int = 2, remote: bool = True) -> Series:
+    """Saves the steps on ``world_size`` ranks and waits until they are on every tier."""
+    series = Series(root, world_size, tuple(steps), remote)
+
+    def work(rank: int, exchange: Exchange) -> None:
+        with series.open(exchange) as checkpointer:
+            for step in steps:
+                ticket = checkpointer.save(step, make_state(step), per_rank=series.per_rank(step, rank), names=[f"step={step}.ckpt"])
+                assert ticket is not None
+                ticket.wait("committed", timeout=timedelta(seconds=20))
+
+    run_ranks(world_size, work)
+    return series
+
+
+def step_dirs(tier: str | Path, run: str = RUN) -> dict[StepId, Path]:
+    """Step folders of a run in a folder tier, oldest first, whether whole or not."""
+    base = Path(tier, META_DIR, run, STEPS_DIR)
+    found = {StepId.parse(path.name): path for path in base.iterdir()} if base.is_dir() else {}
+    return {step: Path(tier, step_prefix(run, step)) for step in sorted(step for step in found if step is not None)}
+
+
+def flip_bits(path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+    """Inverts every bit of the byte ranges ``[start, end)``; negative offsets count from the end of the file."""
+    data = bytearray(path.read_bytes())
+    for start, end in ranges:
+        for index in range(*slice(start, end).indices(len(data))):
+            data[index] ^= 0xFF
+    path.write_bytes(data)

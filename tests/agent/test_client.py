@@ -1,0 +1,235 @@
+"""The trainer's end of the link, with real agent processes that are killed, stopped, or cannot start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from resiliency.agent import client
+from resiliency.checkpoint import checkpointer as checkpointer_module
+from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.options import LocalTierOptions
+from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state
+
+SOON = timedelta(seconds=20)
+PROCESS = replace(QUICK, agent="process", drain=timedelta(seconds=10))
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return tmp_path / "local"
+
+
+def agents() -> list[psutil.Process]:
+    """Agent processes this test started, dead or alive."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.status() == psutil.STATUS_ZOMBIE or "resiliency.agent" in child.cmdline():
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def running() -> list[psutil.Process]:
+    return [process for process in agents() if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(autouse=True)
+def no_agent_stays() -> Iterator[None]:
+    yield
+    for process in running():
+        process.kill()
+        process.wait(5)
+
+
+def until(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
+    """Polls a fact of the operating system, which announces nothing."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def save(checkpointer: Checkpointer, step: int) -> bool:
+    ticket = checkpointer.save(step, make_state(step))
+    if ticket is None:
+        return False
+    ticket.wait("durable", timeout=SOON)
+    return True
+
+
+def loads(local: Path) -> int | None:
+    checkpointer = make_checkpointer(local)
+    try:
+        restored = checkpointer.load()
+        if restored is None:
+            return None
+        assert differences(restored.state, make_state(restored.step)) == []
+        return restored.step
+    finally:
+        checkpointer.close(flush=False)
+
+
+def test_agent_lives_as_long_as_the_job_and_no_longer(local: Path) -> None:
+    with make_checkpointer(local, options=PROCESS) as checkpointer:
+        assert not checkpointer.session.client.embedded
+        (agent,) = running()
+        assert agent.nice() >= 10 or os.nice(0) > 0, "the agent competes with training"
+        assert save(checkpointer, 1)
+        assert running() == [agent]
+    assert until(lambda: not agents()), "the agent stays, or is a zombie"
+    assert loads(local) == 1
+
+
+def test_a_killed_agent_is_replaced_and_the_save_in_flight_is_committed(local: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with make_checkpointer(local, options=PROCESS) as checkpointer:
+        assert save(checkpointer, 1)
+        ticket = checkpointer.save(2, make_state(2), lazy=True)
+        assert ticket is not None
+        (agent,) = running()
+        agent.kill()
+        ticket.wait("durable", timeout=SOON)
+        assert save(checkpointer, 3)
+        assert not checkpointer.session.client.embedded
+        assert until(lambda: len(agents()) == 1), "the killed agent is a zombie"
+        assert [entry.getMessage() for entry in caplog.records if "is gone; starting another" in entry.getMessage()]
+    assert loads(local) == 3
+    assert until(lambda: not agents())
+
+
+def test_an_agent_killed_with_a_sealed_save_does_not_lose_it(local: Path) -> None:
+    """Sealed and not yet recorded when the agent dies: the successor gets the seal again."""
+    with make_checkpointer(local, options=PROCESS) as checkpointer:
+        assert save(checkpointer, 1)
+        (agent,) = running()
+        agent.suspend()
+        ticket = checkpointer.save(2, make_state(2))
+        assert ticket is not None and ticket.reached == {"copied"}
+        agent.kill()
+        ticket.wait("durable", timeout=SOON)
+    assert loads(local) == 2
+
+
+def test_after_many_deaths_the_trainer_does_the_work(local: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with make_checkpointer(local, options=PROCESS) as checkpointer:
+        step = 0
+        while not checkpointer.session.client.embedded and step < 12:
+            step += 1
+            assert save(checkpointer, step)
+            for agent in running():
+                agent.kill()
+            assert until(lambda: bool(running()) or checkpointer.session.client.embedded)
+        assert checkpointer.session.client.embedded, "agents are started for ever"
+        assert save(checkpointer, step + 1)
+        assert len([entry for entry in caplog.records if "inside the trainer" in entry.getMessage()]) == 1
+    assert loads(local) == step + 1
+    assert until(lambda: not agents())
+
+
+def test_a_stopped_agent_does_not_stop_training(local: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(checkpointer_module, "_HUNG_S", 0.5)
+    options = replace(PROCESS, busy_wait=timedelta(seconds=0.2))
+    checkpointer = make_checkpointer(local, options=options)
+    stopped = None
+    try:
+        assert save(checkpointer, 1)
+        (stopped,) = running()
+        stopped.suspend()
+        results, longest = [], 0.0
+        for step in range(2, 12):
+            began = time.monotonic()
+            ticket = checkpointer.save(step, make_state(step))
+            longest = max(longest, time.monotonic() - began)
+            results.append(ticket is not None)
+            if ticket is not None and checkpointer.session.client.embedded:
+                break
+        assert longest < 2.5, f"a save blocked training for {longest:.1f} s"
+        assert any(not taken for taken in results), "no save was skipped"
+        assert len([entry for entry in caplog.records if "no checkpoint at step" in entry.getMessage() and entry.levelno >= logging.WARNING]) == 1
+        assert until(lambda: checkpointer.session.client.embedded)
+        assert save(checkpointer, 50)
+        # The stopped agent comes back and finds that it has been replaced.
+        stopped.resume()
+        assert until(lambda: not running()), "an agent without ranks stays"
+        assert save(checkpointer, 51)
+    finally:
+        if stopped is not None and stopped.is_running():
+            stopped.resume()
+        checkpointer.close(timeout=timedelta(seconds=5))
+    assert loads(local) == 51
+
+
+@pytest.mark.parametrize("how", ["ends at once", "never listens"])
+def test_an_agent_that_cannot_start(local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n" + ("exit 1\n" if how == "ends at once" else "exec sleep 60\n"))
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(client, "_START_S", 0.3)
+    monkeypatch.setattr(client, "_MAX_LOSSES", 1)
+    with make_checkpointer(local, options=PROCESS) as checkpointer:
+        assert checkpointer.session.client.embedded
+        assert save(checkpointer, 1)
+        assert len([entry for entry in caplog.records if "inside the trainer" in entry.getMessage()]) == 1
+    assert not agents()
+    assert loads(local) == 1
+
+
+def test_no_python_at_all(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with make_checkpointer(local, options=PROCESS) as checkpointer:
+        assert save(checkpointer, 1)
+    assert loads(local) == 1
+
+
+def test_two_jobs_on_one_directory(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from resiliency.agent import server
+
+    assert server._OLD_CLIENTS_S <= 30, "the second job waits too long for its refusal"
+    with make_checkpointer(local, options=PROCESS, run="one") as one, make_checkpointer(local, options=PROCESS, run="two") as two:
+        assert save(one, 1) and save(two, 2)
+        assert len(running()) == 2
+    assert until(lambda: not agents())
+
+
+def test_no_descriptor_thread_or_process_is_lost(local: Path) -> None:
+    import threading
+
+    def count() -> tuple[int, int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(agents())
+
+    with make_checkpointer(local, options=PROCESS):
+        pass
+    assert until(lambda: not agents())
+    before = count()
+    for step in range(1, 4):
+        with make_checkpointer(LocalTierOptions(directory=str(local), keep=1), options=PROCESS) as checkpointer:
+            assert save(checkpointer, step)
+            if step == 2:
+                running()[0].send_signal(signal.SIGKILL)
+                assert save(checkpointer, 10 * step)
+        assert until(lambda: not agents())
+    assert count() == before
+    assert loads(local) == 20
+
+
+def test_closing_twice_and_without_opening(local: Path) -> None:
+    checkpointer = make_checkpointer(local, options=PROCESS)
+    checkpointer.close()
+    checkpointer.close()
+    assert not agents()

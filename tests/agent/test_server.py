@@ -1,0 +1,306 @@
+"""Who is let in, who is refused and why, and when the agent ends. The server runs on a thread of this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.agent import server, uploader
+from resiliency.agent.client import AgentClient
+from resiliency.agent.protocol import PROTOCOL_VERSION, AgentConfig, Framer, TierSpec, pack
+from resiliency.agent.server import EXIT_TAKEN, AgentServer
+from resiliency.checkpoint.tiers.local import LocalTier
+from resiliency.errors import AgentError
+from resiliency.events import EventWriter
+from resiliency.testing.tier_doubles import SlowTier
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> AgentConfig:
+    return AgentConfig(
+        run="run", node="n", attempt=1, token="0a0b0c", world_size=2, local_ranks=(0, 1), shared=True,
+        local=TierSpec(address=str(tmp_path / "local"), name="local", keep=3), durable=True, drain_s=5.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[AgentConfig], threading.Thread]]:
+    monkeypatch.setattr(server, "_OLD_CLIENTS_S", 0.3)
+    monkeypatch.setattr(server, "_FIRST_CLIENT_S", 5.0)
+    running: list[threading.Thread] = []
+
+    def start(config: AgentConfig) -> threading.Thread:
+        thread = threading.Thread(target=AgentServer(config).run, name="resiliency-test-server", daemon=True)
+        thread.start()
+        running.append(thread)
+        return thread
+
+    yield start
+    for thread in running:
+        thread.join(15)
+        assert not thread.is_alive(), "the agent did not end by itself"
+
+
+def client_of(config: AgentConfig, rank: int = 0) -> AgentClient:
+    return AgentClient(config, rank, EventWriter(run=config.run, attempt=1, rank=rank, host="n", sinks=()))
+
+
+def dial(config: AgentConfig) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(10)
+    try:
+        connection.connect(config.address())
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def hello(config: AgentConfig, rank: int = 0, **values: Any) -> bytes:
+    return pack({"t": "hello", "v": PROTOCOL_VERSION, "rank": rank, "config": config.to_json(), **values})
+
+
+def answer(connection: socket.socket) -> dict[str, Any] | None:
+    """The next message; None when the other side closed."""
+    framer = Framer()
+    while data := connection.recv(1 << 16):
+        for message in framer.feed(data):
+            return message
+    return None
+
+
+def seal(config: AgentConfig, step: int = 1, tiers: tuple[str, ...] = ()) -> dict[str, Any]:
+    path = Path(config.local.address, f"shard-{step}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x" * 100)
+    return {
+        "t": "seal", "step": step, "serial": 0, "path": str(path), "inode": path.stat().st_ino, "nbytes": 100, "plan": "p", "names": [],
+        "supersedes": [], "created": time.time(), "info": {}, "tiers": list(tiers),
+    }  # fmt: skip
+
+
+def test_welcome_and_the_end_after_the_last_rank(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
+    thread = serve(config)
+    with dial(config) as first, dial(config) as second:
+        first.sendall(hello(config, 0))
+        second.sendall(hello(config, 1))
+        assert (answer(first) or {})["t"] == "welcome" and (answer(second) or {})["t"] == "welcome"
+        first.close()
+        thread.join(0.3)
+        assert thread.is_alive(), "it ended while a rank was there"
+    thread.join(10)
+    assert not thread.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        dial(config)
+
+
+def test_nobody_comes(config: AgentConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_FIRST_CLIENT_S", 0.2)
+    alone = AgentServer(config)
+    began = time.monotonic()
+    alone.run()
+    assert time.monotonic() - began < 5
+    server._shut(alone._listener)  # the process would have ended here
+
+
+def test_one_agent_for_each_directory(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
+    serve(config)
+    with pytest.raises(SystemExit) as caught:
+        AgentServer(config)
+    assert caught.value.code == EXIT_TAKEN
+    with dial(config) as connection:
+        connection.sendall(hello(config))
+        assert answer(connection) is not None
+
+
+def test_another_job_on_the_same_directory_is_refused_with_advice(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
+    serve(config)
+    mine = client_of(config)
+    mine.open()
+    try:
+        theirs = client_of(dataclasses.replace(config, attempt=2, token="ffffff"))
+        began = time.monotonic()
+        with pytest.raises(AgentError) as caught:
+            theirs.open()
+        assert time.monotonic() - began < 5
+        for word in (config.local.address, "'run'", "attempt 1", "RESILIENCY_RUN"):
+            assert word in str(caught.value)
+        theirs.close()
+        # The job that was first has noticed nothing.
+        mine.send(seal(config))
+        assert mine.flush("committed", timeout_s=5)
+        assert [message["t"] for message in mine.poll()] == ["recorded"]
+    finally:
+        mine.close()
+
+
+def test_the_next_attempt_waits_for_the_one_before_to_leave(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_OLD_CLIENTS_S", 10.0)
+    serve(config)
+    old = client_of(config)
+    old.open()
+    threading.Timer(0.3, old.close).start()
+    later = dataclasses.replace(config, attempt=2, token="ffffff")
+    new = client_of(later)
+    new.open()
+    try:
+        assert not new.embedded
+        new.send(seal(later))
+        assert new.flush("committed", timeout_s=5)
+        assert [message["t"] for message in new.poll()] == ["recorded"]
+    finally:
+        new.close()
+
+
+def test_a_new_attempt_joins_an_agent_that_is_still_sending(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from datetime import timedelta
+
+    free = threading.Event()
+    remote = SlowTier(LocalTier(tmp_path / "remote", name="store"), delay=timedelta(seconds=30), pause=free.wait)
+    monkeypatch.setattr(uploader, "open_tier", lambda *_, **__: remote)
+    config = dataclasses.replace(
+        config, world_size=1, local_ranks=(0,), remotes=(TierSpec(address=str(tmp_path / "remote"), name="store"),)
+    )
+    thread = serve(config)
+    old = client_of(config)
+    old.open()
+    old.send(seal(config, tiers=("store",)))
+    assert old.flush("durable", timeout_s=5)
+    old.close()
+    thread.join(0.2)
+    assert thread.is_alive(), "it ended without waiting for the upload"
+    threading.Timer(0.3, free.set).start()  # the upload is cut off by the change, and resumed
+    later = dataclasses.replace(config, attempt=2, token="ffffff")
+    new = client_of(later)
+    new.open()
+    try:
+        assert not new.embedded
+    finally:
+        new.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, b"\n", b"[]\n", b'{"t":"seal"}\n', b'{"t":"hello"}\n', b'{"t":"hello","v":1,"rank":0,"config":"{}"}\n',
+        b'{"t":"hello","v":1,"rank":0,"config":5}\n', b'{"t":"hello","v":1,"rank":"x","config":"[]"}\n',
+        b'{"t":"hello","v":1,"rank":0,"config":"{\\"local_ranks\\":[0],\\"local\\":{},\\"remotes\\":[]}"}\n',
+    ],
+)  # fmt: skip
+def test_garbage_on_the_socket_harms_nobody(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], data: bytes) -> None:
+    serve(config)
+    rank = client_of(config)
+    rank.open()
+    try:
+        with dial(config) as connection:
+            connection.sendall(data)
+            if not data.endswith(b"\n"):
+                connection.shutdown(socket.SHUT_WR)
+            assert answer(connection) is None, "it went on talking"
+        rank.send(seal(config))
+        assert rank.flush("committed", timeout_s=5)
+    finally:
+        rank.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"t": "begin"}, {"t": "seal", "step": "x", "serial": 0}, {"t": "delete", "names": [["a"]], "after": 1}, {"t": "delete", "names": 3, "after": 1},
+        {"t": "flush"}, {"t": "progress", "step": 1}, {"t": "complete"}, {"t": "begin", "step": 1, "serial": 0, "path": 5, "inode": 1, "nbytes": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_malformed_message_of_one_rank_does_not_harm_another(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], message: dict[str, Any]
+) -> None:
+    serve(config)
+    good = client_of(config, 1)
+    good.open()
+    try:
+        with dial(config) as bad:
+            bad.sendall(hello(config, 0))
+            assert (answer(bad) or {})["t"] == "welcome"
+            bad.sendall(pack(message))
+            good.send(seal(config))
+            assert good.flush("committed", timeout_s=5)
+    finally:
+        good.close()
+
+
+def test_another_version_of_the_protocol_is_told(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
+    serve(config)
+    with dial(config) as connection:
+        connection.sendall(hello(config, v=99))
+        said = answer(connection)
+        assert said is not None and said["t"] == "refused" and "99" in said["reason"]
+    with dial(config) as connection:
+        connection.sendall(hello(config))
+        answer(connection)
+
+
+def test_another_user_is_not_heard(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
+    serve(config)
+    script = (
+        "import os, socket, sys\n"
+        "os.setuid(65534)\n"
+        "s = socket.socket(socket.AF_UNIX); s.settimeout(10); s.connect(bytes.fromhex(sys.argv[1]))\n"
+        "try:\n"
+        "    s.sendall(sys.argv[2].encode() + b'\\n'); said = s.recv(100)\n"
+        "except (BrokenPipeError, ConnectionResetError):\n"
+        "    said = b''\n"
+        "sys.exit(0 if said == b'' else 7)\n"
+    )
+    arguments = [config.address().encode().hex(), hello(config).decode().strip()]
+    done = subprocess.run([sys.executable, "-S", "-c", script, *arguments], timeout=30, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    with dial(config) as connection:
+        connection.sendall(hello(config))
+        assert (answer(connection) or {})["t"] == "welcome"
+
+
+def test_a_local_tier_that_cannot_be_read_is_told(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], tmp_path: Path) -> None:
+    steps = tmp_path / "local" / ".resiliency" / "run"
+    steps.mkdir(parents=True)
+    (steps / "steps").symlink_to("steps")  # a link to itself: ELOOP
+    serve(config)
+    with dial(config) as connection:
+        connection.sendall(hello(config))
+        said = answer(connection)
+        assert said is not None
+        if said["t"] == "refused":
+            assert str(tmp_path) in said["reason"]
+    # The server still lives and lets go of the socket when asked properly.
+    (steps / "steps").unlink()
+    with dial(config) as connection:
+        connection.sendall(hello(config))
+        assert (answer(connection) or {})["t"] == "welcome"
+
+
+def test_a_rank_that_comes_again_replaces_itself(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
+    """Its old connection may be noticed as broken only later; that must not take the new one down."""
+    serve(config)
+    with dial(config) as old:
+        old.sendall(hello(config))
+        answer(old)
+        with dial(config) as new:
+            new.sendall(hello(config))
+            assert (answer(new) or {})["t"] == "welcome"
+            old.close()
+            new.sendall(pack(seal(config)))
+            assert (answer(new) or {}) == {"t": "recorded", "step": 1, "serial": 0}
+
+

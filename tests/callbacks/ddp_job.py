@@ -1,0 +1,63 @@
+"""What each of two ranks runs in :mod:`tests.callbacks.test_ddp`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from tests.callbacks.harness import loader, make_net, make_trainer, names, ours, stock
+
+warnings.filterwarnings("ignore")
+PL = "lightning.pytorch"
+
+
+class Uneven(pl.Callback):
+    """Holds tensors of another number and size on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.tensors = {str(i): torch.full((i + 1 + rank,), float(rank)) for i in range(1 + 2 * rank)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.tensors
+
+
+class Raising(pl.Callback):
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 5:
+            raise RuntimeError("one rank only")
+
+
+def train(
+    *, directory: str, result: str, max_steps: int, own: bool = True, uneven: bool = False, ckpt_path: str | None = None, raising: int = -1,
+    arguments: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Trains and writes what this rank knows at the end, also when it fails."""
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    given: dict[str, Any] = {"every_n_train_steps": 3, "monitor": "step", "mode": "max", "save_top_k": 2, "filename": "{step}", "save_last": True}
+    callback = (ours if own else lambda ns, d, **k: stock(ns)(d, **k))(PL, directory, **(given | (arguments or {})))
+    callbacks = [callback, *([Uneven(rank)] if uneven else []), *([Raising()] if raising == rank else [])]
+    strategy = pl.strategies.DDPStrategy(process_group_backend="gloo")
+    trainer = make_trainer(PL, callbacks, root=Path(directory), devices=world_size, strategy=strategy, max_steps=max_steps, max_epochs=-1)
+    net = make_net(PL, width=200, dropout=0.2)
+    torch.manual_seed(100 + rank)
+    error = ""
+    try:
+        trainer.fit(net, loader(shuffle=True), ckpt_path=ckpt_path)
+    except Exception as raised:  # Boundary: the test is told; the process ends by itself.
+        error = str(raised)
+    digest = hashlib.sha256()
+    for tensor in net.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    answer = {
+        "error": error, "hash": digest.hexdigest(), "step": trainer.global_step, "best": callback.best_model_path,
+        "best_k": sorted(callback.best_k_models), "last": callback.last_model_path, "names": sorted(names(Path(directory))),
+    }  # fmt: skip
+    Path(f"{result}.{rank}").write_text(json.dumps(answer))

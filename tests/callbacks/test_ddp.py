@@ -1,0 +1,94 @@
+"""Two ranks with gloo: both write, both resume, and one that raises alone ends by itself."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.testing.zygote import Zygote
+from tests.callbacks.harness import content, differences, names, rank_state
+from tests.e2e.driver import free_port
+
+PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "tests.callbacks.ddp_job", "resiliency.checkpoint.checkpointer", "asyncio"]
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    log = tmp_path_factory.mktemp("zygote") / "log"
+    with Zygote(PRELOAD, log=str(log), path=[str(Path(__file__).parents[2])]) as started:
+        yield started
+
+
+def run(zygote: Zygote, directory: Path, *, deadline_s: float = 60, **arguments: Any) -> list[dict[str, Any]]:
+    """What each rank wrote at its end; fails when one is not done in time."""
+    port, result = str(free_port()), directory.parent / f"{directory.name}-{time.monotonic_ns()}"
+    workers = [
+        zygote.start(
+            "tests.callbacks.ddp_job:train", {"directory": str(directory), "result": str(result), **arguments},
+            env={
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "callbacks", "NODE_RANK": "0", "GROUP_RANK": "0",
+            },
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    deadline = time.monotonic() + deadline_s
+    try:
+        for worker in workers:
+            worker.wait(timeout_s=max(0.1, deadline - time.monotonic()))
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(2)]
+
+
+def test_unequal_states_both_files_and_exact_resume(zygote: Zygote, tmp_path: Path) -> None:
+    straight = run(zygote, tmp_path / "straight", max_steps=11)
+    assert [answer["error"] for answer in straight] == ["", ""]
+
+    directory = tmp_path / "run"
+    first = run(zygote, directory, max_steps=7, uneven=True)
+    assert [answer["error"] for answer in first] == ["", ""]
+    assert names(directory) == {"step=3.ckpt", "step=6.ckpt", "last.ckpt"}
+    assert first[0]["best"] == first[1]["best"] == str(directory / "step=6.ckpt")
+    assert first[0]["best_k"] == first[1]["best_k"]
+    for folder in (directory / ".resiliency/default/steps").iterdir():
+        assert {path.name for path in folder.iterdir()} >= {"shard-00000.safetensors", "shard-00001.safetensors", "manifest.json"}
+    uneven = next(value for key, value in content(directory / "last.ckpt")["callbacks"].items() if "Uneven" in key)
+    assert list(uneven) == ["0"] and uneven["0"].tolist() == [0.0], "of rank 0, as the stock class saves it"
+    own = [rank_state(directory / "last.ckpt", rank=rank)["rank_state"] for rank in (0, 1)]
+    assert [state["rank"] for state in own] == [0, 1]
+    assert differences(own[0]["rng"], own[1]["rng"]) != []
+
+    second = run(zygote, directory, max_steps=11, uneven=True)
+    # Batch statistics differ between ranks, so each rank has a digest of its own.
+    assert [answer["hash"] for answer in second] == [answer["hash"] for answer in straight]
+    assert second[0]["names"] == ["last.ckpt", "step=6.ckpt", "step=9.ckpt"]
+
+
+def test_the_same_as_stock(zygote: Zygote, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    answers = []
+    for own in (False, True):
+        arguments = {"exact_resume": False} if own else {}
+        answers.append(run(zygote, directory, max_steps=7, own=own, arguments=arguments))
+        directory.rename(tmp_path / f"own-{own}")
+    assert answers[0] == answers[1]
+    expected, found = (content(tmp_path / f"own-{own}" / "last.ckpt") for own in (False, True))
+    assert differences(expected, found) == []
+
+
+def test_one_rank_that_raises_alone_does_not_wait_for_the_other(zygote: Zygote, tmp_path: Path) -> None:
+    began = time.monotonic()
+    answers = run(zygote, tmp_path / "run", max_steps=20, raising=1, arguments={"save_on_exception": True})
+    assert time.monotonic() - began < 55
+    assert answers[1]["error"] == "one rank only"
+    assert answers[0]["error"], "the other one loses its connection"
+    assert {"step=3.ckpt", "last.ckpt"} <= names(tmp_path / "run")
+    again = run(zygote, tmp_path / "run", max_steps=8)
+    assert [answer["step"] for answer in again] == [8, 8]

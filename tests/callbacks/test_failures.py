@@ -1,0 +1,277 @@
+"""Training outlives checkpointing: a full disk, a folder that cannot be written, a dead agent; and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import signal
+import threading
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from resiliency import faultpoints
+from resiliency.checkpoint import session
+from resiliency.checkpoint.options import CheckpointerOptions
+from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, steps
+
+PL = "lightning.pytorch"
+EVERY: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"}
+
+
+def events(directory: Path, kind: str, run: str = "default") -> list[dict[str, Any]]:
+    lines = [line for path in (directory / f".resiliency/{run}/events").glob("*.jsonl") for line in path.read_text().splitlines()]
+    return [event for event in map(json.loads, lines) if event["event_type"] == kind]
+
+
+class At(pl.Callback):
+    """Does something at the start of the batch after ``step`` steps."""
+
+    def __init__(self, step: int, do: Any) -> None:
+        self.step, self.do = step, do
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            self.do()
+
+
+def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("resiliency")]
+
+
+@pytest.mark.parametrize("point", ["agent.record.write", "agent.manifest.write", "agent.shard.rename"])
+def test_a_full_disk_in_the_middle(point: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = ours(PL, tmp_path, **EVERY)
+    callbacks = [At(2, lambda: faultpoints.arm(f"{point}:full@*")), At(6, lambda: faultpoints.arm("")), callback]
+    trainer = make_trainer(PL, callbacks, root=tmp_path)
+    trainer.fit(make_net(PL), loader())
+    assert trainer.global_step == 12
+    assert {"step=8.ckpt", "step=10.ckpt", "step=12.ckpt"} <= names(tmp_path)
+    assert content(tmp_path / "step=12.ckpt")["global_step"] == 12
+    assert len([text for text in warnings_of_ours(caplog) if "training goes on" in text]) <= 2
+    assert events(tmp_path, "checkpoint_failed")
+
+
+def test_no_room_for_shard_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    full = threading.Event()
+    full.set()
+    original = os.posix_fallocate
+
+    def fallocate(fd: int, offset: int, length: int) -> None:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        original(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    callbacks = [At(5, full.clear), ours(PL, tmp_path, **EVERY)]
+    trainer = make_trainer(PL, callbacks, root=tmp_path)
+    trainer.fit(make_net(PL), loader())
+    assert trainer.global_step == 12
+    assert {"step=6.ckpt", "step=12.ckpt"} <= names(tmp_path)
+    assert events(tmp_path, "checkpoint_failed")
+    assert warnings_of_ours(caplog)
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Below a file; when the file goes, later saves work."""
+    (tmp_path / "file").write_text("in the way")
+    directory = tmp_path / "file" / "ckpts"
+    callbacks = [At(5, (tmp_path / "file").unlink), ours(PL, directory, **EVERY)]
+    trainer = make_trainer(PL, callbacks, root=tmp_path)
+    trainer.fit(make_net(PL), loader())
+    assert trainer.global_step == 12
+    assert len(warnings_of_ours(caplog)) == 1, "one warning"
+    assert names(directory) == {"step=8.ckpt", "step=10.ckpt", "step=12.ckpt"}  # tried again at the 1st, 2nd, 4th missed save
+
+
+def test_a_directory_that_can_be_read_but_not_written_is_still_resumed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path, max_steps=8, max_epochs=-1).fit(make_net(PL), loader())
+    def refuse(path: Any, mode: str = "r", **more: Any) -> Any:
+        if "w" in mode:
+            raise OSError(30, "Read-only file system", path)
+        return open(path, mode, **more)
+
+    monkeypatch.setattr(session, "open", refuse, raising=False)
+    for path in (None, "last"):
+        callback = ours(PL, tmp_path, auto_resume=path is None, **EVERY)
+        trainer = make_trainer(PL, [callback], root=tmp_path, max_steps=10, max_epochs=-1)
+        net = make_net(PL)
+        trainer.fit(net, loader(), ckpt_path=path)
+        assert (net.ran, trainer.global_step) == (2, 10)
+    assert names(tmp_path) == {f"step={step}.ckpt" for step in (2, 4, 6, 8)}
+    assert "Read-only file system" in caplog.text
+
+
+def test_an_agent_killed_in_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def kill() -> None:
+        (started,) = events(tmp_path, "agent_started")
+        os.kill(started["pid"], signal.SIGKILL)
+
+    callbacks = [At(5, kill), ours(PL, tmp_path, options=CheckpointerOptions(), **EVERY)]
+    trainer = make_trainer(PL, callbacks, root=tmp_path)
+    trainer.fit(make_net(PL), loader())
+    assert trainer.global_step == 12
+    assert {"step=8.ckpt", "step=10.ckpt", "step=12.ckpt"} <= names(tmp_path)
+    assert len(warnings_of_ours(caplog)) == 1
+    assert events(tmp_path, "agent_lost")
+
+
+# -- exceptions -----------------------------------------------------------------------------------------------------------
+
+
+class Oops(RuntimeError):
+    pass
+
+
+def failing(error: type[BaseException], at: int) -> Any:
+    net = make_net(PL, dropout=0.2)
+    step = net.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        if net.trainer.global_step == at:
+            raise error("on purpose")
+        return step(batch, batch_idx)
+
+    net.training_step = training_step
+    return net
+
+
+def test_save_on_exception_and_resume_from_it(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"save_on_exception": True, "every_n_train_steps": 4, "filename": "{step}", "save_last": True}
+    trainer = make_trainer(PL, [ours(PL, tmp_path, **arguments)], root=tmp_path)
+    with pytest.raises(Oops, match="on purpose"):
+        trainer.fit(failing(Oops, at=7), loader())
+    assert {"step=7.ckpt", "last.ckpt"} <= names(tmp_path)
+    assert content(tmp_path / "last.ckpt")["global_step"] == 7
+    trainer = make_trainer(PL, [ours(PL, tmp_path, **arguments)], root=tmp_path)
+    net = make_net(PL, dropout=0.2)
+    trainer.fit(net, loader())
+    assert (net.ran, trainer.global_step) == (5, 12)
+
+
+def test_what_ended_the_training_is_what_the_user_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = ours(PL, tmp_path, save_on_exception=True, every_n_train_steps=4)
+    monkeypatch.setattr(type(callback), "_save", lambda *args: 1 / 0)
+    with pytest.raises(Oops):
+        make_trainer(PL, [callback], root=tmp_path).fit(failing(Oops, at=3), loader())
+
+
+def hooks() -> int:
+    return len(torch_optimizer._global_optimizer_pre_hooks)
+
+
+@pytest.mark.parametrize("how", ["finished", "exception", "interrupt", "setup", "step"])
+@pytest.mark.parametrize("agent", ["embedded", "process"])
+def test_nothing_is_left_behind(how: str, agent: Any, tmp_path: Path) -> None:
+    """Threads, processes, /dev/shm: the fixture of all tests looks for these. Here: hooks, sockets, patches, and the trainer."""
+    before, descriptors = hooks(), len(os.listdir("/proc/self/fd"))
+    handler = signal.getsignal(signal.SIGINT)
+    options = CheckpointerOptions(agent=agent)
+    callbacks: list[Any] = [ours(PL, tmp_path / str(n), options=options, every_n_train_steps=n, save_top_k=-1) for n in (1, 2)]
+    trainer = make_trainer(PL, callbacks, root=tmp_path)
+    connector, epoch_loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
+    net = {"exception": lambda: failing(Oops, 5), "interrupt": lambda: failing(KeyboardInterrupt, 5)}.get(how, lambda: make_net(PL))()
+    if how == "setup":  # Lightning calls the module's after those of callbacks
+        net.setup = lambda stage: (_ for _ in ()).throw(Oops("on purpose"))
+    if how == "step":
+        # The optimizer raises after the fence of its hook, with a save in flight.
+        net.on_before_optimizer_step = lambda optimizer, module=net: module.trainer.global_step == 3 and (_ for _ in ()).throw(Oops("on purpose"))
+    try:
+        trainer.fit(net, loader())
+    except (Oops, SystemExit):
+        assert how != "finished"
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert hooks() == before
+    assert "resume_start" not in connector.__dict__
+    assert "reset" not in epoch_loop.__dict__
+    assert not any(name.startswith("_resiliency") for name in trainer.__dict__)
+    assert all(callback._engine is None for callback in trainer.checkpoint_callbacks)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1  # torch may open one of its own
+    gone = weakref.ref(trainer)
+    del trainer, connector, epoch_loop, callbacks, net
+    gc.collect()
+    assert gone() is None or how == "setup", "the trainer can be collected"  # after "setup" Lightning itself keeps it
+
+
+def test_a_trainer_used_only_to_evaluate_can_be_collected(tmp_path: Path) -> None:
+    trainer = make_trainer(PL, [ours(PL, tmp_path)], root=tmp_path)
+    trainer.test(make_net(PL), loader(batches=1), verbose=False)
+    gone = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None
+    assert not (tmp_path / ".resiliency").exists()
+
+
+# -- the last save, and accumulation ----------------------------------------------------------------------------------------
+
+
+def test_the_last_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    """Others are skipped when the disk is slow; the last one would be lost for good."""
+    faultpoints.arm("agent.record.write:delay=0.6@*")
+    options = CheckpointerOptions(agent="embedded", busy_wait=timedelta(milliseconds=1))
+    callback = ours(PL, tmp_path, options=options, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    make_trainer(PL, [callback], root=tmp_path, max_steps=3, max_epochs=-1).fit(make_net(PL), loader())
+    assert "step=3.ckpt" in names(tmp_path)
+    assert "step=2.ckpt" not in names(tmp_path), "the save in between was not skipped: the test proves nothing"
+
+
+class AtBatch(pl.Callback):
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Oops("on purpose")
+
+
+def test_no_save_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+    """The stock class saves there after a resume: with the weights of a step and the batches of half of the next."""
+    settings: dict[str, Any] = {"accumulate_grad_batches": 3, "max_epochs": 2}
+    whole = make_net(PL, dropout=0.2)
+    torch.manual_seed(2)
+    make_trainer(PL, [], root=tmp_path, enable_checkpointing=False, **settings).fit(whole, loader(shuffle=True))
+
+    arguments: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}"}
+    for batch in (5, 2, 5):  # the last of them: all batches but one of a step are done again and again
+        net = make_net(PL, dropout=0.2)
+        torch.manual_seed(2)
+        trainer = make_trainer(PL, [AtBatch(batch), ours(PL, tmp_path, **arguments)], root=tmp_path, **settings)
+        with pytest.raises(Oops):
+            trainer.fit(net, loader(shuffle=True))
+    assert steps(tmp_path) == [1, 2]
+    net = make_net(PL, dropout=0.2)
+    make_trainer(PL, [ours(PL, tmp_path, **arguments)], root=tmp_path, **settings).fit(net, loader(shuffle=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), net.state_dict().values(), strict=True))
+
+
+# -- events of steps --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
+def test_steps_are_in_the_log_once_whatever_the_number_of_callbacks(namespace: str, tmp_path: Path) -> None:
+    callbacks = [ours(namespace, tmp_path / "a", **EVERY), ours(namespace, tmp_path / "b", every_n_train_steps=3)]
+    trainer = make_trainer(namespace, callbacks, root=tmp_path, max_epochs=1)
+    net = make_net(namespace)
+    trainer.fit(net, loader(), loader(batches=1))
+    for directory, count in (("a", 6), ("b", 0)):
+        assert [event["step"] for event in events(tmp_path / directory, "step")] == list(range(1, count + 1))
+        assert len(events(tmp_path / directory, "train_started")) == len(events(tmp_path / directory, "train_ended")) == (count > 0)
+    assert any(event["stall_s"] > 0 for event in events(tmp_path / "a", "step"))
+
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(net, loader(), loader(batches=1))
+    assert [event["step"] for event in events(tmp_path / "a", "train_started")] == [0, 6]
+    assert [event["step"] for event in events(tmp_path / "a", "step")] == list(range(1, 13))

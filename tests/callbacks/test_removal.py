@@ -1,0 +1,187 @@
+"""Save before delete: nothing goes, and nobody is told, before the newer checkpoint is committed."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from resiliency import faultpoints
+from resiliency.agent.core import HostAgent
+from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, stock
+
+PL = "lightning.pytorch"
+NEWEST: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 1, "every_n_train_steps": 1, "filename": "{step}"}
+
+
+class Log:
+    """What a logger needs to be one, and a note of every checkpoint it hears of."""
+
+    name, version, save_dir, root_dir, log_dir = "log", 0, None, None, None
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.heard = directory, []
+
+    def after_save_checkpoint(self, callback: Any) -> None:
+        self.heard.append(names(self.directory))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+class Held:
+    """Holds commits back from a given one on, until let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+        self.go, self.seen, self.after = threading.Event(), 0, after
+        original = HostAgent._commit
+
+        def commit(agent: HostAgent, *args: Any) -> None:
+            self.seen += 1
+            if self.seen > self.after:
+                assert self.go.wait(60), "the test did not let the commit go"
+            original(agent, *args)
+
+        monkeypatch.setattr(HostAgent, "_commit", commit)
+
+
+def at_batch_start(step: int, do: Callable[[], None]) -> Any:
+    class At(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == step:
+                do()
+
+    return At()
+
+
+@pytest.mark.parametrize("last", [None, True, "link"])
+def test_nothing_is_deleted_or_repointed_before_the_newer_commit(last: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch, after=1)
+    seen: list[tuple[set[str], int]] = []
+    callback = ours(PL, tmp_path, save_last=last, **NEWEST)
+    log = Log(tmp_path)
+
+    def look() -> None:
+        seen.append((names(tmp_path), content(tmp_path / ("last.ckpt" if last else "step=1.ckpt"))["global_step"]))
+        assert len(log.heard) <= 1
+        held.go.set()
+
+    trainer = make_trainer(PL, [at_batch_start(2, look), callback], root=tmp_path, max_steps=4, max_epochs=-1, logger=log)
+    trainer.fit(make_net(PL), loader())
+    extra = {"last.ckpt"} if last else set()
+    # The second save has been asked for, and its removal of the first; the commit is held back.
+    assert seen == [({"step=1.ckpt"} | extra, 1)]
+    assert names(tmp_path) == {"step=4.ckpt"} | extra
+    assert len(log.heard) == 4, "each commit is announced once"
+    newest = [max(int(name[5:-5]) for name in there if name.startswith("step=")) for there in log.heard]
+    assert all(there >= step for step, there in enumerate(newest, start=1)), "announced only when it, or a newer one, exists"
+
+
+def test_a_kill_between_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process goes away while the newer commit is held: what is on disk then is taken for what is left."""
+    held = Held(monkeypatch, after=1)
+    left = tmp_path / "left"
+
+    def copy() -> None:
+        shutil.copytree(tmp_path / "run", left)
+        held.go.set()
+
+    callbacks = [at_batch_start(2, copy), ours(PL, tmp_path / "run", **NEWEST)]
+    make_trainer(PL, callbacks, root=tmp_path, max_steps=3, max_epochs=-1).fit(make_net(PL), loader())
+    run = tmp_path / "run"
+    shutil.rmtree(run)
+    left.rename(run)
+    assert content(run / "step=1.ckpt")["global_step"] == 1
+    trainer = make_trainer(PL, [ours(PL, run, **NEWEST)], root=tmp_path, max_steps=3, max_epochs=-1)
+    net = make_net(PL)
+    trainer.fit(net, loader())
+    assert (net.ran, trainer.global_step) == (2, 3)
+    assert names(run) == {"step=3.ckpt"}
+
+
+def test_a_save_that_fails_deletes_nothing(tmp_path: Path) -> None:
+    """Every second commit fails: the newest good one is always there, and no name is left over at the end."""
+    seen: list[set[str]] = []
+    callback = ours(PL, tmp_path, **NEWEST)
+    faultpoints.arm("agent.manifest.write:error@2")
+
+    def look() -> None:
+        callback._engine.flush("durable")
+        seen.append(names(tmp_path))
+
+    trainer = make_trainer(PL, [at_batch_start(2, look), callback], root=tmp_path, max_steps=4, max_epochs=-1)
+    trainer.fit(make_net(PL), loader())
+    assert seen == [{"step=1.ckpt"}]
+    assert names(tmp_path) == {"step=4.ckpt"}
+
+
+def test_a_save_that_is_skipped_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of before is owed to a checkpoint that was never taken: it stays until a later one is safe."""
+    callback = ours(PL, tmp_path, **(NEWEST | {"save_top_k": 2}))
+    seen: list[set[str]] = []
+    originals: list[Any] = []
+
+    def fail_the_next() -> None:
+        originals.append(callback._engine._slot)
+        monkeypatch.setattr(callback._engine, "_slot", lambda step, nbytes: callback._engine._skip(step, "no room", failed=True))
+
+    def look() -> None:
+        callback._engine.flush("durable")
+        seen.append(names(tmp_path))
+        monkeypatch.setattr(callback._engine, "_slot", originals[0])
+
+    callbacks = [at_batch_start(2, fail_the_next), at_batch_start(3, look), callback]
+    make_trainer(PL, callbacks, root=tmp_path, max_steps=5, max_epochs=-1).fit(make_net(PL), loader())
+    assert seen == [{"step=1.ckpt", "step=2.ckpt"}]
+    assert names(tmp_path) == {"step=4.ckpt", "step=5.ckpt"}
+
+
+def test_stock_files_it_replaces_go_after_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_trainer(PL, [stock(PL)(tmp_path, **NEWEST)], root=tmp_path, max_steps=2, max_epochs=-1).fit(make_net(PL), loader())
+    (tmp_path / "step=2.ckpt").rename(tmp_path / "first.ckpt")
+    held = Held(monkeypatch, after=0)
+    callback = ours(PL, tmp_path, auto_resume=False, **NEWEST)
+    seen: list[set[str]] = []
+
+    def look() -> None:
+        seen.append(names(tmp_path))
+        held.go.set()
+
+    net = make_net(PL)
+    net.on_train_start = lambda: callback.best_k_models.update({str(tmp_path / "first.ckpt"): callback.kth_value}) or setattr(
+        callback, "kth_best_model_path", str(tmp_path / "first.ckpt")
+    )
+    trainer = make_trainer(PL, [at_batch_start(1, look), callback], root=tmp_path, max_steps=3, max_epochs=-1)
+    trainer.fit(net, loader())
+    assert seen == [{"first.ckpt"}]
+    assert names(tmp_path) == {"step=3.ckpt"}
+
+
+def test_loggers_hear_once_per_commit_of_each_callback(tmp_path: Path) -> None:
+    heard: list[str] = []
+    log = Log(tmp_path)
+    log.after_save_checkpoint = lambda callback: heard.append(callback.filename)  # type: ignore[method-assign]
+    callbacks = [
+        ours(PL, tmp_path, every_n_train_steps=2, filename="a-{step}", save_last=True),
+        ours(PL, tmp_path, every_n_train_steps=3, filename="b-{step}", save_top_k=-1),
+        ours(PL, tmp_path / "c", every_n_train_steps=6, filename="c-{step}"),
+    ]
+    make_trainer(PL, callbacks, root=tmp_path, max_steps=6, max_epochs=-1, logger=log).fit(make_net(PL), loader())
+    assert sorted(heard) == ["a-{step}"] * 3 + ["b-{step}"] * 2 + ["c-{step}"]
+
+
+def test_files_of_other_runs_and_other_people_stay(tmp_path: Path) -> None:
+    make_trainer(PL, [ours(PL, tmp_path, run="other", **NEWEST)], root=tmp_path, max_steps=2, max_epochs=-1).fit(make_net(PL), loader())
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "theirs.ckpt").write_bytes(b"\x80not ours")
+    make_trainer(PL, [ours(PL, tmp_path, **NEWEST)], root=tmp_path, max_steps=4, max_epochs=-1).fit(make_net(PL), loader())
+    assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "theirs.ckpt"}
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert content(tmp_path / "step=2.ckpt")["global_step"] == 2

@@ -1,0 +1,537 @@
+"""``resiliency ckpt`` on good, damaged, unfinished and merged checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from resiliency.checkpoint.catalog import scan
+from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.liveness import agent_address, witnesses
+from resiliency.checkpoint.pruning import Doomed, delete_step, plan
+from resiliency.checkpoint.tiers import open_tier
+from resiliency.checkpoint.tiers.local import LocalTier
+from resiliency.cli.ckpt import app
+from resiliency.events import EventKind, EventWriter, JsonlSink
+from resiliency.settings import environment
+from resiliency.testing.tier_doubles import RecordingTier
+from tests.checkpoint.made import EMBEDDED, duo, flip, folder_of, same, solo, state, steps_of, upload
+
+RUNNER = CliRunner()
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: object, status: int = 0) -> Result:
+    result = RUNNER.invoke(app, [str(word) for word in words])
+    assert result.exit_code == status, f"status {result.exit_code}\n{result.output}\n{result.exception!r}"
+    return result
+
+
+def data(*words: object, status: int = 0) -> Any:
+    return json.loads(run(*words, "--json", status=status).stdout)
+
+
+def told(*words: object, status: int) -> str:
+    """The one line on standard error."""
+    result = run(*words, status=status)
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("ckpt: ")
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs in one folder: solo with steps 10, 20, 30; duo, of two ranks, with steps 1, 2."""
+    folder = tmp_path_factory.mktemp("made")
+    solo(folder, 10, 20, 30)
+    duo(folder, 1, 2)
+    return folder
+
+
+@pytest.fixture
+def ck(made: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    shutil.copytree(made, tmp_path / "ck")
+    return tmp_path / "ck"
+
+
+def shard(ck: Path, name: str, step: int, rank: int = 0) -> Path:
+    return folder_of(ck, name, step) / f"shard-{rank:05d}.safetensors"
+
+
+def numbers(listing: Any) -> dict[str, list[int]]:
+    """Run -> its steps, of what ``ls --json`` prints."""
+    return {name: [step["step"] for step in steps] for name, steps in listing["runs"].items()}
+
+
+# ---- ls
+
+
+def test_ls_shows_all_steps_of_all_runs(made: Path) -> None:
+    found = data("ls", made)
+    assert found["places"] == {"local": str(made)}
+    assert numbers(found) == {"duo": [1, 2], "solo": [10, 20, 30]}
+    step = found["runs"]["duo"][1]
+    assert (step["complete"], step["shards_present"], step["shards_needed"], step["names"]) == (True, 2, 2, ["duo=2.ckpt"])
+    assert step["nbytes"] == sum(path.stat().st_size for path in folder_of(made, "duo", 2).glob("*.safetensors"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", step["created"])
+    text = run("ls", made).stdout
+    assert re.search(r"^ *2 +1 +duo=2\.ckpt +\d{4}-.* MiB +2/2 +complete", text, re.M)
+    assert "run solo: 3 steps, 3 complete" in text
+
+
+@pytest.mark.parametrize(("columns", "dates"), [(80, False), (160, True)])
+def test_ls_fits_the_terminal(made: Path, monkeypatch: pytest.MonkeyPatch, columns: int, dates: bool) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr("resiliency.cli.ckpt.console", lambda **_: Console(width=columns, file=sys.stdout, highlight=False))
+    lines = run("ls", made, "--run", "solo").stdout.splitlines()[1:]  # the first names the folder, whatever its length
+    assert max(map(len, lines)) <= columns
+    assert ("created (UTC)" in "\n".join(lines)) is dates
+
+
+@pytest.mark.parametrize("what", ["name", "step", "run", "shard"])
+def test_ls_of_a_part(made: Path, what: str) -> None:
+    folder = folder_of(made, "solo", 20)
+    path = {"name": made / "step=20.ckpt", "step": folder, "run": folder.parents[1], "shard": folder / "manifest.json"}[what]
+    steps = [10, 20, 30] if what == "run" else [20]
+    assert numbers(data("ls", path)) == {"solo": steps}
+
+
+def test_ls_tells_what_is_wrong(ck: Path) -> None:
+    shard(ck, "duo", 1, 1).unlink()
+    with open(shard(ck, "duo", 2), "ab") as file:
+        file.write(b"x")
+    for path in folder_of(ck, "solo", 10).glob("*.json"):
+        path.unlink()
+    (folder_of(ck, "solo", 20) / "manifest.json").unlink()
+    (folder_of(ck, "solo", 30) / "manifest.json").write_text("{")
+    found = {step["step"]: step for steps in data("ls", ck)["runs"].values() for step in steps}
+    assert {step: facts["state"] for step, facts in found.items()} == {
+        1: "damaged", 2: "damaged", 10: "unfinished", 20: "complete", 30: "complete",
+    }  # fmt: skip
+    assert found[1]["notes"] == ["shard-00001.safetensors is missing"]
+    assert re.fullmatch(r"shard-00000\.safetensors has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
+    assert (found[10]["shards_present"], found[10]["shards_needed"]) == (0, None)
+    assert "no manifest" in found[20]["notes"][0]
+    assert found[30]["notes"][0].startswith("manifest.json: not a manifest")
+    text = run("ls", ck).stdout
+    assert "step 1 (attempt 1): shard-00001.safetensors is missing" in text
+
+
+def test_ls_merges_places_as_tiers(ck: Path) -> None:
+    """Each half of a step is elsewhere: together it is complete."""
+    address = upload(ck)
+    shard(ck, "duo", 2, 1).unlink()
+    assert [step["state"] for step in data("ls", ck)["runs"]["duo"]] == ["complete", "damaged"]
+    found = data("ls", ck, address)
+    assert found["places"] == {"local": str(ck), "memory": address}
+    step = found["runs"]["duo"][1]
+    assert (step["state"], step["places"], step["notes"]) == (
+        "complete", ["local", "memory"], ["local: shard-00001.safetensors is missing"],
+    )  # fmt: skip
+
+
+def test_ls_counts_the_parts_of_several_hosts(ck: Path, tmp_path: Path) -> None:
+    """Folders of two hosts, each with its own shard and no manifest."""
+    other = tmp_path / "other"
+    shutil.copytree(ck, other)
+    for place, rank in ((ck, 1), (other, 0)):
+        (folder_of(place, "duo", 2) / "manifest.json").unlink()
+        shard(place, "duo", 2, rank).unlink()
+        shard(place, "duo", 2, rank).with_suffix(".json").unlink()
+    assert data("ls", ck)["runs"]["duo"][1]["state"] == "unfinished"
+    found = data("ls", ck, other)
+    assert (found["runs"]["duo"][1]["state"], list(found["places"])) == ("complete", ["local-1", "local-2"])
+
+
+def test_ls_of_nothing(tmp_path: Path) -> None:
+    assert run("ls", tmp_path).stdout == f"no checkpoints in {tmp_path}\n"
+    assert "no such checkpoint" in told("ls", tmp_path / "none", status=2)
+    assert "no such checkpoint" in told("ls", "memory://nobody", status=2)
+    assert "no object store this library knows" in told("ls", "ftp://x/y", status=2)
+    assert run("ls", status=2)
+
+
+def test_ls_needs_no_torch(made: Path) -> None:
+    code = "import sys\nfrom resiliency.cli.main import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    for words in ("ls", "inspect --run duo", "verify", "prune --keep 1 --run duo --dry-run"):
+        command = [sys.executable, "-c", code, "ckpt", *words.split(), str(made)]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "False"), result.stderr
+
+
+def test_a_name_means_its_step_without_its_file_and_with_slashes(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, run="r", rank=0, world_size=1, options=EMBEDDED) as checkpointer:
+        ticket = checkpointer.save(4, state(4), names=["epoch=1-val/loss=0.5.ckpt"])
+        assert ticket is not None
+        ticket.wait("durable")
+    name = tmp_path / "epoch=1-val" / "loss=0.5.ckpt"
+    assert name.exists()
+    assert data("ls", name)["runs"]["r"][0]["step"] == 4
+    name.unlink()
+    assert data("ls", name)["runs"]["r"][0]["step"] == 4
+    assert data("ls", f"{upload(tmp_path)}/epoch=1-val/loss=0.5.ckpt")["runs"]["r"][0]["step"] == 4
+
+
+# ---- inspect
+
+
+def test_inspect_shows_shards_tensors_and_objects(made: Path) -> None:
+    found = data("inspect", made / "duo=2.ckpt")
+    assert (found["run"], found["step"], found["attempt"], found["state"][0]["path"]) == ("duo", 2, 1, "epoch")
+    assert [(row["rank"], row["file"], row["there"]) for row in found["shards"]] == [
+        (0, "shard-00000.safetensors", True), (1, "shard-00001.safetensors", True),
+    ]  # fmt: skip
+    rows = {(row["key"], tuple(row["shards"])): row for row in found["tensors"]}
+    big = rows["state_dict/big", (0, 1)]
+    assert (big["dtype"], big["shape"], big["nbytes"], big["per_rank"]) == ("float32", [2100, 1024], 4 * 2100 * 1024, False)
+    assert big["boxes"] > 1
+    assert rows["rng", (1,)]["per_rank"] is True
+    assert ("state_dict/head.weight", (0,)) not in rows  # tied: stored once
+    tree = {entry["path"]: entry for entry in found["state"]}
+    assert (tree["state_dict"]["tensors"], tree["epoch"]["text"], tree["optimizer_states"]["kind"]) == (3, "3", "list")
+    text = run("inspect", made / "duo=2.ckpt").stdout
+    assert re.search(r"state_dict/big +float32 +2100x1024 +8\.2 MiB +0-1", text)
+    assert "epoch 3, val_loss 0.25" in run("inspect", made / "step=30.ckpt").stdout
+
+
+def test_inspect_lists_twenty_tensors_or_all(tmp_path: Path) -> None:
+    solo(tmp_path, 1, what={"state_dict": {f"layer{i:02d}": torch.zeros(1 + i) for i in range(25)}})
+    some, every = run("inspect", tmp_path).stdout, run("inspect", tmp_path, "--tensors").stdout
+    assert (some.count("state_dict/layer"), every.count("state_dict/layer")) == (20, 25)
+    assert "5 more; --tensors lists all" in some
+    assert "state_dict/layer24" in some
+
+
+def test_inspect_takes_the_newest_complete_step_of_one_run(ck: Path) -> None:
+    assert "several runs (duo, solo)" in told("inspect", ck, status=2)
+    (folder_of(ck, "solo", 30) / "shard-00000.safetensors").unlink()
+    assert data("inspect", ck, "--run", "solo")["step"] == 20
+    assert "no run 'none'" in told("inspect", ck, "--run", "none", status=2)
+
+
+def test_inspect_of_a_broken_shard(ck: Path) -> None:
+    shard(ck, "duo", 2, 1).write_bytes(b"not a shard")
+    found = data("inspect", folder_of(ck, "duo", 2), status=1)
+    assert any("shard-00001.safetensors" in note for note in found["notes"])
+    assert any(row["key"] == "state_dict/net.weight" for row in found["tensors"])
+
+
+# ---- verify
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_verify_of_good_steps(made: Path, remote: bool) -> None:
+    found = data("verify", upload(made) if remote else made)
+    assert (found["good"], [step["good"] for step in found["steps"]], found["findings"]) == (True, [True] * 5, [])
+    assert found["checked_bytes"] == sum(path.stat().st_size for path in made.rglob("*.safetensors"))
+    assert run("verify", made).stdout.startswith("all good: 5 steps, ")
+
+
+@pytest.mark.parametrize(("remote", "blocks"), [(False, 1), (True, 2), (True, 8)])
+def test_verify_names_the_shard_and_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool, blocks: int) -> None:
+    monkeypatch.setattr("resiliency.checkpoint.verify._TASK_BLOCKS", blocks)  # ranges are joined over tasks, too
+    solo(tmp_path, 1, 2, what={"state_dict": {"w": torch.zeros(5, 1024, 1024)}})
+    flip(shard(tmp_path, "solo", 2), 8 * 1024 * 1024 + 5)
+    flip(shard(tmp_path, "solo", 2), shard(tmp_path, "solo", 2).stat().st_size - 1)
+    place = upload(tmp_path) if remote else str(tmp_path)
+    found = data("verify", place, status=1)
+    assert [(step["step"], step["good"]) for step in found["steps"]] == [(1, True), (2, False)]
+    (finding,) = found["findings"]
+    size = shard(tmp_path, "solo", 2).stat().st_size
+    assert finding["path"].endswith(f"{folder_of(tmp_path, 'solo', 2).name}/shard-00000.safetensors")
+    assert finding["ranges"] == [[8 * 1024 * 1024, size]]
+    text = run("verify", place, status=1).stdout
+    assert f"bytes 8,388,608 to {size:,}" in text
+    assert "(step 1 is good)" in text
+    run("verify", f"{place}/step=1.ckpt")
+    run("verify", f"{place}/step=2.ckpt", status=1)
+
+
+def test_verify_tells_what_is_missing(ck: Path) -> None:
+    shard(ck, "duo", 2, 1).unlink()
+    shard(ck, "duo", 1, 1).with_suffix(".json").unlink()
+    (folder_of(ck, "solo", 10) / "manifest.json").unlink()
+    (folder_of(ck, "solo", 20) / "manifest.json").write_text("{}")
+    for path in folder_of(ck, "solo", 30).glob("*.json"):
+        path.unlink()
+    found = data("verify", ck, status=1)
+    texts = {(finding["step"], Path(finding["path"]).name): (finding["bad"], finding["text"]) for finding in found["findings"]}
+    assert texts[2, "shard-00001.safetensors"] == (True, "is missing")
+    assert texts[1, "shard-00001.json"] == (False, "is missing; the manifest's copy stands in for it")
+    assert texts[10, "manifest.json"] == (False, "is missing; the shards' records stand in for it")
+    bad, text = texts[20, "manifest.json"]
+    assert bad and text.startswith("cannot be used: not a manifest")
+    assert len(texts) == 4
+    assert [step["step"] for step in found["skipped"]] == [30]
+    assert "skip step 30 (attempt 1) of run solo: unfinished" in run("verify", ck, status=1).stdout
+
+
+def test_verify_of_an_unfinished_step_that_is_named(ck: Path) -> None:
+    (folder_of(ck, "duo", 2) / "manifest.json").unlink()
+    shard(ck, "duo", 2, 1).with_suffix(".json").unlink()
+    found = data("verify", folder_of(ck, "duo", 2), status=1)
+    assert [(Path(f["path"]).name, f["bad"]) for f in found["findings"]] == [("shard-00001.json", True)]
+
+
+def test_verify_needs_the_manifest_on_a_remote_tier(ck: Path) -> None:
+    """As restore does: there, records may be there before their shards' neighbours."""
+    (folder_of(ck, "duo", 2) / "manifest.json").unlink()
+    run("verify", ck)
+    found = data("verify", upload(ck), status=1)
+    assert [(Path(f["path"]).name, f["bad"]) for f in found["findings"]] == [("manifest.json", True)]
+
+
+def test_verify_of_nothing(tmp_path: Path) -> None:
+    assert "no complete checkpoint to verify" in told("verify", tmp_path, status=2)
+    assert "no such checkpoint" in told("verify", tmp_path / "x.ckpt", status=2)
+
+
+def test_verify_shows_progress_on_a_terminal_only(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    shown: list[Console] = []
+
+    def console(*, err: bool = False) -> Console:
+        shown.append(Console(file=sys.stderr if err else sys.stdout, force_terminal=err, width=120, color_system=None))
+        return shown[-1]
+
+    assert run("verify", made).stderr == ""
+    monkeypatch.setattr("resiliency.cli._ckpt_common.console", console)
+    result = run("verify", made)
+    assert "solo step 30" in result.stderr and "MB" in result.stderr
+    assert result.stdout.startswith("all good")
+    assert run("verify", made, "--json").stderr == ""
+
+
+# ---- export
+
+
+def test_export(made: Path, tmp_path: Path) -> None:
+    text = run("export", made / "duo=2.ckpt", tmp_path / "out.ckpt").stdout
+    assert "step 2 of run duo, 4 tensors" in text and "weights_only=True" in text
+    assert same(torch.load(tmp_path / "out.ckpt", weights_only=True), state(2, ranks=2))
+    assert "exists; choose another name or say --force" in told("export", made / "duo=2.ckpt", tmp_path / "out.ckpt", status=2)
+    run("export", made / "duo=1.ckpt", tmp_path / "out.ckpt", "--force")
+    assert same(torch.load(tmp_path / "out.ckpt", weights_only=True), state(1, ranks=2))
+    found = data("export", made, tmp_path / "weights", "--format", "safetensors", "--run", "solo")
+    assert (found["step"], found["tensors"], found["tied"]) == (30, 3, {"head.weight": "net.weight"})
+    assert "choose one with --run" in told("export", made, tmp_path / "x.ckpt", status=2)
+
+
+def test_export_of_bad_bytes_fails(ck: Path, tmp_path: Path) -> None:
+    flip(shard(ck, "duo", 2, 1), 2_000_000)
+    assert "shard-00001.safetensors" in told("export", ck / "duo=2.ckpt", tmp_path / "out.ckpt", status=1)
+    assert not (tmp_path / "out.ckpt").exists()
+
+
+# ---- prune
+
+
+def left(ck: Path, name: str) -> list[int]:
+    return [step.step for step in steps_of(ck, name)]
+
+
+def everything(ck: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in ck.rglob("*") if path.is_file()}
+
+
+def test_prune_keeps_the_newest_and_no_other_run_is_touched(ck: Path) -> None:
+    others = {path: content for path, content in everything(ck).items() if "duo" in path}
+    freed = sum(path.stat().st_size for step in (10, 20) for path in folder_of(ck, "solo", step).iterdir())
+    text = run("prune", ck, "--keep", "1", "--run", "solo", "--yes").stdout
+    assert f"({freed:,} bytes) to delete" in text and f"freed {freed / 1024:.1f} KiB ({freed:,} bytes)" in text
+    assert "deleted step 10 (attempt 1)" in text and "step=10.ckpt" in text
+    assert left(ck, "solo") == [30]
+    assert sorted(path.name for path in ck.glob("*.ckpt")) == ["duo=1.ckpt", "duo=2.ckpt", "step=30.ckpt"]
+    assert {path: content for path, content in everything(ck).items() if "duo" in path} == others
+    run("verify", ck)
+
+
+def test_prune_asks_and_can_be_tried_dry(ck: Path) -> None:
+    before = everything(ck)
+    words = ("prune", ck, "--keep", "1", "--run", "solo")
+    found = data(*words, "--dry-run")
+    assert ([step["step"] for step in found["delete"]], found["deleted"], found["newest"]["step"]) == ([10, 20], [], 30)
+    assert "no terminal to ask on" in told(*words, status=2)
+    assert "say --dry-run or --yes" in told(*words, "--json", status=2)
+    assert "say what to delete" in told("prune", ck, status=2)
+    assert "several runs (duo, solo)" in told("prune", ck, "--keep", "1", status=2)
+    assert "no run 'none'" in told("prune", ck, "--keep", "1", "--run", "none", status=2)
+    assert "prune takes the folder" in told("prune", ck / "step=10.ckpt", "--keep", "1", status=2)
+    run("prune", ck, "--keep", "0", status=2)
+    assert everything(ck) == before
+
+
+def test_prune_keeps_the_newest_whole_step_not_the_newest_folder(ck: Path) -> None:
+    shard(ck, "solo", 30).unlink()
+    found = data("prune", ck, "--keep", "1", "--unfinished", "--run", "solo", "--yes")
+    assert [step["folder"] for step in found["deleted"]] == [folder_of(ck, "solo", 20).name.replace("20-a", "10-a")]
+    assert left(ck, "solo") == [20, 30]
+    assert "newer than every whole step" in found["kept"][0]["why"]
+
+
+def test_prune_deletes_unfinished_steps_only_when_they_are_older(ck: Path) -> None:
+    (folder_of(ck, "solo", 10) / "manifest.json").unlink()
+    (folder_of(ck, "solo", 10) / "shard-00000.json").unlink()
+    (folder_of(ck, "solo", 10) / f".resiliency-{'0' * 32}.partial").write_text("half of something")
+    assert run("prune", ck, "--keep", "9", "--run", "solo", "--yes").stdout.startswith("run solo: nothing to delete")
+    run("prune", ck, "--unfinished", "--run", "solo", "--yes")
+    assert left(ck, "solo") == [20, 30]
+    assert not list(ck.rglob("*.partial"))
+    for step in (20, 30):
+        (folder_of(ck, "solo", step) / "manifest.json").unlink()
+        (folder_of(ck, "solo", step) / "shard-00000.json").unlink()
+    assert data("prune", ck, "--unfinished", "--run", "solo", "--yes")["delete"] == []
+    assert left(ck, "solo") == [20, 30]
+
+
+def test_prune_leaves_what_it_cannot_judge(ck: Path) -> None:
+    """The manifest of a newer version, say."""
+    for path in folder_of(ck, "solo", 10).glob("*.json"):
+        path.write_text(path.read_text().replace('"version": 1', '"version": 99'))
+    found = data("prune", ck, "--keep", "1", "--unfinished", "--run", "solo", "--yes")
+    assert left(ck, "solo") == [10, 30]
+    assert "newer than 1; upgrade" in found["kept"][0]["why"]
+
+
+def test_prune_does_not_trade_good_steps_for_a_rotten_one(ck: Path) -> None:
+    flip(shard(ck, "solo", 30), 100_000)
+    assert "the newest step, 30, is not good" in told("prune", ck, "--keep", "1", "--run", "solo", "--yes", "--json", status=1)
+    assert left(ck, "solo") == [10, 20, 30]
+
+
+def test_prune_keeps_a_name_that_means_a_later_step(ck: Path) -> None:
+    shutil.copy(ck / "step=30.ckpt", ck / "step=10.ckpt")
+    found = data("prune", ck, "--keep", "1", "--run", "solo", "--yes")
+    assert [step["names"] for step in found["deleted"]] == [[], ["step=20.ckpt"]]
+    assert (ck / "step=10.ckpt").read_text() == (ck / "step=30.ckpt").read_text()
+
+
+def test_prune_on_a_remote_tier(ck: Path) -> None:
+    address = upload(ck)
+    words = ("prune", address, "--keep", "1", "--run", "duo", "--yes")
+    assert "say --assume-ended" in told(*words, "--json", status=1)
+    data(*words, "--assume-ended")
+    assert [step["step"] for step in data("ls", address)["runs"]["duo"]] == [2]
+    assert len(data("ls", address)["runs"]["solo"]) == 3
+    assert "no such checkpoint" not in run("verify", f"{address}/duo=2.ckpt").output
+
+
+def test_delete_goes_manifest_first_and_names_last(ck: Path) -> None:
+    tier = RecordingTier(LocalTier(str(ck)))
+    listing = scan(tier, "duo")[0]
+    assert delete_step(tier, "duo", Doomed(listing, "older")) == ["duo=1.ckpt"]
+    deleted = [call.key.rpartition("/")[2] for call in tier.calls("delete")]
+    assert deleted == [
+        "manifest.json", "shard-00000.json", "shard-00001.json", "shard-00000.safetensors", "shard-00001.safetensors",
+        "duo=1.ckpt",
+    ]  # fmt: skip
+
+
+def test_the_plan_is_pure_and_never_takes_the_newest(ck: Path) -> None:
+    listings = scan(open_tier(str(ck)), "solo")
+    assert [d.listing.id.step for d in plan(listings, keep=1, unfinished=True).doomed] == [10, 20]
+    assert [d.listing.id.step for d in plan(listings, keep=2, unfinished=True).doomed] == [10]
+    assert plan(listings, keep=None, unfinished=True).doomed == ()
+    assert plan([], keep=1, unfinished=True).doomed == ()
+    without = [replace(listing, manifest=None, records={}) for listing in listings]
+    assert plan(without, keep=1, unfinished=True).doomed == ()
+
+
+# ---- prune while somebody is at work
+
+
+def prune_is_refused(ck: Path, *more: str) -> str:
+    before = everything(ck)
+    text = told("prune", ck, "--keep", "1", "--run", "solo", "--yes", "--json", *more, status=1)
+    assert everything(ck) == before
+    return text
+
+
+def test_prune_is_refused_while_an_agent_listens(ck: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+        agent.bind(agent_address(str(ck), "solo", environment().node))
+        agent.listen()
+        assert "its checkpoint agent" in prune_is_refused(ck, "--assume-ended")
+    data("prune", ck, "--keep", "1", "--run", "solo", "--yes")
+
+
+def test_prune_sees_agents_of_nodes_with_other_names(ck: Path) -> None:
+    (ck / ".resiliency" / "solo" / "logs").mkdir()
+    (ck / ".resiliency" / "solo" / "logs" / "agent-pod-7.log").touch()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+        agent.bind(agent_address(str(ck / ".." / "ck"), "solo", "pod-7"))
+        agent.listen()
+        assert "node pod-7" in prune_is_refused(ck)
+
+
+def test_a_real_agent_is_seen(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, run="solo", rank=0, world_size=1) as checkpointer:
+        assert not checkpointer.session.client.embedded
+        seen = [witness.text for witness in witnesses(str(tmp_path), "solo")]
+        assert any("its checkpoint agent" in text for text in seen), seen
+        assert witnesses(str(tmp_path), "another") == []
+    assert not any("is running" in witness.text for witness in witnesses(str(tmp_path), "solo") if "agent" not in witness.text)
+
+
+def test_prune_is_refused_while_a_trainer_with_an_embedded_agent_runs(ck: Path) -> None:
+    with Checkpointer(ck, run="solo", rank=0, world_size=1, options=EMBEDDED):
+        assert "rank 0 of attempt 2" in prune_is_refused(ck, "--assume-ended")
+    data("prune", ck, "--keep", "1", "--run", "solo", "--yes")
+
+
+Log = Callable[..., None]
+
+
+@pytest.fixture
+def log(ck: Path) -> Log:
+    def write(*kinds: str, host: str, rank: int = 5, **fields: Any) -> None:
+        sink = JsonlSink(ck / ".resiliency" / "solo" / "events" / f"rank-{rank:05d}.jsonl")
+        writer = EventWriter(run="solo", attempt=7, rank=rank, host=host, sinks=(sink,))
+        for kind in kinds:
+            writer.emit(kind, **fields)
+        writer.close()
+
+    return write
+
+
+def test_prune_is_refused_while_another_host_may_be_at_work(ck: Path, log: Log) -> None:
+    log(EventKind.JOB_STARTED, EventKind.STEP, host="elsewhere", pid=1)
+    assert "rank 5 of attempt 7 on elsewhere wrote an event" in prune_is_refused(ck)
+    assert witnesses(str(ck), "solo", now=time.time() + 25 * 3600) == []
+    data("prune", ck, "--keep", "1", "--run", "solo", "--yes", "--assume-ended")
+
+
+def test_ranks_that_ended_or_died_here_are_no_witnesses(ck: Path, log: Log) -> None:
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, timeout=60)
+    log(EventKind.JOB_STARTED, EventKind.JOB_TERMINATED, host="elsewhere", pid=1, rank=5)
+    log(EventKind.JOB_STARTED, EventKind.STEP, host=environment().node, pid=int(ended.stdout), rank=6)
+    log(EventKind.STEP, host="elsewhere", rank=7)
+    with open(ck / ".resiliency" / "solo" / "events" / "rank-00008.jsonl", "w") as torn:
+        torn.write('{"event_type":"job_started","job_name":"so')
+    assert witnesses(str(ck), "solo") == []
+    data("prune", ck, "--keep", "1", "--run", "solo", "--yes")
+
+
+def test_a_pid_used_again_is_no_witness(ck: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.setattr("time.time", lambda: 1_000_000.0)  # written long before this process began
+    log(EventKind.JOB_STARTED, EventKind.STEP, host=environment().node, pid=os.getpid())
+    monkeypatch.undo()
+    assert witnesses(str(ck), "solo") == []

@@ -1,0 +1,133 @@
+"""``resiliency goodput``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from resiliency.cli.goodput import app
+
+from .scripted import Job
+from .test_ledger_truth import crash, scale_down
+
+run = CliRunner().invoke
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder with the log of a crash where our writers put it."""
+    folder = tmp_path_factory.mktemp("ckpt")
+    events = folder / ".resiliency" / "job" / "events"
+    events.mkdir(parents=True)
+    crash().write(events)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    job = scale_down()
+    job.write(folder)
+    return folder
+
+
+def test_report_prints_every_bucket_and_the_sum(logs: Path) -> None:
+    result = run(app, ["report", "--log", str(logs)])
+    assert result.exit_code == 0, result.output
+    for text in ("goodput of job", "Productive", "Lost work redone", "Unknown", "Sum", "100.0 %", "Older library's figure"):
+        assert text in result.output
+    assert "restarted at step 100 from local" in result.output
+
+
+def test_report_as_json_sums_to_the_whole(logs: Path) -> None:
+    result = run(app, ["report", "--log", str(logs), "--json"])
+    summary = json.loads(result.output)
+    assert summary["run"] == "job"
+    assert sum(row["wall_s"] for row in summary["buckets"]) == pytest.approx(summary["wall_s"], abs=1e-4)
+    assert sum(row["gpu_s"] for row in summary["buckets"]) == pytest.approx(summary["wall_s"] * 4, abs=1e-4)
+    assert summary["steps"] == {"run": 210, "kept": 180, "thrown_away": 30, "last": 180, "usual_s": 2.0}
+    (incident,) = summary["incidents"]
+    assert (incident["lost_steps"], incident["where"]) == (30, "rank 1")
+    # 30 lost steps of 2 s, 3 s detection, 30 s restart, 15 s restore, on 4 ranks.
+    assert incident["cost_gpu_s"] == pytest.approx((60 + 3 + 30 + 15) * 4, rel=0.01)
+
+
+def test_several_paths_and_runs(logs: Path, other: Path, tmp_path: Path) -> None:
+    both = tmp_path / "both.log"
+    two = Job(run="second", ranks=1)
+    two.start()
+    two.steps(5)
+    both.write_text("".join(event.to_json() + "\n" for event in two.events))
+    result = run(app, ["report", "--log", str(logs), str(both), "--json"])
+    assert [summary["run"] for summary in json.loads(result.output)] == ["job", "second"]
+    result = run(app, ["report", "--log", str(logs), "--log", str(both), "--run", "second", "--json"])
+    assert json.loads(result.output)["run"] == "second"
+    result = run(app, ["report", str(both), "--capacity", "4", "--gpus-per-rank", "2", "--json"])
+    assert json.loads(result.output)["capacity"] == 8
+
+
+def test_until_counts_silence(logs: Path, tmp_path: Path) -> None:
+    job = Job(ranks=1)
+    job.start()
+    job.steps(5)
+    log = tmp_path / "open.jsonl"
+    log.write_text("".join(event.to_json() + "\n" for event in job.events))
+    plain = json.loads(run(app, ["report", "--log", str(log), "--json"]).output)
+    assert plain["wall_s"] == pytest.approx(40)
+    later = json.loads(run(app, ["report", "--log", str(log), "--until", "2025-10-09T09:53:20Z", "--json"]).output)
+    assert later["wall_s"] == pytest.approx(3600)
+    assert json.loads(run(app, ["report", "--log", str(log), "--until", "now", "--json"]).output)["wall_s"] > 3600
+    bad = run(app, ["report", "--log", str(log), "--until", "tomorrow"])
+    assert bad.exit_code == 1
+    assert "neither last, now nor an ISO time" in bad.output
+
+
+def test_html_writes_the_page(logs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    result = run(app, ["report", "--log", str(logs), "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    assert "page written to" in result.output
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_compare_prints_both_and_the_change(logs: Path, other: Path) -> None:
+    result = run(app, ["compare", str(logs), str(other)])
+    assert result.exit_code == 0, result.output
+    assert "points" in result.output
+    assert "Scaled-down capacity" in result.output
+    both = json.loads(run(app, ["compare", str(logs), str(other), "--json"]).output)
+    assert set(both) == {"a", "b"}
+
+
+def test_watch_follows_a_growing_log(logs: Path, tmp_path: Path) -> None:
+    result = run(app, ["watch", "--log", str(logs), "--rounds", "2", "--interval", "0.1"])
+    assert result.exit_code == 0, result.output
+    assert "goodput of job" in result.output
+    empty = run(app, ["watch", "--log", str(tmp_path), "--rounds", "1"])
+    assert empty.exit_code == 0
+    assert "waiting for a log" in empty.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report"], "say which log to read"),
+        (["report", "--log", "/no/such/place"], "no event log at /no/such/place"),
+        (["report", "--log", "EMPTY"], "no *.jsonl or *.log below"),
+        (["report", "--log", "LOGS", "--run", "nobody"], "no run named 'nobody' in these logs; there are: job"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, logs: Path, tmp_path: Path) -> None:
+    known = {"EMPTY": str(tmp_path), "LOGS": str(logs)}
+    result = run(app, [known.get(word, word) for word in arguments])
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_the_older_tools_are_mounted_too(logs: Path) -> None:
+    result = run(app, ["calculator", "--job-name", "job", "--log-file", str(logs), "--reference-step-time", "2"])
+    assert result.exit_code == 0, result.output

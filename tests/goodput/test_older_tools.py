@@ -1,0 +1,151 @@
+"""The older library's calculator and tracker: same command line, same figures, same log format."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from resiliency.goodput import calculator, tracker
+from resiliency.goodput.calculator import GoodputCalculator
+from resiliency.goodput.ledger import account
+from resiliency.goodput.older import older_figure
+from resiliency.goodput.reader import read_logs
+
+from .scripted import Job
+from .test_ledger_truth import crash
+
+ROOT = Path(__file__).parents[2]
+
+
+def older_log(path: Path) -> Path:
+    """In the older library's format: naive stamps, keys in any order, whole floats, no rank on checkpoint events."""
+    lines = [
+        {"node_rank": 0.0, "event_type": "job_started", "job_name": "job-a", "timestamp": "2025-04-02T06:00:00.000000"},
+        {"node_rank": 1.0, "timestamp": "2025-04-02T06:00:04.250000", "job_name": "job-a", "event_type": "job_started"},
+        {"job_name": "job-b", "event_type": "checkpoint_saved", "timestamp": "2025-04-02T06:00:30", "step": 999.0},
+        {"job_name": "job-a", "event_type": "checkpoint_loaded", "timestamp": "2025-04-02T06:01:40", "step": 40.0},
+        {"job_name": "job-a", "event_type": "checkpoint_saved", "timestamp": "2025-04-02T06:06:40", "step": 60.0},
+        {"job_name": "job-a", "event_type": "checkpoint_saved", "timestamp": "2025-04-02T06:11:40", "step": 80.0},
+        {"node_rank": 0.0, "event_type": "job_terminated", "job_name": "job-a", "timestamp": "2025-04-02T06:16:40"},
+        {"node_rank": 1.0, "event_type": "job_terminated", "job_name": "job-a", "timestamp": "2025-04-02T06:16:40"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"job_name": "job-a", "eve')
+    return path
+
+
+def test_the_older_formula_on_the_older_log(tmp_path: Path) -> None:
+    said: list[str] = []
+    tool = GoodputCalculator("job-a", str(older_log(tmp_path / "event_log.log")), verbose=True, out=said.append)
+    events = tool.preprocess_events(tool.load_events(), "job-a")
+    metrics = tool.calculate_goodput(events, 12.5)
+    assert metrics["total_runtime_seconds"] == 1000
+    assert (metrics["min_loaded_step"], metrics["max_saved_step"], metrics["step_diff"]) == (40, 80, 40)
+    assert metrics["goodput_percentage"] == pytest.approx(50.0)
+    assert metrics["job_started_count"] == 1
+    assert metrics["checkpoints_loaded"] == 1
+    assert metrics["checkpoints_saved"] == 2
+    assert sum(metrics["badput_seconds"].values()) + metrics["useful_runtime_seconds"] == pytest.approx(1000)
+    assert metrics["useful_runtime_seconds"] == pytest.approx(600)
+    assert any("Failed to parse" in line for line in said)
+
+
+def test_without_a_reference_there_is_no_percentage(tmp_path: Path) -> None:
+    tool = GoodputCalculator("job-a", str(older_log(tmp_path / "event_log.log")))
+    metrics = tool.calculate_goodput(tool.preprocess_events(tool.load_events(), "job-a"))
+    assert metrics["goodput_percentage"] == 0
+    assert GoodputCalculator("nobody", "x").calculate_goodput([])["error"] == "No events found"
+
+
+def run_module(module: str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    command = [sys.executable, "-m", module, *args]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_the_calculators_command_line(tmp_path: Path) -> None:
+    log = older_log(tmp_path / "event_log.log")
+    result = run_module(
+        "resiliency.goodput.calculator", "--job-name", "job-a", "--log-file", str(log), "--export", "out.json",
+        "--reference-step-time", "12.5", "--gcloud-logging-lookback-days", "7.0", "--verbose", cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "50.00%" in result.stdout
+    assert json.loads((tmp_path / "out.json").read_text())["goodput_percentage"] == pytest.approx(50.0)
+
+
+def test_the_calculator_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert calculator.main(["--job-name", "x", "--log-file", str(tmp_path / "none.log")]) == 1
+    assert "Log file not found" in capsys.readouterr().err
+
+
+def test_the_tracker_writes_the_older_file(tmp_path: Path) -> None:
+    variables = {"JOB_IDENTIFIER": "job-a", "GOODPUT_USE_FILE_TRACKING": "1"}
+    for kind in ("user_scheduled", "user_terminated"):
+        result = run_module("resiliency.goodput.tracker", "--event-type", kind, cwd=tmp_path, **variables)
+        assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "job-a-goodput.log").read_text().splitlines()]
+    assert [line["event_type"] for line in lines] == ["user_scheduled", "user_terminated"]
+    assert all(line["job_name"] == "job-a" and line["timestamp"].endswith("+00:00") for line in lines)
+    bad = run_module("resiliency.goodput.tracker", "--event-type", "job_started", cwd=tmp_path, **variables)
+    assert bad.returncode == 2
+
+
+def test_the_older_logger_class_works_and_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOODPUT_USE_FILE_TRACKING", "")
+    monkeypatch.delenv("JOB_IDENTIFIER", raising=False)
+    logger = tracker.GoodputLogger(tmp_path)
+    logger.log_event("checkpoint_saved", step=7)
+    logger.log_event("job_started", node_rank=3)
+    logger.close()
+    lines = [json.loads(line) for line in (tmp_path / "training-job-goodput.log").read_text().splitlines()]
+    assert lines[0]["step"] == 7
+    assert (lines[1]["node_rank"], lines[1]["rank"]) == (3, -1)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    tracker.GoodputLogger(blocked / "below").log_event("checkpoint_saved", step=1)
+
+
+def test_without_the_cloud_library_the_tracker_falls_back_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("GOODPUT_USE_FILE_TRACKING", raising=False)
+    monkeypatch.setattr(tracker, "cloud_logging_available", lambda: False)
+    logger = tracker.GoodputLogger(tmp_path)
+    logger.log_event("user_scheduled")
+    logger.close()
+    assert (tmp_path / "training-job-goodput.log").exists()
+    assert "goodput events go to" in caplog.text
+
+
+# ---- the older figure beside ours
+
+
+def test_the_older_figure_and_why_it_differs(tmp_path: Path) -> None:
+    job = crash()
+    job.write(tmp_path)
+    ledger = account(read_logs([tmp_path]).collector.runs["job"])
+    figure = older_figure(ledger)
+    # Loaded 100, saved 100: by its formula nothing was achieved at all.
+    assert figure.share == 0
+    assert any("counts from the first load, step 100" in reason for reason in figure.reasons)
+    assert any("80 steps after the last save" in reason for reason in figure.reasons)
+
+
+def test_the_older_figure_agrees_on_a_plain_run() -> None:
+    job = Job()
+    job.start(startup=1, restore=1, load=0)
+    job.steps(1000)
+    job.save()
+    job.finish()
+    ledger = job.ledger()
+    figure = older_figure(ledger)
+    assert figure.share == pytest.approx(ledger.goodput, abs=0.001)
+    assert figure.reasons == ("both agree",)
+    half = older_figure(ledger, 1.0)
+    assert half.share == pytest.approx(ledger.goodput / 2, abs=0.001)
+    assert any("1 s a step, the log shows 2 s" in reason for reason in half.reasons)

@@ -1,0 +1,188 @@
+"""The HTML page: what it holds, and how a real browser shows it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.goodput.collect import Collector
+from resiliency.goodput.ledger import account
+from resiliency.goodput.page import MOST_PIECES, render_page, write_page
+from resiliency.goodput.summary import summarize
+from resiliency.goodput.taxonomy import BUCKETS
+
+from .browser import HOW_TO_INSTALL, NAMES, Browser
+from .demo import demo
+from .scripted import Job
+
+
+def page_of(*jobs: Job) -> str:
+    runs = []
+    for job in jobs:
+        collector = Collector()
+        for event in job.events:
+            collector.add(event)
+        ledger = account(collector.runs[job.run])
+        runs.append((summarize(ledger), ledger))
+    return render_page(runs)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(page_of(demo()), encoding="utf-8")
+    return path
+
+
+def test_the_page_stands_alone(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", text)
+    assert "@import" not in text
+    assert "http" not in text.lower().replace("http-equiv", "")
+    for heading in ("Timeline", "Badput by attempt", "Step time", "Incidents and remedies", "Checkpoint tiers", "Stragglers"):
+        assert f"<h2>{heading}</h2>" in text
+    for info in BUCKETS.values():
+        assert info.label in text
+    assert len(text) < 500_000
+
+
+def test_hostile_names_stay_text() -> None:
+    job = Job(run="<script>alert(1)</script>", ranks=1)
+    job.hosts[0] = '"><img src=x onerror=alert(1)>'
+    job.start()
+    job.steps(20)
+    job.finish()
+    text = page_of(job)
+    assert "<script>alert" not in text
+    assert "<img" not in text
+
+
+def test_a_very_long_run_makes_a_small_page() -> None:
+    job = Job(ranks=2)
+    for attempt in range(500):
+        job.start(load=job.step if attempt else None, restore=1.0, startup=5)
+        job.steps(3)
+        job.fail(detection=1)
+    text = page_of(job)
+    assert len(text) < 1_500_000
+    rows = text.count('<div class="track">')
+    assert rows == 2
+    assert text.count("data-tip") < rows * MOST_PIECES + 6000
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_pages_of_nearly_empty_runs(steps: int) -> None:
+    job = Job(ranks=1)
+    job.start()
+    job.steps(steps)
+    assert "Where every second went" in page_of(job)
+
+
+def test_the_page_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.html"
+    path.write_text("before")
+    monkeypatch.setattr("os.replace", lambda *args: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        write_page(path, [])
+    assert [file.name for file in tmp_path.iterdir()] == ["out.html"]
+    assert path.read_text() == "before"
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    import shutil
+
+    if not any(map(shutil.which, NAMES)):
+        pytest.fail(HOW_TO_INSTALL)
+    with Browser() as one:
+        yield one
+
+
+#: Text smaller than 11 pixels or with too little contrast (WCAG AA: 4.5, large text 3), and boxes that stick out.
+CHECKS = """(() => {
+  const rgb = (text) => { const m = text.match(/[\\d.]+/g).map(Number); return m.length > 3 ? m : [...m, 1]; };
+  const linear = (v) => v / 255 <= 0.03928 ? v / 255 / 12.92 : Math.pow((v / 255 + 0.055) / 1.055, 2.4);
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const c = rgb(getComputedStyle(e).backgroundColor);
+      if (c[3] > 0.9) return c;
+    }
+    return [255, 255, 255, 1];
+  };
+  const small = [], faint = [], out = [], overlaps = [];
+  for (const e of document.querySelectorAll("main *")) {
+    const box = e.getBoundingClientRect();
+    if (box.width === 0 || box.height === 0) continue;
+    const clipped = e.closest(".track, .plot, .stack, .attempts, .meter");
+    if (!clipped && (box.right > innerWidth + 0.5 || box.left < -0.5)) out.push(e.tagName + "." + e.className);
+    const own = [...e.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data.trim()).join("");
+    if (!own) continue;
+    const style = getComputedStyle(e), size = parseFloat(style.fontSize);
+    if (size < 11) small.push(own.slice(0, 40) + " " + size);
+    const a = light(rgb(style.color)), b = light(behind(e));
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < (size >= 22 ? 3 : 4.5)) faint.push(own.slice(0, 40) + " " + ratio.toFixed(2));
+  }
+  for (const e of document.querySelectorAll("section")) if (e.scrollWidth > e.clientWidth) out.push(e.innerText.slice(0, 30));
+  for (const axis of document.querySelectorAll(".axis")) {
+    const boxes = [...axis.children].filter((e) => e.offsetWidth > 0).map((e) => e.getBoundingClientRect());
+    for (let i = 1; i < boxes.length; i++) if (boxes[i - 1].right > boxes[i].left) overlaps.push(axis.children[i].textContent);
+  }
+  return {
+    small, faint, out, overlaps,
+    scroll: document.documentElement.scrollWidth,
+    tracks: document.querySelectorAll(".track").length,
+    background: getComputedStyle(document.body).backgroundColor,
+  };
+})()"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_page_is_readable(browser: Browser, page: Path, width: int, dark: bool) -> None:
+    browser.errors.clear()
+    browser.requests.clear()
+    browser.open(page, width=width, dark=dark)
+    found: dict[str, Any] = browser.evaluate(CHECKS)
+    assert browser.errors == []
+    assert {address.split(":")[0] for address in browser.requests} <= {"file", "data"}
+    assert found["scroll"] <= width, "the page must not scroll sideways"
+    assert found["out"] == []
+    assert found["small"] == []
+    assert found["faint"] == []
+    assert found["overlaps"] == []
+    assert found["tracks"] == 4
+    red = int(re.findall(r"\d+", found["background"])[0])
+    assert (red < 40) if dark else (red > 220)
+
+
+@pytest.mark.browser
+def test_the_theme_switch_and_the_tooltip_work(browser: Browser, page: Path) -> None:
+    browser.errors.clear()
+    browser.open(page, width=1280, dark=False)
+    before = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    browser.evaluate("document.getElementById('theme').click()")
+    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    x, y = browser.evaluate("(({ x, y }) => [x + 5, y + 5])(document.querySelector('.stack i').getBoundingClientRect())")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    tip = browser.evaluate("[getComputedStyle(document.getElementById('tip')).display, document.getElementById('tip').textContent]")
+    assert tip[0] == "block"
+    assert tip[1].startswith("Productive: ")
+    assert browser.errors == []
+
+
+@pytest.mark.browser
+def test_the_page_needs_no_script(browser: Browser, page: Path) -> None:
+    browser.open(page, width=1280, dark=False, scripts=False)
+    image = browser.screenshot(width=1280, height=1600)
+    browser.open(page, width=1280, dark=False)
+    assert abs(len(browser.screenshot(width=1280, height=1600)) - len(image)) < 2000

@@ -1,0 +1,401 @@
+"""The CheckpointIO plugin under real Trainers of both Lightning namespaces, and called by hand."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.codec import Opaque
+from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.checkpoint.reader import load_path, locate
+from resiliency.errors import ConfigError
+from resiliency.plugins import checkpoint_io
+from resiliency.plugins.checkpoint_io import build
+
+NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
+EMBEDDED = CheckpointerOptions(agent="embedded")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it and leaves it
+
+
+@pytest.fixture(params=NAMESPACES)
+def namespace(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def io() -> Iterator[Any]:
+    plugin = build("lightning.pytorch")(options=EMBEDDED)
+    yield plugin
+    plugin.teardown()
+
+
+@dataclass
+class Settings:
+    """A hyper-parameter of the user's own class."""
+
+    depth: int
+
+
+def make_model(namespace: str, **hparams: Any) -> Any:
+    lightning = importlib.import_module(namespace)
+
+    class Model(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self, settings: Any = None, data: Any = None) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Linear(3, 2)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(batch).square().mean()
+            # Ever better, so that top-k has something to throw away.
+            self.log("score", -float(self.trainer.global_step))
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    return Model(**hparams)
+
+
+def make_trainer(namespace: str, folder: Path, plugin: Any, *, steps: int, **settings: Any) -> Any:
+    lightning = importlib.import_module(namespace)
+    callback = importlib.import_module(f"{namespace}.callbacks").ModelCheckpoint
+    wanted = {"save_top_k": -1, "every_n_train_steps": 1, "filename": "{step}"} | settings
+    return lightning.Trainer(
+        default_root_dir=folder, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_steps=steps, callbacks=[callback(dirpath=folder / "ck", **wanted)], plugins=[plugin] if plugin is not None else [],
+    )  # fmt: skip
+
+
+class Batches:
+    """A loader that knows its place, so that Lightning resumes within an epoch at the right batch."""
+
+    def __init__(self) -> None:
+        self.at = self.start = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        start, self.start = self.start, 0
+        for index in range(start, len(self)):
+            self.at = index + 1
+            yield torch.full((2, 3), (index + 1) / 7)
+
+    def __len__(self) -> int:
+        return 4
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+
+def fit(namespace: str, folder: Path, *, steps: int = 4, model: Any = None, ckpt: str | None = None, **settings: Any) -> Any:
+    """A finished trainer whose checkpoints went through the plugin."""
+    trainer = make_trainer(namespace, folder, build(namespace)(options=EMBEDDED), steps=steps, **settings)
+    torch.manual_seed(1)
+    trainer.fit(model if model is not None else make_model(namespace), Batches(), ckpt_path=ckpt)
+    return trainer
+
+
+def read(path: Path) -> Any:
+    located = locate(str(path))
+    assert located is not None, f"{path} is not ours"
+    return load_path(located)[0]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.ckpt"))
+
+
+def checkpoint(step: int, value: float = 0.0) -> dict[str, Any]:
+    return {"global_step": step, "state_dict": {"w": torch.full((300, 300), value)}}
+
+
+# ---- under a trainer
+
+
+def test_a_fit_saves_through_the_engine_and_resumes(namespace: str, tmp_path: Path) -> None:
+    whole = fit(namespace, tmp_path / "whole", steps=6)
+    fit(namespace, tmp_path, steps=3)
+    assert files(tmp_path / "ck") == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    assert (tmp_path / "ck" / "step=3.ckpt").stat().st_size < 1000  # a name file
+    assert read(tmp_path / "ck" / "step=2.ckpt")["global_step"] == 2
+    resumed = fit(namespace, tmp_path, steps=6, ckpt=str(tmp_path / "ck" / "step=3.ckpt"), model=make_model(namespace))
+    assert resumed.global_step == 6
+    weights = resumed.lightning_module.state_dict(), whole.lightning_module.state_dict()
+    assert all(torch.equal(a, b) for a, b in zip(weights[0].values(), weights[1].values(), strict=True))
+
+
+def test_what_is_restored_is_what_was_saved(namespace: str, tmp_path: Path) -> None:
+    trainer = fit(namespace, tmp_path, steps=3)
+    fresh = make_model(namespace)
+    resumed = fit(namespace, tmp_path, steps=3, ckpt=str(tmp_path / "ck" / "step=3.ckpt"), model=fresh)
+    assert resumed.global_step == 3
+    for key, value in trainer.lightning_module.state_dict().items():
+        assert torch.equal(value, fresh.state_dict()[key]), key
+    before, after = (t.optimizers[0].state_dict()["state"][0] for t in (trainer, resumed))
+    assert all(torch.equal(before[key], after[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_last_and_top_k_at_the_same_step(namespace: str, tmp_path: Path) -> None:
+    """Two saves of one step, and a removal after each: both names mean the newest step, and nothing is lost."""
+    trainer = fit(namespace, tmp_path, steps=5, monitor="score", save_top_k=1, save_last=True)
+    assert files(tmp_path / "ck") == ["last.ckpt", "step=5.ckpt"]
+    for name in ("last.ckpt", "step=5.ckpt"):
+        saved = read(tmp_path / "ck" / name)
+        assert saved["global_step"] == 5
+        assert torch.equal(saved["state_dict"]["net.weight"], trainer.lightning_module.net.weight)
+    steps = [path.name for path in (tmp_path / "ck").glob(".resiliency/default/steps/*")]
+    assert all(name.startswith("0000000005-") for name in steps), steps
+
+
+def test_test_after_fit_finds_the_best(namespace: str, tmp_path: Path) -> None:
+    """The path is loaded although the fit that saved it has only just ended; and "last" is found for the next fit."""
+    trainer = fit(namespace, tmp_path, steps=3, save_last=True)
+    resumed = fit(namespace, tmp_path, steps=4, ckpt="last", model=make_model(namespace), save_last=True)
+    assert resumed.global_step == 4
+    assert trainer.checkpoint_callback.best_model_path.endswith("step=3.ckpt")
+
+
+def test_stock_checkpoints_still_load_and_are_removed_by_their_callback(namespace: str, tmp_path: Path) -> None:
+    best = {"save_top_k": 2, "monitor": "score"}
+    make_trainer(namespace, tmp_path, None, steps=2, **best).fit(make_model(namespace), Batches())
+    assert torch.load(tmp_path / "ck" / "step=1.ckpt", weights_only=False)["global_step"] == 1
+    resumed = fit(namespace, tmp_path, steps=4, ckpt=str(tmp_path / "ck" / "step=2.ckpt"), model=make_model(namespace), **best)
+    assert resumed.global_step == 4
+    # Lightning itself keeps the file it resumed from.
+    assert files(tmp_path / "ck") == ["step=2.ckpt", "step=3.ckpt", "step=4.ckpt"]
+    assert read(tmp_path / "ck" / "step=4.ckpt")["global_step"] == 4
+
+
+def test_hyper_parameters_of_own_classes(namespace: str, tmp_path: Path) -> None:
+    own = {"settings": Settings(3), "data": Path("/data")}
+    fit(namespace, tmp_path, steps=2, model=make_model(namespace, **own))
+    path = tmp_path / "ck" / "step=2.ckpt"
+    plugin = build(namespace)(options=EMBEDDED)
+    assert plugin.load_checkpoint(path, weights_only=False)["hyper_parameters"] == own
+    for safe in (True, None):
+        hparams = plugin.load_checkpoint(path, weights_only=safe)["hyper_parameters"]
+        assert isinstance(hparams["settings"], Opaque)  # nothing is unpickled
+        assert hparams["data"] == Path("/data")
+    trainer = make_trainer(namespace, tmp_path, plugin, steps=3)
+    trusting = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}  # Lightning >= 2.6
+    trainer.fit(make_model(namespace, **own), Batches(), ckpt_path=str(path), **trusting)
+    assert trainer.global_step == 3
+
+
+def test_a_fit_with_an_agent_process_leaves_nothing(namespace: str, tmp_path: Path) -> None:
+    """The fixture for leftovers judges threads, processes and /dev/shm."""
+    trainer = make_trainer(namespace, tmp_path, build(namespace)(), steps=2)
+    trainer.fit(make_model(namespace), Batches())
+    assert list((tmp_path / "ck").glob(".resiliency/default/logs/agent-*.log"))  # there was one
+    assert read(tmp_path / "ck" / "step=2.ckpt")["global_step"] == 2
+
+
+SAVES_AND_ENDS = """
+import torch
+from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.plugins.checkpoint_io import TieredIO
+io = TieredIO(options=CheckpointerOptions(agent="embedded"))
+io.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(3)}}, "one.ckpt")
+"""
+
+
+def test_a_save_without_teardown_is_committed_when_the_process_ends(tmp_path: Path) -> None:
+    """As after ``trainer.save_checkpoint()`` at the end of a script."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", SAVES_AND_ENDS], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert torch.equal(read(tmp_path / "one.ckpt")["state_dict"]["w"], torch.ones(3))
+    log = (tmp_path / ".resiliency" / "default" / "events" / "rank-00000.jsonl").read_text()
+    assert "job_terminated" in log
+
+
+def test_a_forgotten_plugin_is_closed(tmp_path: Path) -> None:
+    plugin = build("lightning.pytorch")(options=EMBEDDED)
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "one.ckpt")
+    del plugin
+    gc.collect()
+    assert read(tmp_path / "one.ckpt")["global_step"] == 1
+
+
+# ---- by hand
+
+
+def test_changing_tensors_right_after_a_save_changes_nothing(io: Any, tmp_path: Path) -> None:
+    for step in range(1, 6):
+        state = checkpoint(step, float(step)) | {"list": [1, {"a": step}]}
+        io.save_checkpoint(state, tmp_path / f"{step}.ckpt")
+        state["state_dict"]["w"].fill_(-1.0)
+        state["list"][1]["a"] = -1
+    for step in range(1, 6):
+        loaded = io.load_checkpoint(tmp_path / f"{step}.ckpt")
+        assert torch.equal(loaded["state_dict"]["w"], torch.full((300, 300), float(step)))
+        assert loaded["list"] == [1, {"a": step}]
+
+
+def hold(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stops commits until the returned event is set."""
+    import threading
+
+    from resiliency.agent.core import HostAgent
+
+    released, stock = threading.Event(), HostAgent._commit
+
+    def commit(self: Any, *args: Any) -> None:
+        assert released.wait(30)
+        stock(self, *args)
+
+    monkeypatch.setattr(HostAgent, "_commit", commit)
+    return released
+
+
+def test_a_removal_waits_for_the_newer_commit(io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    io._commit_all()
+    released = hold(monkeypatch)
+    io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+    io.remove_checkpoint(tmp_path / "1.ckpt")
+    assert read(tmp_path / "1.ckpt")["global_step"] == 1  # still whole
+    assert files(tmp_path) == ["1.ckpt"]
+    released.set()
+    io.teardown()
+    assert files(tmp_path) == ["2.ckpt"]
+    assert [path.name[:10] for path in tmp_path.glob(".resiliency/default/steps/*")] == ["0000000002"]
+
+
+def test_a_stock_file_is_removed_after_the_newer_commit(io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(checkpoint(1), tmp_path / "1.ckpt")
+    assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1
+    io._flush = timedelta(milliseconds=50)
+    released = hold(monkeypatch)
+    io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+    io.remove_checkpoint(tmp_path / "1.ckpt")
+    assert files(tmp_path) == ["1.ckpt"]
+    released.set()
+    io._flush = timedelta(seconds=30)
+    io.remove_checkpoint(tmp_path / "1.ckpt")
+    assert files(tmp_path) == ["2.ckpt"]
+
+
+def test_a_skipped_save_costs_no_other_checkpoint(
+    io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    torch.save(checkpoint(0), tmp_path / "0.ckpt")
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(Checkpointer, "save", lambda *_, **__: None)
+        io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+        io.remove_checkpoint(tmp_path / "1.ckpt")
+        io.remove_checkpoint(tmp_path / "0.ckpt")
+    assert "2.ckpt was not saved" in caplog.text
+    io.save_checkpoint(checkpoint(3), tmp_path / "keeps-1-from-being-the-newest.ckpt")
+    io.save_checkpoint(checkpoint(4), tmp_path / "4.ckpt")
+    io.teardown()
+    assert files(tmp_path) == ["0.ckpt", "4.ckpt", "keeps-1-from-being-the-newest.ckpt"]
+
+
+def test_a_save_that_comes_too_soon_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine would skip it; a callback could not be told."""
+    import threading
+
+    plugin = build("lightning.pytorch")(options=CheckpointerOptions(agent="embedded", busy_wait=timedelta(0)))
+    released = hold(monkeypatch)
+    plugin.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    timer = threading.Timer(0.2, released.set)
+    timer.start()
+    plugin.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+    timer.join()
+    plugin.teardown()
+    assert files(tmp_path) == ["1.ckpt", "2.ckpt"]
+
+
+def test_what_was_just_saved_can_be_loaded(io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    released = hold(monkeypatch)
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    timer = threading.Timer(0.2, released.set)
+    timer.start()
+    assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1
+    timer.join()
+
+
+def test_many_saves_of_one_step_stay_apart(io: Any, tmp_path: Path) -> None:
+    """As when a user calls ``trainer.save_checkpoint`` again and again between two steps."""
+    for number in range(70):
+        io.save_checkpoint(checkpoint(7, float(number)), tmp_path / f"{number}.ckpt")
+    io._flush = timedelta(seconds=20)
+    for number in (0, 63, 64, 65, 69):
+        assert io.load_checkpoint(tmp_path / f"{number}.ckpt")["state_dict"]["w"][0, 0] == number
+
+
+def test_checkpoints_without_a_step_stay_in_order(io: Any, tmp_path: Path) -> None:
+    """Fabric's states have no global_step."""
+    for value in range(3):
+        io.save_checkpoint({"w": torch.full((2,), float(value))}, tmp_path / f"{value}.ckpt")
+    io.save_checkpoint({"w": torch.full((2,), 9.0)}, tmp_path / "0.ckpt")
+    assert torch.equal(io.load_checkpoint(tmp_path / "0.ckpt")["w"], torch.full((2,), 9.0))
+    assert torch.equal(io.load_checkpoint(tmp_path / "1.ckpt")["w"], torch.full((2,), 1.0))
+
+
+def test_removing_what_is_not_there_does_nothing(io: Any, tmp_path: Path) -> None:
+    io.remove_checkpoint(tmp_path / "none.ckpt")
+    assert list(tmp_path.iterdir()) == []
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    io.remove_checkpoint(tmp_path / "none.ckpt")
+    (tmp_path / "sharded.ckpt").mkdir()  # what some strategies write by themselves
+    (tmp_path / "sharded.ckpt" / "part").write_text("x")
+    io.remove_checkpoint(tmp_path / "sharded.ckpt")
+    io.teardown()
+    assert files(tmp_path) == ["1.ckpt"]
+
+
+def test_storage_options_are_refused(io: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"storage_options.*CheckpointerOptions"):
+        io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt", storage_options={"a": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["save", "remove"])
+def test_addresses_are_refused(io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="not to gs://bucket/1.ckpt"):
+        if verb == "save":
+            io.save_checkpoint(checkpoint(1), "gs://bucket/1.ckpt")
+        else:
+            io.remove_checkpoint("gs://bucket/1.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_file_is_missing(io: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint(tmp_path / "none.ckpt")
+
+
+def test_each_namespace_has_one_class_which_pickles(namespace: str) -> None:
+    assert build(namespace) is build(namespace)
+    assert issubclass(build(namespace), importlib.import_module(f"{namespace}.plugins.io").CheckpointIO)
+    if isinstance(checkpoint_io.TieredCheckpointIO(), build(namespace)):
+        assert isinstance(pickle.loads(pickle.dumps(checkpoint_io.TieredCheckpointIO(run="a"))), build(namespace))
