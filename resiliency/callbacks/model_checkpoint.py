@@ -320,10 +320,12 @@ class EngineModelCheckpoint(SavesThroughEngine):
         with self._collect(trainer):
             super().on_train_end(trainer, pl_module)  # type: ignore[misc]
         self._fence()
-        if self._engine is not None and self._attachment is not None:
+        if self._engine is not None:
             # Before strategies tear down the model; the wait for slower tiers is in teardown.
-            self._engine.flush("committed", timeout=self._flush_timeout)
-            self._attachment.take_news()
+            self._settle("committed", self._flush_timeout)
+            if trainer.world_size > 1:
+                # Ranks learn of each other's shards through the store of rank 0, which goes when that process ends.
+                trainer.strategy.barrier("resiliency: every shard is recorded")
         if self._clock is not None:
             self._clock.on_train_end(trainer.global_step)
 
@@ -335,9 +337,7 @@ class EngineModelCheckpoint(SavesThroughEngine):
             self._fence()
             with self._collect(trainer):
                 super().on_exception(trainer, pl_module, exception)  # type: ignore[misc]
-            if self._engine is not None and self._attachment is not None:
-                self._engine.flush("committed", timeout=_EXCEPTION_WAIT)
-                self._attachment.take_news()
+            self._settle("committed", _EXCEPTION_WAIT)
         except Exception:  # Boundary: what ended the training must reach the user, not what went wrong after it.
             logger.warning("no checkpoint could be saved after the exception", exc_info=True)
         finally:
@@ -347,10 +347,20 @@ class EngineModelCheckpoint(SavesThroughEngine):
         super().teardown(trainer, pl_module, stage)  # type: ignore[misc]
         if stage != "fit" or self._stock_way:
             return
-        if self._engine is not None and self._attachment is not None:
-            self._engine.flush("uploaded", timeout=self._flush_timeout)
-            self._attachment.take_news()
+        self._settle("uploaded", self._flush_timeout)
         self._release(lambda engine: engine.close(timeout=self._flush_timeout))
+
+    def _settle(self, level: str, timeout: timedelta) -> None:
+        """Waits until what was saved has reached ``level``, and tells whom it concerns. Blocks: up to ``timeout``, twice."""
+        if self._engine is None or self._attachment is None:
+            return
+        try:
+            for _ in range(2):  # the first wait brings the news that shards are recorded, the second waits for those of the others
+                self._engine.flush(level, timeout=timeout)
+                self._attachment.take_news()
+        except (OSError, RuntimeError):
+            # Boundary: torch's store raises these when another rank is gone. The training is over, and what is sealed is safe.
+            logger.warning("not everything was %s before the end; the next start finishes it", level, exc_info=True)
 
     def _release(self, close: Callable[[Checkpointer], None]) -> None:
         shared, engine = self._attachment, self._engine
@@ -358,7 +368,10 @@ class EngineModelCheckpoint(SavesThroughEngine):
         if shared is None or self._key is None:
             return
         if engine is not None:
-            shared.release(self._key, close=close)
+            try:
+                shared.release(self._key, close=close)
+            except (OSError, RuntimeError):  # Boundary: as in _settle.
+                logger.warning("the checkpoint engine did not close in order; what is sealed is safe", exc_info=True)
         else:
             shared.end_if_unused()
 

@@ -24,6 +24,10 @@ __all__ = ["Opaque", "decode", "encode"]
 _FACTORIES: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str, "tuple": tuple}
 
 
+#: Larger integers are written in hexadecimal: Python refuses to print or read very long decimal ones.
+_JSON_INT = 1 << 64
+
+
 class Opaque:
     """Stands for a stored object of a class that may not be unpickled here; pass ``weights_only=False`` to get it."""
 
@@ -46,9 +50,20 @@ def encode(value: Any, *, leaf: Callable[[Any, tuple[str, ...]], Any], path: tup
     Raises:
         ConfigError: an object that can be neither encoded nor pickled; names where it is.
     """
+    if not path:
+        try:
+            return _encode(value, leaf, path)
+        except RecursionError:
+            raise ConfigError("the state is nested too deeply, or contains itself; store a plain tree") from None
+    return _encode(value, leaf, path)
+
+
+def _encode(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, int, float, str):
+    if value is None or kind in (bool, float, str):
         return value
+    if kind is int:
+        return value if -_JSON_INT < value < _JSON_INT else {"!": "int", "v": hex(value)}
     if kind is list:
         return [encode(item, leaf=leaf, path=(*path, str(i))) for i, item in enumerate(value)]
     if kind is tuple:
@@ -91,9 +106,10 @@ def _encode_other(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path:
         if vars(value):  # torch keeps the versions of modules as an attribute of a state_dict
             tagged["a"] = _encode_dict(dict(vars(value)), leaf, path)
         return tagged
-    if kind is collections.defaultdict and (value.default_factory is None or value.default_factory.__name__ in _FACTORIES):
-        factory = None if value.default_factory is None else value.default_factory.__name__
-        return {"!": "defaultdict", "f": factory, "v": _encode_dict(dict(value), leaf, path)}
+    if kind is collections.defaultdict:
+        factory = getattr(value.default_factory, "__name__", None)
+        if value.default_factory is None or _FACTORIES.get(str(factory)) is value.default_factory:
+            return {"!": "defaultdict", "f": factory, "v": _encode_dict(dict(value), leaf, path)}
     if kind is collections.deque:
         return {"!": "deque", "n": value.maxlen, "v": items(value)}
     if isinstance(value, pathlib.PurePath):
@@ -106,11 +122,16 @@ def _encode_other(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path:
         return {"!": "timedelta", "v": [value.days, value.seconds, value.microseconds]}
     if kind is types.SimpleNamespace:
         return {"!": "namespace", "v": _encode_dict(vars(value), leaf, path)}
-    if kind.__module__ == "numpy" and hasattr(value, "dtype") and hasattr(value, "tobytes") and not value.dtype.hasobject:
+    if kind.__module__ == "numpy" and hasattr(value, "dtype") and hasattr(value, "tobytes") and _is_plain_dtype(value.dtype):
         tag = "ndarray" if kind.__name__ == "ndarray" else "npscalar"
         data = base64.b64encode(value.tobytes()).decode()
         return {"!": tag, "d": value.dtype.str, "s": list(value.shape), "v": data}
     return _encode_pickle(value, leaf, path)
+
+
+def _is_plain_dtype(dtype: Any) -> bool:
+    """True when the dtype's short string says all of it (no fields, no objects)."""
+    return not dtype.hasobject and dtype.names is None and dtype.subdtype is None
 
 
 def _encode_pickle(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
@@ -165,6 +186,8 @@ def _decode_tagged(
     tag: str, item: dict[str, Any], walk: Callable[[Any], Any], leaf: Callable[[dict[str, Any]], Any], allow_pickle: bool
 ) -> Any:
     v = item.get("v")
+    if tag == "int":
+        return int(str(v), 16)
     if tag == "tuple":
         return tuple(walk(v))
     if tag == "dict":

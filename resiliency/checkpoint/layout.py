@@ -68,9 +68,12 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """Name inside the safetensors file."""
-        key = f"!rank/{self.key}" if self.per_rank else self.key
-        return key if self.whole else f"{key}@{','.join(map(str, self.offsets))}"
+        """Name inside the safetensors file: the key where that is possible, never the same for two chunks."""
+        if self.per_rank:
+            return f"!rank/{self.key}"
+        if not self.whole:
+            return f"!box/{','.join(map(str, self.offsets))}/{self.key}"
+        return f"!key/{self.key}" if self.key.startswith("!") or self.key == "__metadata__" else self.key
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ def make_layout(chunks: Sequence[Chunk], *, objects_nbytes: int, meta: Mapping[s
             "shape": list(chunk.sizes) if known else [chunk.nbytes],
             "data_offsets": [position, end],
         }
-        if not (chunk.whole and known and not chunk.per_rank):
+        if not known or chunk.name != chunk.key:
             details[chunk.name] = {
                 "key": chunk.key, "offsets": chunk.offsets, "sizes": chunk.sizes, "shape": chunk.shape, "dtype": chunk.dtype,
                 "itemsize": chunk.itemsize, "per_rank": chunk.per_rank,
@@ -223,7 +226,7 @@ def parse_header(head: bytes, *, where: str) -> ShardHeader:
                 raise ValueError(f"tensor {name!r} has {b - a} bytes instead of {chunk.nbytes}")
             placed.append(Placed(chunk, base + a, base + b))
         return ShardHeader(int(step), int(attempt), token.strip(), meta, tuple(placed), (base + begin, base + end))
-    except (KeyError, ValueError, TypeError, IndexError, struct.error) as error:
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError, struct.error) as error:
         raise CorruptShard(f"{where}: not a resiliency shard ({type(error).__name__}: {error})", path=where) from error
 
 

@@ -173,11 +173,7 @@ class ShardRecord:
             CorruptShard: a field is missing, of the wrong type, or the digests do not cover ``nbytes``.
         """
         try:
-            version = data["version"]
-            if not isinstance(version, int) or version > FORMAT_VERSION:
-                raise CorruptShard(
-                    f"{where}: format version {version!r} is newer than {FORMAT_VERSION}; upgrade resiliency to read it", path=where
-                )
+            _check_version(data["version"], where)
             fields = {key: value for key, value in data.items() if key != "check"}
             if data["check"] != _check(fields):
                 raise CorruptShard(f"{where}: the record does not match its own check sum", path=where)
@@ -206,6 +202,11 @@ class ShardRecord:
                 path=where,
             )
         return record
+
+
+def _check_version(version: Any, where: str) -> None:
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CorruptShard(f"{where}: format version {version!r} is newer than {FORMAT_VERSION}; upgrade resiliency to read it", path=where)
 
 
 def _check(fields: Mapping[str, Any]) -> str:
@@ -267,6 +268,7 @@ class Manifest:
         """
         try:
             data = json.loads(text)
+            _check_version(data["version"], where)
             shards = [ShardRecord.from_dict(item, where=where) for item in data["shards"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptShard(f"{where}: not a manifest ({type(error).__name__}: {error})", path=where) from error
@@ -289,7 +291,7 @@ def manifest_from_records(records: Iterable[ShardRecord]) -> Manifest | None:
     first = next(iter(by_rank.values()))
     if len({(r.id, r.run, r.world_size, r.plan) for r in by_rank.values()}) != 1:
         return None
-    if set(by_rank) != set(range(first.world_size)):
+    if len(by_rank) != first.world_size or set(by_rank) != set(range(first.world_size)):
         return None
     return Manifest(
         id=first.id, run=first.run, world_size=first.world_size, shards=tuple(by_rank[r] for r in range(first.world_size))

@@ -80,6 +80,9 @@ def holdings(tier: Tier, run: str, *, node: str) -> list[Holding]:
             # It was whole once and cannot be read now: nothing to restore from, but no reason to start from scratch either.
             found.append(Holding(tier.name, node, listing.id.dirname, 0, (), lost=tuple(listing.problems)))
             continue
+        if listing.problems and not listing.committed:
+            # Records are written whole or not at all, so one that cannot be read is damage, not a save cut short.
+            found.append(Holding(tier.name, node, listing.id.dirname, 0, (), lost=tuple(listing.problems)))
         if not listing.records or (not node and not listing.committed):
             continue
         missing = set(listing.missing_files())
@@ -108,6 +111,17 @@ class Choice:
     sources: Mapping[str, Mapping[int, tuple[str, ...]]]
 
 
+def _sources(
+    places: Sequence[Holding], node: str, world_size: int, strikes: Collection[Strike]
+) -> dict[int, tuple[str, ...]]:  # fmt: skip
+    """Tiers from which a host can get each shard, its own first."""
+    reachable = sorted((h for h in places if h.node in ("", node)), key=lambda h: h.node == "")
+    return {
+        rank: tuple(h.tier for h in reachable if rank in h.ranks and (h.tier, h.node, h.step, rank) not in strikes)
+        for rank in range(world_size)
+    }
+
+
 def choose(
     inventory: Sequence[Holding], nodes: Collection[str], strikes: Collection[Strike] = (), *, only: StepId | None = None
 ) -> Choice | None:
@@ -127,19 +141,14 @@ def choose(
     # Among saves of the same step an exact one is better than a later one (in the middle of gradient accumulation, say).
     order = sorted(by_step, key=lambda s: (s.attempt, s.step, all(h.exact for h in by_step[s]), s.token), reverse=True)
     for step in order:
-        places = by_step[step]
-        world_size = places[0].world_size
-        sources: dict[str, dict[int, tuple[str, ...]]] = {}
-        for node in nodes:
-            reachable = sorted((h for h in places if h.node in ("", node)), key=lambda h: h.node == "")
-            sources[node] = {
-                rank: tuple(
-                    h.tier for h in reachable if rank in h.ranks and (h.tier, h.node, h.step, rank) not in strikes
-                )
-                for rank in range(world_size)
-            }
-        if all(tiers for shards in sources.values() for tiers in shards.values()):
-            return Choice(step, world_size, sources)
+        # Places can only disagree about the world size when one of them is damaged; one that is whole decides.
+        for world_size in sorted({place.world_size for place in by_step[step]}, reverse=True):
+            places = [place for place in by_step[step] if place.world_size == world_size]
+            if len({rank for place in places for rank in place.ranks}) < world_size:
+                continue
+            sources = {node: _sources(places, node, world_size, strikes) for node in nodes}
+            if all(tiers for shards in sources.values() for tiers in shards.values()):
+                return Choice(step, world_size, sources)
     return None
 
 

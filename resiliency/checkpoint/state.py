@@ -61,9 +61,10 @@ def _check(tensor: Tensor, key: str) -> None:
 
 def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
     """Equal for tensors that are the same bytes seen the same way; None when that cannot be told."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.numel() == 0:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    seen_as = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), *seen_as)
 
 
 def flatten(tree: Any) -> FlatState:

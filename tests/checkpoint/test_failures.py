@@ -42,7 +42,7 @@ def local(tmp_path: Path) -> Path:
 
 
 def events(local: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [line for log in local.glob(".resiliency/*/events/*.jsonl") for line in log.read_text().splitlines()]
+    lines = [line for log in local.parent.rglob(".resiliency/*/events/*.jsonl") for line in log.read_text().splitlines()]
     return [event for event in map(json.loads, lines) if event["event_type"] == kind]
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from resiliency.checkpoint import manifest as manifest_module
 from resiliency.checkpoint.manifest import FORMAT_VERSION, Manifest, NameFile, ShardRecord, StepId, manifest_from_records, newest_complete
 from resiliency.errors import CorruptShard
 
@@ -21,6 +22,12 @@ def record(rank: int = 0, world_size: int = 2, **values: Any) -> ShardRecord:
         "digests": ("a" * 16, "b" * 16, "c" * 16), "plan": "p", "names": ("x.ckpt",), "supersedes": ("y.ckpt",), "created": 5.0, "info": {"k": [1]},
     }  # fmt: skip
     return ShardRecord(**{**known, **values})
+
+
+def sealed(data: dict[str, Any]) -> dict[str, Any]:
+    """With a check sum that is right, so that the values themselves are looked at."""
+    fields = {key: value for key, value in data.items() if key != "check"}
+    return {**fields, "check": manifest_module._check(fields)}
 
 
 def adds_up(manifest: Manifest) -> bool:
@@ -80,7 +87,7 @@ junk = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dict
 @SETTINGS
 @given(changes)
 def test_any_record_is_right_or_refused(values: dict[str, Any]) -> None:
-    data = json.loads(json.dumps({**record().to_dict(), **values}))
+    data = json.loads(json.dumps(sealed({**record().to_dict(), **values})))
     try:
         got = ShardRecord.from_dict(data, where="the file")
     except CorruptShard as error:
@@ -94,7 +101,7 @@ def test_any_record_is_right_or_refused(values: dict[str, Any]) -> None:
 @SETTINGS
 @given(st.lists(changes, min_size=1, max_size=3), st.booleans(), changes)
 def test_any_manifest_adds_up_or_is_refused(values: list[dict[str, Any]], keep: bool, top: dict[str, Any]) -> None:
-    shards = [{**record(rank, len(values)).to_dict(), **change} for rank, change in enumerate(values)]
+    shards = [sealed({**record(rank, len(values)).to_dict(), **change}) for rank, change in enumerate(values)]
     data = {"version": 1, "shards": shards, **(top if keep else {})}
     try:
         manifest = Manifest.from_json(json.dumps(data), where="the file")
@@ -145,17 +152,26 @@ def test_other_folder_names_are_no_steps(name: str) -> None:
     assert StepId.parse(name) is None
 
 
-def test_folder_names_sort_like_steps() -> None:
-    steps = [StepId(step, attempt, token) for step in (0, 9, 10, 10**9) for attempt in (1, 2, 11) for token in ("00000000", "00000001")]
-    assert sorted(steps, key=lambda step: step.dirname) == sorted(steps)
+def test_what_a_later_start_saved_is_newer() -> None:
+    """Also when it went back to an older step, because the newest was damaged or the user wanted to."""
+    steps = [StepId(step, attempt, token) for attempt in (1, 2, 11) for step in (0, 9, 10, 10**9) for token in ("00000000", "00000001")]
+    assert sorted(reversed(steps)) == steps
+
+
+@pytest.mark.parametrize("change", [*record().to_dict()])
+def test_a_record_is_refused_when_any_value_changed(change: str) -> None:
+    data = record().to_dict()
+    data[change] = data[change] + 1 if isinstance(data[change], int | float) else [*data[change], "1"] if isinstance(data[change], list) else "1"
+    with pytest.raises(CorruptShard):
+        ShardRecord.from_dict(data, where="x")
 
 
 def test_newest() -> None:
     manifests = [Manifest(id=StepId(*id), run="r", world_size=1, shards=()) for id in ((5, 1, "a"), (7, 1, "a"), (7, 2, "a"), (6, 9, "a"))]
     found = newest_complete(manifests)
-    assert found is not None and found.id == StepId(7, 2, "a")
-    older = newest_complete(manifests, exclude=[StepId(7, 2, "a"), StepId(7, 1, "a")])
-    assert older is not None and older.id == StepId(6, 9, "a")
+    assert found is not None and found.id == StepId(6, 9, "a")
+    older = newest_complete(manifests, exclude=[StepId(6, 9, "a")])
+    assert older is not None and older.id == StepId(7, 2, "a")
     assert newest_complete([]) is None
 
 

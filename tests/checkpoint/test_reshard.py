@@ -1,0 +1,228 @@
+"""Saved by N ranks, loaded by M: bit for bit the same, into given tensors or new ones; DTensors at other placements."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resiliency.checkpoint import plan as plan_module
+from resiliency.checkpoint.checkpointer import Restored
+from resiliency.checkpoint.exchange import Exchange
+from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, run_ranks
+
+SOON = timedelta(seconds=30)
+
+
+@pytest.fixture(autouse=True)
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "_CUT_BYTES", 512)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """World size -> directory with step 7 of it."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "_CUT_BYTES", 512)
+        for world_size in (1, 2, 3, 4):
+            directory = tmp_path_factory.mktemp(f"world{world_size}") / "c"
+
+            def work(rank: int, exchange: Exchange, directory: Path = directory) -> None:
+                with make_checkpointer(directory, exchange) as checkpointer:
+                    state = {**make_state(7), "odd": torch.arange(1013 * 3).view(1013, 3)}
+                    ticket = checkpointer.save(7, state, per_rank={"rank": rank, "rng": torch.full((9,), rank)})
+                    assert ticket is not None
+                    ticket.wait(timeout=SOON)
+
+            run_ranks(world_size, work)
+            found[world_size] = directory
+    return found
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("now", [1, 2, 3, 4])
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_any_world_size(saved: dict[int, Path], before: int, now: int, into: bool) -> None:
+    def work(rank: int, exchange: Exchange) -> tuple[Restored | None, Any]:
+        target = {**make_state(1), "odd": torch.zeros(1013, 3, dtype=torch.int64)} if into else None
+        checkpointer = make_checkpointer(saved[before], exchange)
+        try:
+            return checkpointer.load(into=target), target
+        finally:
+            checkpointer.close(flush=False)
+
+    for rank, (restored, target) in enumerate(run_ranks(now, work)):
+        assert restored is not None and restored.step == 7 and restored.world_size == before
+        wanted = {**make_state(7), "odd": torch.arange(1013 * 3).view(1013, 3)}
+        assert differences(restored.state, wanted) == []
+        assert restored.state["model"]["weight"] is restored.state["model"]["tied"]
+        if into:
+            assert restored.state["model"]["weight"] is target["model"]["weight"] or differences(target["model"], wanted["model"]) == []
+            assert restored.state["odd"].data_ptr() == target["odd"].data_ptr()
+        if rank < before:
+            assert differences(restored.per_rank, {"rank": rank, "rng": torch.full((9,), rank)}) == []
+        else:
+            assert restored.per_rank is None
+
+
+@pytest.mark.parametrize("before", [2, 4])
+def test_every_rank_wrote_its_share(saved: dict[int, Path], before: int) -> None:
+    sizes = [path.stat().st_size for path in saved[before].glob(".resiliency/*/steps/*/*.safetensors")]
+    assert len(sizes) == before and max(sizes) < 2 * min(sizes)
+
+
+def test_into_tensors_with_other_strides(saved: dict[int, Path]) -> None:
+    target = {**make_state(1), "odd": torch.zeros(3, 1013, dtype=torch.int64).t()}
+    target["model"]["ids"] = torch.zeros(96, 8, dtype=torch.int64)[:, ::2]
+    with make_checkpointer(saved[3]) as checkpointer:
+        checkpointer.load(into=target)
+    assert torch.equal(target["odd"], torch.arange(1013 * 3).view(1013, 3)) and torch.equal(target["model"]["ids"], make_state(7)["model"]["ids"])
+
+
+def test_only_some_keys(saved: dict[int, Path]) -> None:
+    with make_checkpointer(saved[2]) as checkpointer:
+        restored = checkpointer.load(keys=lambda key: key.startswith("model/"))
+    assert restored is not None
+    assert differences(restored.state["model"], make_state(7)["model"]) == []
+    assert restored.state["odd"].numel() == 0
+
+
+# ---- DTensors: two processes over gloo
+
+
+def _rank(rank: int, port: int, directory: str, work: str, errors: Any) -> None:
+    try:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=40))
+        try:
+            globals()[work](rank, directory)
+        finally:
+            torch.distributed.destroy_process_group()
+    except BaseException:  # Boundary: the parent reports it.
+        errors.put(f"rank {rank}: {traceback.format_exc()}")
+
+
+def _two(work: str, directory: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    errors = context.SimpleQueue()
+    ranks = [context.Process(target=_rank, args=(rank, port, str(directory), work, errors)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(60)
+        late = [process.pid for process in ranks if process.is_alive()]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join(10)
+            process.close()
+    problems = []
+    while not errors.empty():
+        problems.append(errors.get())
+    errors.close()
+    assert not problems, "\n".join(problems)
+    assert not late, "a rank did not end within a minute"
+
+
+WHOLE = {
+    "even": torch.arange(64 * 8, dtype=torch.float32).view(64, 8), "uneven": torch.arange(7 * 5, dtype=torch.float64).view(7, 5),
+    "one row": torch.arange(40.0).view(1, 40), "plain": torch.arange(3000),
+}  # fmt: skip
+
+
+def _dtensors(placement: Any) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    return {key: tensor.clone() if key == "plain" else distribute_tensor(tensor.clone(), mesh, [placement]) for key, tensor in WHOLE.items()}
+
+
+def _save_sharded(rank: int, directory: str) -> None:
+    from torch.distributed.tensor import Shard
+
+    with make_checkpointer_of(directory) as checkpointer:
+        for step in (1, 2):
+            state = _dtensors(Shard(0))
+            if step == 2:
+                state["even"].to_local().add_(1000)
+            ticket = checkpointer.save(step, {"m": state}, per_rank={"rank": rank})
+            assert ticket is not None
+            ticket.wait(timeout=SOON)
+
+
+def _load_elsewhere(rank: int, directory: str) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    with make_checkpointer_of(directory) as checkpointer:
+        for placement in (Shard(0), Shard(1), Replicate()):
+            state = _dtensors(placement)
+            for key, tensor in state.items():
+                (tensor if key == "plain" else tensor.to_local()).fill_(-1)
+            restored = checkpointer.load(into={"m": state})
+            assert restored is not None and restored.per_rank == {"rank": rank}
+            for key, tensor in state.items():
+                got = tensor if key == "plain" else tensor.full_tensor()
+                assert torch.equal(got, WHOLE[key] + (1000 if key == "even" else 0)), (key, placement)
+
+
+def _save_replicated(rank: int, directory: str) -> None:
+    from torch.distributed.tensor import Replicate
+
+    with make_checkpointer_of(directory) as checkpointer:
+        ticket = checkpointer.save(1, {"m": _dtensors(Replicate())})
+        assert ticket is not None
+        ticket.wait(timeout=SOON)
+
+
+def _save_different(rank: int, directory: str) -> None:
+    from resiliency.errors import ConfigError
+
+    state = _dtensors(__import__("torch.distributed.tensor", fromlist=["Shard"]).Shard(0))
+    state["plain"] = torch.zeros(3000 + rank)
+    with make_checkpointer_of(directory) as checkpointer, pytest.raises(ConfigError, match="m/plain"):
+        checkpointer.save(1, {"m": state})
+
+
+def make_checkpointer_of(directory: str) -> Any:
+    from resiliency.checkpoint.checkpointer import Checkpointer
+    from resiliency.testing.checkpoints import RUN
+
+    return Checkpointer(directory, run=RUN, options=QUICK)
+
+
+def _alone(directory: Path) -> Restored:
+    with make_checkpointer(directory) as checkpointer:
+        restored = checkpointer.load()
+    assert restored is not None
+    return restored
+
+
+def test_sharded_tensors_at_other_placements_and_in_one_process(tmp_path: Path) -> None:
+    _two("_save_sharded", tmp_path)
+    restored = _alone(tmp_path)
+    assert restored.step == 2
+    assert differences(restored.state["m"], {**WHOLE, "even": WHOLE["even"] + 1000}) == []
+    _two("_load_elsewhere", tmp_path)
+
+
+def test_replicated_dtensors(tmp_path: Path) -> None:
+    _two("_save_replicated", tmp_path)
+    assert differences(_alone(tmp_path).state["m"], WHOLE) == []
+
+
+def test_sharded_structures_that_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
+    _two("_save_different", tmp_path)

@@ -1,0 +1,246 @@
+"""The lazy copy is bit for bit what the tensors were at the save, whatever happens to them after the fence."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from resiliency.checkpoint import snapshot as snapshot_module
+from resiliency.checkpoint.snapshot import Copier, Copy, Snapshot
+from resiliency.errors import Timeout
+from resiliency.testing.checkpoints import bytes_of
+
+
+@pytest.fixture
+def copier() -> Iterator[Copier]:
+    made = Copier(name="resiliency-copy")
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_module, "PIECE_BYTES", 4096)
+
+
+class File:
+    """An anonymous mapping in place of a shard file."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.map = mmap.mmap(-1, max(nbytes, 1))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.progress: list[int] = []
+        self.finished: list[Snapshot] = []
+
+    def start(self, copier: Copier, copies: list[Copy]) -> Snapshot:
+        return copier.start(
+            copies, mapping=memoryview(self.map), address=self.address, on_progress=self.progress.append, on_done=self.finished.append
+        )
+
+
+def laid_out(tensors: list[torch.Tensor]) -> tuple[list[Copy], int]:
+    copies, at = [], 0
+    for tensor in tensors:
+        copies.append(Copy(tensor, at))
+        at += -(-tensor.numel() * tensor.element_size() // 16) * 16
+    return copies, at
+
+
+base = torch.arange(120, dtype=torch.float32).view(4, 5, 6)
+complexes = torch.view_as_complex(torch.arange(40, dtype=torch.float32).view(20, 2))
+ODD = {
+    "contiguous": base, "transposed": base.transpose(0, 2), "slice": base[1:3, ::2, 1], "expanded": torch.tensor([1.0, 2.0]).expand(7, 2),
+    "scalar": torch.tensor(3), "empty": torch.empty(0, 4), "conj": complexes.conj(), "neg": complexes.conj().imag, "offset": base.view(-1)[7:50],
+    "flipped": torch.flip(base, (0,)), "bfloat16": base.to(torch.bfloat16).t() if base.ndim == 2 else base.to(torch.bfloat16)[:, 0],
+    "float8": base.to(torch.float8_e5m2), "bool": base[..., 0] > 3, "strided out": torch.as_strided(base, (3, 4), (1, 30)), "one": base[0, 0, :1],
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "large": torch.randn(3000), "large strided": torch.randn(100, 60)[:, ::2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_every_kind_of_tensor(copier: Copier, kind: str) -> None:
+    tensor = ODD[kind]
+    copies, size = laid_out([tensor])
+    file = File(size)
+    copier.fence(file.start(copier, copies), deadline_s=10)
+    assert file.map[: tensor.numel() * tensor.element_size()] == bytes_of(tensor)
+    assert len(file.finished) == 1 and file.finished[0].error is None
+
+
+def test_many_at_once_and_nothing_outside(copier: Copier) -> None:
+    tensors = list(ODD.values())
+    copies, size = laid_out(tensors)
+    file = File(size + 64)
+    file.map[:] = b"\xaa" * (size + 64)
+    copier.fence(file.start(copier, copies), deadline_s=10)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        nbytes = tensor.numel() * tensor.element_size()
+        assert file.map[copy.start : copy.start + nbytes] == bytes_of(tensor)
+        padding = file.map[copy.start + nbytes : -(-(copy.start + nbytes) // 16) * 16]
+        assert padding == b"\xaa" * len(padding), "wrote beyond the tensor"
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_changes_right_after_the_fence_do_not_show(copier: Copier, monkeypatch: pytest.MonkeyPatch, fenced: bool) -> None:
+    """And without the fence they do: the test can fail."""
+    real = snapshot_module._copy
+    monkeypatch.setattr(snapshot_module, "_copy", lambda piece: (time.sleep(0.002), real(piece))[1])
+    weights = [torch.full((5000,), float(i)) for i in range(8)]
+    wanted = [bytes_of(weight) for weight in weights]
+    copies, size = laid_out(weights)
+    file = File(size)
+    snapshot = file.start(copier, copies)
+    if fenced:
+        copier.fence(snapshot, deadline_s=10)
+    for weight in weights:
+        weight.fill_(-1.0)
+    copier.fence(snapshot, deadline_s=10)
+    got = [file.map[copy.start : copy.start + len(data)] for copy, data in zip(copies, wanted, strict=True)]
+    assert (got == wanted) is fenced
+
+
+def test_many_steps_of_a_training_loop(copier: Copier) -> None:
+    weights = [torch.randn(3000), torch.randn(50, 40).t(), torch.randn(7)]
+    copies, size = laid_out(weights)
+    files = [File(size), File(size)]
+    for step in range(60):
+        file = files[step % 2]
+        wanted = [bytes_of(weight) for weight in weights]
+        snapshot = file.start(copier, copies)
+        [weight.sum() for weight in weights]  # forward and backward only read
+        copier.fence(snapshot, deadline_s=10)
+        for weight in weights:
+            weight.mul_(1.5).add_(step)
+        assert [file.map[c.start : c.start + len(d)] for c, d in zip(copies, wanted, strict=True)] == wanted
+
+
+def test_progress_is_a_prefix_that_is_really_there(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent digests behind it: a byte below the progress must never change again."""
+    tensor = torch.randint(0, 255, (40 * 4096,), dtype=torch.uint8)
+    data = bytes_of(tensor)
+    file = File(len(data))
+    wrong: list[int] = []
+
+    def check(upto: int) -> None:
+        file.progress.append(upto)
+        if file.map[:upto] != data[:upto]:
+            wrong.append(upto)
+
+    snapshot = copier.start([Copy(tensor, 0)], mapping=memoryview(file.map), address=file.address, on_progress=check, on_done=file.finished.append)
+    copier.fence(snapshot, deadline_s=10)
+    assert not wrong and all(0 < upto <= len(data) for upto in file.progress)
+
+
+def test_the_background_thread_alone_is_enough(copier: Copier) -> None:
+    file = File(80_000)
+    snapshot = file.start(copier, [Copy(torch.ones(20_000), 0)])
+    assert snapshot.done.wait(10)
+    assert file.map[:] == bytes_of(torch.ones(20_000))
+    assert copier.fence(snapshot, deadline_s=1) < 0.5
+
+
+def test_nothing_to_copy_is_done_at_once(copier: Copier) -> None:
+    file = File(16)
+    snapshot = file.start(copier, [Copy(torch.empty(0), 0)])
+    assert snapshot.done.is_set() and file.finished == [snapshot]
+    assert copier.fence(snapshot, deadline_s=0) >= 0
+
+
+def test_tensors_are_let_go_after_the_copy(copier: Copier) -> None:
+    import gc
+    import weakref
+
+    tensor = torch.ones(9000)
+    alive = weakref.ref(tensor)
+    file = File(36_000)
+    snapshot = file.start(copier, [Copy(tensor, 0)])
+    copier.fence(snapshot, deadline_s=10)
+    del tensor
+    gc.collect()
+    assert alive() is None, "a finished snapshot keeps the state alive"
+
+
+def test_an_error_is_reported_and_the_copier_lives_on(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = snapshot_module._copy
+
+    def broken(piece: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(snapshot_module, "_copy", broken)
+    file = File(40_000)
+    snapshot = file.start(copier, [Copy(torch.ones(10_000), 0)])
+    copier.fence(snapshot, deadline_s=10)
+    assert isinstance(snapshot.error, RuntimeError) and file.finished == [snapshot]
+    monkeypatch.setattr(snapshot_module, "_copy", real)
+    again = file.start(copier, [Copy(torch.ones(10_000), 0)])
+    copier.fence(again, deadline_s=10)
+    assert again.error is None and file.map[:] == bytes_of(torch.ones(10_000))
+
+
+def test_after_an_error_the_fence_waits_for_the_other_thread(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread's piece fails while the other is in the middle of its own: the tensors and the file are still in use."""
+    inside, go_on, left = threading.Event(), threading.Event(), threading.Event()
+    main = threading.current_thread()
+
+    def copy(piece: Any) -> None:
+        if threading.current_thread() is main:
+            inside.wait(5)
+            raise RuntimeError("device lost")
+        inside.set()
+        go_on.wait(5)
+        left.set()
+
+    monkeypatch.setattr(snapshot_module, "_copy", copy)
+    file = File(40_000)
+    snapshot = file.start(copier, [Copy(torch.ones(10_000), 0)])
+    assert inside.wait(5)
+    threading.Timer(0.3, go_on.set).start()
+    copier.fence(snapshot, deadline_s=10)
+    assert left.is_set(), "the fence returned while a piece was still being copied"
+
+
+def test_a_copy_that_hangs_is_a_timeout(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    main = threading.current_thread()
+
+    def copy(piece: Any) -> None:
+        if threading.current_thread() is not main:
+            inside.set()
+            go_on.wait(10)
+
+    monkeypatch.setattr(snapshot_module, "_copy", copy)
+    file = File(40_000)
+    snapshot = file.start(copier, [Copy(torch.ones(10_000), 0)])
+    assert inside.wait(5)
+    with pytest.raises(Timeout, match="hangs"):
+        copier.fence(snapshot, deadline_s=0.2)
+    go_on.set()
+    copier.fence(snapshot, deadline_s=10)
+
+
+def test_starting_over_an_unfinished_one_is_refused(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(snapshot_module, "_copy", lambda piece: go_on.wait(5))
+    file = File(40_000)
+    snapshot = file.start(copier, [Copy(torch.ones(10_000), 0)])
+    with pytest.raises(AssertionError, match="fence"):
+        file.start(copier, [Copy(torch.ones(10_000), 0)])
+    go_on.set()
+    copier.fence(snapshot, deadline_s=10)
+
+
+def test_closing_finishes_the_copy_and_ends_the_thread() -> None:
+    copier = Copier(name="resiliency-copy-x")
+    file = File(400_000)
+    snapshot = file.start(copier, [Copy(torch.ones(100_000), 0)])
+    copier.close()
+    copier.close()
+    assert snapshot.done.is_set() and file.map[:] == bytes_of(torch.ones(100_000))
+    assert "resiliency-copy-x" not in [thread.name for thread in threading.enumerate()]
