@@ -53,7 +53,7 @@ lint: $(STAMP)
 
 test: $(STAMP) lint
 	$(PY) -m pytest -q -n $(WORKERS) -m "not kill"
-	$(PY) -m pytest -q -m kill
+	$(PY) -m pytest -q -m kill -o faulthandler_timeout=900
 
 demo: $(STAMP)
 	$(PY) -m recipes.quickstart.demo

@@ -62,6 +62,7 @@ class AgentClient:
         self._deletes: deque[dict[str, Any]] = deque(maxlen=64)  # said again to a new agent: doing them twice is harmless
         self._socket: socket.socket | None = None
         self._embedded: HostAgent | None = None
+        self._embedded_events: EventWriter | None = None
         self._force_embedded = embedded
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -193,7 +194,9 @@ class AgentClient:
         )  # fmt: skip
         # The agent's own log, as in its own process: what it reports is written on its threads, not on the training thread.
         sink = JsonlSink(config.events) if config.events else NullSink()
-        events = EventWriter(run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,))
+        events = self._embedded_events = EventWriter(
+            run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,)
+        )  # fmt: skip
         agent = HostAgent(alone, lambda _, message: self._deliver(message), events, alone=config.local_ranks == (self.rank,))
         try:
             agent.start()
@@ -353,6 +356,8 @@ class AgentClient:
             connection, embedded, process = self._socket, self._embedded, self._process
         if embedded is not None:
             embedded.close()
+        if self._embedded_events is not None:
+            self._embedded_events.close()
         if connection is not None:
             try:
                 connection.shutdown(socket.SHUT_RDWR)

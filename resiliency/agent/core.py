@@ -227,7 +227,7 @@ class HostAgent:
         elif kind == "abort":
             self.abandon(rank)
         elif kind == "delete":
-            self._delete(message["names"], after=message["after"])
+            self._delete([str(name) for name in message["names"]], message)
         elif kind == "complete":
             self._commits.submit(lambda: self._complete(self.config.step_id(message), told=True))
         elif kind == "rescan":
@@ -253,9 +253,10 @@ class HostAgent:
         self._digesters[rank].submit(lambda: self._digest(fill))
         return fill
 
-    def _delete(self, names: list[str], *, after: int) -> None:
-        # The step being saved may carry the same name again. Before the first save everything on disk is meant.
-        older = StepId(after, self.config.attempt, "") if after >= 0 else StepId(0, self.config.attempt, "")
+    def _delete(self, names: list[str], message: Mapping[str, Any]) -> None:
+        after = int(message["after"])
+        # What is meant is what the name means up to the newest save so far; before the first save, all that is on disk.
+        older = self.config.step_id({"step": after, "serial": message["serial"]}) if after >= 0 else StepId(0, self.config.attempt, "")
         with self._lock:
             for name in names:
                 self._deletes[name] = (older, after)

@@ -168,10 +168,10 @@ class AgentServer:
     def _flush(self, rank: int, message: dict[str, Any]) -> None:
         agent = self._agent
         assert agent is not None
+        ticket, level, timeout_s = message["id"], str(message["level"]), float(message["timeout_s"])
 
         def wait() -> None:
-            done = agent.wait(message["level"], timeout_s=float(message["timeout_s"]))
-            self._send(rank, {"t": "flushed", "id": message["id"], "done": done})
+            self._send(rank, {"t": "flushed", "id": ticket, "done": agent.wait(level, timeout_s=timeout_s)})
 
         threading.Thread(target=wait, name="resiliency-agent-flush", daemon=True).start()
 

@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from resiliency.checkpoint._cuda import unpin
@@ -58,12 +59,14 @@ class Slot:
 
 def _map(path: str, nbytes: int) -> Slot:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    before = os.fstat(fd).st_size
     try:
-        if os.fstat(fd).st_size != nbytes:
+        if before != nbytes:
             os.ftruncate(fd, nbytes)
         _allocate(fd, nbytes)
         mapping = mmap.mmap(fd, nbytes)
     except BaseException:
+        os.ftruncate(fd, before)
         os.close(fd)
         raise
     anchor = ctypes.c_char.from_buffer(mapping)
@@ -108,8 +111,10 @@ class Arena:
 
     def adopt(self) -> None:
         """Takes over files an earlier attempt of this rank left in the folder. Call once, before the first acquire."""
-        os.makedirs(self._folder, exist_ok=True)
-        for name in sorted(os.listdir(self._folder)):
+        known = {os.path.basename(slot.path) for slot in self._slots.values()}
+        for name in sorted(self._listing()):
+            if name in known:
+                continue
             match = _SLOT_FILE.match(name)
             if match is None or int(match[1]) != self._rank:
                 continue
@@ -122,6 +127,13 @@ class Arena:
                 self._add(_map(path, size))
             except OSError as error:
                 logger.warning("arena file %s of an earlier attempt cannot be reused (%s); a new one will be made", path, error)
+
+    def _listing(self) -> list[str]:
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            return os.listdir(self._folder)
+        except OSError as error:
+            raise _tier_error(error, self._folder, 0) from error
 
     def _add(self, slot: Slot) -> None:
         self._slots[slot.inode] = slot
@@ -136,15 +148,13 @@ class Arena:
         Raises:
             TierError: the disk is full or the folder cannot be written; nothing is left behind.
         """
-        os.makedirs(self._folder, exist_ok=True)
         path = self._new_path()
         try:
+            os.makedirs(self._folder, exist_ok=True)
             slot = _map(path, nbytes)
         except OSError as error:
-            try:
+            with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
-            except FileNotFoundError:
-                logger.debug("%s was never made", path)
             raise _tier_error(error, self._folder, nbytes) from error
         if populate:
             self._populate(slot)
@@ -179,19 +189,25 @@ class Arena:
         if not self._free:
             return None
         best = min(self._free, key=lambda inode: (self._slots[inode].capacity < nbytes, abs(self._slots[inode].capacity - nbytes)))
-        self._free.remove(best)
         slot = self._slots[best]
         try:
-            if slot.capacity >= nbytes:
-                if slot.nbytes != nbytes:
+            if slot.capacity < nbytes:
+                larger = _map(slot.path, nbytes)
+                self._drop(best)
+                slot = larger
+            elif slot.nbytes != nbytes:
+                try:
                     os.ftruncate(slot.fd, nbytes)
                     _allocate(slot.fd, nbytes)
-                    slot.nbytes = nbytes
-                return slot
-            self._drop(best)
-            slot = _map(slot.path, nbytes)
+                except OSError:
+                    os.ftruncate(slot.fd, slot.nbytes)
+                    raise
+                slot.nbytes = nbytes
         except OSError as error:
             raise _tier_error(error, self._folder, nbytes) from error
+        self._free.remove(best)
+        # The one taken last is the last to be unmapped, see trim.
+        self._slots.pop(best, None)
         self._slots[slot.inode] = slot
         return slot
 
@@ -211,7 +227,7 @@ class Arena:
             self._free.append(inode)
 
     def trim(self, mapped: int) -> None:
-        """Unmaps slots in use beyond ``mapped`` slots, oldest first: kept checkpoints need no mapping."""
+        """Unmaps slots in use beyond ``mapped`` slots, longest in use first: kept checkpoints need no mapping."""
         for inode in [inode for inode in self._slots if inode not in self._free]:
             if len(self._slots) <= mapped:
                 return

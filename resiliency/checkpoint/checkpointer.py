@@ -28,6 +28,7 @@ from torch import Tensor
 from resiliency import faultpoints
 from resiliency.agent.protocol import MAX_SERIAL, step_token
 from resiliency.checkpoint import restore
+from resiliency.checkpoint._arguments import checked_info, checked_names, checked_step, refuse_same_folder
 from resiliency.checkpoint._cuda import pin
 from resiliency.checkpoint.arena import Arena, Slot
 from resiliency.checkpoint.exchange import Exchange, SoloExchange, StoreExchange
@@ -137,7 +138,12 @@ class Checkpointer:
             raise TypeError(f"directory is a {type(directory).__name__}; pass a path or LocalTierOptions")
         self._environment = environment()
         self._local = directory if isinstance(directory, LocalTierOptions) else LocalTierOptions(directory=os.fspath(directory))
+        if isinstance(remotes, (str, RemoteTierOptions)) or not all(isinstance(remote, RemoteTierOptions) for remote in remotes):
+            raise TypeError("remotes must be a list of RemoteTierOptions(address=...)")
+        if options is not None and not isinstance(options, CheckpointerOptions):
+            raise TypeError(f"options is a {type(options).__name__}; pass CheckpointerOptions(...)")
         self._remotes = tuple(remotes)
+        refuse_same_folder(self._local.directory, [remote.address for remote in self._remotes])
         if len({r.name for r in self._remotes}) != len(self._remotes):
             raise ConfigError("two remote tiers have the same name; give each its own")
         self.run = run or self._environment.run
@@ -290,13 +296,9 @@ class Checkpointer:
                 reported by :meth:`poll`, an event and one warning.
         """
         began = time.monotonic()
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise TypeError(f"step is a {type(step).__name__}; pass an int such as trainer.global_step")
-        if step < 0:
-            raise ConfigError(f"step={step}; pass the number of the optimizer step, 0 or more")
-        for name in (*names, *supersedes):
-            if not name or name.startswith(("/", ".")) or ".." in name.split("/"):
-                raise ConfigError(f"name {name!r} must be relative to {self.directory} and must not start with a dot")
+        step = checked_step(step)
+        names, supersedes = checked_names("names", names), checked_names("supersedes", supersedes)
+        info = checked_info(info)
         session = self.session
         faultpoints.hit("save.begin", rank=self.rank)
         serial = self._serials.get(step, 0)
@@ -413,11 +415,12 @@ class Checkpointer:
 
         Collective: no, but every rank calls it: each host deletes its own part. Blocks: no.
         """
-        newest = max((step for step, _ in self._tickets), default=-1)  # -1: nothing saved yet, what is on disk is safe
+        checked_names("names", names)
+        newest, serial = max(self._tickets, default=(-1, 0))  # -1: nothing saved yet, what is on disk is safe
         flight = self._in_flight
         if flight is not None and flight.sealed_at is None:
             flight.supersedes.extend(names)  # becomes part of the manifest, so it is done even if we die
-        self.session.client.send({"t": "delete", "names": list(names), "after": newest})
+        self.session.client.send({"t": "delete", "names": list(names), "after": newest, "serial": serial})
 
     def flush(self, level: str = "durable", *, timeout: timedelta = timedelta(minutes=10)) -> bool:
         """Waits until every save so far is "committed", "durable" or "uploaded" as far as this host's agent is concerned.
@@ -431,6 +434,7 @@ class Checkpointer:
         deadline = time.monotonic() + timeout.total_seconds()
         self.fence()
         done = self._session.client.flush(level, timeout_s=timeout.total_seconds())
+        self._pump()
         while self._uncounted and done:
             # Several agents: completeness is learnt from the other ranks' counts.
             left = deadline - time.monotonic()
@@ -638,11 +642,23 @@ class Checkpointer:
         for message in session.client.poll():
             self._take(message)
         for step, serial in sorted(self._uncounted):
-            assert self._exchange is not None
-            if self._exchange.count(f"recorded/{session.token}/{step}/{serial}", 0) >= self.world_size:
+            recorded = self._count(step, serial, 0)
+            if recorded is None:
+                return
+            if recorded >= self.world_size:
                 # What is older and not whole yet never will be: a rank failed there.
                 self._uncounted = {key for key in self._uncounted if key > (step, serial)}
                 session.client.send({"t": "complete", "step": step, "serial": serial})
+
+    def _count(self, step: int, serial: int, amount: int) -> int | None:
+        """Ranks that have recorded a save, or None when the store is gone (rank 0 has ended): then nobody waits any more."""
+        assert self._exchange is not None and self._session is not None
+        try:
+            return self._exchange.count(f"recorded/{self._session.token}/{step}/{serial}", amount)
+        except RuntimeError as error:  # what every torch store raises
+            logger.info("rank %d: the job's store is gone (%s); saves of other hosts are not waited for", self.rank, error)
+            self._uncounted.clear()
+            return None
 
     def _take(self, message: Mapping[str, Any]) -> None:
         kind = message["t"]
@@ -661,9 +677,8 @@ class Checkpointer:
             if current:
                 self._in_flight = None
             if not session.together and self.world_size > 1:
-                assert self._exchange is not None
-                self._exchange.count(f"recorded/{session.token}/{key[0]}/{key[1]}", 1)
                 self._uncounted.add(key)
+                self._count(*key, 1)
         elif kind in ("committed", "durable") and ticket is not None:
             if message["tier"] == "local":
                 ticket.reached.add(kind)
@@ -730,6 +745,8 @@ class Checkpointer:
             ConfigError: the state does not fit ``into``.
             TierError, Timeout: storage or another rank failed.
         """
+        if step is not None and not isinstance(step, StepId):
+            raise TypeError(f"step is a {type(step).__name__}; pass a StepId as listed by steps(), or None for the newest")
         session = self.session
         began = time.monotonic()
         self.fence()

@@ -125,13 +125,15 @@ def _encode_other(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path:
     if kind.__module__ == "numpy" and hasattr(value, "dtype") and hasattr(value, "tobytes") and _is_plain_dtype(value.dtype):
         tag = "ndarray" if kind.__name__ == "ndarray" else "npscalar"
         data = base64.b64encode(value.tobytes()).decode()
-        return {"!": tag, "d": value.dtype.str, "s": list(value.shape), "v": data}
+        dtype = value.dtype.str if value.dtype.names is None else [list(part) for part in value.dtype.descr]
+        return {"!": tag, "d": dtype, "s": list(value.shape), "v": data}
     return _encode_pickle(value, leaf, path)
 
 
 def _is_plain_dtype(dtype: Any) -> bool:
-    """True when the dtype's short string says all of it (no fields, no objects)."""
-    return not dtype.hasobject and dtype.names is None and dtype.subdtype is None
+    """True when its description is plain data: no objects, and no fields within fields."""
+    flat = dtype.names is None or all(dtype[name].names is None for name in dtype.names)
+    return not dtype.hasobject and dtype.subdtype is None and flat
 
 
 def _encode_pickle(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
@@ -226,7 +228,8 @@ def _decode_tagged(
     if tag in ("ndarray", "npscalar"):
         import numpy
 
-        array = numpy.frombuffer(base64.b64decode(v or ""), dtype=numpy.dtype(item["d"])).reshape(item["s"])
+        dtype = item["d"] if isinstance(item["d"], str) else [(str(n), str(k), *map(tuple, shape)) for n, k, *shape in item["d"]]
+        array = numpy.frombuffer(base64.b64decode(v or ""), dtype=numpy.dtype(dtype)).reshape(item["s"])
         return array.copy() if tag == "ndarray" else array[()]
     if tag == "pickle":
         if allow_pickle:

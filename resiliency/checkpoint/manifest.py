@@ -194,6 +194,8 @@ class ShardRecord:
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CorruptShard(f"{where}: not a shard record ({type(error).__name__}: {error})", path=where) from error
+        if StepId.parse(record.id.dirname) != record.id:
+            raise CorruptShard(f"{where}: {record.id} is no identity of a step", path=where)
         blocks = -(-record.nbytes // record.block_bytes) if record.block_bytes > 0 else -1
         if record.nbytes < 0 or blocks != len(record.digests) or not 0 <= record.rank < record.world_size:
             raise CorruptShard(

@@ -36,13 +36,17 @@ class LocalTierOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.directory, (str, os.PathLike)) or not os.fspath(self.directory):
             raise ConfigError(f"directory={self.directory!r}: pass the path of a folder as str or Path")
-        object.__setattr__(self, "directory", os.path.abspath(os.path.expanduser(os.fspath(self.directory))))
-        if "://" in str(self.directory):
+        if "://" in os.fspath(self.directory):
             raise ConfigError(f"directory={self.directory!r} is an address; it belongs into remotes=[RemoteTierOptions(address=...)]")
+        object.__setattr__(self, "directory", os.path.abspath(os.path.expanduser(os.fspath(self.directory))))
+        _check_keep(self.keep)
         if self.keep is None and not self.names_hold:
             raise ConfigError("keep=None with names_hold=False would never delete anything; pass keep=1 or more")
-        if self.keep is not None and self.keep < 1:
-            raise ConfigError(f"keep={self.keep} would delete the checkpoint to resume from; pass 1 or more, or None")
+
+
+def _check_keep(keep: int | None) -> None:
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ConfigError(f"keep={keep!r} is not a number of checkpoints to keep; pass 1 or more, or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,7 @@ class RemoteTierOptions:
     def __post_init__(self) -> None:
         if not self.address:
             raise ConfigError("a remote tier needs an address such as gs://bucket/job")
+        _check_keep(self.keep)
         if self.name == "local":
             raise ConfigError("the name 'local' is taken by the local tier; give the remote tier another")
 
@@ -95,6 +100,8 @@ class CheckpointerOptions:
     def __post_init__(self) -> None:
         if self.agent not in ("process", "embedded"):
             raise ConfigError(f"agent={self.agent!r}; pass 'process' or 'embedded'")
+        if isinstance(self.lazy_bytes, bool) or not isinstance(self.lazy_bytes, int) or self.lazy_bytes < 0:
+            raise ConfigError(f"lazy_bytes={self.lazy_bytes!r}; pass a number of bytes, 0 or more")
         for name in ("busy_wait", "fence", "agree", "drain"):
             value = getattr(self, name)
             if not isinstance(value, timedelta) or value < timedelta(0):

@@ -231,11 +231,17 @@ def plan_reads(wanted: Mapping[str, Tensor], stored: Sequence[Chunk]) -> list[Re
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(cast(Any, dict(wanted)), Metadata(state_dict_metadata=cast(Any, by_key)), is_coordinator=True)
     plan: LoadPlan = planner.create_local_plan()
+    found_elements: dict[str, int] = dict.fromkeys(wanted, 0)
     reads = []
     for item in plan.items:
+        found_elements[item.dest_index.fqn] += math.prod(item.lengths)
         offset = item.storage_index.offset
         assert offset is not None
         reads.append(
             Read(item.storage_index.fqn, tuple(offset), tuple(item.storage_offsets), tuple(item.lengths), planner.resolve_tensor(item))
         )
+    for key, tensor in wanted.items():
+        local = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        if found_elements[key] != local.numel():
+            raise ConfigError(f"tensor {key!r}: only {found_elements[key]} of {local.numel()} elements are in the checkpoint")
     return reads

@@ -24,7 +24,7 @@ from resiliency.checkpoint.manifest import MANIFEST, Manifest, ShardRecord, Step
 from resiliency.checkpoint.plan import Read, plan_reads
 from resiliency.checkpoint.state import dtype_from_name, unflatten
 from resiliency.checkpoint.tiers.base import Tier
-from resiliency.errors import CorruptShard, TierError
+from resiliency.errors import ConfigError, CorruptShard, TierError
 
 __all__ = ["Choice", "Holding", "ShardReader", "Strike", "assemble", "choose", "fetch_shard", "holdings", "read_record", "shard_reader"]
 
@@ -312,6 +312,10 @@ def assemble(
     """
     stored = [p.chunk for reader in readers for p in reader.header.placed]
     wanted = into
+    if wanted is not None:
+        absent_keys = sorted({c.key for c in stored if not c.per_rank} - set(wanted))
+        if absent_keys:
+            raise ConfigError(f"the checkpoint holds tensor {absent_keys[0]!r} (and {len(absent_keys) - 1} more), which the state passed lacks")
     if wanted is None:
         wanted = {
             c.key: torch.empty(c.shape, dtype=dtype_from_name(c.dtype))

@@ -125,8 +125,12 @@ def open_session(
     node = nodes[rank]
     local_ranks = tuple(r for r in range(world_size) if nodes[r] == node)
     if rank == local_ranks[0]:
-        with open(_attempt_file(local.directory, run), "w", encoding="ascii") as file:
-            file.write(str(attempt))
+        try:
+            with open(_attempt_file(local.directory, run), "w", encoding="ascii") as file:
+                file.write(str(attempt))
+        except OSError as error:
+            # The step folders tell it too, once something is saved.
+            logger.warning("%s cannot be written (%s); the attempt is counted from the checkpoints", _attempt_file(local.directory, run), error)
     shared = _is_shared(local, meta, token, node, nodes, first=rank == local_ranks[0], exchange=exchange, timeout=options.agree)
     if not shared and not remotes and rank == 0:
         logger.warning(

@@ -72,6 +72,8 @@ class Snapshot:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _next: int = 0
     _left: int = 0
+    _running: int = 0
+    _device_waited: bool = False
     _finished: list[bool] = field(default_factory=list)
     _prefix: int = 0
 
@@ -81,21 +83,18 @@ class Snapshot:
 
     def wait_device(self) -> None:
         """Waits for the GPUs' part, if there is one. Thread: copy."""
-        if self.device is None:
+        if self.device is None or self._device_waited:
             return
+        self._device_waited = True
+        with self._lock:
+            self._running += 1
+        error: BaseException | None = None
         try:
             self.device.wait()
-        except RuntimeError as error:  # what every CUDA failure is
+        except RuntimeError as failure:  # what every CUDA failure is
             logger.exception("copying from the GPU failed")
-            with self._lock:
-                self.error, self._left = error, 0
-            self._finish()
-            return
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._finish()
+            error = failure
+        self._ended(error)
 
     def work(self) -> bool:
         """Copies one piece. Returns False when none is left to start. Thread: any."""
@@ -103,32 +102,39 @@ class Snapshot:
             if self._next >= len(self.pieces) or self.error is not None:
                 return False
             index = self._next
+            piece = self.pieces[index]
             self._next += 1
-        piece = self.pieces[index]
+            self._running += 1
+        error: BaseException | None = None
         try:
             _copy(piece)
-        except BaseException as error:  # Boundary: the copy thread must report, not die; re-raised by the fence's caller.
+        except BaseException as failure:  # Boundary: the copy thread must report, not die; the fence's caller hears of it.
             logger.exception("copying %d bytes into the shard file failed", piece.nbytes)
-            with self._lock:
-                self.error = error
-                self._left = 0
-            self._finish()
-            return False
+            error = failure
         progress = None
         with self._lock:
-            self._finished[index] = True
+            if error is None:
+                self._finished[index] = True
+                before = self._prefix
+                while self._prefix < len(self._finished) and self._finished[self._prefix]:
+                    self._prefix += 1
+                if self._prefix > before:
+                    progress = self.pieces[self._prefix - 1].end
+        if not self._ended(error) and progress is not None:
+            self.on_progress(progress)
+        return error is None
+
+    def _ended(self, error: BaseException | None) -> bool:
+        """Counts a finished part; the last one running ends the snapshot. Returns whether this was it."""
+        with self._lock:
+            self._running -= 1
             self._left -= 1
-            last = self._left == 0
-            before = self._prefix
-            while self._prefix < len(self._finished) and self._finished[self._prefix]:
-                self._prefix += 1
-            if self._prefix > before:
-                progress = self.pieces[self._prefix - 1].end
+            self.error = self.error or error
+            # After an error nothing new is started, but what the other thread is copying still uses tensors and file.
+            last = self._left == 0 or (self.error is not None and self._running == 0)
         if last:
             self._finish()
-        elif progress is not None:
-            self.on_progress(progress)
-        return True
+        return last
 
     def _finish(self) -> None:
         with self._lock:

@@ -165,6 +165,7 @@ def test_step_folders_removed_behind_our_back(local: Path) -> None:
     with make_checkpointer(LocalTierOptions(directory=str(local), keep=2)) as checkpointer:
         for step in range(1, 4):
             assert saved(checkpointer, step)
+        assert checkpointer.flush("uploaded", timeout=SOON)
         shutil.rmtree(local / ".resiliency" / RUN / "steps")
         assert any([saved(checkpointer, step) for step in (4, 5, 6)])
         assert checkpointer.flush(timeout=SOON)

@@ -1,0 +1,163 @@
+"""One uploader by itself, and two on different hosts that send halves of one step."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.agent import uploader as uploader_module
+from resiliency.agent.protocol import AgentConfig, TierSpec
+from resiliency.agent.uploader import Uploader
+from resiliency.checkpoint.catalog import block_digest, scan, step_prefix
+from resiliency.checkpoint.manifest import ShardRecord, StepId
+from resiliency.checkpoint.tiers.local import LocalTier
+from resiliency.events import EventWriter
+from resiliency.testing.tier_doubles import Fault, FaultyTier
+
+STEP = StepId(7, 1, "0a0b0c00")
+
+
+class Host:
+    """One host with its own local folder, uploading to a shared remote one."""
+
+    def __init__(self, root: Path, rank: int, world_size: int = 2) -> None:
+        self.local, self.rank = root / f"host{rank}", rank
+        self.reports: list[tuple[str, str]] = []
+        spec = TierSpec(address=str(root / "remote"), name="store", keep=1)
+        config = AgentConfig(
+            run="r", node=f"n{rank}", attempt=1, token="0a0b0c", world_size=world_size, local_ranks=(rank,), shared=False,
+            local=TierSpec(address=str(self.local), name="local"), durable=True, remotes=(spec,),
+        )  # fmt: skip
+        self.world_size = world_size
+        self.uploader = Uploader(
+            config, spec, lambda step, file: str(self.local / step_prefix("r", step) / file), lambda s, i, outcome, why: self.reports.append((outcome, why)),
+            EventWriter(run="r", attempt=1, rank=-1, host="h", sinks=()),
+        )  # fmt: skip
+
+    def record(self, step: StepId = STEP, plan: str = "p") -> ShardRecord:
+        data = f"{step} of {self.rank}".encode() * 50
+        path = self.local / step_prefix("r", step) / f"shard-{self.rank:05d}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return ShardRecord(
+            id=step, run="r", rank=self.rank, world_size=self.world_size, node="n", nbytes=len(data), block_bytes=8 << 20,
+            digests=(block_digest(data),), plan=plan, names=("a.ckpt",),
+        )  # fmt: skip
+
+    def send(self, *records: ShardRecord, **further: Any) -> str:
+        """Sends and waits; returns the outcome."""
+        before = len(self.reports)
+        for record in records:
+            self.uploader.submit(record.id, [record], **further)
+        assert self.uploader.wait_idle(time.monotonic() + 20)
+        return self.reports[before:][-1][0]
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyTier:
+    tier = FaultyTier(LocalTier(tmp_path / "remote", name="store"))
+    monkeypatch.setattr(uploader_module, "open_tier", lambda *_, **__: tier)
+    monkeypatch.setattr(uploader_module, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(uploader_module, "_LONGEST_PAUSE_S", 0.02)
+    return tier
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, remote: FaultyTier) -> Any:
+    made = [Host(tmp_path, rank) for rank in range(2)]
+    yield made
+    for host in made:
+        host.uploader.close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_last_host_writes_the_manifest(hosts: list[Host], remote: FaultyTier, first: int) -> None:
+    assert hosts[first].send(hosts[first].record()) == "partial"
+    (listing,) = scan(remote, "r")
+    assert not listing.committed
+    assert hosts[1 - first].send(hosts[1 - first].record()) == "durable"
+    (listing,) = scan(remote, "r")
+    assert listing.committed and listing.manifest is not None and listing.missing_files() == []
+    assert json.loads(remote.read("a.ckpt"))["step"] == 7
+
+
+def test_both_at_once(hosts: list[Host], remote: FaultyTier) -> None:
+    for step in range(1, 15):
+        records = [host.record(StepId(step, 1, "0a0b0c00")) for host in hosts]
+        barrier = threading.Barrier(2)
+        outcomes: list[str] = []
+
+        def work(host: Host, record: ShardRecord, barrier: threading.Barrier = barrier, outcomes: list[str] = outcomes) -> None:
+            barrier.wait(10)
+            outcomes.append(host.send(record))
+
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(hosts, records, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert "durable" in outcomes, f"nobody wrote the manifest of step {step}: {outcomes}"
+    assert scan(remote, "r")[-1].committed
+
+
+def test_halves_that_do_not_belong_together_are_never_a_step(hosts: list[Host], remote: FaultyTier) -> None:
+    hosts[0].send(hosts[0].record(plan="p"))
+    assert hosts[1].send(hosts[1].record(plan="q")) == "failed"
+    assert not scan(remote, "r")[0].committed
+
+
+def test_a_broken_record_of_the_other_host_is_no_manifest(hosts: list[Host], remote: FaultyTier) -> None:
+    hosts[0].send(hosts[0].record())
+    remote.put_bytes(step_prefix("r", STEP) + "shard-00000.json", b'{"half')
+    assert hosts[1].send(hosts[1].record()) == "partial"
+    assert hosts[0].send(hosts[0].record()) == "durable"
+
+
+def test_what_is_there_already_is_not_sent_again(hosts: list[Host], remote: FaultyTier) -> None:
+    for host in hosts:
+        host.send(host.record())
+    remote.fail("put_file", Fault.REFUSED)
+    assert hosts[0].send(hosts[0].record(), only_if_missing=True) in ("partial", "durable")
+    assert remote.tripped(Fault.REFUSED) == 0
+
+
+def test_damage_since_the_digest_is_not_sent_on(hosts: list[Host], remote: FaultyTier) -> None:
+    record = hosts[0].record()
+    path = hosts[0].local / step_prefix("r", STEP) / record.file
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert hosts[0].send(record) == "failed"
+    assert "changed after it was digested" in hosts[0].reports[-1][1]
+    assert list(remote.list("")) == []
+
+
+@pytest.mark.parametrize("damage", ["shorter", "longer", "missing"])
+def test_a_file_of_another_length_is_not_sent_on(hosts: list[Host], remote: FaultyTier, damage: str) -> None:
+    record = hosts[0].record()
+    path = hosts[0].local / step_prefix("r", STEP) / record.file
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if damage == "shorter" else path.read_bytes() + b"x")
+    threading.Timer(1.0, hosts[0].uploader.close).start()  # a failure that is tried again for ever is ended here
+    hosts[0].uploader.submit(STEP, [record])
+    assert hosts[0].uploader.wait_idle(time.monotonic() + 20)
+    assert hosts[0].reports[-1][0] == "failed"
+    assert not [info for info in remote.list("") if info.key.endswith(".json")]
+
+
+def test_closing_ends_the_waiting_at_once(hosts: list[Host], remote: FaultyTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploader_module, "_FIRST_PAUSE_S", 60.0)
+    told = threading.Event()
+    remote.fail("put_file", Fault.BUSY, times=10**9)
+    monkeypatch.setattr(hosts[0].uploader, "_report", lambda *what: (hosts[0].reports.append(what[2:]), told.set()))
+    hosts[0].uploader.submit(STEP, [hosts[0].record()])
+    assert told.wait(10)
+    began = time.monotonic()
+    hosts[0].uploader.close()
+    assert time.monotonic() - began < 3
+    assert hosts[0].reports[-1][0] == "failed" and "next start" in hosts[0].reports[-1][1]

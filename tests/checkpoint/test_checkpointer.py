@@ -1,0 +1,432 @@
+"""The facade: what it refuses and how it says so, what a save keeps, and what a load gives back."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from resiliency import faultpoints
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket
+from resiliency.checkpoint.exchange import Exchange
+from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
+from resiliency.errors import ConfigError, NoCheckpointFound, ResiliencyError, Timeout
+from resiliency.testing.checkpoints import QUICK, RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
+
+SOON = timedelta(seconds=20)
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    faultpoints.arm("")
+
+
+@pytest.fixture
+def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
+    with make_checkpointer(tmp_path / "c") as made:
+        yield made
+
+
+def save(checkpointer: Checkpointer, step: int, state: Any = None, **further: Any) -> Ticket:
+    ticket = checkpointer.save(step, make_state(step) if state is None else state, **further)
+    assert ticket is not None
+    ticket.wait("durable", timeout=SOON)
+    return ticket
+
+
+def load(checkpointer: Checkpointer, **arguments: Any) -> Restored:
+    restored = checkpointer.load(**arguments)
+    assert restored is not None
+    return restored
+
+
+# ---- wrong arguments: ValueError or TypeError, saying what to pass instead
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "word"),
+    [
+        (-1, ValueError, "0 or more"), (1.0, TypeError, "int"), ("5", TypeError, "int"), (None, TypeError, "int"), (True, TypeError, "int"),
+        (torch.tensor(3), TypeError, "int"),
+    ],
+)  # fmt: skip
+def test_wrong_steps(checkpointer: Checkpointer, step: Any, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        checkpointer.save(step, {})
+    assert checkpointer.load() is None
+
+
+@pytest.mark.parametrize("which", ["names", "supersedes"])
+@pytest.mark.parametrize(
+    "names",
+    ["last", "step=1.ckpt", Path("a.ckpt"), [Path("a.ckpt")], [1], [""], ["/a"], ["../a"], ["a/../b"], [".hidden"], ["a//b"], ["a/"], ["a\nb"], ["a\0"], ["a/./b"]],
+    ids=repr,
+)
+def test_wrong_names(checkpointer: Checkpointer, names: Any, which: str) -> None:
+    with pytest.raises((ValueError, TypeError), match="name"):
+        checkpointer.save(1, {}, **{which: names})
+    save(checkpointer, 2)
+
+
+@pytest.mark.parametrize("names", [([["a.ckpt"]]), ([1]), ([Path("a")]), ([None]), ([""])], ids=repr)
+def test_wrong_deletions(checkpointer: Checkpointer, names: Any) -> None:
+    save(checkpointer, 1)
+    with pytest.raises((ValueError, TypeError), match="name"):
+        checkpointer.delete(*names)
+    save(checkpointer, 2)
+    assert checkpointer.flush(timeout=SOON)
+
+
+@pytest.mark.parametrize("info", [{"a": object()}, {"a": torch.tensor(1)}, {"a": {1, 2}}, 3, [1]], ids=["object", "tensor", "set", "number", "list"])
+def test_wrong_info(checkpointer: Checkpointer, info: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="info"):
+        checkpointer.save(1, {}, info=info)
+    save(checkpointer, 2)
+
+
+@pytest.mark.parametrize("state", [{"f": lambda: 0}, {"lock": threading.Lock()}, {"x": torch.empty(1, device="meta")}], ids=["function", "lock", "meta"])
+@pytest.mark.parametrize("where", ["state", "per_rank"])
+def test_states_that_cannot_be_stored(checkpointer: Checkpointer, state: Any, where: str) -> None:
+    arguments = {"state": {}, where: {"deep": [state]}}
+    with pytest.raises(ConfigError) as caught:
+        checkpointer.save(1, **arguments)
+    assert "deep/0/" in str(caught.value)
+    save(checkpointer, 2)
+    assert load(checkpointer).step == 2
+
+
+@pytest.mark.parametrize("step", [5, "5", (5, 1, "x")])
+def test_loading_a_step_by_something_else_than_its_identity(checkpointer: Checkpointer, step: Any) -> None:
+    save(checkpointer, 5)
+    with pytest.raises(TypeError, match="StepId"):
+        checkpointer.load(step=step)
+
+
+@pytest.mark.parametrize("level", ["Committed", "", "uploaded!", None])
+def test_wrong_levels(checkpointer: Checkpointer, level: Any) -> None:
+    ticket = save(checkpointer, 1)
+    with pytest.raises(ValueError, match="committed"):
+        ticket.wait(level)
+    with pytest.raises(ValueError, match="committed"):
+        checkpointer.flush(level)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "word"),
+    [
+        ({"directory": 5}, TypeError, "path"), ({"directory": ""}, ValueError, "path"), ({"directory": "gs://bucket/job"}, ValueError, "remotes"),
+        ({"run": "a/b"}, ValueError, "folder name"), ({"run": ".."}, ValueError, "folder name"), ({"rank": 2, "world_size": 2}, ValueError, "world_size"),
+        ({"rank": -1, "world_size": 2}, ValueError, "world_size"), ({"remotes": [RemoteTierOptions(address="/x"), RemoteTierOptions(address="/y")]}, ValueError, "same name"),
+        ({"remotes": "gs://bucket"}, (TypeError, ValueError), "RemoteTierOptions"), ({"remotes": ["gs://bucket"]}, (TypeError, ValueError), "RemoteTierOptions"),
+        ({"remotes": RemoteTierOptions(address="/x")}, (TypeError, ValueError), "RemoteTierOptions"), ({"options": {"agent": "embedded"}}, (TypeError, ValueError), "CheckpointerOptions"),
+    ],
+)  # fmt: skip
+def test_wrong_constructions(tmp_path: Path, values: dict[str, Any], error: Any, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=word):
+        Checkpointer(**{"directory": str(tmp_path / "c"), "run": RUN, "rank": 0, "world_size": 1, **values})
+    assert list(tmp_path.iterdir()) == [], "a folder was made before the arguments were looked at"
+
+
+def test_a_remote_tier_that_is_the_local_folder(tmp_path: Path) -> None:
+    """Uploading onto itself would replace the mapped files, and the two retentions would fight."""
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    for address in (str(tmp_path / "c"), f"file://{tmp_path}/c", str(tmp_path / "link")):
+        with pytest.raises(ValueError, match="same folder"):
+            make_checkpointer(tmp_path / "c", remotes=[RemoteTierOptions(address=address)])
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"agent": "thread"}, "embedded"), ({"fence": 5}, "timedelta"), ({"busy_wait": timedelta(seconds=-1)}, "zero or more"), ({"agree": None}, "timedelta"),
+        ({"lazy_bytes": -1}, "lazy_bytes"), ({"lazy_bytes": "1M"}, "lazy_bytes"),
+    ],
+)  # fmt: skip
+def test_wrong_options(values: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        CheckpointerOptions(**values)
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: LocalTierOptions(directory="/x", keep=0), "1 or more"), (lambda: LocalTierOptions(directory="/x", keep=None, names_hold=False), "keep=1"),
+        (lambda: LocalTierOptions(directory="s3://b/x"), "remotes"), (lambda: LocalTierOptions(directory=None), "path"),  # type: ignore[arg-type]
+        (lambda: RemoteTierOptions(address=""), "gs://"), (lambda: RemoteTierOptions(address="/x", name="local"), "another"),
+        (lambda: RemoteTierOptions(address="/x", keep=0), "1 or more"), (lambda: LocalTierOptions(directory="/x", keep=2.5), "keep"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_wrong_tiers(make: Any, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        make()
+
+
+def test_after_the_end(tmp_path: Path) -> None:
+    checkpointer = make_checkpointer(tmp_path)
+    with checkpointer:
+        save(checkpointer, 1)
+    with pytest.raises(ConfigError, match="closed"):
+        checkpointer.open()
+    with pytest.raises(ConfigError, match="closed"):
+        checkpointer.save(2, {})
+    with pytest.raises(ConfigError, match="closed"):
+        checkpointer.load()
+    checkpointer.close()
+
+
+def test_several_ranks_without_a_process_group(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="init_process_group"):
+        Checkpointer(str(tmp_path), run=RUN, rank=0, world_size=2).open()
+
+
+def test_a_path_object_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Checkpointer(pathlib.Path("~/c"), run=RUN, rank=0, world_size=1).directory == str(tmp_path / "c")
+
+
+# ---- what comes back
+
+
+def test_everything_that_was_saved(checkpointer: Checkpointer) -> None:
+    state = {
+        **make_state(3), "odd": {"nan": float("nan"), "big": 10**300, "bytes": b"\0\xff", "set": {1, 2}, "np": np.arange(3)},
+        "views": [torch.arange(4000.0).view(40, 100).t(), torch.arange(10)[::2], torch.tensor([1 + 2j]).conj(), torch.empty(0, 5), torch.tensor(7)],
+        "dtypes": {str(d): torch.zeros(700).to(d) for d in (torch.float8_e4m3fn, torch.float16, torch.uint16, torch.complex128, torch.bool)},
+    }  # fmt: skip
+    save(checkpointer, 3, state, per_rank={"rng": torch.get_rng_state(), "x": (1, 2)}, info={"loss": 0.5}, names=["a.ckpt"])
+    got = load(checkpointer)
+    assert (got.step, got.names, got.world_size) == (3, ("a.ckpt",), 1) and got.info["loss"] == 0.5
+    assert differences({k: v for k, v in got.state.items() if k != "odd"}, {k: v for k, v in state.items() if k != "odd"}) == []
+    assert got.state["odd"]["bytes"] == b"\0\xff" and got.state["odd"]["nan"] != got.state["odd"]["nan"]
+    assert torch.equal(got.per_rank["rng"], torch.get_rng_state()) and got.per_rank["x"] == (1, 2)
+
+
+@pytest.mark.parametrize("state", [None, {}, [], 5, "text", torch.tensor(3.0), [torch.ones(5000)], {"a": {}}])
+def test_states_of_any_kind(checkpointer: Checkpointer, state: Any) -> None:
+    ticket = checkpointer.save(1, state)
+    assert ticket is not None
+    ticket.wait(timeout=SOON)
+    assert differences(load(checkpointer).state, state) == []
+
+
+@pytest.mark.parametrize("key", ["!objects", "__metadata__", "w@0,0", "!rank/rng", "a/b", "ü", "", "x" * 300])
+def test_keys_of_any_kind(checkpointer: Checkpointer, key: str) -> None:
+    state = {key: torch.arange(3000.0), "w": torch.arange(9.0).view(3, 3), "rng": torch.ones(3), "sub": {key: torch.ones(2)}}
+    save(checkpointer, 1, state, per_rank={"rng": torch.zeros(5), key: torch.ones(3)})
+    got = load(checkpointer)
+    assert differences(got.state, state) == [] and differences(got.per_rank, {"rng": torch.zeros(5), key: torch.ones(3)}) == []
+
+
+def test_the_state_may_change_right_after_an_eager_save(checkpointer: Checkpointer) -> None:
+    for step in range(1, 6):
+        state = make_state(step)
+        ticket = checkpointer.save(step, state)
+        assert ticket is not None
+        state["model"]["weight"].fill_(-1)
+        state["loops"]["history"].clear()
+        ticket.wait(timeout=SOON)
+        assert differences(load(checkpointer).state, make_state(step)) == []
+
+
+def test_lazy_tensors_may_change_after_the_fence_and_the_rest_at_once(checkpointer: Checkpointer) -> None:
+    for step in range(1, 6):
+        state = make_state(step)
+        ticket = checkpointer.save(step, state, lazy=lambda key, tensor: key.startswith("model/weight"), per_rank={"x": torch.full((4000,), step)})
+        assert ticket is not None
+        state["optimizer"]["state"][0]["exp_avg"].fill_(-1)
+        state["model"]["half"].fill_(-1)
+        state["loops"]["history"].clear()
+        checkpointer.fence()
+        assert not checkpointer.pending
+        state["model"]["weight"].fill_(-1)
+        ticket.wait(timeout=SOON)
+        got = load(checkpointer)
+        assert differences(got.state, make_state(step)) == [] and int(got.per_rank["x"][0]) == step
+
+
+def test_into_a_state_that_does_not_fit(checkpointer: Checkpointer) -> None:
+    save(checkpointer, 1)
+    wrong = make_state(1)
+    wrong["model"]["weight"] = torch.zeros(3, 3)
+    with pytest.raises(ConfigError, match="model/weight"):
+        checkpointer.load(into=wrong)
+    less = make_state(1)
+    del less["optimizer"]
+    with pytest.raises(ConfigError, match="optimizer/state/0"):
+        checkpointer.load(into=less)
+    more = {**make_state(1), "extra": torch.zeros(3)}
+    with pytest.raises(ConfigError, match="extra"):
+        checkpointer.load(into=more)
+    assert differences(load(checkpointer, into=make_state(9)).state, make_state(1)) == []
+
+
+def test_a_step_that_is_not_there(checkpointer: Checkpointer) -> None:
+    from resiliency.checkpoint.manifest import StepId
+
+    assert checkpointer.load() is None
+    save(checkpointer, 1)
+    with pytest.raises(NoCheckpointFound, match="step 9"):
+        checkpointer.load(step=StepId(9, 1, "0a0b0c00"))
+
+
+def test_steps_lists_what_could_be_restored(checkpointer: Checkpointer) -> None:
+    assert checkpointer.steps() == []
+    for step in (1, 2, 3):
+        save(checkpointer, step, names=[f"{step}.ckpt"])
+    assert [(step.step, names) for step, names in checkpointer.steps()] == [(n, (f"{n}.ckpt",)) for n in (3, 2, 1)]
+
+
+# ---- saves one after another
+
+
+def test_out_of_order_and_repeated_steps(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path) as checkpointer:
+        for step in (10, 5, 20, 20, 0, 7):
+            save(checkpointer, step)
+        assert load(checkpointer).step == 20
+    with make_checkpointer(tmp_path) as checkpointer:
+        save(checkpointer, 6)
+        save(checkpointer, 30)
+        assert load(checkpointer).step == 30
+
+
+def test_a_save_that_must_not_wait_is_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from dataclasses import replace
+
+    options = replace(QUICK, busy_wait=timedelta(0))
+    with make_checkpointer(tmp_path, options=options) as checkpointer:
+        save(checkpointer, 1)
+        faultpoints.arm("agent.digest:delay=0.5")
+        assert checkpointer.save(2, make_state(2)) is not None
+        assert checkpointer.save(3, make_state(3)) is None
+        assert checkpointer.save(4, make_state(4)) is None
+        assert checkpointer.skipped == 2
+        assert [outcome.step for outcome in checkpointer.poll() if outcome.kind == "failed"] == [3, 4]
+        assert len([entry for entry in caplog.records if "no checkpoint at step" in entry.getMessage() and entry.levelname == "WARNING"]) == 1
+        assert checkpointer.flush(timeout=SOON)
+        save(checkpointer, 5)
+        assert load(checkpointer).step == 5
+
+
+def test_waiting_has_a_deadline(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path) as checkpointer:
+        faultpoints.arm("agent.digest:delay=0.6")
+        ticket = checkpointer.save(1, make_state(1))
+        assert ticket is not None
+        with pytest.raises(Timeout, match="step 1"):
+            ticket.wait(timeout=timedelta(seconds=0.1))
+        assert checkpointer.flush(timeout=timedelta(seconds=0.1)) is False
+        ticket.wait(timeout=SOON)
+
+
+def test_a_state_that_grows_and_shrinks(checkpointer: Checkpointer) -> None:
+    for step, rows in enumerate((10, 4000, 100, 4000, 1), start=1):
+        state = {"w": torch.full((rows, 8), float(step)), "text": "x" * (rows * 10)}
+        save(checkpointer, step, state)
+        assert differences(load(checkpointer).state, state) == []
+
+
+def test_outcomes_say_what_happened_to_each_save(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path / "c", remotes=[RemoteTierOptions(address=str(tmp_path / "r"))]) as checkpointer:
+        save(checkpointer, 1, names=["a.ckpt"])
+        assert checkpointer.flush("uploaded", timeout=SOON)
+        told = [(outcome.kind, outcome.tier, outcome.names) for outcome in checkpointer.poll()]
+        assert sorted(told) == [("committed", "local", ("a.ckpt",)), ("durable", "local", ("a.ckpt",)), ("durable", "object_store", ("a.ckpt",))]
+        assert checkpointer.poll() == []
+
+
+def test_warming_up_makes_the_files_the_first_save_uses(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path) as checkpointer:
+        checkpointer.warm_up(make_state(1), slots=2)
+        slots = {path.stat().st_ino for path in tmp_path.glob(".resiliency/*/arena/*.slot")}
+        assert len(slots) == 2
+        save(checkpointer, 1)
+        (folder,) = step_dirs(tmp_path).values()
+        assert (folder / "shard-00000.safetensors").stat().st_ino in slots
+        checkpointer.warm_up(nbytes=100, slots=1)
+        with pytest.raises(ConfigError, match="nbytes"):
+            checkpointer.warm_up()
+
+
+def test_warming_up_for_a_state_that_does_not_exist_yet(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path) as checkpointer:
+        checkpointer.warm_up_for({"w": torch.empty(5000, 4, device="meta")}, slots=1)
+        save(checkpointer, 1, {"w": torch.ones(5000, 4)})
+
+
+# ---- several ranks
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from torch.distributed import HashStore
+
+    from resiliency.checkpoint.exchange import StoreExchange
+
+    exchange = StoreExchange(HashStore(), rank=0, world_size=2, prefix="p")
+    checkpointer = make_checkpointer(tmp_path, exchange, options=replace(QUICK, agree=timedelta(seconds=0.3)))
+    with pytest.raises(Timeout, match=r"\[1\] of 2"):
+        checkpointer.open()
+    checkpointer.close()
+
+
+def test_small_and_unreplicated_tensors_come_from_rank_0(tmp_path: Path) -> None:
+    def work(rank: int, exchange: Exchange) -> Any:
+        with make_checkpointer(tmp_path, exchange) as checkpointer:
+            state = {"small": torch.tensor(float(rank)), "same": torch.ones(2000), "own": torch.full((2000,), float(rank)), "python": rank}
+            ticket = checkpointer.save(1, state, replicated=lambda key, tensor: key != "own")
+            assert ticket is not None
+            ticket.wait(timeout=SOON)
+            restored = checkpointer.load()
+            return restored and restored.state
+
+    for state in run_ranks(2, work):
+        assert differences(state, {"small": torch.tensor(0.0), "same": torch.ones(2000), "own": torch.zeros(2000), "python": 0}) == []
+
+
+def test_all_ranks_get_the_same_attempt_and_no_two_starts_the_same(tmp_path: Path) -> None:
+    def work(rank: int, exchange: Exchange) -> tuple[int, str]:
+        with make_checkpointer(tmp_path, exchange) as checkpointer:
+            return checkpointer.session.attempt, checkpointer.session.token
+
+    first, second = run_ranks(3, work), run_ranks(2, work)
+    assert len(set(first)) == len(set(second)) == 1
+    assert first[0][0] == 1 and second[0][0] == 2 and first[0][1] != second[0][1]
+
+
+def test_a_broken_attempt_file_does_not_matter(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path) as checkpointer:
+        save(checkpointer, 1)
+    for text in ("", "not a number", "9" * 5000):
+        (tmp_path / ".resiliency" / RUN / "attempt").write_text(text)
+        with make_checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.session.attempt >= 2
+            assert load(checkpointer).step == 1
+
+
+def test_info_of_a_step_is_in_its_record(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path) as checkpointer:
+        save(checkpointer, 1, info={"epoch": 3, "nan": float("nan")})
+    (folder,) = step_dirs(tmp_path).values()
+    assert json.loads((folder / "manifest.json").read_text())["shards"][0]["info"]["epoch"] == 3
+
+
+def test_failures_raise_only_from_wait(tmp_path: Path) -> None:
+    with make_checkpointer(tmp_path) as checkpointer:
+        faultpoints.arm("agent.record.write:full")
+        ticket = checkpointer.save(1, make_state(1))
+        assert ticket is not None
+        with pytest.raises(ResiliencyError, match="step 1 failed"):
+            ticket.wait(timeout=SOON)
+        assert ticket.failed

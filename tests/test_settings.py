@@ -1,0 +1,70 @@
+"""The environment is read once, in one place, and wrong values are named."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+import resiliency
+from resiliency.errors import ConfigError
+from resiliency.settings import child_environment, environment
+
+
+def test_defaults() -> None:
+    found = environment({})
+    assert (found.run, found.rank, found.world_size, found.local_rank, found.local_world_size) == ("default", 0, 1, 0, 1)
+    assert found.node == socket.gethostname() and found.restart == 0 and found.faults == ""
+    assert found.events_dir is None and found.local_dir is None and not found.file_tracking
+
+
+def test_values() -> None:
+    found = environment(
+        {
+            "JOB_IDENTIFIER": "old", "RESILIENCY_RUN": "new", "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+            "NODE_NAME": "n", "TORCHELASTIC_RESTART_COUNT": "4", "RESILIENCY_EVENTS_DIR": "/e", "RESILIENCY_LOCAL_DIR": "/l",
+            "GOODPUT_USE_FILE_TRACKING": "", "RESILIENCY_FAULTS": "save.begin:kill",
+        }
+    )  # fmt: skip
+    assert (found.run, found.rank, found.world_size, found.local_rank, found.local_world_size) == ("new", 3, 8, 1, 2)
+    assert (found.node, found.restart, found.events_dir, found.local_dir, found.file_tracking) == ("n", 4, "/e", "/l", True)
+    assert environment({"JOB_IDENTIFIER": "old"}).run == "old"
+    assert environment({"NODE_NAME": "n", "RESILIENCY_NODE": "m"}).node == "m"
+    assert environment({"WORLD_SIZE": "4"}).local_world_size == 4
+    assert environment({"RANK": "", "RESILIENCY_RUN": "", "RESILIENCY_EVENTS_DIR": ""}) == environment({})
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize("value", ["x", "1.5", "0x10", " "])
+def test_numbers_that_are_none(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        environment({name: value})
+
+
+def test_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    assert environment().rank == 5
+    monkeypatch.setenv("RANK", "6")
+    assert environment().rank == 6
+
+
+def test_children_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"/one{os.pathsep}/here{os.pathsep}/one")
+    env = child_environment("/here")
+    assert env["PYTHONPATH"].split(os.pathsep) == ["/here", "/one"]
+    assert {key: value for key, value in env.items() if key != "PYTHONPATH"} == {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    monkeypatch.delenv("PYTHONPATH")
+    assert child_environment("/here")["PYTHONPATH"] == "/here"
+
+
+def test_nobody_else_reads_the_environment() -> None:
+    package = Path(resiliency.__file__).parent
+    readers = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"\bos\.(environ|getenv)\b", re.sub(r'("""[\s\S]*?"""|``[^`]*``|#.*)', "", path.read_text()))
+    ]
+    assert [name for name in readers if not name.startswith("testing/")] == ["settings.py"]
