@@ -16,8 +16,13 @@ Every message says what happened, where (rank, step, tier, path) and what to do 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = ["AgentError", "ConfigError", "CorruptShard", "NoCheckpointFound", "ResiliencyError", "TierError", "Timeout"]
+
+
+def _rebuild(kind: type[Exception], message: str, values: dict[str, Any]) -> Exception:
+    return kind(message, **values)
 
 
 class ResiliencyError(Exception):
@@ -40,6 +45,10 @@ class TierError(ResiliencyError):
         super().__init__(message)
         self.retryable = retryable
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are pickled by their positional arguments; ours must survive a process pool.
+        return _rebuild, (type(self), str(self), {"retryable": self.retryable})
+
 
 class CorruptShard(ResiliencyError):
     """A shard whose bytes do not match its record.
@@ -53,6 +62,9 @@ class CorruptShard(ResiliencyError):
         super().__init__(message)
         self.path = path
         self.ranges = tuple(ranges)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), {"path": self.path, "ranges": self.ranges})
 
 
 class NoCheckpointFound(ResiliencyError):

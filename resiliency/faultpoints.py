@@ -68,7 +68,12 @@ def _parse(text: str) -> dict[str, _Armed]:
             raise ConfigError(f"unknown fault point {name!r}; known: {', '.join(KNOWN)}")
         rest, _, where = rest.partition(",rank=")
         action, _, at = rest.partition("@")
-        armed[name] = _Armed(action, None if at == "*" else int(at or 1), int(where) if where else None)
+        try:
+            if action not in ("kill", "stop", "error", "full"):
+                float(action.removeprefix("delay=") if action.startswith("delay=") else "no action")
+            armed[name] = _Armed(action, None if at == "*" else int(at or 1), int(where) if where else None)
+        except ValueError:
+            raise ConfigError(f"fault {item!r} means nothing; write NAME:ACTION[@N][,rank=R] with kill, stop, error, full or delay=S") from None
     return armed
 
 
@@ -107,7 +112,5 @@ def hit(name: str, *, rank: int | None = None) -> None:
         raise OSError(errno.EIO, f"fault injected at {name}")
     elif point.action == "full":
         raise OSError(errno.ENOSPC, f"fault injected at {name}")
-    elif point.action.startswith("delay="):
-        threading.Event().wait(float(point.action.removeprefix("delay=")))
     else:
-        raise ConfigError(f"unknown fault action {point.action!r} at {name}")
+        threading.Event().wait(float(point.action.removeprefix("delay=")))

@@ -16,6 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+# Must be set before anything imports gcsfs (Lightning does): it probes buckets in a way no emulator answers, for a minute each.
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+
 #: How long leftovers may take to go by themselves, in seconds.
 GRACE_S = 3.0
 #: Set inside the process by torch, Lightning or pytest and not by us; put back, but no reason to fail.

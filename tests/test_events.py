@@ -71,7 +71,13 @@ def test_fields_never_hide_who_wrote_the_line(tmp_path: Path) -> None:
 
 
 @settings(deadline=None, database=None, max_examples=60)
-@given(st.dictionaries(st.text(), st.one_of(st.text(), st.floats(), st.integers(), st.lists(st.text()), st.builds(object), st.binary(), st.sets(st.integers())), max_size=4))
+@given(
+    st.dictionaries(
+        st.text(),
+        st.one_of(st.text(), st.floats(), st.integers(), st.lists(st.text()), st.builds(object), st.binary(), st.sets(st.integers())),
+        max_size=4,
+    )
+)
 def test_any_field_gives_one_line_of_json(fields: dict[str, Any]) -> None:
     event = Event(kind="x", time=0.0, monotonic_s=0.0, run="r\n\u2028", attempt=1, rank=0, host="h", fields=fields)
     text = event.to_json()
@@ -145,7 +151,9 @@ def test_lines_of_many_threads_and_writers_do_not_mix(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
     writers = [writer(JsonlSink(path)) for _ in range(3)]
     threads = [
-        threading.Thread(target=lambda w=w, n=n: [w.emit("x", n=n, i=i, pad="y" * 3000) for i in range(50)]) for n, w in enumerate(writers) for _ in range(2)
+        threading.Thread(target=lambda w=w, n=n: [w.emit("x", n=n, i=i, pad="y" * 3000) for i in range(50)])
+        for n, w in enumerate(writers)
+        for _ in range(2)
     ]
     for thread in threads:
         thread.start()

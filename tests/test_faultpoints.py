@@ -36,7 +36,8 @@ def trips(name: str, passages: int = 5, rank: int | None = None) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("text", "passages"), [("save.begin:error", [1]), ("save.begin:error@3", [3]), ("save.begin:error@*", [1, 2, 3, 4, 5]), ("save.fill:error", []), ("", [])]
+    ("text", "passages"),
+    [("save.begin:error", [1]), ("save.begin:error@3", [3]), ("save.begin:error@*", [1, 2, 3, 4, 5]), ("save.fill:error", []), ("", [])],
 )
 def test_when(text: str, passages: list[int]) -> None:
     faultpoints.arm(text)
@@ -68,7 +69,9 @@ def test_delay() -> None:
     assert 0.2 <= time.monotonic() - began < 2
 
 
-@pytest.mark.parametrize("text", ["nonsense:kill", "save.begin", "save.begin:explode", "save.begin:error@x", "save.begin:delay=x", "save.begin:error,rank=x"])
+@pytest.mark.parametrize(
+    "text", ["nonsense:kill", "save.begin", "save.begin:explode", "save.begin:error@x", "save.begin:delay=x", "save.begin:error,rank=x"]
+)
 def test_scripts_that_mean_nothing_are_refused_when_armed(text: str) -> None:
     with pytest.raises(ConfigError):
         faultpoints.arm(text)

@@ -55,7 +55,9 @@ def test_children_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"/one{os.pathsep}/here{os.pathsep}/one")
     env = child_environment("/here")
     assert env["PYTHONPATH"].split(os.pathsep) == ["/here", "/one"]
-    assert {key: value for key, value in env.items() if key != "PYTHONPATH"} == {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    assert {key: value for key, value in env.items() if key != "PYTHONPATH"} == {
+        key: value for key, value in os.environ.items() if key != "PYTHONPATH"
+    }
     monkeypatch.delenv("PYTHONPATH")
     assert child_environment("/here")["PYTHONPATH"] == "/here"
 

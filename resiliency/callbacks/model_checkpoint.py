@@ -337,7 +337,7 @@ class EngineModelCheckpoint(SavesThroughEngine):
             self._fence()
             with self._collect(trainer):
                 super().on_exception(trainer, pl_module, exception)  # type: ignore[misc]
-            self._settle("committed", _EXCEPTION_WAIT)
+            self._settle("recorded", _EXCEPTION_WAIT)  # the other ranks may never come here
         except Exception:  # Boundary: what ended the training must reach the user, not what went wrong after it.
             logger.warning("no checkpoint could be saved after the exception", exc_info=True)
         finally:

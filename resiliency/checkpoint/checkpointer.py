@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 #: The agent is taken for hung when it has not recorded a sealed shard for this long.
 _HUNG_S = 60.0
 _MAPPED_SLOTS = 3
+#: How long a flush waits for other ranks to record their shards once this one is done.
+_OTHERS_S = 30.0
 _MAX_ROUNDS = 50
 
 
@@ -423,21 +425,26 @@ class Checkpointer:
         self.session.client.send({"t": "delete", "names": list(names), "after": newest, "serial": serial})
 
     def flush(self, level: str = "durable", *, timeout: timedelta = timedelta(minutes=10)) -> bool:
-        """Waits until every save so far is "committed", "durable" or "uploaded" as far as this host's agent is concerned.
+        """Waits until every save so far is "recorded" (this rank's shard is safe), "committed" (so are the others'), "durable" or
+        "uploaded", as far as this host's agent is concerned.
 
-        Collective: no. Returns False when ``timeout`` passed first.
+        Collective: no. Returns False when ``timeout`` passed first, or when other ranks did not record a shard within half a
+        minute after this one (they failed, or are gone).
         """
-        if level not in ("committed", "durable", "uploaded"):
-            raise ConfigError(f"level={level!r}; pass 'committed', 'durable' or 'uploaded'")
+        if level not in ("recorded", "committed", "durable", "uploaded"):
+            raise ConfigError(f"level={level!r}; pass 'recorded', 'committed', 'durable' or 'uploaded'")
         if self._session is None:
             return True
         deadline = time.monotonic() + timeout.total_seconds()
         self.fence()
-        done = self._session.client.flush(level, timeout_s=timeout.total_seconds())
+        done = self._session.client.flush("committed" if level == "recorded" else level, timeout_s=timeout.total_seconds())
         self._pump()
+        if level == "recorded":
+            return done
+        others = min(deadline, time.monotonic() + _OTHERS_S)
         while self._uncounted and done:
             # Several agents: completeness is learnt from the other ranks' counts.
-            left = deadline - time.monotonic()
+            left = others - time.monotonic()
             if left <= 0:
                 return False
             self._session.client.wait_message(min(left, 0.05))
@@ -657,7 +664,11 @@ class Checkpointer:
             return self._exchange.count(f"recorded/{self._session.token}/{step}/{serial}", amount)
         except RuntimeError as error:  # what every torch store raises
             logger.info("rank %d: the job's store is gone (%s); saves of other hosts are not waited for", self.rank, error)
-            self._uncounted.clear()
+            waiting, self._uncounted = self._uncounted, set()
+            if self._session.client.config.shared:
+                # Rank 0 has ended. What is whole can still be seen in the folder.
+                for key in sorted(waiting):
+                    self._session.client.send({"t": "complete", "step": key[0], "serial": key[1]})
             return None
 
     def _take(self, message: Mapping[str, Any]) -> None:

@@ -95,9 +95,7 @@ def run_ranks(world_size: int, work: Callable[[int, Exchange], T], *, timeout_s:
     store = HashStore()
     pool = ThreadPoolExecutor(world_size, thread_name_prefix="rank")
     try:
-        futures = [
-            pool.submit(work, rank, StoreExchange(store, rank=rank, world_size=world_size, prefix="ranks")) for rank in range(world_size)
-        ]
+        futures = [pool.submit(work, rank, StoreExchange(store, rank=rank, world_size=world_size, prefix="ranks")) for rank in range(world_size)]
         late = wait(futures, timeout=timeout_s).not_done
         if late:
             raise TimeoutError(f"rank(s) {[rank for rank, future in enumerate(futures) if future in late]} did not return in {timeout_s:.0f} s")

@@ -376,7 +376,11 @@ def test_remote_deletes_only_after_the_newer_manifest(local: Path, tmp_path: Pat
             save(checkpointer, step)
             settle(checkpointer)
     assert numbers(tmp_path / "remote") == [3]
-    calls = [(call.verb, call.key.split("/")[-2].split("-")[0].lstrip("0"), call.key.split("/")[-1]) for call in tier.calls() if "steps/" in call.key and call.verb in ("put_bytes", "put_file", "delete")]  # noqa: E501
+    calls = [
+        (call.verb, call.key.split("/")[-2].split("-")[0].lstrip("0"), call.key.split("/")[-1])
+        for call in tier.calls()
+        if "steps/" in call.key and call.verb in ("put_bytes", "put_file", "delete")
+    ]  # noqa: E501
     for older, newer in (("1", "2"), ("2", "3")):
         written = calls.index(("put_bytes", newer, "manifest.json"))
         deleted = [i for i, call in enumerate(calls) if call[0] == "delete" and call[1] == older]

@@ -171,9 +171,7 @@ def test_a_new_attempt_joins_an_agent_that_is_still_sending(
     free = threading.Event()
     remote = SlowTier(LocalTier(tmp_path / "remote", name="store"), delay=timedelta(seconds=30), pause=free.wait)
     monkeypatch.setattr(uploader, "open_tier", lambda *_, **__: remote)
-    config = dataclasses.replace(
-        config, world_size=1, local_ranks=(0,), remotes=(TierSpec(address=str(tmp_path / "remote"), name="store"),)
-    )
+    config = dataclasses.replace(config, world_size=1, local_ranks=(0,), remotes=(TierSpec(address=str(tmp_path / "remote"), name="store"),))
     thread = serve(config)
     old = client_of(config)
     old.open()
@@ -302,5 +300,3 @@ def test_a_rank_that_comes_again_replaces_itself(config: AgentConfig, serve: Cal
             old.close()
             new.sendall(pack(seal(config)))
             assert (answer(new) or {}) == {"t": "recorded", "step": 1, "serial": 0}
-
-

@@ -68,7 +68,23 @@ def test_wrong_steps(checkpointer: Checkpointer, step: Any, error: type[Exceptio
 @pytest.mark.parametrize("which", ["names", "supersedes"])
 @pytest.mark.parametrize(
     "names",
-    ["last", "step=1.ckpt", Path("a.ckpt"), [Path("a.ckpt")], [1], [""], ["/a"], ["../a"], ["a/../b"], [".hidden"], ["a//b"], ["a/"], ["a\nb"], ["a\0"], ["a/./b"]],
+    [
+        "last",
+        "step=1.ckpt",
+        Path("a.ckpt"),
+        [Path("a.ckpt")],
+        [1],
+        [""],
+        ["/a"],
+        ["../a"],
+        ["a/../b"],
+        [".hidden"],
+        ["a//b"],
+        ["a/"],
+        ["a\nb"],
+        ["a\0"],
+        ["a/./b"],
+    ],
     ids=repr,
 )
 def test_wrong_names(checkpointer: Checkpointer, names: Any, which: str) -> None:
@@ -93,7 +109,9 @@ def test_wrong_info(checkpointer: Checkpointer, info: Any) -> None:
     save(checkpointer, 2)
 
 
-@pytest.mark.parametrize("state", [{"f": lambda: 0}, {"lock": threading.Lock()}, {"x": torch.empty(1, device="meta")}], ids=["function", "lock", "meta"])
+@pytest.mark.parametrize(
+    "state", [{"f": lambda: 0}, {"lock": threading.Lock()}, {"x": torch.empty(1, device="meta")}], ids=["function", "lock", "meta"]
+)
 @pytest.mark.parametrize("where", ["state", "per_rank"])
 def test_states_that_cannot_be_stored(checkpointer: Checkpointer, state: Any, where: str) -> None:
     arguments = {"state": {}, where: {"deep": [state]}}
@@ -430,3 +448,42 @@ def test_failures_raise_only_from_wait(tmp_path: Path) -> None:
         with pytest.raises(ResiliencyError, match="step 1 failed"):
             ticket.wait(timeout=SOON)
         assert ticket.failed
+
+
+def test_a_rank_that_leaves_first_and_takes_the_store_with_it(tmp_path: Path) -> None:
+    """Rank 0 holds the store of a job without a launcher of its own; the others' last save must still become whole."""
+    from torch.distributed import HashStore
+
+    from resiliency.checkpoint.exchange import StoreExchange
+
+    store, gone, counted = HashStore(), threading.Event(), threading.Event()
+
+    class Leaving(StoreExchange):
+        def count(self, topic: str, amount: int) -> int:
+            if self.rank == 1:
+                counted.set()
+                assert gone.wait(20)
+                raise torch.distributed.DistNetworkError("connection reset")
+            return super().count(topic, amount)
+
+    def work(rank: int, _: Exchange) -> None:
+        exchange = Leaving(store, rank=rank, world_size=2, prefix="leaving")
+        remotes = [RemoteTierOptions(address=str(tmp_path / "r"))]
+        checkpointer = make_checkpointer(tmp_path / "c", exchange, remotes=remotes)
+        checkpointer.open()
+        try:
+            if rank == 0:
+                assert counted.wait(20)  # rank 1's shard is recorded, and its agent has seen that rank 0's is not
+            ticket = checkpointer.save(1, make_state(1))
+            assert ticket is not None
+            ticket.wait(timeout=timedelta(seconds=5))
+            # Rank 1 has not counted, and never will: rank 0 cannot wait for it.
+            checkpointer.flush("uploaded", timeout=timedelta(seconds=0.5 if rank == 0 else 5))
+        finally:
+            checkpointer.close(flush=False)
+            gone.set()
+
+    run_ranks(2, work)
+    assert [folder for folder in step_dirs(tmp_path / "c").values() if (folder / "manifest.json").exists()]
+    records = {path.name for folder in step_dirs(tmp_path / "r").values() for path in folder.glob("*.json")}
+    assert "shard-00001.json" in records, "rank 1's part was never sent"

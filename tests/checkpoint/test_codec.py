@@ -107,7 +107,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 numbers = st.one_of(st.integers(), st.integers(-(10**400), 10**400), st.floats(), st.complex_numbers())
-keys = st.one_of(st.text(), st.integers(), st.floats(allow_nan=False), st.booleans(), st.none(), st.binary(max_size=4), st.tuples(st.integers(), st.text()))
+keys = st.one_of(
+    st.text(), st.integers(), st.floats(allow_nan=False), st.booleans(), st.none(), st.binary(max_size=4), st.tuples(st.integers(), st.text())
+)
 leaves = st.one_of(
     st.none(), st.booleans(), numbers, st.text(), st.binary(), st.binary().map(bytearray), st.just("!"), st.datetimes(), st.dates(), st.timedeltas(),
     st.datetimes(timezones=st.just(datetime.timezone.utc)), st.builds(range, st.integers(), st.integers(), st.integers(1, 9)),
@@ -210,12 +212,27 @@ def test_nothing_is_unpickled_unless_asked_for(wrap: Any, tmp_path: Path) -> Non
 def test_a_pickle_hidden_in_every_known_tag_does_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     evil = {"!": "pickle", "t": "x", "v": base64.b64encode(pickle.dumps(Evil(str(mark)))).decode()}
-    tags = ["tuple", "dict", "set", "frozenset", "slice", "OrderedDict", "Counter", "defaultdict", "deque", "namespace", "path", "ndarray", "bytes", "complex"]
+    tags = [
+        "tuple",
+        "dict",
+        "set",
+        "frozenset",
+        "slice",
+        "OrderedDict",
+        "Counter",
+        "defaultdict",
+        "deque",
+        "namespace",
+        "path",
+        "ndarray",
+        "bytes",
+        "complex",
+    ]
     for tag in tags:
         for v in (evil, [evil], {"a": evil}, [[evil, evil]]):
             try:
                 decode({"!": tag, "v": v, "d": "|O", "s": [1], "f": "list", "n": None}, leaf=unknown)
-            except Exception:  # whatever it says, it must not run
+            except Exception:  # noqa: S112 - whatever it says, it must not run
                 continue
     assert not mark.exists()
 

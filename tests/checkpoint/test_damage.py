@@ -360,7 +360,9 @@ _VALUES = st.one_of(
 def damages(draw: st.DrawFn) -> tuple[Any, ...]:
     """(kind, tier, step, file, details): one act of damage."""
     place = (draw(st.integers(0, 1)), draw(st.sampled_from(STEPS)), draw(st.sampled_from(_TARGETS)))
-    kind = draw(st.sampled_from(["flip", "flip", "cut", "delete", "empty", "grow", "json", "json", "from step", "from tier", "from rank", "zero", "tree"]))
+    kind = draw(
+        st.sampled_from(["flip", "flip", "cut", "delete", "empty", "grow", "json", "json", "from step", "from tier", "from rank", "zero", "tree"])
+    )
     if kind == "flip":
         starts = draw(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=3))
         return (kind, *place, [(start, draw(st.integers(1, 12))) for start in starts])

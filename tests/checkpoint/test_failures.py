@@ -81,7 +81,9 @@ def loads(directory: Path, **further: Any) -> int | None:
 
 
 @pytest.mark.parametrize("action", ["full", "error"])
-@pytest.mark.parametrize("point", ["agent.digest", "agent.shard.rename", "agent.record.write", "agent.manifest.write", "agent.name.write", "agent.fsync"])
+@pytest.mark.parametrize(
+    "point", ["agent.digest", "agent.shard.rename", "agent.record.write", "agent.manifest.write", "agent.name.write", "agent.fsync"]
+)
 def test_one_save_fails_and_the_next_works(local: Path, caplog: pytest.LogCaptureFixture, point: str, action: str) -> None:
     with make_checkpointer(local) as checkpointer:
         assert saved(checkpointer, 1, names=["a.ckpt"])
@@ -373,7 +375,9 @@ def test_bits_that_rot_on_the_way_are_not_restored(local: Path, tmp_path: Path, 
     assert loads(tmp_path / "new host", remotes=[RemoteTierOptions(address=remote.root)]) == 1
 
 
-def test_damage_on_the_local_disk_is_not_sent_on(local: Path, remote: LocalTier, opened: Callable[[Tier], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_on_the_local_disk_is_not_sent_on(
+    local: Path, remote: LocalTier, opened: Callable[[Tier], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = remote.put_file
 
     def damaged(key: str, path: str, **further: Any) -> None:

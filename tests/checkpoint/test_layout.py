@@ -52,7 +52,9 @@ def test_safetensors_reads_every_dtype(tmp_path: Path, dtype: str, sizes: tuple[
     assert placed.chunk == chunk
 
 
-names = st.one_of(st.sampled_from(["w", "a/b", "!rank/w", "w@0", "ü", '"', "\\", "x" * 99]), st.text(st.characters(codec="utf-8"), min_size=1, max_size=8))
+names = st.one_of(
+    st.sampled_from(["w", "a/b", "!rank/w", "w@0", "ü", '"', "\\", "x" * 99]), st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
+)
 
 
 @st.composite
@@ -64,7 +66,9 @@ def chunks(draw: st.DrawFn) -> list[Chunk]:
         sizes = tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, offsets, strict=True))
         if sizes == shape:
             offsets = (0,) * len(shape)
-        chunk = chunk_of(draw(names), sizes, draw(st.sampled_from([*SAFETENSORS_DTYPES, *OTHERS])), offsets=offsets, shape=shape, per_rank=draw(st.booleans()))
+        chunk = chunk_of(
+            draw(names), sizes, draw(st.sampled_from([*SAFETENSORS_DTYPES, *OTHERS])), offsets=offsets, shape=shape, per_rank=draw(st.booleans())
+        )
         if not chunk.name.startswith(("!objects", "__metadata__")):
             found.setdefault(chunk.name, chunk)
     return list(found.values())
@@ -126,8 +130,16 @@ def test_bits_flipped_in_a_header_are_refused_or_harmless(flips: list[tuple[int,
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from(["F32", "0.0.0", "{}", "[]", '{"chunks":{}}', '{"chunks":3}']),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "stamp", "resiliency", "chunks"]), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from(["F32", "0.0.0", "{}", "[]", '{"chunks":{}}', '{"chunks":3}']),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "stamp", "resiliency", "chunks"]), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 
@@ -141,7 +153,10 @@ def test_any_json_in_a_header(data: Any) -> None:
 
 
 @SETTINGS
-@given(st.dictionaries(st.sampled_from(["w", "z", OBJECTS]), values, min_size=1, max_size=2), st.dictionaries(st.sampled_from(["stamp", "resiliency"]), values, max_size=2))
+@given(
+    st.dictionaries(st.sampled_from(["w", "z", OBJECTS]), values, min_size=1, max_size=2),
+    st.dictionaries(st.sampled_from(["stamp", "resiliency"]), values, max_size=2),
+)
 def test_any_json_in_parts_of_a_good_header(entries: dict[str, Any], metadata: dict[str, Any]) -> None:
     head = good()
     data = json.loads(head[8:])
@@ -156,7 +171,10 @@ def test_any_json_in_parts_of_a_good_header(entries: dict[str, Any], metadata: d
         assert 0 <= placed.start <= placed.end and isinstance(placed.start, int) and isinstance(placed.end, int)
 
 
-@pytest.mark.parametrize("data", [b"", b"1234567", struct.pack("<Q", 0), struct.pack("<Q", 1 << 60), struct.pack("<Q", 10) + b"{}", struct.pack("<Q", 200_000) + b"[" * 200_000])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"1234567", struct.pack("<Q", 0), struct.pack("<Q", 1 << 60), struct.pack("<Q", 10) + b"{}", struct.pack("<Q", 200_000) + b"[" * 200_000],
+)
 def test_no_header_at_all(data: bytes) -> None:
     with pytest.raises(CorruptShard):
         parse_header(data, where="x")

@@ -81,7 +81,9 @@ scalars = st.one_of(
     st.lists(st.text(max_size=3) | st.integers(), max_size=3), st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
 )  # fmt: skip
 changes = st.dictionaries(st.sampled_from([*record().to_dict(), "extra"]), scalars, max_size=4)
-junk = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["shards", "version", "step"]), inner, max_size=3))
+junk = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["shards", "version", "step"]), inner, max_size=3)
+)
 
 
 @SETTINGS
@@ -147,7 +149,19 @@ def test_folder_names_spell_the_step(step: int, attempt: int, token: str) -> Non
     assert StepId.parse(StepId(step, attempt, token).dirname) == StepId(step, attempt, token)
 
 
-@pytest.mark.parametrize("name", ["", "x", "0000000001-a0001-0A0B0C00", "1-a0001-0a0b0c00", "0000000001-a0001-0a0b0c00x", "0000000001-a0001-0a0b0c00/x", "-0000000001-a0001-0a0b0c00", "0000000001-a0001-0a0b0c0\n"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "x",
+        "0000000001-a0001-0A0B0C00",
+        "1-a0001-0a0b0c00",
+        "0000000001-a0001-0a0b0c00x",
+        "0000000001-a0001-0a0b0c00/x",
+        "-0000000001-a0001-0a0b0c00",
+        "0000000001-a0001-0a0b0c0\n",
+    ],
+)
 def test_other_folder_names_are_no_steps(name: str) -> None:
     assert StepId.parse(name) is None
 

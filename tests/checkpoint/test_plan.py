@@ -94,7 +94,13 @@ def test_ranks_that_disagree_are_refused(other: dict[str, torch.Tensor]) -> None
 def test_another_shape_gives_another_digest() -> None:
     """Without talk the difference must show in the records."""
     digests = set()
-    for tensors in ({"w": meta((10, 4))}, {"w": meta((11, 4))}, {"v": meta((10, 4))}, {"w": meta((10, 4), torch.int32)}, {"w": meta((10, 4)), "v": meta((1,))}):
+    for tensors in (
+        {"w": meta((10, 4))},
+        {"w": meta((11, 4))},
+        {"v": meta((10, 4))},
+        {"w": meta((10, 4), torch.int32)},
+        {"w": meta((10, 4)), "v": meta((1,))},
+    ):
         digests.add(plan_writes([describe(tensors, world_size=2)] * 2, rank=0).digest)
     assert len(digests) == 5
 
@@ -141,7 +147,9 @@ def test_reads_with_a_piece_missing_are_refused() -> None:
         plan_reads({"w": torch.zeros(40, 4)}, stored[:-1])
 
 
-@pytest.mark.parametrize(("wanted", "word"), [({"v": torch.zeros(3)}, "'v' is not in the checkpoint"), ({"w": torch.zeros(4)}, r"\(4,\) here but \(3,\)")])
+@pytest.mark.parametrize(
+    ("wanted", "word"), [({"v": torch.zeros(3)}, "'v' is not in the checkpoint"), ({"w": torch.zeros(4)}, r"\(4,\) here but \(3,\)")]
+)
 def test_reads_that_do_not_fit(wanted: dict[str, torch.Tensor], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         plan_reads(wanted, [Chunk("w", (0,), (3,), "float32", 4, (3,))])

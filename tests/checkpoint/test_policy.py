@@ -31,7 +31,12 @@ def test_going_back_to_an_older_step_sends_again_when_it_is_passed() -> None:
 
 @pytest.mark.parametrize(
     ("values", "word"),
-    [({"steps": 0}, "1 or more"), ({"steps": -5}, "1 or more"), ({"time": timedelta(0)}, "positive"), ({"steps": 1, "time": timedelta(1)}, "one of them")],
+    [
+        ({"steps": 0}, "1 or more"),
+        ({"steps": -5}, "1 or more"),
+        ({"time": timedelta(0)}, "positive"),
+        ({"steps": 1, "time": timedelta(1)}, "one of them"),
+    ],
 )
 def test_wrong_intervals(values: dict[str, object], word: str) -> None:
     with pytest.raises(ConfigError, match=word):

@@ -48,7 +48,13 @@ def test_paths_that_are_not_ours(tmp_path: Path, series: Series) -> None:
     torch.save({"a": 1}, tmp_path / "stock.ckpt")
     (series.local_dir / "text.ckpt").write_text("hello")
     torch.save({"a": 1}, series.local_dir / "stock.ckpt")
-    for path in (tmp_path / "stock.ckpt", tmp_path / "nothing", tmp_path / "no" / "folder.ckpt", series.local_dir / "text.ckpt", series.local_dir / "stock.ckpt"):
+    for path in (
+        tmp_path / "stock.ckpt",
+        tmp_path / "nothing",
+        tmp_path / "no" / "folder.ckpt",
+        series.local_dir / "text.ckpt",
+        series.local_dir / "stock.ckpt",
+    ):
         assert locate(str(path)) is None
 
 

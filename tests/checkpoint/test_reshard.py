@@ -105,6 +105,7 @@ def _rank(rank: int, port: int, directory: str, work: str, errors: Any) -> None:
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=40))
         try:
             globals()[work](rank, directory)
+            torch.distributed.barrier()  # rank 0 holds the store; what happens when it leaves first is tested elsewhere
         finally:
             torch.distributed.destroy_process_group()
     except BaseException:  # Boundary: the parent reports it.
@@ -193,8 +194,13 @@ def _save_different(rank: int, directory: str) -> None:
 
     state = _dtensors(__import__("torch.distributed.tensor", fromlist=["Shard"]).Shard(0))
     state["plain"] = torch.zeros(3000 + rank)
-    with make_checkpointer_of(directory) as checkpointer, pytest.raises(ConfigError, match="m/plain"):
-        checkpointer.save(1, {"m": state})
+    with make_checkpointer_of(directory) as checkpointer:
+        with pytest.raises(ConfigError, match="m/plain"):
+            checkpointer.save(1, {"m": state})
+        # Nobody is left waiting in a half-done talk: the next save works.
+        ticket = checkpointer.save(2, {"m": {**state, "plain": torch.zeros(3000)}})
+        assert ticket is not None
+        ticket.wait(timeout=SOON)
 
 
 def make_checkpointer_of(directory: str) -> Any:

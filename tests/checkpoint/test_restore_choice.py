@@ -14,7 +14,17 @@ SETTINGS = settings(deadline=None, database=None, max_examples=300, suppress_hea
 NODES = ["n0", "n1"]
 
 
-def held(step: int, ranks: tuple[int, ...] = (0, 1), *, tier: str = "local", node: str = "n0", world_size: int = 2, attempt: int = 1, token: str = "00000000", exact: bool = True) -> Holding:  # noqa: E501
+def held(
+    step: int,
+    ranks: tuple[int, ...] = (0, 1),
+    *,
+    tier: str = "local",
+    node: str = "n0",
+    world_size: int = 2,
+    attempt: int = 1,
+    token: str = "00000000",
+    exact: bool = True,
+) -> Holding:  # noqa: E501
     return Holding(tier, node, StepId(step, attempt, token).dirname, world_size, ranks, (), exact)
 
 
@@ -40,7 +50,11 @@ def test_laws(given_: tuple[list[Holding], list[str], set[Strike]], seed: int) -
 
     def reachable(step: StepId) -> bool:
         return all(
-            any(h.node in ("", node) and rank in h.ranks and (h.tier, h.node, h.step, rank) not in strikes for h in inventory if h.step == step.dirname)
+            any(
+                h.node in ("", node) and rank in h.ranks and (h.tier, h.node, h.step, rank) not in strikes
+                for h in inventory
+                if h.step == step.dirname
+            )
             for node in nodes
             for rank in range(2)
         )
@@ -60,7 +74,9 @@ def test_laws(given_: tuple[list[Holding], list[str], set[Strike]], seed: int) -
     random.Random(seed).shuffle(shuffled)
     again = choose(shuffled, list(reversed(nodes)), set(strikes))
     assert again is not None and again.step == choice.step
-    assert {n: {r: set(t) for r, t in s.items()} for n, s in again.sources.items()} == {n: {r: set(t) for r, t in s.items()} for n, s in choice.sources.items()}
+    assert {n: {r: set(t) for r, t in s.items()} for n, s in again.sources.items()} == {
+        n: {r: set(t) for r, t in s.items()} for n, s in choice.sources.items()
+    }
 
 
 def test_each_host_has_its_half_and_the_store_nothing() -> None:
