@@ -186,6 +186,9 @@ class Arena:
         Raises:
             TierError: as :meth:`grow`.
         """
+        for inode in [inode for inode in self._free if not self._exists(inode)]:
+            logger.warning("arena file %s was removed by someone; a new one will be made", self._slots[inode].path)
+            self.forget(inode)
         if not self._free:
             return None
         best = min(self._free, key=lambda inode: (self._slots[inode].capacity < nbytes, abs(self._slots[inode].capacity - nbytes)))
@@ -210,6 +213,12 @@ class Arena:
         self._slots.pop(best, None)
         self._slots[slot.inode] = slot
         return slot
+
+    def _exists(self, inode: int) -> bool:
+        try:
+            return os.stat(self._slots[inode].path).st_ino == inode
+        except OSError:
+            return False
 
     def release(self, inode: int, path: str) -> None:
         """Makes a slot free again, at ``path`` where the agent moved it; a slot not mapped any more is mapped again."""

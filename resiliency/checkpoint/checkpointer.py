@@ -595,9 +595,11 @@ class Checkpointer:
         try:
             if self._arena.mapped_bytes == 0:
                 self._arena.adopt()
-            if self._arena.free == 0:
+            slot = self._arena.acquire(nbytes)
+            if slot is None:
                 self._arena.grow(nbytes, populate=False)
-            return self._arena.acquire(nbytes)
+                slot = self._arena.acquire(nbytes)
+            return slot
         except TierError as error:
             self._skip(step, str(error), failed=True)
             return None
