@@ -20,12 +20,14 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from resiliency.checkpoint import plan
+from resiliency.checkpoint.catalog import scan
 from resiliency.checkpoint.checkpointer import Restored
 from resiliency.checkpoint.layout import header_length
-from resiliency.checkpoint.manifest import MANIFEST
+from resiliency.checkpoint.manifest import MANIFEST, ShardRecord
 from resiliency.checkpoint.reader import load_path, locate
+from resiliency.checkpoint.tiers.local import LocalTier
 from resiliency.errors import CorruptShard, NoCheckpointFound, ResiliencyError
-from resiliency.testing.checkpoints import Series, flip_bits, make_series, step_dirs
+from resiliency.testing.checkpoints import RUN, Series, flip_bits, make_series, step_dirs
 
 STEPS = (10, 20, 30)
 SETTINGS = settings(deadline=None, database=None, max_examples=60, suppress_health_check=list(HealthCheck))
@@ -271,6 +273,29 @@ def test_files_of_another_run_copied_in(copy: Series, other_run: Series, files: 
     for name in files:
         shutil.copy(source / name, target / name)
     assert restored_from(copy) == (20 if "shard-00000.safetensors" in files else 30)
+
+
+def test_records_of_another_step_are_not_even_listed(copy: Series) -> None:
+    """Else the agent would take the folder for a whole step, and delete older ones for it."""
+    source, target = folder_of(copy.local_dir, 20), folder_of(copy.local_dir, 30)
+    (target / MANIFEST).unlink()
+    for path in source.glob("shard-*"):
+        shutil.copy(path, target / path.name)
+    (listing,) = [found for found in scan(LocalTier(copy.local_dir), RUN) if found.id.step == 30]
+    assert listing.manifest is None and listing.records == {} and len(listing.problems) == 2
+
+
+def test_a_shard_of_another_step_is_refused_even_when_its_record_agrees(copy: Series) -> None:
+    """A bug in a writer (a recycled file that was not stamped) gives right digests of wrong data; the stamp tells."""
+    source, target = folder_of(copy.local_dir, 20), folder_of(copy.local_dir, 30)
+    (target / MANIFEST).unlink()
+    for rank in (0, 1):
+        shutil.copy(shard(source, rank), shard(target, rank))
+        known, other = json.loads(record(target, rank).read_text()), json.loads(record(source, rank).read_text())
+        mixed = ShardRecord.from_dict(known, where="x")
+        mixed = dataclasses.replace(mixed, nbytes=other["nbytes"], digests=tuple(other["digests"]))
+        record(target, rank).write_text(json.dumps(mixed.to_dict()))
+    assert restored_from(alone(copy)) == 20
 
 
 def test_whole_folder_under_the_name_of_a_later_step(copy: Series) -> None:

@@ -13,7 +13,7 @@ from resiliency.checkpoint.exchange import Exchange, SoloExchange, StoreExchange
 from resiliency.errors import Timeout
 from resiliency.testing.checkpoints import run_ranks
 
-SHORT = timedelta(seconds=0.3)
+SHORT = timedelta(seconds=0.5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -34,7 +34,7 @@ def test_missing_ranks_are_named_within_the_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(Timeout) as caught:
         exchange.all("inventory", b"x", timeout=SHORT)
-    assert 0.2 < time.monotonic() - began < 2, "the deadline counts once, not for every missing rank"
+    assert 0.4 < time.monotonic() - began < 1.2, "the deadline counts once, not for every missing rank"
     for word in ("rank 1", "[0, 2, 3]", "'inventory'", "of 4"):
         assert word in str(caught.value)
     assert isinstance(caught.value, TimeoutError)

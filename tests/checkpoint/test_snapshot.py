@@ -146,6 +146,30 @@ def test_the_background_thread_alone_is_enough(copier: Copier) -> None:
     assert copier.fence(snapshot, deadline_s=1) < 0.5
 
 
+def test_the_fence_does_its_share(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the other thread is held up in one piece, the caller copies all the others."""
+    real, main, inside, go_on = snapshot_module._copy, threading.current_thread(), threading.Event(), threading.Event()
+    mine = []
+
+    def copy(piece: Any) -> None:
+        if threading.current_thread() is main:
+            mine.append(piece)
+            if len(mine) == 9:
+                go_on.set()
+        else:
+            inside.set()
+            assert go_on.wait(10)
+        real(piece)
+
+    monkeypatch.setattr(snapshot_module, "_copy", copy)
+    tensor = torch.randn(10 * 1024)
+    file = File(40 * 1024)
+    snapshot = file.start(copier, [Copy(tensor, 0)])
+    assert inside.wait(5)
+    copier.fence(snapshot, deadline_s=5)
+    assert len(mine) == 9 and file.map[:] == bytes_of(tensor)
+
+
 def test_nothing_to_copy_is_done_at_once(copier: Copier) -> None:
     file = File(16)
     snapshot = file.start(copier, [Copy(torch.empty(0), 0)])
