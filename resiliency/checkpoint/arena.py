@@ -243,7 +243,10 @@ class Arena:
             self._drop(inode)
 
     def forget(self, inode: int) -> None:
-        """Unmaps a slot whose file is gone."""
+        """Unmaps a slot whose file is gone; a newer file that was given the same number since then stays."""
+        slot = self._slots.get(inode)
+        if slot is not None and os.fstat(slot.fd).st_nlink:
+            return
         if inode in self._free:
             self._free.remove(inode)
         self._drop(inode)

@@ -58,7 +58,7 @@ class Worker:
 
 
 class Zygote:
-    """Owns the forking process. Threads: start and close from one; workers may be waited for from any."""
+    """Owns the forking process. Threads: any may start workers and wait for them; close from one."""
 
     def __init__(self, preload: Sequence[str], *, log: str = os.devnull, path: Sequence[str] = ()) -> None:
         parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -72,6 +72,7 @@ class Zygote:
             )  # fmt: skip
         self._workers: dict[int, Worker] = {}
         self._started: list[int] = []
+        self._starting = threading.Lock()
         self._changed = threading.Condition()
         self._log = log
         self._ended = False
@@ -81,7 +82,8 @@ class Zygote:
     def start(self, target: str, arguments: Mapping[str, Any], *, env: Mapping[str, str] | None = None, timeout_s: float = 60) -> Worker:
         """Forks a worker that calls ``target`` ("module:function") with keyword arguments, in a session of its own."""
         assert self._process.stdin is not None
-        with self._changed:
+        # One order at a time: its answer is told from that of another thread's order by nothing else.
+        with self._starting, self._changed:
             before = len(self._started)
             self._process.stdin.write(json.dumps({"target": target, "arguments": dict(arguments), "env": dict(env or {})}) + "\n")
             self._changed.wait_for(lambda: len(self._started) > before or self._ended, timeout_s)

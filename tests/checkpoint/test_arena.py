@@ -141,6 +141,19 @@ def test_forgetting(arena: Arena) -> None:
     assert arena.free == 0
 
 
+def test_forgetting_a_file_whose_number_went_to_a_new_one(arena: Arena) -> None:
+    """File systems give the number of a deleted file to the next one made; the news of the deletion may come after that."""
+    arena.grow(PAGE)
+    old = taken(arena)
+    arena.trim(0)
+    os.unlink(old.path)
+    arena.grow(PAGE)
+    filling = taken(arena)
+    arena._slots[old.inode] = arena._slots.pop(filling.inode)  # the same number, also where this file system gave another
+    arena.forget(old.inode)
+    assert not filling.map.closed, "the mapping of the save in progress is gone"
+
+
 def test_trim_unmaps_the_oldest_in_use_and_never_a_free_one(arena: Arena) -> None:
     slots = []
     for _ in range(5):
