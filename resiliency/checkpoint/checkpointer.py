@@ -35,7 +35,7 @@ from resiliency.checkpoint.exchange import Exchange, SoloExchange, StoreExchange
 from resiliency.checkpoint.layout import Chunk, ShardLayout, make_layout, objects_reserve, stamp
 from resiliency.checkpoint.manifest import ARENA_DIR, META_DIR, ShardRecord, StepId
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.plan import WritePlan, describe, fingerprint, is_sharded, plan_writes
+from resiliency.checkpoint.plan import WritePlan, describe, fingerprint, is_sharded, plan_replicated, plan_writes
 from resiliency.checkpoint.policy import crossed
 from resiliency.checkpoint.session import Session, open_session
 from resiliency.checkpoint.snapshot import Copier, Copy, Snapshot
@@ -241,7 +241,7 @@ class Checkpointer:
     def warm_up_for(self, tensors: Mapping[str, Tensor], *, slots: int = 2) -> None:
         """As :meth:`warm_up`, for tensors by key that may be on the meta device (a state that does not exist yet)."""
         _, large = self._split(dict(tensors))
-        plan = plan_writes([describe(large, world_size=self.world_size)] * self.world_size, rank=self.rank)
+        plan = plan_replicated(describe(large, world_size=self.world_size), rank=self.rank, world_size=self.world_size)
         # Room for the header, the Python objects and what is small; a slot that is too large is shortened for free.
         self._warm(int(sum(chunk.nbytes for chunk in plan.chunks) * 1.02) + (1 << 20), slots)
 
@@ -495,12 +495,13 @@ class Checkpointer:
         mark = fingerprint(tensors)
         if self._planned is None or self._planned.fingerprint != mark:
             mine = describe(tensors, world_size=self.world_size)
-            descriptions = [mine] * self.world_size
             if self.world_size > 1 and any(is_sharded(t) for t in tensors.values()):
                 assert self._exchange is not None
                 said = self._exchange.all("plan", json.dumps(mine).encode(), timeout=self.options.agree)
-                descriptions = [json.loads(data) for data in said]
-            self._planned = _Planned(mark, plan_writes(descriptions, rank=self.rank))
+                plan = plan_writes([json.loads(data) for data in said], rank=self.rank)
+            else:
+                plan = plan_replicated(mine, rank=self.rank, world_size=self.world_size)
+            self._planned = _Planned(mark, plan)
         return self._planned.plan
 
     def _split(

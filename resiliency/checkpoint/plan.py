@@ -4,7 +4,10 @@ Writing: every rank describes its tensors; DCP's ``DefaultSavePlanner`` finds wh
 and gives each to the rank with the fewest bytes. Large replicated tensors are cut by rows first, so that the shares of
 a few big tensors balance too. When no tensor is sharded (plain DDP) every rank can work out the whole plan alone from
 its own description, without talking; a difference between ranks shows as different plan digests, which a manifest
-refuses. Otherwise the descriptions are exchanged once per structure.
+refuses. There every box is a replica everywhere, so the planner checks one description and the boxes are dealt out here, by
+the planner's rule. The planner itself makes one pass per rank (12 s for 64 tensors at 64 ranks, on every rank), and
+counts a piece of a tensor as the whole of it, so its shares differ more. Otherwise descriptions are exchanged once per
+structure.
 
 Reading: DCP's ``DefaultLoadPlanner`` cuts what this rank wants (whole tensors or DTensor shards, any world size) into
 ranges of the stored boxes.
@@ -13,6 +16,7 @@ ranges of the stored boxes.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,10 +38,11 @@ from resiliency.checkpoint.layout import Chunk
 from resiliency.checkpoint.state import dtype_from_name, dtype_name
 from resiliency.errors import ConfigError
 
-__all__ = ["Read", "WritePlan", "describe", "fingerprint", "is_sharded", "plan_reads", "plan_writes"]
+__all__ = ["Read", "WritePlan", "describe", "fingerprint", "is_sharded", "plan_reads", "plan_replicated", "plan_writes"]
 
-#: A replicated tensor is cut into about this many pieces per rank when it is large.
-_PIECES_PER_RANK = 4
+#: Large replicated tensors are cut so that no piece is larger than this part of a rank's share: the shares then differ by
+#: less than one piece.
+_PIECES_PER_RANK = 8
 #: Tensors below this size are not cut.
 _CUT_BYTES = 4 * 1024 * 1024
 
@@ -66,19 +71,18 @@ class _CuttingPlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        items: list[WriteItem] = []
-        for item in plan.items:
-            items.extend(self._cut(item))
-        self.plan = SavePlan(items)
+        total = sum(_nbytes(item) for item in plan.items if item.type is WriteItemType.TENSOR)
+        piece = max(1, total // (self._world_size * _PIECES_PER_RANK))
+        self.plan = SavePlan([part for item in plan.items for part in self._cut(item, piece)])
         return self.plan
 
-    def _cut(self, item: WriteItem) -> list[WriteItem]:
+    def _cut(self, item: WriteItem, piece_nbytes: int) -> list[WriteItem]:
         data = item.tensor_data
         if item.type is not WriteItemType.TENSOR or data is None or self._world_size == 1 or not data.size:
             return [item]
         rows = data.size[0]
-        nbytes = data.size.numel() * _itemsize(data.properties.dtype)
-        pieces = min(rows, self._world_size * _PIECES_PER_RANK, nbytes // _CUT_BYTES)
+        nbytes = _nbytes(item)
+        pieces = min(rows, -(-nbytes // piece_nbytes), nbytes // _CUT_BYTES)
         if pieces < 2:
             return [item]
         bounds = [rows * i // pieces for i in range(pieces + 1)]
@@ -98,6 +102,10 @@ class _CuttingPlanner(DefaultSavePlanner):
 
 def _itemsize(dtype: torch.dtype) -> int:
     return torch.empty((), dtype=dtype, device="meta").element_size()
+
+
+def _nbytes(item: WriteItem) -> int:
+    return 0 if item.tensor_data is None else item.tensor_data.size.numel() * _itemsize(item.tensor_data.properties.dtype)
 
 
 def describe(tensors: Mapping[str, Tensor], *, world_size: int) -> list[dict[str, Any]]:
@@ -147,6 +155,30 @@ def plan_writes(descriptions: Sequence[Sequence[Mapping[str, Any]]], *, rank: in
     Raises:
         ConfigError: ranks disagree about a tensor's shape or dtype, or a tensor has holes or overlaps.
     """
+    return _finish([[_chunk(item) for item in plan.items] for plan in _global_plan(descriptions)], rank)
+
+
+def plan_replicated(boxes: Sequence[Mapping[str, Any]], *, rank: int, world_size: int) -> WritePlan:
+    """As :func:`plan_writes` with the same description on every rank, in time that does not grow with their number.
+
+    Args:
+        boxes: what :func:`describe` returned here, and would return on every other rank.
+        rank, world_size: whose part to return, and how many share.
+
+    Raises:
+        ConfigError: a tensor has holes or overlaps.
+    """
+    (whole,) = _global_plan([boxes])
+    shares: list[list[Chunk]] = [[] for _ in range(world_size)]
+    loads = [(0, writer) for writer in range(world_size)]
+    for chunk in map(_chunk, whole.items):
+        load, writer = loads[0]
+        shares[writer].append(chunk)
+        heapq.heapreplace(loads, (load + (chunk.nbytes or 1), writer))
+    return _finish(shares, rank)
+
+
+def _global_plan(descriptions: Sequence[Sequence[Mapping[str, Any]]]) -> list[SavePlan]:
     known: dict[str, tuple[Any, ...]] = {}
     plans = []
     for writer, boxes in enumerate(descriptions):
@@ -174,20 +206,24 @@ def plan_writes(descriptions: Sequence[Sequence[Mapping[str, Any]]], *, rank: in
         final, _ = planner.create_global_plan(plans)
     except ValueError as error:
         raise ConfigError(f"the ranks' tensors do not make a whole: {error}; see the log above for the tensor") from error
+    return cast("list[SavePlan]", final)
+
+
+def _chunk(item: WriteItem) -> Chunk:
+    data = item.tensor_data
+    assert data is not None
+    return Chunk(
+        item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), dtype_name(data.properties.dtype),
+        _itemsize(data.properties.dtype), tuple(data.size),
+    )  # fmt: skip
+
+
+def _finish(shares: Sequence[Sequence[Chunk]], rank: int) -> WritePlan:
     digest = hashlib.blake2b(digest_size=8)
-    mine: list[Chunk] = []
-    for writer, plan in enumerate(final):
-        for item in plan.items:
-            data = item.tensor_data
-            assert data is not None
-            chunk = Chunk(
-                item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), dtype_name(data.properties.dtype),
-                _itemsize(data.properties.dtype), tuple(data.size),
-            )  # fmt: skip
+    for writer, chunks in enumerate(shares):
+        for chunk in chunks:
             digest.update(repr((writer, chunk)).encode())
-            if writer == rank:
-                mine.append(chunk)
-    return WritePlan(tuple(mine), digest.hexdigest())
+    return WritePlan(tuple(shares[rank]), digest.hexdigest())
 
 
 @dataclass(frozen=True)

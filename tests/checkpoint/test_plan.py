@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from resiliency.checkpoint import plan as plan_module
 from resiliency.checkpoint.layout import Chunk
-from resiliency.checkpoint.plan import describe, fingerprint, plan_reads, plan_writes
+from resiliency.checkpoint.plan import describe, fingerprint, plan_reads, plan_replicated, plan_writes
 from resiliency.errors import ConfigError
 
 SETTINGS = settings(deadline=None, database=None, max_examples=60, suppress_health_check=list(HealthCheck))
@@ -31,7 +31,10 @@ def meta(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 def chunks_of(tensors: dict[str, torch.Tensor], world_size: int) -> list[tuple[Chunk, ...]]:
-    plans = [plan_writes([describe(tensors, world_size=world_size)] * world_size, rank=rank) for rank in range(world_size)]
+    mine = describe(tensors, world_size=world_size)
+    planner = [chunk for rank in range(world_size) for chunk in plan_writes([mine] * world_size, rank=rank).chunks]
+    plans = [plan_replicated(mine, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert {chunk for plan in plans for chunk in plan.chunks} == set(planner), "DCP's planner would write other boxes"
     assert len({plan.digest for plan in plans}) == 1, "ranks have different plans"
     return [plan.chunks for plan in plans]
 
@@ -58,16 +61,26 @@ def test_every_element_once(state: dict[str, tuple[tuple[int, ...], torch.dtype]
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
-@pytest.mark.parametrize("kind", ["many", "few large", "one"])
+@pytest.mark.parametrize("kind", ["many", "few large", "one", "skewed"])
 def test_balance(world_size: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "_CUT_BYTES", 16 * 1024)
     chance = random.Random(world_size)
-    sizes = {"many": [chance.randint(10, 2000) for _ in range(100)], "few large": [80_000, 120_011, 39_973], "one": [160_000]}[kind]
+    sizes = {"many": [chance.randint(10, 2000) for _ in range(100)], "few large": [80_000, 120_011, 39_973], "one": [160_000],
+             "skewed": [500] + [9] * 100 * world_size}[kind]  # fmt: skip
     tensors = {f"t{i}": meta((rows, 8)) for i, rows in enumerate(sizes)}
     ranks = chunks_of(tensors, world_size)
     covers_once(tensors, ranks)
     loads = [sum(chunk.nbytes for chunk in chunks) for chunks in ranks]
     assert max(loads) / (sum(loads) / world_size) <= 1.2, loads
+
+
+def test_boxes_do_not_multiply_with_the_ranks() -> None:
+    """The plan is made on every rank before the first save: a box per rank and tensor would take minutes at scale."""
+    tensors = {f"t{i}": meta((65536, 4096)) for i in range(64)}
+    boxes = describe(tensors, world_size=512)
+    assert len(boxes) <= 512 * plan_module._PIECES_PER_RANK + len(tensors)
+    shares = [sum(c.nbytes for c in plan_replicated(boxes, rank=rank, world_size=512).chunks) for rank in (0, 300, 511)]
+    assert max(shares) <= 1.05 * sum(t.numel() * 4 for t in tensors.values()) / 512
 
 
 def test_one_rank_writes_everything_whole() -> None:
