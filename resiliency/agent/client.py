@@ -79,7 +79,8 @@ class AgentClient:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Connects, starting the agent if there is none. Blocks: up to about a minute. Collective: no.
+        """Connects, starting the agent if there is none. Blocks: half a minute for an agent that does not start, and as long
+        again as ``drain_s`` for one that is still finishing the attempt before. Collective: no.
 
         Raises:
             AgentError: the agent refused this job (another one is using the directory), or the local tier cannot be used.
@@ -92,6 +93,8 @@ class AgentClient:
                     raise
                 except OSError as error:
                     logger.warning("rank %d: the checkpoint agent of %s did not start (%s)", self.rank, self.config.local.address, error)
+                    if isinstance(error, TimeoutError):
+                        break  # one deadline was enough: the next agent would be as slow
                     continue
                 self._thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
                 self._thread.start()
@@ -172,11 +175,11 @@ class AgentClient:
             self._process = process
             return
         try:
-            code = process.wait(timeout=5)
+            code = process.wait(timeout=5 if readable else 0)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(timeout=5)
-            raise ConnectionError(f"the agent did not listen within {_START_S:.0f} s; see {log}") from None
+            raise TimeoutError(f"the agent did not listen within {_START_S:.0f} s; see {log}") from None
         if code != EXIT_TAKEN:
             raise ConnectionError(f"the agent ended with status {code} at its start; see {log}")
 

@@ -27,6 +27,7 @@ from resiliency.agent.digester import Fill, MapCache, digest
 from resiliency.agent.protocol import AgentConfig, TierSpec
 from resiliency.agent.uploader import Uploader
 from resiliency.checkpoint.catalog import read_name, scan, step_prefix
+from resiliency.checkpoint.fetch import remove_dead_fetches
 from resiliency.checkpoint.manifest import (
     ARENA_DIR,
     BLOCK_BYTES,
@@ -109,6 +110,7 @@ class HostAgent:
             TierError: the local tier cannot be listed.
         """
         self._rescan()
+        self._syncs.submit(self._sweep)
         with self._lock:
             newest = max((s for s in self._steps.values() if s.manifest is not None), key=lambda s: s.id, default=None)
         if newest is not None:
@@ -116,6 +118,14 @@ class HostAgent:
                 if uploader.spec.name in newest.tiers:
                     self._pin(newest.id)
                     uploader.submit(newest.id, self._own_records(newest), only_if_missing=True)
+
+    def _sweep(self) -> None:
+        """Removes what killed writers and killed restores left half done; no listing shows it, but it takes room."""
+        try:
+            remove_dead_fetches(self.config.local.address, self.config.run, self.config.node)
+            self._tier.sweep()
+        except TierError as error:
+            logger.info("%s could not be swept: %s", self.config.local.address, error)
 
     def greet(self, rank: int) -> None:
         """Tells a rank that has just connected what is known of the saves of its attempt: an agent before this one may have
@@ -144,10 +154,9 @@ class HostAgent:
                 known = self._steps.setdefault(listing.id, _Step(listing.id))
                 known.records.update(listing.records)
                 if listing.manifest is not None and known.manifest is None:
-                    # Written by an earlier attempt: as durable as it will get. One of ours may not have been synced.
-                    known.manifest, known.durable = listing.manifest, not self._is_ours(listing.id)
-                    if not known.durable:
-                        self._syncs.submit(partial(self._sync, known))
+                    # Whoever committed it may have died before its fsync: nothing older is deleted before ours.
+                    known.manifest = listing.manifest
+                    self._syncs.submit(partial(self._sync, known))
                     known.tiers = tuple(listing.manifest.info.get("tiers", ()))
 
     def wait(self, level: str, *, timeout_s: float) -> bool:
@@ -439,12 +448,21 @@ class HostAgent:
                 return
         with self._lock:
             step.durable = True
+        if not self._is_ours(step.id):
+            if self._deletes:  # asked for before this was known to be safe
+                self._commits.submit(self._prune)
+            return  # unasked nothing is deleted at a start: the ranks may be reading it
         if self.config.durable:
             seconds = time.monotonic() - step.began
             self._events.emit(EventKind.CHECKPOINT_DURABLE, step=step.id.step, tier=self.config.local.name, seconds_s=round(seconds, 6))
-            for rank in self.config.local_ranks:
+
+        def announce() -> None:
+            # Recycled files are handed back first: a rank that saves as soon as it hears of this step finds one.
+            self._prune()
+            for rank in self.config.local_ranks if self.config.durable else ():
                 self._notify(rank, {"t": "durable", **_about(step.id), "tier": self.config.local.name})
-        self._commits.submit(self._prune)
+
+        self._commits.submit(announce)
 
     def _pin(self, step_id: StepId) -> None:
         with self._lock:
@@ -458,8 +476,9 @@ class HostAgent:
                 step.pins -= 1
         message = {"durable": "durable", "partial": None}.get(outcome, "failed")
         if message is not None:
+            about = {**_about(step_id), "tier": spec.name, "reason": reason, "retrying": outcome == "retrying"}
             for rank in self.config.local_ranks:
-                self._notify(rank, {"t": message, **_about(step_id), "tier": spec.name, "reason": reason})
+                self._notify(rank, {"t": message, **about})
         if outcome != "retrying":
             self._commits.submit(self._prune)
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from resiliency.checkpoint._cuda import unpin
+from resiliency.checkpoint.tiers.local import on_ramdisk
 from resiliency.errors import TierError
 
 __all__ = ["Arena", "Slot"]
@@ -40,6 +41,7 @@ class Slot:
         nbytes: size of the file now.
         capacity: bytes mapped; a smaller step shortens the file and keeps the mapping.
         address: first byte of the mapping in this process.
+        in_memory: the file lies on a ramdisk.
         pinned: registered as page-locked with CUDA.
     """
 
@@ -50,6 +52,7 @@ class Slot:
     nbytes: int
     capacity: int
     address: int
+    in_memory: bool = False
     pinned: bool = False
 
     def view(self) -> memoryview:
@@ -66,13 +69,15 @@ def _map(path: str, nbytes: int) -> Slot:
         _allocate(fd, nbytes)
         mapping = mmap.mmap(fd, nbytes)
     except BaseException:
-        os.ftruncate(fd, before)
-        os.close(fd)
+        try:
+            os.ftruncate(fd, before)
+        finally:
+            os.close(fd)
         raise
     anchor = ctypes.c_char.from_buffer(mapping)
     address = ctypes.addressof(anchor)
     del anchor
-    return Slot(os.fstat(fd).st_ino, path, fd, mapping, nbytes, nbytes, address)
+    return Slot(os.fstat(fd).st_ino, path, fd, mapping, nbytes, nbytes, address, in_memory=on_ramdisk(path))
 
 
 def _allocate(fd: int, nbytes: int) -> None:

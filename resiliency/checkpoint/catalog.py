@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from resiliency.checkpoint.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, NameFile, ShardRecord, StepId, manifest_from_records
+from resiliency.checkpoint.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, NameFile, ShardRecord, StepId, manifest_from_records, record_file
 from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import CorruptShard, TierError
 
-__all__ = ["StepListing", "block_digest", "find_runs", "read_name", "run_prefix", "scan", "step_prefix", "verify_shard"]
+__all__ = ["StepListing", "block_digest", "find_runs", "read_name", "read_record", "run_prefix", "scan", "step_prefix", "verify_shard"]
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,31 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
             listing.problems.append(str(error))
     listing.manifest = manifest_from_records(listing.records.values())
     return listing
+
+
+def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
+    """A shard's record, from its own file or from the manifest.
+
+    Raises:
+        CorruptShard: neither can be read.
+        TierError: the tier cannot be read.
+    """
+    prefix = step_prefix(run, step)
+    where = f"{tier.root}/{prefix}{record_file(rank)}"
+    try:
+        record = ShardRecord.from_dict(json.loads(tier.read(prefix + record_file(rank))), where=where)
+        if record.id == step and record.rank == rank and record.run == run:
+            return record
+        logger.warning("%s is the record of another shard; using the manifest's copy", where)
+    except (FileNotFoundError, ValueError, RecursionError, CorruptShard) as error:
+        logger.warning("%s cannot be read (%s); using the manifest's copy", where, error)
+    try:
+        manifest = Manifest.from_json(tier.read(prefix + MANIFEST), where=f"{tier.root}/{prefix}{MANIFEST}")
+    except FileNotFoundError:
+        raise CorruptShard(f"{where}: no readable record and no manifest", path=where) from None
+    if manifest.id != step or rank >= len(manifest.shards):
+        raise CorruptShard(f"{tier.root}/{prefix}{MANIFEST}: manifest of another step", path=where)
+    return manifest.shards[rank]
 
 
 def read_name(tier: Tier, name: str) -> NameFile | None:

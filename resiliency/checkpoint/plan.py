@@ -206,7 +206,7 @@ def _global_plan(descriptions: Sequence[Sequence[Mapping[str, Any]]]) -> list[Sa
         final, _ = planner.create_global_plan(plans)
     except ValueError as error:
         raise ConfigError(f"the ranks' tensors do not make a whole: {error}; see the log above for the tensor") from error
-    return cast("list[SavePlan]", final)
+    return final
 
 
 def _chunk(item: WriteItem) -> Chunk:

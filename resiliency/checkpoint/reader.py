@@ -14,6 +14,7 @@ from typing import Any
 
 from resiliency.checkpoint import restore, survey
 from resiliency.checkpoint.catalog import StepListing, find_runs, read_name, scan
+from resiliency.checkpoint.fetch import fetch_shard
 from resiliency.checkpoint.tiers import open_tier
 from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
@@ -81,7 +82,7 @@ def load_path(
         if not located.tier.is_local:
             root = scratch
             for writer in range(manifest.world_size):
-                restore.fetch_shard(located.tier, located.run, manifest.id, writer, scratch)
+                fetch_shard(located.tier, located.run, manifest.id, writer, scratch, node="reader")
         readers: list[restore.ShardReader] = []
         try:
             for record in manifest.shards:

@@ -12,21 +12,20 @@ import mmap
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from resiliency.checkpoint.catalog import block_digest, run_prefix, scan, step_prefix
+from resiliency.checkpoint.catalog import block_digest, scan, step_prefix
 from resiliency.checkpoint.layout import Chunk, Placed, ShardHeader, header_length, parse_header
-from resiliency.checkpoint.manifest import MANIFEST, Manifest, ShardRecord, StepId, record_file
+from resiliency.checkpoint.manifest import MANIFEST, ShardRecord, StepId
 from resiliency.checkpoint.plan import Read, plan_reads
 from resiliency.checkpoint.state import dtype_from_name, unflatten
 from resiliency.checkpoint.tiers.base import Tier
-from resiliency.errors import ConfigError, CorruptShard, TierError
+from resiliency.errors import ConfigError, CorruptShard
 
-__all__ = ["Choice", "Holding", "ShardReader", "Strike", "assemble", "choose", "fetch_shard", "holdings", "read_record", "shard_reader"]
+__all__ = ["Choice", "Holding", "ShardReader", "Strike", "assemble", "choose", "holdings", "shard_reader"]
 
 
 logger = logging.getLogger(__name__)
@@ -150,69 +149,6 @@ def choose(
             if all(tiers for shards in sources.values() for tiers in shards.values()):
                 return Choice(step, world_size, sources)
     return None
-
-
-def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
-    """A shard's record, from its own file or from the manifest.
-
-    Raises:
-        CorruptShard: neither can be read.
-        TierError: the tier cannot be read.
-    """
-    prefix = step_prefix(run, step)
-    where = f"{tier.root}/{prefix}{record_file(rank)}"
-    try:
-        record = ShardRecord.from_dict(json.loads(tier.read(prefix + record_file(rank))), where=where)
-        if record.id == step and record.rank == rank and record.run == run:
-            return record
-        logger.warning("%s is the record of another shard; using the manifest's copy", where)
-    except (FileNotFoundError, ValueError, RecursionError, CorruptShard) as error:
-        logger.warning("%s cannot be read (%s); using the manifest's copy", where, error)
-    try:
-        manifest = Manifest.from_json(tier.read(prefix + MANIFEST), where=f"{tier.root}/{prefix}{MANIFEST}")
-    except FileNotFoundError:
-        raise CorruptShard(f"{where}: no readable record and no manifest", path=where) from None
-    if manifest.id != step or rank >= len(manifest.shards):
-        raise CorruptShard(f"{tier.root}/{prefix}{MANIFEST}: manifest of another step", path=where)
-    return manifest.shards[rank]
-
-
-def fetch_shard(source: Tier, run: str, step: StepId, rank: int, target_root: str) -> ShardRecord:
-    """Copies a shard and its record from a tier into the local tier, checking every block on the way.
-
-    Raises:
-        CorruptShard: bytes differ from the record; nothing is left behind.
-        TierError: a tier failed.
-    """
-    record = read_record(source, run, step, rank)
-    folder = Path(target_root, run_prefix(run), step.dirname)
-    partial = folder / f".{record.file}.partial-{os.getpid()}"
-    key = step_prefix(run, step) + record.file
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as out:
-            for index, digest in enumerate(record.digests):
-                start, end = index * record.block_bytes, min((index + 1) * record.block_bytes, record.nbytes)
-                try:
-                    data = source.read_range(key, start, end)
-                except FileNotFoundError:
-                    data = b""
-                if len(data) != end - start or block_digest(data) != digest:
-                    raise CorruptShard(
-                        f"{source.root}/{key}: bytes {start} to {end} do not match their digest", path=f"{source.root}/{key}",
-                        ranges=((start, end),),
-                    )  # fmt: skip
-                out.write(data)
-        os.replace(partial, folder / record.file)
-        record_path = folder / record_file(rank)
-        record_partial = folder / f".{record_path.name}.partial-{os.getpid()}"
-        record_partial.write_text(json.dumps(record.to_dict()))
-        os.replace(record_partial, record_path)
-    except OSError as error:
-        raise TierError(f"shard {rank} of {step} cannot be written to {folder}: {error}", retryable=False) from error
-    finally:
-        partial.unlink(missing_ok=True)
-    return record
 
 
 class ShardReader:

@@ -27,6 +27,8 @@ class Outcome:
         tier: where.
         reason: why it failed.
         names: names of the step.
+        serial: which save of that step.
+        retrying: failed, and tried again by the agent: a later outcome of this save and tier tells how it ended.
     """
 
     step: int
@@ -35,6 +37,7 @@ class Outcome:
     reason: str = ""
     names: tuple[str, ...] = ()
     serial: int = 0
+    retrying: bool = False
 
 
 @dataclass

@@ -141,6 +141,21 @@ def test_after_many_deaths_the_trainer_does_the_work(local: Path, caplog: pytest
     assert until(lambda: not agents())
 
 
+def test_an_agent_that_never_listens_costs_one_deadline(local: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deaf = tmp_path / "python"
+    deaf.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nexec sleep 600\n")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    monkeypatch.setattr(client, "_START_S", 0.5)
+    with make_checkpointer(local, options=PROCESS) as checkpointer:
+        assert checkpointer.session.client.embedded
+        started = [int(line) for line in (tmp_path / "started").read_text().split()]
+        assert len(started) == 1, "it waited for another one"
+        assert not psutil.pid_exists(started[0]), "it was left behind"
+        assert save(checkpointer, 1)
+    assert loads(local) == 1
+
+
 def test_a_stopped_agent_does_not_stop_training(local: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(checkpointer_module, "_HUNG_S", 0.5)
     options = replace(PROCESS, busy_wait=timedelta(seconds=0.2))

@@ -111,6 +111,26 @@ def test_nothing_is_deleted_when_the_fsync_fails(local: Path) -> None:
         assert 1 not in numbers(local) and 4 in numbers(local)
 
 
+def test_what_an_attempt_before_could_not_sync_is_not_taken_for_durable(local: Path) -> None:
+    """Its agent committed a step and died before the fsync: the older step, which is safe, must outlive that fsync."""
+    with keeping(local, 1) as checkpointer:
+        save(checkpointer, 1)
+        faultpoints.arm("agent.fsync:error@*")
+        save(checkpointer, 2, level="committed")
+        settle(checkpointer)
+    with keeping(local, 1) as checkpointer:
+        save(checkpointer, 3, level="committed")
+        settle(checkpointer)
+        assert numbers(local) == [1, 2, 3]
+    faultpoints.arm("")
+    with keeping(local, 1) as checkpointer:
+        settle(checkpointer)
+        assert numbers(local) == [1, 2, 3], "deleted before the ranks could read what they resume from"
+        save(checkpointer, 4)
+        settle(checkpointer)
+        assert numbers(local) == [4]
+
+
 def test_order_of_the_fsyncs_and_the_first_deletion(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shard, record and manifest of the new step, then their folder, and only then the first file of the old step."""
     seen: list[tuple[str, str]] = []

@@ -13,6 +13,8 @@ import pytest
 
 from resiliency import faultpoints
 from resiliency.agent.core import HostAgent
+from resiliency.checkpoint.arena import Arena
+from resiliency.errors import TierError
 from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, stock
 
 PL = "lightning.pytorch"
@@ -126,16 +128,18 @@ def test_a_save_that_is_skipped_deletes_nothing(tmp_path: Path, monkeypatch: pyt
     """The best of before is owed to a checkpoint that was never taken: it stays until a later one is safe."""
     callback = ours(PL, tmp_path, **(NEWEST | {"save_top_k": 2}))
     seen: list[set[str]] = []
-    originals: list[Any] = []
+    acquire = Arena.acquire
+
+    def full(arena: Arena, nbytes: int) -> None:
+        raise TierError("no room")
 
     def fail_the_next() -> None:
-        originals.append(callback._engine._slot)
-        monkeypatch.setattr(callback._engine, "_slot", lambda step, nbytes: callback._engine._skip(step, "no room", failed=True))
+        monkeypatch.setattr(Arena, "acquire", full)
 
     def look() -> None:
         callback._engine.flush("durable")
         seen.append(names(tmp_path))
-        monkeypatch.setattr(callback._engine, "_slot", originals[0])
+        monkeypatch.setattr(Arena, "acquire", acquire)
 
     callbacks = [at_batch_start(2, fail_the_next), at_batch_start(3, look), callback]
     make_trainer(PL, callbacks, root=tmp_path, max_steps=5, max_epochs=-1).fit(make_net(PL), loader())

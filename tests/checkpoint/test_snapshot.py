@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,19 +31,38 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_module, "PIECE_BYTES", 4096)
 
 
+@pytest.fixture(autouse=True, params=["stores", "writes"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test holds for both ways into the file."""
+    File.written = request.param == "writes"
+    yield request.param
+    while File.made:
+        os.close(File.made.pop())
+
+
 class File:
-    """An anonymous mapping in place of a shard file."""
+    """A nameless file in place of a shard file."""
+
+    written = False
+    made: ClassVar[list[int]] = []
 
     def __init__(self, nbytes: int) -> None:
-        self.map = mmap.mmap(-1, max(nbytes, 1))
+        self.fd = os.memfd_create("shard")
+        self.made.append(self.fd)
+        os.truncate(self.fd, max(nbytes, 1))
+        self.map = mmap.mmap(self.fd, max(nbytes, 1))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.progress: list[int] = []
         self.finished: list[Snapshot] = []
 
     def start(self, copier: Copier, copies: list[Copy]) -> Snapshot:
         return copier.start(
-            copies, mapping=memoryview(self.map), address=self.address, on_progress=self.progress.append, on_done=self.finished.append
+            copies, on_progress=self.progress.append, on_done=self.finished.append, **self.target
         )
+
+    @property
+    def target(self) -> dict[str, Any]:
+        return {"mapping": memoryview(self.map), "address": self.address, "fd": self.fd if self.written else None}
 
 
 def laid_out(tensors: list[torch.Tensor]) -> tuple[list[Copy], int]:
@@ -91,7 +111,7 @@ def test_many_at_once_and_nothing_outside(copier: Copier) -> None:
 def test_changes_right_after_the_fence_do_not_show(copier: Copier, monkeypatch: pytest.MonkeyPatch, fenced: bool) -> None:
     """And without the fence they do: the test can fail."""
     real = snapshot_module._copy
-    monkeypatch.setattr(snapshot_module, "_copy", lambda piece: (time.sleep(0.002), real(piece))[1])
+    monkeypatch.setattr(snapshot_module, "_copy", lambda piece, fd: (time.sleep(0.002), real(piece, fd))[1])
     weights = [torch.full((5000,), float(i)) for i in range(8)]
     wanted = [bytes_of(weight) for weight in weights]
     copies, size = laid_out(weights)
@@ -133,7 +153,7 @@ def test_progress_is_a_prefix_that_is_really_there(copier: Copier, monkeypatch: 
         if file.map[:upto] != data[:upto]:
             wrong.append(upto)
 
-    snapshot = copier.start([Copy(tensor, 0)], mapping=memoryview(file.map), address=file.address, on_progress=check, on_done=file.finished.append)
+    snapshot = copier.start([Copy(tensor, 0)], on_progress=check, on_done=file.finished.append, **file.target)
     copier.fence(snapshot, deadline_s=10)
     assert not wrong and all(0 < upto <= len(data) for upto in file.progress)
 
@@ -151,7 +171,7 @@ def test_the_fence_does_its_share(copier: Copier, monkeypatch: pytest.MonkeyPatc
     real, main, inside, go_on = snapshot_module._copy, threading.current_thread(), threading.Event(), threading.Event()
     mine = []
 
-    def copy(piece: Any) -> None:
+    def copy(piece: Any, fd: int | None) -> None:
         if threading.current_thread() is main:
             mine.append(piece)
             if len(mine) == 9:
@@ -159,7 +179,7 @@ def test_the_fence_does_its_share(copier: Copier, monkeypatch: pytest.MonkeyPatc
         else:
             inside.set()
             assert go_on.wait(10)
-        real(piece)
+        real(piece, fd)
 
     monkeypatch.setattr(snapshot_module, "_copy", copy)
     tensor = torch.randn(10 * 1024)
@@ -168,6 +188,36 @@ def test_the_fence_does_its_share(copier: Copier, monkeypatch: pytest.MonkeyPatc
     assert inside.wait(5)
     copier.fence(snapshot, deadline_s=5)
     assert len(mine) == 9 and file.map[:] == bytes_of(tensor)
+
+
+def test_the_two_threads_use_the_two_ways(copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Two writers of one file would wait for each other; on a ramdisk stores are faster on both threads."""
+    real, main = snapshot_module._copy, threading.current_thread()
+    here, there = threading.Event(), threading.Event()
+    used: dict[bool, set[bool]] = {True: set(), False: set()}
+
+    def copy(piece: Any, fd: int | None) -> None:
+        mine = threading.current_thread() is main
+        used[mine].add(fd is not None)
+        (here if mine else there).set()
+        assert (there if mine else here).wait(5), "one thread did all of it"
+        real(piece, fd)
+
+    monkeypatch.setattr(snapshot_module, "_copy", copy)
+    file = File(40 * 1024)
+    copier.fence(file.start(copier, [Copy(torch.zeros(10 * 1024), 0)]), deadline_s=10)
+    assert used == {True: {False}, False: {way == "writes"}}
+
+
+def test_short_writes_are_continued(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    File.written = True
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, memoryview(data)[:1000], at))
+    file = File(40_000)
+    tensor = torch.randn(10_000)
+    snapshot = file.start(copier, [Copy(tensor, 0)])
+    assert snapshot.done.wait(10)
+    assert file.map[:] == bytes_of(tensor)
 
 
 def test_nothing_to_copy_is_done_at_once(copier: Copier) -> None:
@@ -194,7 +244,7 @@ def test_tensors_are_let_go_after_the_copy(copier: Copier) -> None:
 def test_an_error_is_reported_and_the_copier_lives_on(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
     real = snapshot_module._copy
 
-    def broken(piece: Any) -> None:
+    def broken(piece: Any, fd: int | None) -> None:
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(snapshot_module, "_copy", broken)
@@ -213,7 +263,7 @@ def test_after_an_error_the_fence_waits_for_the_other_thread(copier: Copier, mon
     inside, go_on, left = threading.Event(), threading.Event(), threading.Event()
     main = threading.current_thread()
 
-    def copy(piece: Any) -> None:
+    def copy(piece: Any, fd: int | None) -> None:
         if threading.current_thread() is main:
             inside.wait(5)
             raise RuntimeError("device lost")
@@ -234,7 +284,7 @@ def test_a_copy_that_hangs_is_a_timeout(copier: Copier, monkeypatch: pytest.Monk
     inside, go_on = threading.Event(), threading.Event()
     main = threading.current_thread()
 
-    def copy(piece: Any) -> None:
+    def copy(piece: Any, fd: int | None) -> None:
         if threading.current_thread() is not main:
             inside.set()
             go_on.wait(10)
@@ -251,7 +301,7 @@ def test_a_copy_that_hangs_is_a_timeout(copier: Copier, monkeypatch: pytest.Monk
 
 def test_starting_over_an_unfinished_one_is_refused(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(snapshot_module, "_copy", lambda piece: go_on.wait(5))
+    monkeypatch.setattr(snapshot_module, "_copy", lambda piece, fd: go_on.wait(5))
     file = File(40_000)
     snapshot = file.start(copier, [Copy(torch.ones(10_000), 0)])
     with pytest.raises(AssertionError, match="fence"):

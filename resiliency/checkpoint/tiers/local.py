@@ -6,6 +6,7 @@ the new one or none, and at worst a temp file that no listing shows and :meth:`L
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import time
@@ -19,10 +20,19 @@ from resiliency.checkpoint.tiers._os_errors import tier_error
 from resiliency.checkpoint.tiers._source import Source, opened
 from resiliency.checkpoint.tiers.base import ObjectInfo
 
-__all__ = ["LocalTier", "fsync_dir", "fsync_file"]
+__all__ = ["LocalTier", "fsync_dir", "fsync_file", "on_ramdisk"]
 
 # How often a put makes its folder again when deletes keep removing it as empty.
 _FOLDER_ATTEMPTS = 16
+#: ``f_type`` of statfs(2): tmpfs, ramfs, hugetlbfs.
+_IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
+
+
+def on_ramdisk(path: str) -> bool:
+    """True when the file or folder lies in memory; False when it does not, or cannot be told."""
+    buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type; it is shorter than this everywhere
+    failed = ctypes.CDLL(None).statfs(os.fsencode(path), buffer)
+    return not failed and buffer[0] in _IN_MEMORY
 
 
 def fsync_file(path: str) -> None:
