@@ -131,7 +131,7 @@ def test_a_save_that_is_skipped_deletes_nothing(tmp_path: Path, monkeypatch: pyt
     acquire = Arena.acquire
 
     def full(arena: Arena, nbytes: int) -> None:
-        raise TierError("no room")
+        raise TierError("no room", retryable=True)
 
     def fail_the_next() -> None:
         monkeypatch.setattr(Arena, "acquire", full)
