@@ -46,10 +46,10 @@ class Target:
 
 def isolated_targets(rows: Mapping[str, Row], *, where: str) -> Iterator[Target]:
     """Targets of one size; ``rows`` by contender."""
-    for name, variant in (("ours-lazy", "lazy"), ("ours-eager", "eager")):
+    for name, variant in (("ours-lazy", "lazy"), ("ours-eager", "eager"), ("ours-ramdisk", "ramdisk")):
         if name not in rows:
             continue
-        yield from _of_variant(rows, rows[name], where=f"{where}, {variant}", lazy=variant == "lazy")
+        yield from _of_variant(rows, rows[name], where=f"{where}, {variant}", lazy=variant != "eager")
 
 
 def _of_variant(rows: Mapping[str, Row], own: Row, *, where: str, lazy: bool) -> Iterator[Target]:

@@ -82,8 +82,8 @@ class Settings:
     threads: int = 0
     loop_mebibytes: tuple[int, ...] = (256,)
     loop_rounds: int = 1
-    loop_saves: int = 5
-    segment: int = 10
+    loop_saves: int = 16
+    segment: int = 5
     batch: int = 96
     ranks: int = 2
     only: tuple[str, ...] = ()
@@ -105,7 +105,6 @@ _FULL = {
     "rounds": 3,
     "loop_mebibytes": (256, 1024),
     "loop_rounds": 2,
-    "loop_saves": 10,
     "deadline": timedelta(minutes=15),
 }
 
@@ -260,7 +259,7 @@ class Benchmark:
             if part == "isolated":
                 out.print(isolated_table(f"In isolation: {size}; seconds, medians of warm saves", entries, rows))
             else:
-                loop = f"DDP, {settings.ranks} gloo ranks, state of {size} MiB a rank, a save every {settings.segment} steps"
+                loop = f"DDP, {settings.ranks} gloo ranks, state of {size} MiB a rank, a save every {2 * settings.segment} steps"
                 out.print(loop_table(f"Training loop: {loop}; seconds", entries, rows))
             missing.update(dict.fromkeys(reasons(entries, rows)))
         for line in missing:
@@ -323,7 +322,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--loop-sizes", nargs="+", type=int, metavar="MiB", help="state a rank in the training loop")
     parser.add_argument("--loop-rounds", type=int)
     parser.add_argument("--loop-saves", type=int, help="measured saves a run of the training loop")
-    parser.add_argument("--segment", type=int, help="steps between a save and the steps without one; default: 10")
+    parser.add_argument("--segment", type=int, help="steps counted with a save, and after them without; a save comes every two segments; default: 5")
     parser.add_argument("--ranks", type=int, help="ranks of the training loop; default: 2")
     return parser.parse_args(argv)
 

@@ -27,7 +27,6 @@ KNOWN: tuple[str, ...] = (
     "save.sealed",
     "agent.start",
     "agent.seal.received",
-    "agent.digest",
     "agent.shard.rename",
     "agent.record.write",
     "agent.manifest.write",

@@ -54,6 +54,7 @@ ISOLATED: tuple[Entry, ...] = (
     Entry(name="dlrover", label="dlrover MEMORY", module=f"{_C}.dlrover", attribute="DlroverMemory"),
     Entry(name="ours-lazy", label="resiliency, lazy", module=f"{_C}.ours", attribute="OursLazy", role="ours"),
     Entry(name="ours-eager", label="resiliency, eager", module=f"{_C}.ours", attribute="OursEager", role="ours"),
+    Entry(name="ours-ramdisk", label="resiliency, ramdisk then disk", module=f"{_C}.ours", attribute="OursRamdisk", role="ours"),
 )
 
 _L = "benchmarks._loop_contenders"

@@ -1,7 +1,10 @@
-"""This library's engine, copying lazily (default of the callback on GPUs) or before it returns."""
+"""This library's engine: copying lazily (the callback's default) or before it returns, on the disk or on a ramdisk before it."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +14,7 @@ from benchmarks._contenders.base import Contender, Flush, Pending, State
 if TYPE_CHECKING:
     from resiliency.checkpoint import Checkpointer
 
-__all__ = ["OursEager", "OursLazy"]
+__all__ = ["OursEager", "OursLazy", "OursRamdisk"]
 
 _PATIENCE = timedelta(seconds=300)
 
@@ -24,11 +27,14 @@ class OursLazy(Contender):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        self._checkpointer = self._make(folder)
+
+    def _make(self, folder: Path) -> Checkpointer:
         from resiliency.checkpoint import Checkpointer
         from resiliency.checkpoint.options import LocalTierOptions
 
         # the newest step is kept, like every other contender's in this benchmark; the engine prunes and recycles
-        self._checkpointer = Checkpointer(LocalTierOptions(directory=str(folder), keep=1), rank=0, world_size=1)
+        return Checkpointer(LocalTierOptions(directory=str(folder), keep=1), rank=0, world_size=1)
 
     def warm_up(self, state: State) -> None:
         self._checkpointer.warm_up(state)
@@ -65,6 +71,40 @@ class OursEager(OursLazy):
     """The copy is done when the call returns."""
 
     lazy = False
+
+
+class OursRamdisk(OursLazy):
+    """The local tier is a ramdisk; durable is what the agent has sent on to the disk."""
+
+    def _make(self, folder: Path) -> Checkpointer:
+        from resiliency.checkpoint import Checkpointer
+        from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
+
+        self._memory = Path(tempfile.mkdtemp(prefix="resiliency-bench-", dir="/dev/shm"))
+        local = LocalTierOptions(directory=str(self._memory), keep=1, names_hold=False, durable=False)
+        return Checkpointer(local, remotes=[RemoteTierOptions(address=str(folder), name="disk", keep=1)], rank=0, world_size=1)
+
+    def save(self, step: int, state: State) -> Pending:
+        pending = super().save(step, state)
+        sent = False
+
+        def durable() -> None:
+            if not self._checkpointer.flush("uploaded", timeout=_PATIENCE):
+                raise TimeoutError(f"step {step} was not on the disk after {_PATIENCE}")
+
+        def poll() -> bool:
+            nonlocal sent
+            for outcome in self._checkpointer.poll():
+                if outcome.kind == "failed":
+                    raise RuntimeError(f"the save of step {outcome.step} failed: {outcome.reason}")
+                sent = sent or (outcome.step, outcome.tier, outcome.kind) == (step, "disk", "durable")
+            return sent
+
+        return replace(pending, durable=durable, poll=poll)
+
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self._memory, ignore_errors=True)
 
 
 def _fence(checkpointer: Checkpointer) -> None:

@@ -206,8 +206,8 @@ class AgentClient:
         except TierError as error:
             raise AgentError(f"rank {self.rank}: the local tier {config.local.address} cannot be read: {error}") from error
         if not self._force_embedded:
-            logger.warning("rank %d: checkpoints are digested and committed inside the trainer, because no agent process can run;"
-                           " training is correct but saves cost more", self.rank)  # fmt: skip
+            logger.warning("rank %d: checkpoints are committed and uploaded inside the trainer, because no agent process can run;"
+                           " they are correct, but uploads end with the trainer and share its cores", self.rank)  # fmt: skip
         with self._lock:
             self._embedded = agent
             for message in (*self._unacknowledged.values(), *self._deletes):

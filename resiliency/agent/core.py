@@ -1,4 +1,4 @@
-"""The agent's work: digest, commit, make durable, upload, prune. Runs in the agent process or, as a fallback, in the trainer.
+"""The agent's work: commit, make durable, upload, prune. Runs in the agent process or, as a fallback, in the trainer.
 
 One instance serves the ranks of one host in one attempt. Every decision about completeness is made from files, so that
 several agents (one per host on a shared folder, or one per rank when embedded) can work side by side and an agent that
@@ -10,10 +10,10 @@ a durable tier, fsync of all of it; only then older steps are pruned, manifest f
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,17 +22,15 @@ from functools import partial
 from typing import Any
 
 from resiliency import faultpoints
+from resiliency.agent._removal import Remover
 from resiliency.agent._worker import Worker
-from resiliency.agent.digester import Fill, MapCache, digest
 from resiliency.agent.protocol import AgentConfig, TierSpec
 from resiliency.agent.uploader import Uploader
 from resiliency.checkpoint.catalog import read_name, scan, step_prefix
 from resiliency.checkpoint.fetch import remove_dead_fetches
 from resiliency.checkpoint.manifest import (
-    ARENA_DIR,
     BLOCK_BYTES,
     MANIFEST,
-    META_DIR,
     Manifest,
     NameFile,
     ShardRecord,
@@ -42,15 +40,12 @@ from resiliency.checkpoint.manifest import (
 )
 from resiliency.checkpoint.retention import live_names, steps_to_delete
 from resiliency.checkpoint.tiers.local import LocalTier, fsync_dir, fsync_file
-from resiliency.errors import CorruptShard, TierError
+from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventKind, EventWriter
 
 __all__ = ["HostAgent"]
 
 logger = logging.getLogger(__name__)
-
-#: Free shard files kept per rank; more are deleted.
-_SPARE_FILES = 2
 
 
 @dataclass
@@ -89,17 +84,14 @@ class HostAgent:
         self._tier = LocalTier(config.local.address, durable=False, name=config.local.name)
         self._lock = threading.RLock()
         self._steps: dict[StepId, _Step] = {}
-        self._fills: dict[int, Fill] = {}
         self._deletes: dict[str, tuple[StepId, int]] = {}
-        self._maps = {rank: MapCache() for rank in config.local_ranks}
-        self._digesters = {rank: Worker(f"resiliency-agent-digest-{rank}") for rank in config.local_ranks}
         self._commits = Worker("resiliency-agent-commit")
         self._syncs = Worker("resiliency-agent-sync")
         self._uploaders = [Uploader(config, spec, self._path, self._uploaded, events) for spec in config.remotes]
         self._warned: set[str] = set()
         self._finished: set[int] = set()
         self._closed = False
-        self._arena = os.path.join(config.local.address, META_DIR, config.run, ARENA_DIR)
+        self._remover = Remover(config, self._tier, notify)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +154,7 @@ class HostAgent:
     def wait(self, level: str, *, timeout_s: float) -> bool:
         """Waits until everything sealed so far has reached ``level`` ("committed", "durable" or "uploaded")."""
         deadline = time.monotonic() + timeout_s
-        workers = [*self._digesters.values(), self._commits]
+        workers = [self._commits]
         if level in ("durable", "uploaded"):
             workers += [self._syncs, self._commits]
         done = all(worker.wait_idle(deadline) for worker in workers)
@@ -173,23 +165,17 @@ class HostAgent:
     @property
     def idle(self) -> bool:
         """True when nothing sealed is left to do."""
-        return all(worker.idle for worker in (*self._digesters.values(), self._commits, self._syncs)) and all(
-            uploader.idle for uploader in self._uploaders
-        )
+        return self._commits.idle and self._syncs.idle and all(uploader.idle for uploader in self._uploaders)
 
     def close(self) -> None:
         """Stops all threads and tidies a ramdisk; unfinished uploads are left to a later start. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        for fill in list(self._fills.values()):
-            fill.abort()
         for uploader in self._uploaders:
             uploader.close()
-        for worker in (*self._digesters.values(), self._syncs, self._commits):
+        for worker in (self._syncs, self._commits):
             worker.close()
-        for maps in self._maps.values():
-            maps.close()
         if not self.config.durable:
             try:
                 self._tidy_ramdisk()
@@ -199,42 +185,23 @@ class HostAgent:
 
     def _tidy_ramdisk(self) -> None:
         """Gives memory back: free files always, and the checkpoints too when the job has ended and a slower tier has them."""
-        for name in os.listdir(self._arena) if os.path.isdir(self._arena) else []:
-            if any(name.startswith(f"shard-{rank:05d}-") for rank in self.config.local_ranks):
-                os.unlink(os.path.join(self._arena, name))
+        self._remover.drop_free_files()
         if not self._alone or not self._finished.issuperset(self.config.local_ranks):
             return
-        newest = max((s for s in self._steps.values() if s.manifest is not None), key=lambda s: s.id, default=None)
-        if newest is not None and not any(uploader.holds(newest.id) for uploader in self._uploaders):
-            return
-        for name in [name for step in self._steps.values() if step.manifest is not None for name in step.manifest.names]:
-            pointer = read_name(self._tier, name)
-            if pointer is not None and pointer.run == self.config.run:
-                self._tier.delete(name)
-        shutil.rmtree(os.path.dirname(self._arena))
-        for folder in (os.path.join(self.config.local.address, META_DIR), self.config.local.address):
-            if os.path.isdir(folder) and not os.listdir(folder):
-                os.rmdir(folder)
+        manifests = [step.manifest for step in self._steps.values() if step.manifest is not None]
+        newest = max((manifest.id for manifest in manifests), default=None)
+        if newest is None or any(uploader.holds(newest) for uploader in self._uploaders):
+            self._remover.drop_run([name for manifest in manifests for name in manifest.names])
 
     # -- messages -----------------------------------------------------------------------------------------------
 
     def handle(self, rank: int, message: Mapping[str, Any]) -> None:
         """Takes one message of a rank. Returns at once."""
         kind = message["t"]
-        if kind == "begin":
-            self._begin(rank, message)
-        elif kind == "progress":
-            fill = self._fills.get(rank)
-            if fill is not None and fill.id == self.config.step_id(message):
-                fill.advance(message["upto"])
-        elif kind == "seal":
+        if kind == "seal":
             faultpoints.hit("agent.seal.received", rank=rank)
-            fill = self._fills.get(rank)
-            if fill is None or fill.id != self.config.step_id(message):
-                fill = self._begin(rank, message)
-            fill.finish(message)
-        elif kind == "abort":
-            self.abandon(rank)
+            record = self._record(rank, message)
+            self._commits.submit(partial(self._commit, record, str(message["path"]), int(message["inode"])))
         elif kind == "delete":
             self._delete([str(name) for name in message["names"]], message)
         elif kind == "complete":
@@ -245,22 +212,6 @@ class HostAgent:
             self._finished.add(rank)
         else:
             logger.warning("rank %d sent a message of unknown kind %r; it is ignored", rank, kind)
-
-    def abandon(self, rank: int) -> None:
-        """The rank is gone or gave up: what it did not seal will never be."""
-        fill = self._fills.get(rank)
-        if fill is not None and fill.seal is None:
-            fill.abort()
-            self._fills.pop(rank, None)
-
-    def _begin(self, rank: int, message: Mapping[str, Any]) -> Fill:
-        self.abandon(rank)
-        fill = Fill(
-            self.config.step_id(message), rank, message["path"], message["inode"], message["nbytes"]
-        )
-        self._fills[rank] = fill
-        self._digesters[rank].submit(lambda: self._digest(fill))
-        return fill
 
     def _delete(self, names: list[str], message: Mapping[str, Any]) -> None:
         after = int(message["after"])
@@ -278,69 +229,55 @@ class HostAgent:
     def _path(self, step: StepId, file: str) -> str:
         return os.path.join(self.config.local.address, step_prefix(self.config.run, step), file)
 
-    def _digest(self, fill: Fill) -> None:
-        record = ShardRecord(
-            id=fill.id, run=self.config.run, rank=fill.rank, world_size=self.config.world_size, node=self.config.node,
-            nbytes=fill.nbytes, block_bytes=BLOCK_BYTES, digests=(), plan="",
+    def _record(self, rank: int, seal: Mapping[str, Any]) -> ShardRecord:
+        nbytes, digests = int(seal["nbytes"]), tuple(str(digest) for digest in seal["digests"])
+        if len(digests) != -(-nbytes // BLOCK_BYTES):
+            raise AgentError(f"rank {rank} sent {len(digests)} digests for {nbytes} bytes in blocks of {BLOCK_BYTES}")
+        return ShardRecord(
+            id=self.config.step_id(seal), run=self.config.run, rank=rank, world_size=self.config.world_size, node=self.config.node,
+            nbytes=nbytes, block_bytes=BLOCK_BYTES, digests=digests, plan=str(seal["plan"]), names=tuple(seal["names"]),
+            supersedes=tuple(seal["supersedes"]), created=float(seal["created"]), info={**seal["info"], "tiers": list(seal["tiers"])},
         )  # fmt: skip
-        target = self._path(fill.id, record.file)
-        try:
-            # After an agent's death a seal is sent again, and the file may have been moved already.
-            digests = digest(fill, self._maps[fill.rank], fill.path if os.path.exists(fill.path) else target)
-        except OSError as error:
-            self._failed(fill, f"shard file {fill.path} cannot be read: {error}")
-            return
-        if digests is not None:
-            self._commits.submit(lambda: self._commit(fill, digests, target))
 
-    def _commit(self, fill: Fill, digests: tuple[str, ...], target: str) -> None:
-        seal = fill.seal
-        assert seal is not None
-        record = ShardRecord(
-            id=fill.id, run=self.config.run, rank=fill.rank, world_size=self.config.world_size, node=self.config.node,
-            nbytes=fill.nbytes, block_bytes=BLOCK_BYTES, digests=digests, plan=seal["plan"], names=tuple(seal["names"]),
-            supersedes=tuple(seal["supersedes"]), created=seal["created"],
-            info={**seal["info"], "tiers": list(seal["tiers"])},
-        )  # fmt: skip
-        prefix = step_prefix(self.config.run, fill.id)
+    def _commit(self, record: ShardRecord, path: str, inode: int) -> None:
+        """Moves a sealed shard file into its step and writes its record."""
+        target, prefix = self._path(record.id, record.file), step_prefix(self.config.run, record.id)
         try:
-            faultpoints.hit("agent.shard.rename", rank=fill.rank)
-            if os.path.exists(fill.path):
+            faultpoints.hit("agent.shard.rename", rank=record.rank)
+            if _is_file(path, inode, record.nbytes):
                 os.makedirs(os.path.dirname(target), exist_ok=True)
-                os.rename(fill.path, target)
-            faultpoints.hit("agent.record.write", rank=fill.rank)
-            self._tier.put_bytes(prefix + record_file(fill.rank), json.dumps(record.to_dict()).encode())
+                os.rename(path, target)
+            elif not _is_file(target, inode, record.nbytes):  # where an agent before this one, which then died, may have put it
+                raise FileNotFoundError(errno.ENOENT, "the sealed file is gone or was changed", path)
+            faultpoints.hit("agent.record.write", rank=record.rank)
+            self._tier.put_bytes(prefix + record_file(record.rank), json.dumps(record.to_dict()).encode())
         except (OSError, TierError) as error:
-            self._undo(fill, target)
-            self._failed(fill, f"cannot commit to {self.config.local.address}: {error}")
+            self._undo(path, inode, target, record.nbytes)
+            self._failed(record, path, inode, f"cannot commit to {self.config.local.address}: {error}")
             return
         with self._lock:
-            step = self._steps.setdefault(fill.id, _Step(fill.id))
-            step.records[fill.rank] = record
-            step.tiers = tuple(seal["tiers"])
+            step = self._steps.setdefault(record.id, _Step(record.id))
+            step.records[record.rank] = record
+            step.tiers = tuple(record.info["tiers"])
             step.began = min(step.began, time.monotonic() - max(0.0, time.time() - record.created))
-        self._fills.pop(fill.rank, None) if self._fills.get(fill.rank) is fill else None
-        self._notify(fill.rank, {"t": "recorded", **_about(fill.id)})
-        self._complete(fill.id)
+        self._notify(record.rank, {"t": "recorded", **_about(record.id)})
+        self._complete(record.id)
 
-    def _undo(self, fill: Fill, target: str) -> None:
+    def _undo(self, path: str, inode: int, target: str, nbytes: int) -> None:
         """Puts the shard file back into the arena after a commit that failed."""
         try:
-            if os.path.exists(target):
-                os.rename(target, fill.path)
+            if _is_file(target, inode, nbytes):
+                os.rename(target, path)
         except OSError:
-            logger.warning("%s could not be moved back to %s; it is pruned with its step", target, fill.path, exc_info=True)
+            logger.warning("%s could not be moved back to %s; it is pruned with its step", target, path, exc_info=True)
 
-    def _failed(self, fill: Fill, reason: str) -> None:
-        if self._fills.get(fill.rank) is fill:
-            self._fills.pop(fill.rank, None)
-        self._notify(fill.rank, {"t": "failed", **_about(fill.id), "reason": reason, "tier": self.config.local.name})
-        self._notify(fill.rank, {"t": "free", "inode": fill.inode, "path": fill.path})
-        self._events.emit(
-            EventKind.CHECKPOINT_FAILED, step=fill.id.step, reason=reason, tier=self.config.local.name, shard=fill.rank, will_retry=True
-        )
+    def _failed(self, record: ShardRecord, path: str, inode: int, reason: str) -> None:
+        name = self.config.local.name
+        self._notify(record.rank, {"t": "failed", **_about(record.id), "reason": reason, "tier": name})
+        self._notify(record.rank, {"t": "free", "inode": inode, "path": path})
+        self._events.emit(EventKind.CHECKPOINT_FAILED, step=record.id.step, reason=reason, tier=name, shard=record.rank, will_retry=True)
         self._warn_once("commit", "checkpoint of step %d failed on rank %d: %s; training goes on, the next save tries again",
-                        fill.id.step, fill.rank, reason)  # fmt: skip
+                        record.id.step, record.rank, reason)  # fmt: skip
 
     def _warn_once(self, about: str, text: str, *args: object) -> None:
         level = logging.DEBUG if about in self._warned else logging.WARNING
@@ -420,7 +357,7 @@ class HostAgent:
         self._warn_once("plan", "checkpoint of step %d cannot be committed: %s", step_id.step, reason)
 
     def _own_records(self, step: _Step) -> list[ShardRecord]:
-        return [record for rank, record in sorted(step.records.items()) if self._owns(rank)]
+        return [record for rank, record in sorted(step.records.items()) if self._remover.owns(rank)]
 
     # -- durability and uploads ----------------------------------------------------------------------------------
 
@@ -515,8 +452,7 @@ class HostAgent:
                 return
             newest = max(m.id for m in safe)
             deletes = self._effective_deletes(newest)
-            filling = {fill.id for fill in self._fills.values()}
-            busy = {s.id for s in self._steps.values() if s.pins > 0} | filling
+            busy = {s.id for s in self._steps.values() if s.pins > 0}
             unsafe = {s.id for s in self._steps.values() if s.manifest is not None and not s.durable}
             doomed = steps_to_delete(
                 safe, [s.id for s in self._steps.values() if s.manifest is None], keep=self.config.local.keep,
@@ -525,11 +461,15 @@ class HostAgent:
             )  # fmt: skip
         for step_id in doomed:
             try:
-                self._delete_step(step_id)
+                step = self._steps[step_id]
+                self._remover.delete(step_id, step.manifest.names if step.manifest is not None else ())
             except (OSError, TierError) as error:
                 self._warn_once("prune", "step %d could not be deleted from %s: %s; it is tried again after the next commit",
                                 step_id.step, self.config.local.address, error)  # fmt: skip
                 return
+            with self._lock:
+                self._steps.pop(step_id, None)
+            self._events.emit(EventKind.CHECKPOINT_DELETED, step=step_id.step, tier=self.config.local.name)
         try:
             self._drop_dead_names(newest, deletes)
         except TierError as error:
@@ -551,61 +491,13 @@ class HostAgent:
                 if not any(name in manifest.names and manifest.id <= upto for manifest in known):
                     self._deletes.pop(name, None)
 
-    def _delete_step(self, step_id: StepId) -> None:
-        step = self._steps[step_id]
-        folder = os.path.dirname(self._path(step_id, MANIFEST))
-        prefix = step_prefix(self.config.run, step_id)
-        faultpoints.hit("agent.prune.manifest")
-        self._tier.delete(prefix + MANIFEST)
-        for name in step.manifest.names if step.manifest is not None else ():
-            pointer = read_name(self._tier, name)
-            if pointer is not None and pointer.id == step_id and pointer.run == self.config.run:
-                self._tier.delete(name)
-        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
-            rank = _rank_of(name)
-            if rank is None or not self._owns(rank):
-                continue
-            if name.endswith(".json"):
-                faultpoints.hit("agent.prune.record")
-                self._tier.delete(prefix + name)
-        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
-            rank = _rank_of(name)
-            if rank is not None and self._owns(rank):
-                faultpoints.hit("agent.prune.shard")
-                self._recycle(rank, os.path.join(folder, name))
-        try:
-            os.rmdir(folder)
-        except OSError:
-            logger.debug("%s still holds files of other hosts", folder)
-        with self._lock:
-            self._steps.pop(step_id, None)
-        self._events.emit(EventKind.CHECKPOINT_DELETED, step=step_id.step, tier=self.config.local.name)
-
-    def _owns(self, rank: int) -> bool:
-        """This agent deletes the files of its own ranks, and rank 0's agent those of ranks the job no longer has."""
-        return rank in self.config.local_ranks or (0 in self.config.local_ranks and rank >= self.config.world_size)
-
-    def _recycle(self, rank: int, path: str) -> None:
-        inode = os.stat(path).st_ino
-        spare = [n for n in os.listdir(self._arena) if n.startswith(f"shard-{rank:05d}-")] if os.path.isdir(self._arena) else []
-        if rank in self.config.local_ranks and len(spare) < _SPARE_FILES:
-            os.makedirs(self._arena, exist_ok=True)
-            target = os.path.join(self._arena, f"shard-{rank:05d}-i{inode:08d}.slot")
-            os.rename(path, target)
-            self._notify(rank, {"t": "free", "inode": inode, "path": target})
-            return
-        os.unlink(path)
-        if rank in self._maps:
-            self._digesters[rank].submit(lambda: self._maps[rank].drop(inode))
-            self._notify(rank, {"t": "gone", "inode": inode})
-
-
 def _about(step: StepId) -> dict[str, int]:
     return {"step": step.step, "serial": int(step.token[-2:], 16)}
 
 
-def _rank_of(name: str) -> int | None:
-    if not name.startswith("shard-"):
-        return None
-    digits = name.removeprefix("shard-").split(".")[0]
-    return int(digits) if digits.isdigit() else None
+def _is_file(path: str, inode: int, nbytes: int) -> bool:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return found.st_ino == inode and found.st_size == nbytes

@@ -1,6 +1,6 @@
 """What trainer and host agent say to each other: JSON lines over a unix socket, and the settings both need.
 
-Trainer to agent (``t``): ``hello begin progress abort seal delete flush bye``. Agent to trainer: ``welcome refused
+Trainer to agent (``t``): ``hello seal complete delete rescan flush bye``. Agent to trainer: ``welcome refused
 recorded committed durable failed free gone flushed``. Every message about a save carries ``step`` and ``serial``. Only processes of
 the same user are heard (the socket's peer credentials are checked), and only JSON is read.
 """
@@ -19,7 +19,7 @@ from resiliency.errors import AgentError, ConfigError
 
 __all__ = ["MAX_SERIAL", "AgentConfig", "Framer", "TierSpec", "pack", "step_token"]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 #: Largest serial: a step can be saved that many times and once more in one attempt.
 MAX_SERIAL = 255
 _MAX_LINE = 64 * 1024 * 1024

@@ -189,8 +189,6 @@ class AgentServer:
         with self._lock:
             if rank is not None and self._clients.get(rank) is connection:
                 del self._clients[rank]
-                if self._agent is not None:
-                    self._agent.abandon(rank)
             self._lock.notify_all()
         connection.close()
 

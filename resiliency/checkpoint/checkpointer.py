@@ -267,22 +267,16 @@ class Checkpointer:
         about = {"step": step, "serial": serial}
         file = {"path": slot.path, "inode": slot.inode, "nbytes": ticket.nbytes}
         created = time.time()
-        session.client.send({"t": "begin", **about, **file})
-
-        def progress(upto: int) -> None:
-            session.client.send({"t": "progress", **about, "upto": upto})
-
         def done(snapshot: Snapshot) -> None:
             if snapshot.error is not None:
-                session.client.send({"t": "abort", **about})
-                return
+                return  # the fence says so
             faultpoints.hit("save.sealed", rank=self.rank)
             flight.sealed_at = time.monotonic()
             ticket.reached.add("copied")
             session.client.send(
                 {
-                    "t": "seal", **about, **file, "plan": draft.plan, "names": list(names), "supersedes": list(flight.supersedes),
-                    "created": created, "info": dict(info), "tiers": due,
+                    "t": "seal", **about, **file, "digests": snapshot.digests, "plan": draft.plan, "names": list(names),
+                    "supersedes": list(flight.supersedes), "created": created, "info": dict(info), "tiers": due,
                 }
             )  # fmt: skip
 
@@ -294,7 +288,7 @@ class Checkpointer:
             faultpoints.hit("save.eager", rank=self.rank)
             with slot.view() as view:
                 flight.snapshot = parts.copier.start(
-                    copies, mapping=view, address=slot.address, fd=None if slot.in_memory else slot.fd, on_progress=progress, on_done=done
+                    copies, nbytes=slot.nbytes, mapping=view, address=slot.address, fd=None if slot.in_memory else slot.fd, on_done=done
                 )
             faultpoints.hit("save.fill", rank=self.rank)
             if lazy is False:
@@ -304,7 +298,6 @@ class Checkpointer:
             if flight.snapshot is not None:
                 self.fence()
             elif news.flight is flight:
-                session.client.send({"t": "abort", **about})
                 news.fail(flight, "the save was interrupted by an error")
                 parts.arena.release(slot.inode, slot.path)
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: How often a plan is made again after a copy was struck out.
 _MAX_ROUNDS = 50
+#: Threads that check digests in one rank; more only wait for memory.
+_CHECK_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ class Loader:
         place = session.local_ranks.index(self.rank)
         share = len(session.local_ranks)
         dirname = choice.step.dirname
+        threads = max(1, min(_CHECK_THREADS, len(os.sched_getaffinity(0)) // share))
         local = [rank for rank, tiers in sources.items() if tiers[0] == "local"]
         remote = [rank for rank in sources if rank not in local]
         for rank in remote[place::share]:
@@ -188,7 +192,7 @@ class Loader:
                 reader = restore.shard_reader(self._tier.root, self._run, record)
                 blocks = len(record.digests)
                 try:
-                    bad = reader.check(blocks * place // share, blocks * (place + 1) // share)
+                    bad = reader.check(blocks * place // share, blocks * (place + 1) // share, threads=threads)
                 finally:
                     reader.close()
                 if bad:

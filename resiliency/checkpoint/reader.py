@@ -6,6 +6,7 @@ exporting. A path is a name file (``/ckpts/step=100.ckpt``), a step folder, or a
 
 from __future__ import annotations
 
+import os
 import posixpath
 import tempfile
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def load_path(
             for record in manifest.shards:
                 reader = restore.shard_reader(root, located.run, record)
                 readers.append(reader)
-                bad = reader.check(0, len(record.digests))
+                bad = reader.check(0, len(record.digests), threads=min(4, len(os.sched_getaffinity(0))))
                 if bad:
                     raise CorruptShard(f"{reader.path}: bytes {bad} do not match their digests", path=reader.path, ranges=bad)
             return restore.assemble(readers, rank=rank, allow_pickle=allow_pickle, keys=keys)

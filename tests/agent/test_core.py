@@ -22,6 +22,7 @@ from resiliency.checkpoint.exchange import Exchange
 from resiliency.checkpoint.manifest import META_DIR
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.tiers.local import LocalTier
+from resiliency.errors import AgentError
 from resiliency.events import EventWriter
 from resiliency.testing.checkpoints import RUN, differences, flip_bits, make_checkpointer, make_state, run_ranks, step_dirs
 from resiliency.testing.tier_doubles import RecordingTier
@@ -247,7 +248,7 @@ def test_two_embedded_agents_leave_each_others_unfinished_step_alone(local: Path
     def second(rank: int, exchange: Exchange) -> list[str]:
         with keeping(local, None, exchange=exchange) as checkpointer:
             if rank == 1:
-                faultpoints.arm("agent.digest:delay=0.5,rank=1")
+                faultpoints.arm("agent.shard.rename:delay=0.5,rank=1")
             exchange.all("armed", b"", timeout=SOON)
             ticket = checkpointer.save(20, make_state(20))
             assert ticket is not None
@@ -505,21 +506,11 @@ def agent_for(local: Path, events: list[Any], **values: Any) -> HostAgent:
     return HostAgent(config, lambda rank, message: events.append((rank, message)), EventWriter(run=RUN, attempt=1, rank=-1, host="n", sinks=()))
 
 
-def test_a_rank_that_goes_before_it_seals_leaves_no_step(local: Path) -> None:
-    heard: list[Any] = []
-    local.mkdir()
-    path = local / "shard"
-    path.write_bytes(b"x" * 100)
-    agent = agent_for(local, heard)
-    agent.start()
-    try:
-        agent.handle(0, {"t": "begin", "step": 1, "serial": 0, "path": str(path), "inode": path.stat().st_ino, "nbytes": 100})
-        agent.handle(0, {"t": "progress", "step": 1, "serial": 0, "upto": 50})
-        agent.abandon(0)
-        assert agent.wait("uploaded", timeout_s=5), "the agent waits for a rank that is gone"
-        assert heard == [] and numbers(local) == []
-    finally:
-        agent.close()
+def seal(path: Path, **values: Any) -> dict[str, Any]:
+    """What a rank says of a shard it has filled."""
+    about = {"path": str(path), "inode": path.stat().st_ino if path.exists() else 1, "nbytes": 100, "digests": ["0" * 16], "plan": "p"}
+    more = {"names": [], "supersedes": [], "created": time.time(), "info": {}, "tiers": []}
+    return {"t": "seal", "step": 1, "serial": 0, **about, **more, **values}
 
 
 def test_a_seal_said_twice_commits_once(local: Path) -> None:
@@ -528,14 +519,11 @@ def test_a_seal_said_twice_commits_once(local: Path) -> None:
     local.mkdir()
     path = local / "shard"
     path.write_bytes(b"x" * 100)
-    seal = {
-        "t": "seal", "step": 1, "serial": 0, "path": str(path), "inode": path.stat().st_ino, "nbytes": 100, "plan": "p", "names": [],
-        "supersedes": [], "created": time.time(), "info": {}, "tiers": [],
-    }  # fmt: skip
+    said = seal(path)
     for _ in range(2):
         agent = agent_for(local, heard)
         agent.start()
-        agent.handle(0, seal)
+        agent.handle(0, said)
         assert agent.wait("uploaded", timeout_s=5)
         agent.close()
     assert numbers(local) == [1]
@@ -560,8 +548,42 @@ def test_a_file_that_is_not_there_is_a_failed_save(local: Path) -> None:
     agent = agent_for(local, heard)
     agent.start()
     try:
-        agent.handle(0, {"t": "begin", "step": 1, "serial": 0, "path": str(local / "nothing"), "inode": 1, "nbytes": 10})
+        agent.handle(0, seal(local / "nothing"))
         assert agent.wait("uploaded", timeout_s=5)
         assert heard[0][1]["t"] == "failed" and str(local) in heard[0][1]["reason"]
+    finally:
+        agent.close()
+
+
+@pytest.mark.parametrize("how", ["another file", "another size"])
+def test_a_file_that_is_not_the_sealed_one_is_a_failed_save(local: Path, how: str) -> None:
+    heard: list[Any] = []
+    local.mkdir()
+    path = local / "shard"
+    path.write_bytes(b"x" * 100)
+    said = seal(path)
+    if how == "another file":
+        (local / "other").write_bytes(b"y" * 100)
+        (local / "other").rename(path)
+    else:
+        path.write_bytes(b"x" * 99)
+    agent = agent_for(local, heard)
+    agent.start()
+    try:
+        agent.handle(0, said)
+        assert agent.wait("uploaded", timeout_s=5)
+        assert heard[0][1]["t"] == "failed" and "gone or was changed" in heard[0][1]["reason"]
+        assert numbers(local) == [] and path.exists()
+    finally:
+        agent.close()
+
+
+def test_digests_that_cannot_be_all_are_refused(local: Path) -> None:
+    agent = agent_for(local, [])
+    local.mkdir()
+    (local / "shard").write_bytes(b"x" * 100)
+    try:
+        with pytest.raises(AgentError, match="2 digests for 100 bytes"):
+            agent.handle(0, seal(local / "shard", digests=["0" * 16] * 2))
     finally:
         agent.close()

@@ -84,7 +84,7 @@ def seal(config: AgentConfig, step: int = 1, tiers: tuple[str, ...] = ()) -> dic
     path.write_bytes(b"x" * 100)
     return {
         "t": "seal", "step": step, "serial": 0, "path": str(path), "inode": path.stat().st_ino, "nbytes": 100, "plan": "p", "names": [],
-        "supersedes": [], "created": time.time(), "info": {}, "tiers": list(tiers),
+        "digests": ["0" * 16], "supersedes": [], "created": time.time(), "info": {}, "tiers": list(tiers),
     }  # fmt: skip
 
 
@@ -217,8 +217,8 @@ def test_garbage_on_the_socket_harms_nobody(config: AgentConfig, serve: Callable
 @pytest.mark.parametrize(
     "message",
     [
-        {"t": "begin"}, {"t": "seal", "step": "x", "serial": 0}, {"t": "delete", "names": [["a"]], "after": 1}, {"t": "delete", "names": 3, "after": 1},
-        {"t": "flush"}, {"t": "progress", "step": 1}, {"t": "complete"}, {"t": "begin", "step": 1, "serial": 0, "path": 5, "inode": 1, "nbytes": 1},
+        {"t": "seal"}, {"t": "seal", "step": "x", "serial": 0}, {"t": "delete", "names": [["a"]], "after": 1}, {"t": "delete", "names": 3, "after": 1},
+        {"t": "flush"}, {"t": "complete"}, {"t": "seal", "step": 1, "serial": 0, "nbytes": 1, "digests": []},
     ],
     ids=str,
 )  # fmt: skip

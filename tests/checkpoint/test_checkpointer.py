@@ -324,7 +324,7 @@ def test_a_save_that_must_not_wait_is_skipped_and_counted(tmp_path: Path, caplog
     options = replace(QUICK, busy_wait=timedelta(0))
     with make_checkpointer(tmp_path, options=options) as checkpointer:
         save(checkpointer, 1)
-        faultpoints.arm("agent.digest:delay=0.5")
+        faultpoints.arm("agent.shard.rename:delay=0.5")
         assert checkpointer.save(2, make_state(2)) is not None
         assert checkpointer.save(3, make_state(3)) is None
         assert checkpointer.save(4, make_state(4)) is None
@@ -338,7 +338,7 @@ def test_a_save_that_must_not_wait_is_skipped_and_counted(tmp_path: Path, caplog
 
 def test_waiting_has_a_deadline(tmp_path: Path) -> None:
     with make_checkpointer(tmp_path) as checkpointer:
-        faultpoints.arm("agent.digest:delay=0.6")
+        faultpoints.arm("agent.shard.rename:delay=0.6")
         ticket = checkpointer.save(1, make_state(1))
         assert ticket is not None
         with pytest.raises(Timeout, match="step 1"):

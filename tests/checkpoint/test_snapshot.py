@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from resiliency.checkpoint import snapshot as snapshot_module
+from resiliency.checkpoint.catalog import block_digest
 from resiliency.checkpoint.snapshot import Copier, Copy, Snapshot
 from resiliency.errors import Timeout
 from resiliency.testing.checkpoints import bytes_of
@@ -27,8 +28,9 @@ def copier() -> Iterator[Copier]:
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_module, "PIECE_BYTES", 4096)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_module, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(snapshot_module, "_STRIDE", 1000)
 
 
 @pytest.fixture(autouse=True, params=["stores", "writes"])
@@ -52,24 +54,20 @@ class File:
         os.truncate(self.fd, max(nbytes, 1))
         self.map = mmap.mmap(self.fd, max(nbytes, 1))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        self.progress: list[int] = []
         self.finished: list[Snapshot] = []
 
     def start(self, copier: Copier, copies: list[Copy]) -> Snapshot:
         return copier.start(
-            copies, on_progress=self.progress.append, on_done=self.finished.append, **self.target
-        )
-
-    @property
-    def target(self) -> dict[str, Any]:
-        return {"mapping": memoryview(self.map), "address": self.address, "fd": self.fd if self.written else None}
+            copies, nbytes=sum(copy.nbytes for copy in copies), mapping=memoryview(self.map), address=self.address, fd=self.fd if self.written else None,
+            on_done=self.finished.append,
+        )  # fmt: skip
 
 
 def laid_out(tensors: list[torch.Tensor]) -> tuple[list[Copy], int]:
     copies, at = [], 0
     for tensor in tensors:
         copies.append(Copy(tensor, at))
-        at += -(-tensor.numel() * tensor.element_size() // 16) * 16
+        at += tensor.numel() * tensor.element_size()
     return copies, at
 
 
@@ -100,11 +98,27 @@ def test_many_at_once_and_nothing_outside(copier: Copier) -> None:
     file = File(size + 64)
     file.map[:] = b"\xaa" * (size + 64)
     copier.fence(file.start(copier, copies), deadline_s=10)
-    for copy, tensor in zip(copies, tensors, strict=True):
-        nbytes = tensor.numel() * tensor.element_size()
-        assert file.map[copy.start : copy.start + nbytes] == bytes_of(tensor)
-        padding = file.map[copy.start + nbytes : -(-(copy.start + nbytes) // 16) * 16]
-        assert padding == b"\xaa" * len(padding), "wrote beyond the tensor"
+    assert file.map[:size] == b"".join(map(bytes_of, tensors))
+    assert file.map[size:] == b"\xaa" * 64, "wrote beyond the tensors"
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_the_digests_are_those_of_the_file(copier: Copier, fenced: bool) -> None:
+    """Whoever reads the file later compares with them; blocks hold parts of several tensors and cut others in two."""
+    copies, size = laid_out([torch.randn(n) for n in (1, 3000, 7, 0, 1024, 2047, 5000)])
+    file = File(size)
+    snapshot = file.start(copier, copies)
+    if fenced:
+        copier.fence(snapshot, deadline_s=10)
+    assert snapshot.done.wait(10)
+    assert size > 9 * 4096
+    assert snapshot.digests == tuple(block_digest(file.map[at : at + 4096]) for at in range(0, size, 4096))
+
+
+def test_a_gap_is_refused(copier: Copier) -> None:
+    """Its bytes would be those of an older step, and no digest would know them."""
+    with pytest.raises(ValueError, match="no source fills bytes 4 to 5"):
+        File(4096).start(copier, [Copy(torch.zeros(4, dtype=torch.uint8), 0), Copy(torch.zeros(4, dtype=torch.uint8), 5)])
 
 
 @pytest.mark.parametrize("fenced", [True, False])
@@ -139,23 +153,6 @@ def test_many_steps_of_a_training_loop(copier: Copier) -> None:
         for weight in weights:
             weight.mul_(1.5).add_(step)
         assert [file.map[c.start : c.start + len(d)] for c, d in zip(copies, wanted, strict=True)] == wanted
-
-
-def test_progress_is_a_prefix_that_is_really_there(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent digests behind it: a byte below the progress must never change again."""
-    tensor = torch.randint(0, 255, (40 * 4096,), dtype=torch.uint8)
-    data = bytes_of(tensor)
-    file = File(len(data))
-    wrong: list[int] = []
-
-    def check(upto: int) -> None:
-        file.progress.append(upto)
-        if file.map[:upto] != data[:upto]:
-            wrong.append(upto)
-
-    snapshot = copier.start([Copy(tensor, 0)], on_progress=check, on_done=file.finished.append, **file.target)
-    copier.fence(snapshot, deadline_s=10)
-    assert not wrong and all(0 < upto <= len(data) for upto in file.progress)
 
 
 def test_the_background_thread_alone_is_enough(copier: Copier) -> None:
@@ -212,7 +209,7 @@ def test_the_two_threads_use_the_two_ways(copier: Copier, monkeypatch: pytest.Mo
 def test_short_writes_are_continued(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
     File.written = True
     real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, memoryview(data)[:1000], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, memoryview(data)[:300], at))
     file = File(40_000)
     tensor = torch.randn(10_000)
     snapshot = file.start(copier, [Copy(tensor, 0)])
