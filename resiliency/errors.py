@@ -6,6 +6,7 @@
     ├── ConfigError          (also a ValueError) a setting or argument that cannot work
     ├── TierError            a storage tier refused or failed; ``retryable`` says whether trying again can help
     ├── CorruptShard         bytes that do not match their digest; never loaded
+    ├── TornSnapshot         a tensor changed while it was being copied; the save is given up
     ├── NoCheckpointFound    nothing restorable where something was asked for
     ├── AgentError           the host agent cannot be reached or refused a request
     └── Timeout              (also a TimeoutError) a wait ran out of its deadline
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["AgentError", "ConfigError", "CorruptShard", "NoCheckpointFound", "ResiliencyError", "TierError", "Timeout"]
+__all__ = ["AgentError", "ConfigError", "CorruptShard", "NoCheckpointFound", "ResiliencyError", "TierError", "Timeout", "TornSnapshot"]
 
 
 def _rebuild(kind: type[Exception], message: str, values: dict[str, Any]) -> Exception:
@@ -65,6 +66,10 @@ class CorruptShard(ResiliencyError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), str(self), {"path": self.path, "ranges": self.ranges})
+
+
+class TornSnapshot(ResiliencyError):
+    """A tensor was changed while a save was still copying it; the save is given up, as it may mix two moments."""
 
 
 class NoCheckpointFound(ResiliencyError):

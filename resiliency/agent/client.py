@@ -8,6 +8,7 @@ warning says so.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -38,6 +39,8 @@ _CONNECT_TRIES = 5
 #: After this many lost agents within the window the work moves into the trainer.
 _MAX_LOSSES = 3
 _LOSS_WINDOW_S = 120.0
+#: How long the rank of an attempt before may take to leave.
+_PLACE_S = 20.0
 
 
 class AgentClient:
@@ -64,6 +67,7 @@ class AgentClient:
         self._embedded: HostAgent | None = None
         self._embedded_events: EventWriter | None = None
         self._force_embedded = embedded
+        self._place: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -200,6 +204,7 @@ class AgentClient:
         events = self._embedded_events = EventWriter(
             run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,)
         )  # fmt: skip
+        self._take_place(alone)
         agent = HostAgent(alone, lambda _, message: self._deliver(message), events, alone=config.local_ranks == (self.rank,))
         try:
             agent.start()
@@ -213,6 +218,28 @@ class AgentClient:
             for message in (*self._unacknowledged.values(), *self._deletes):
                 agent.handle(self.rank, message)
         agent.greet(self.rank)
+
+    def _take_place(self, alone: AgentConfig) -> None:
+        """Keeps another job's embedded agents away, as the agent process does with its socket; ours for as long as we live.
+
+        Raises:
+            AgentError: another process does this rank's work here, and has not left within a while.
+        """
+        place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        pause, deadline = threading.Event(), time.monotonic() + _PLACE_S
+        while True:
+            try:
+                place.bind(f"{alone.address()}-{self.rank}")
+                self._place = place
+                return
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                    place.close()
+                    raise AgentError(
+                        f"rank {self.rank}: another job is still using {alone.local.address} as run {alone.run!r} on this host; end it, or give"
+                        " this job its own RESILIENCY_RUN or directory"
+                    ) from error
+            pause.wait(0.1)
 
     # -- talking --------------------------------------------------------------------------------------------------
 
@@ -359,6 +386,8 @@ class AgentClient:
             connection, embedded, process = self._socket, self._embedded, self._process
         if embedded is not None:
             embedded.close()
+        if self._place is not None:
+            self._place.close()
         if self._embedded_events is not None:
             self._embedded_events.close()
         if connection is not None:

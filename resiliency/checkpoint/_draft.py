@@ -68,9 +68,9 @@ class Draft:
             source = self.own[chunk.key] if chunk.per_rank else _box(self.shared[chunk.key], chunk)
             if lazy is False:
                 # Takes the same road with a fence at its end, so that two threads share the copy.
-                copies.append(Copy(source, placed.start))
+                copies.append(Copy(source, placed.start, chunk.key))
             elif not chunk.per_rank and nbytes >= lazy_nbytes and (lazy is True or lazy(chunk.key, self.shared[chunk.key])):
-                copies.append(Copy(source, placed.start))
+                copies.append(Copy(source, placed.start, chunk.key))
                 late_nbytes += nbytes
             elif nbytes:
                 copies.append(Copy(source.detach().clone(memory_format=torch.contiguous_format), placed.start))

@@ -234,6 +234,17 @@ def copy_reads(readers: Sequence[ShardReader], reads: Sequence[Read]) -> int:
     return total
 
 
+def _warn_of_conversions(wanted: Mapping[str, Tensor], stored: Sequence[Chunk]) -> None:
+    """A restore into another dtype is allowed, as everywhere in torch, but it is not exact, which must be said."""
+    odd = sorted({(c.key, c.dtype) for c in stored if not c.per_rank and c.key in wanted and wanted[c.key].dtype != dtype_from_name(c.dtype)})
+    if odd:
+        (key, dtype), more = odd[0], len({name for name, _ in odd}) - 1
+        logger.warning(
+            "tensor %r is stored as %s and restored into %s (%d more are converted): what follows is not bit-equal to the run that saved it",
+            key, dtype, wanted[key].dtype, more,
+        )  # fmt: skip
+
+
 def assemble(
     readers: Sequence[ShardReader], *, rank: int, into: Mapping[str, Tensor] | None = None, allow_pickle: bool = False,
     keys: Callable[[str], bool] | None = None,
@@ -254,6 +265,7 @@ def assemble(
         absent_keys = sorted({c.key for c in stored if not c.per_rank} - set(wanted))
         if absent_keys:
             raise ConfigError(f"the checkpoint holds tensor {absent_keys[0]!r} (and {len(absent_keys) - 1} more), which the state passed lacks")
+        _warn_of_conversions(wanted, stored)
     if wanted is None:
         wanted = {
             c.key: torch.empty(c.shape, dtype=dtype_from_name(c.dtype))

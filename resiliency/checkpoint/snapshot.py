@@ -35,7 +35,7 @@ from torch import Tensor
 
 from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint.manifest import BLOCK_BYTES
-from resiliency.errors import Timeout
+from resiliency.errors import Timeout, TornSnapshot
 
 __all__ = ["Copier", "Copy", "Snapshot"]
 
@@ -49,10 +49,11 @@ _HELPER_S = 60.0
 
 @dataclass(frozen=True)
 class Copy:
-    """``source`` (any strides, CPU or CUDA) goes to file offset ``start`` in C order."""
+    """``source`` (any strides, CPU or CUDA), named ``key`` in messages, goes to file offset ``start`` in C order."""
 
     source: Tensor
     start: int
+    key: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -115,6 +116,7 @@ class Snapshot:
         done: set when every byte is in the file and digested, or the copy failed.
         error: what went wrong, if anything.
         device: copies that run on GPUs; they are one piece of work, done by waiting for them and digesting the file.
+        versions: sources on the CPU, and torch's count of in-place changes when the copy began.
         copied_s: monotonic time at which the last byte was copied.
     """
 
@@ -124,42 +126,43 @@ class Snapshot:
     address: int
     on_done: Callable[[Snapshot], None]
     device: DeviceCopies | None = None
+    versions: Sequence[tuple[Copy, int]] = ()
     digests: tuple[str, ...] = ()
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     copied_s: float = 0.0
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _next: int = 0
-    _left: int = 0
+    _blocks_left: int = 0
     _running: int = 0
     _device_waited: bool = False
 
     def __post_init__(self) -> None:
-        self._left = len(self.blocks) + (self.device is not None)
+        self._blocks_left = len(self.blocks)
 
     def finish_device(self) -> None:
         """Waits for the GPUs' part, if there is one, and digests the file. Thread: copy, after the last :meth:`work`."""
         if self.device is None or self._device_waited:
             return
-        self._device_waited = True
-        with self._lock:
-            self._running += 1
         error: BaseException | None = None
         try:
             self.device.wait()
-            self._wait_for_others()
+            if not self.wait_blocks(_HELPER_S):
+                raise Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
             view = _view(self.address, self.nbytes)
             self.digests = tuple(xxhash.xxh3_64_hexdigest(view[at : at + BLOCK_BYTES]) for at in range(0, self.nbytes, BLOCK_BYTES))
         except (RuntimeError, Timeout) as failure:  # RuntimeError: what every CUDA failure is
             logger.exception("copying from the GPU failed")
             error = failure
-        self._ended(error)
-
-    def _wait_for_others(self) -> None:
-        """Until no other thread is in a block, which this thread's digests would miss."""
         with self._lock:
-            if not self._lock.wait_for(lambda: self._running <= 1, _HELPER_S):
-                raise Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
+            self._device_waited = True
+            self.error = self.error or error
+        self._finish_if_last()
+
+    def wait_blocks(self, timeout_s: float) -> bool:
+        """Waits until no thread copies from a tensor on the CPU any more. False when the time is up."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._running == 0 and (self._blocks_left == 0 or self.error is not None), timeout_s)
 
     def work(self, *, helping: bool = False) -> bool:
         """Copies one block. Returns False when none is left to start. Thread: any, all but one ``helping``."""
@@ -175,19 +178,27 @@ class Snapshot:
         except BaseException as failure:  # Boundary: the copy thread must report, not die; the fence's caller hears of it.
             logger.exception("copying %d bytes into the shard file failed", block.nbytes)
             error = failure
-        self._ended(error)
-        return error is None
-
-    def _ended(self, error: BaseException | None) -> None:
-        """Counts a finished part; the last one running ends the snapshot."""
         with self._lock:
             self._running -= 1
-            self._left -= 1
-            self.error = self.error or error
+            self._blocks_left -= 1
+            self.error = self.error or error or (self._torn() if self._blocks_left == 0 else None)
             self._lock.notify_all()
+        self._finish_if_last()
+        return error is None
+
+    def _torn(self) -> TornSnapshot | None:
+        """Whether a source was changed in place before it was copied: the file may then mix two moments."""
+        changed = [copy for copy, version in self.versions if copy.source._version != version]
+        if not changed:
+            return None
+        what = f"tensor {changed[0].key!r} (and {len(changed) - 1} more)" if len(changed) > 1 else f"tensor {changed[0].key!r}"
+        return TornSnapshot(f"{what} was changed before the fence, while it was being copied; fence first, or do not copy it lazily")
+
+    def _finish_if_last(self) -> None:
+        with self._lock:
             # After an error nothing new is started, but what is being copied still uses tensors and file.
-            copying = self._running > 0 or (self.device is not None and not self._device_waited)
-            last = self._left == 0 or (self.error is not None and not copying)
+            device_done = self.device is None or self._device_waited
+            last = device_done and self._running == 0 and (self._blocks_left == 0 or self.error is not None)
         if last:
             self._finish()
 
@@ -198,7 +209,7 @@ class Snapshot:
             self.copied_s = time.monotonic()
             if self.device is None:
                 self.digests = tuple(block.digest for block in self.blocks)
-            self.blocks = []  # lets go of the tensors
+            self.blocks, self.versions = [], ()  # lets go of the tensors
             self.done.set()
         self.on_done(self)
 
@@ -262,7 +273,9 @@ class Copier:
         assert self._current is None or self._current.done.is_set(), "fence the previous snapshot first"
         on_gpu = [(copy.source, _target(copy, mapping)) for copy in copies if copy.source.device.type == "cuda" and copy.nbytes]
         blocks = _cut([copy for copy in copies if copy.source.device.type != "cuda"], nbytes, address, digested=not on_gpu)
-        snapshot = Snapshot(blocks, fd, nbytes, address, on_done, DeviceCopies(on_gpu) if on_gpu else None)
+        # Not those on a GPU: there a change after the fence waits for the copy, and is counted before it.
+        versions = [(copy, copy.source._version) for copy in copies if copy.source.device.type != "cuda" and not copy.source.is_inference()]
+        snapshot = Snapshot(blocks, fd, nbytes, address, on_done, DeviceCopies(on_gpu) if on_gpu else None, versions)
         if not blocks and not on_gpu:
             snapshot._finish()
             return snapshot
@@ -288,7 +301,8 @@ class Copier:
         while snapshot.work(helping=True):
             if time.monotonic() - began > deadline_s:
                 break
-        if snapshot.device is None and not snapshot.done.wait(max(0.0, deadline_s - (time.monotonic() - began))):
+        left = max(0.0, deadline_s - (time.monotonic() - began))
+        if not (snapshot.done.wait(left) if snapshot.device is None else snapshot.wait_blocks(left)):
             raise Timeout(f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs")
         return time.monotonic() - began
 

@@ -20,6 +20,7 @@ from resiliency.agent import client
 from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import LocalTierOptions
+from resiliency.errors import ResiliencyError
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state
 
 SOON = timedelta(seconds=20)
@@ -139,6 +140,20 @@ def test_after_many_deaths_the_trainer_does_the_work(local: Path, caplog: pytest
         assert len([entry for entry in caplog.records if "inside the trainer" in entry.getMessage()]) == 1
     assert loads(local) == step + 1
     assert until(lambda: not agents())
+
+
+def test_two_jobs_with_embedded_agents_are_kept_apart(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_PLACE_S", 0.3)
+    with make_checkpointer(local) as first:
+        second = make_checkpointer(local)
+        with pytest.raises(ResiliencyError, match=f"another job is still using {local} as run"):
+            second.open()
+        second.close()
+        assert save(first, 1)
+        with make_checkpointer(local, run="another") as other:
+            assert save(other, 1)
+    with make_checkpointer(local) as third:
+        assert save(third, 2)
 
 
 def test_an_agent_that_never_listens_costs_one_deadline(local: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

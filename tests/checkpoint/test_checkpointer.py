@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from resiliency import faultpoints
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, snapshot
 from resiliency.checkpoint.exchange import Exchange
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.errors import ConfigError, NoCheckpointFound, ResiliencyError, Timeout
@@ -334,6 +334,34 @@ def test_a_save_that_must_not_wait_is_skipped_and_counted(tmp_path: Path, caplog
         assert checkpointer.flush(timeout=SOON)
         save(checkpointer, 5)
         assert load(checkpointer).step == 5
+
+
+def test_a_state_changed_before_the_fence_is_not_committed(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(checkpointer, 1)
+    real, go_on = snapshot._copy, threading.Event()
+    monkeypatch.setattr(snapshot, "_copy", lambda block, fd: (go_on.wait(5), real(block, fd))[1])
+    state = {"weight": torch.zeros(5000), "other": torch.zeros(5000)}
+    ticket = checkpointer.save(2, state, lazy=True)
+    assert ticket is not None
+    state["weight"].add_(1)
+    go_on.set()
+    checkpointer.fence()
+    with pytest.raises(ResiliencyError, match="'weight' was changed before the fence"):
+        ticket.wait(timeout=SOON)
+    assert "'weight' was changed before the fence" in caplog.text
+    assert load(checkpointer).step == 1
+    save(checkpointer, 3)
+    assert load(checkpointer).step == 3
+
+
+def test_another_dtype_is_converted_and_said(checkpointer: Checkpointer, caplog: pytest.LogCaptureFixture) -> None:
+    save(checkpointer, 1, {"a": torch.arange(4.0), "b": torch.ones(2, dtype=torch.int64)})
+    into = {"a": torch.zeros(4, dtype=torch.bfloat16), "b": torch.zeros(2, dtype=torch.int64)}
+    load(checkpointer, into=into)
+    assert into["a"].tolist() == [0, 1, 2, 3]
+    assert "'a' is stored as float32 and restored into torch.bfloat16 (0 more" in caplog.text
 
 
 def test_waiting_has_a_deadline(tmp_path: Path) -> None:

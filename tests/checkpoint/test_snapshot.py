@@ -16,7 +16,7 @@ import torch
 from resiliency.checkpoint import snapshot as snapshot_module
 from resiliency.checkpoint.catalog import block_digest
 from resiliency.checkpoint.snapshot import Copier, Copy, Snapshot
-from resiliency.errors import Timeout
+from resiliency.errors import Timeout, TornSnapshot
 from resiliency.testing.checkpoints import bytes_of
 
 
@@ -138,6 +138,19 @@ def test_changes_right_after_the_fence_do_not_show(copier: Copier, monkeypatch: 
     copier.fence(snapshot, deadline_s=10)
     got = [file.map[copy.start : copy.start + len(data)] for copy, data in zip(copies, wanted, strict=True)]
     assert (got == wanted) is fenced
+    assert isinstance(snapshot.error, TornSnapshot) is not fenced, "a file that mixes two moments would be committed"
+
+
+def test_a_change_after_the_copy_is_none(copier: Copier) -> None:
+    """The copy was done before the fence was called: what changes then does not matter."""
+    weights = [torch.ones(5000), torch.zeros(7)]
+    copies, size = laid_out(weights)
+    file = File(size)
+    snapshot = file.start(copier, copies)
+    assert snapshot.done.wait(10)
+    weights[0].add_(1)
+    copier.fence(snapshot, deadline_s=10)
+    assert snapshot.error is None and file.map[:20_000] == bytes_of(torch.ones(5000))
 
 
 def test_many_steps_of_a_training_loop(copier: Copier) -> None:
