@@ -472,8 +472,8 @@ class Checkpointer:
         """Restores the newest step that every host can get whole, or ``step``.
 
         Collective: yes. Blocks: up to ``options.agree`` for the other ranks, plus reading and checking.
-        All bytes are checked against their digests before any of them is used. A bad copy is replaced from the next
-        tier; when a step has no good copy left, an older one is taken (unless ``step`` was given).
+        Every byte is checked against its digest on the way. A bad copy is replaced from the next tier; when a step has no good
+        copy left, an older one is taken (unless ``step`` was given).
 
         Args:
             into: a state tree whose tensors (plain or DTensor) are filled in place; None: new CPU tensors are made
@@ -486,7 +486,8 @@ class Checkpointer:
             What was restored, or None when there is nothing.
 
         Raises:
-            CorruptShard: ``step`` was given and has no good copy, or every step is damaged; names the files.
+            CorruptShard: ``step`` was given and has no good copy, or every step is damaged; names the files. The tensors of
+                ``into`` then hold anything.
             ConfigError: the state does not fit ``into``.
             TierError, Timeout: storage or another rank failed.
         """

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from resiliency import faultpoints
 from resiliency.checkpoint import restore
+from resiliency.checkpoint.assembly import Assembly, threads_for
 from resiliency.checkpoint.catalog import read_record
 from resiliency.checkpoint.exchange import Exchange
 from resiliency.checkpoint.fetch import fetch_shard
-from resiliency.checkpoint.manifest import ShardRecord, StepId
+from resiliency.checkpoint.manifest import StepId
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.state import flatten
 from resiliency.checkpoint.tiers.base import Tier
 from resiliency.checkpoint.tiers.local import LocalTier
-from resiliency.errors import CorruptShard, NoCheckpointFound, TierError
+from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.events import EventKind
 
 __all__ = ["Loader", "Restored"]
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 #: How often a plan is made again after a copy was struck out.
 _MAX_ROUNDS = 50
-#: Threads that check digests in one rank; more only wait for memory.
-_CHECK_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,14 @@ class Restored:
     @property
     def step(self) -> int:
         return self.id.step
+
+
+@dataclass
+class _Findings:
+    """Copies that are no good, and why: (text, True when bytes are damaged and False when a tier failed)."""
+
+    strikes: set[restore.Strike] = field(default_factory=set)
+    messages: list[tuple[str, bool]] = field(default_factory=list)
 
 
 class Loader:
@@ -105,14 +111,15 @@ class Loader:
             choice = restore.choose(inventory, set(session.nodes), strikes, only=step)
             if choice is None:
                 break
-            found, messages = self._make_good(choice)
-            damage += [text for text, corrupt in messages if corrupt]
-            refused += [text for text, corrupt in messages if not corrupt]
-            if not found:
-                restored = self._read(choice, into, allow_pickle, keys, began)
-                session.client.send({"t": "rescan"})
-                return restored
-            strikes |= found
+            findings = self._bring_here(choice)
+            if not findings.strikes:
+                restored, findings = self._read(choice, into, allow_pickle, keys, began)
+                if restored is not None:
+                    session.client.send({"t": "rescan"})
+                    return restored
+            strikes |= findings.strikes
+            damage += [text for text, corrupt in findings.messages if corrupt]
+            refused += [text for text, corrupt in findings.messages if not corrupt]
         damage += [what for holding in inventory if step in (None, StepId.parse(holding.step)) for what in holding.lost]
         if refused and not damage:
             raise TierError("checkpoints exist but cannot be read or brought here: " + "; ".join(dict.fromkeys(refused)), retryable=True)
@@ -129,6 +136,7 @@ class Loader:
 
     def _places(self) -> str:
         return ", ".join([self._tier.root, *(tier.root for tier in self._remote_tiers)])
+
     def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
         """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.steps`."""
         session = self._session
@@ -166,89 +174,92 @@ class Loader:
             logger.warning("some checkpoints cannot be listed: %s; restoring from what is left", "; ".join(problems))
         return inventory
 
-    def _make_good(self, choice: restore.Choice) -> tuple[set[restore.Strike], list[tuple[str, bool]]]:
-        """Brings every shard of the choice onto this host and checks it.
-
-        Returns:
-            What any rank found bad, and why: (text, True when bytes are damaged and False when a tier failed).
-        """
+    def _bring_here(self, choice: restore.Choice) -> _Findings:
+        """Fetches the shards of the choice that are not on this host, each checked on the way."""
+        findings = _Findings()
+        if all(tiers[0] == "local" for sources in choice.sources.values() for tiers in sources.values()):
+            return findings  # the same on every rank, so nobody needs to talk
         session = self._session
-        strikes: list[restore.Strike] = []
-        messages: list[tuple[str, bool]] = []
         sources = choice.sources[session.node]
-        place = session.local_ranks.index(self.rank)
-        share = len(session.local_ranks)
-        dirname = choice.step.dirname
-        threads = max(1, min(_CHECK_THREADS, len(os.sched_getaffinity(0)) // share))
-        local = [rank for rank, tiers in sources.items() if tiers[0] == "local"]
-        remote = [rank for rank in sources if rank not in local]
+        remote = [rank for rank, tiers in sources.items() if tiers[0] != "local"]
+        place, share = session.local_ranks.index(self.rank), len(session.local_ranks)
         for rank in remote[place::share]:
-            self._fetch(choice, rank, sources[rank], strikes, messages)
-        # The blocks of the local shards are shared out among the ranks of this host.
-        for rank in local:
-            try:
-                faultpoints.hit("restore.verify", rank=self.rank)
-                record = read_record(self._tier, self._run, choice.step, rank)
-                reader = restore.shard_reader(self._tier.root, self._run, record)
-                blocks = len(record.digests)
-                try:
-                    bad = reader.check(blocks * place // share, blocks * (place + 1) // share, threads=threads)
-                finally:
-                    reader.close()
-                if bad:
-                    raise CorruptShard(f"{reader.path}: bytes {bad} do not match their digests", path=reader.path, ranges=bad)
-            except (CorruptShard, TierError, OSError) as error:
-                strikes.append(("local", session.node, dirname, rank))
-                messages.append((str(error), isinstance(error, CorruptShard)))
-                ranges = list(error.ranges) if isinstance(error, CorruptShard) else []
-                session.events.emit(EventKind.CHECKPOINT_CORRUPT, step=choice.step.step, path=str(error), ranges=ranges)
-                logger.warning("rank %d: %s; trying the next copy", self.rank, error)
-        data = json.dumps({"s": strikes, "m": messages}).encode()
-        answers = [json.loads(said) for said in self._exchange.all("verified", data, timeout=self._agree)]
-        return {(s[0], s[1], s[2], s[3]) for a in answers for s in a["s"]}, [(m[0], m[1]) for a in answers for m in a["m"]]
+            self._fetch(choice, rank, sources[rank], findings)
+        return self._together("fetched", findings)
 
-    def _fetch(
-        self, choice: restore.Choice, rank: int, tiers: Sequence[str], strikes: list[restore.Strike],
-        messages: list[tuple[str, bool]],
-    ) -> None:
+    def _together(self, topic: str, mine: _Findings) -> _Findings:
+        """What all ranks found. Collective: yes."""
+        data = json.dumps({"s": sorted(mine.strikes), "m": mine.messages}).encode()
+        answers = [json.loads(said) for said in self._exchange.all(topic, data, timeout=self._agree)]
+        strikes = {(s[0], s[1], s[2], s[3]) for answer in answers for s in answer["s"]}
+        return _Findings(strikes, [(m[0], m[1]) for answer in answers for m in answer["m"]])
+
+    def _strike(self, findings: _Findings, tier: str, node: str, choice: restore.Choice, rank: int, error: Exception) -> None:
+        """Takes note that a copy is no good."""
+        findings.strikes.add((tier, node, choice.step.dirname, rank))
+        findings.messages.append((str(error), isinstance(error, CorruptShard)))
+        ranges = list(error.ranges) if isinstance(error, CorruptShard) else []
+        self._session.events.emit(EventKind.CHECKPOINT_CORRUPT, step=choice.step.step, path=str(error), ranges=ranges)
+        logger.warning("rank %d: %s; trying the next copy", self.rank, error)
+
+    def _fetch(self, choice: restore.Choice, rank: int, tiers: Sequence[str], findings: _Findings) -> None:
+        session = self._session
         for tier in self._remote_tiers:
             if tier.name not in tiers:
                 continue
             try:
-                fetch_shard(tier, self._run, choice.step, rank, self._tier.root, node=self._session.node)
-                self._session.events.emit(
+                fetch_shard(tier, self._run, choice.step, rank, self._tier.root, node=session.node)
+                session.events.emit(
                     EventKind.CHECKPOINT_REPAIRED, step=choice.step.step, source=tier.name, shard=rank, path=self._tier.root
                 )
                 return
             except (CorruptShard, TierError) as error:
-                strikes.append((tier.name, "", choice.step.dirname, rank))
-                messages.append((str(error), isinstance(error, CorruptShard)))
-                self._session.events.emit(EventKind.CHECKPOINT_CORRUPT, step=choice.step.step, path=str(error), ranges=[])
-                logger.warning("rank %d: %s; trying the next copy", self.rank, error)
+                self._strike(findings, tier.name, "", choice, rank, error)
 
     def _read(
         self, choice: restore.Choice, into: Any, allow_pickle: bool, keys: Callable[[str], bool] | None, began: float
-    ) -> Restored:
-        faultpoints.hit("restore.load", rank=self.rank)
-        session = self._session
+    ) -> tuple[Restored | None, _Findings]:
+        """Reads what this rank wants, checking it, and hears what the others found; no result when anybody found damage."""
+        session, findings = self._session, _Findings()
         readers: list[restore.ShardReader] = []
+        misfit: ConfigError | None = None
         try:
-            records: list[ShardRecord] = []
-            for rank in range(choice.world_size):
-                records.append(read_record(self._tier, self._run, choice.step, rank))
-                readers.append(restore.shard_reader(self._tier.root, self._run, records[-1]))
-            targets = flatten(into).tensors if into is not None else None
-            state, per_rank = restore.assemble(readers, rank=self.rank, into=targets, allow_pickle=allow_pickle, keys=keys)
-            nbytes = sum(record.nbytes for record in records)
+            assembly = None
+            try:
+                if self._open(choice, readers, findings):
+                    assembly = Assembly(readers, rank=self.rank, into=flatten(into).tensors if into is not None else None, keys=keys)
+                    for rank, ranges in assembly.read(threads=threads_for(len(session.local_ranks))).items():
+                        path = readers[rank].path
+                        error = CorruptShard(f"{path}: bytes {ranges} do not match their digests", path=path, ranges=ranges)
+                        self._strike(findings, "local", session.node, choice, rank, error)
+            except ConfigError as error:
+                misfit = error  # the others must not wait for this rank before it gives up
+            findings = self._together("verified", findings)
+            if misfit is not None:
+                raise misfit
+            if findings.strikes or assembly is None:
+                return None, findings
+            faultpoints.hit("restore.load", rank=self.rank)
+            state, per_rank = assembly.result(allow_pickle=allow_pickle)
         finally:
             for reader in readers:
                 reader.close()
-        seconds = time.monotonic() - began
+        seconds, nbytes = time.monotonic() - began, sum(reader.record.nbytes for reader in readers)
         local = all(tiers[0] == "local" for tiers in choice.sources[session.node].values())
         session.events.emit(
             EventKind.CHECKPOINT_LOADED, step=choice.step.step, seconds_s=round(seconds, 6), bytes=nbytes,
             source="local" if local else "remote", from_attempt=choice.step.attempt, from_world_size=choice.world_size,
         )  # fmt: skip
-        return Restored(
-            choice.step, state, per_rank, choice.world_size, records[0].names, records[0].info, seconds, nbytes
-        )
+        record = readers[0].record
+        return Restored(choice.step, state, per_rank, choice.world_size, record.names, record.info, seconds, nbytes), findings
+
+    def _open(self, choice: restore.Choice, readers: list[restore.ShardReader], findings: _Findings) -> bool:
+        """Opens every shard, which checks its header; False when one is no good."""
+        for rank in range(choice.world_size):
+            try:
+                faultpoints.hit("restore.verify", rank=self.rank)
+                record = read_record(self._tier, self._run, choice.step, rank)
+                readers.append(restore.shard_reader(self._tier.root, self._run, record))
+            except (CorruptShard, TierError, OSError) as error:
+                self._strike(findings, "local", self._session.node, choice, rank, error)
+        return not findings.strikes

@@ -6,7 +6,6 @@ exporting. A path is a name file (``/ckpts/step=100.ckpt``), a step folder, or a
 
 from __future__ import annotations
 
-import os
 import posixpath
 import tempfile
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.checkpoint import restore, survey
+from resiliency.checkpoint.assembly import Assembly, threads_for
 from resiliency.checkpoint.catalog import StepListing, find_runs, read_name, scan
 from resiliency.checkpoint.fetch import fetch_shard
 from resiliency.checkpoint.tiers import open_tier
@@ -89,10 +89,11 @@ def load_path(
             for record in manifest.shards:
                 reader = restore.shard_reader(root, located.run, record)
                 readers.append(reader)
-                bad = reader.check(0, len(record.digests), threads=min(4, len(os.sched_getaffinity(0))))
-                if bad:
-                    raise CorruptShard(f"{reader.path}: bytes {bad} do not match their digests", path=reader.path, ranges=bad)
-            return restore.assemble(readers, rank=rank, allow_pickle=allow_pickle, keys=keys)
+            assembly = Assembly(readers, rank=rank, keys=keys)
+            for writer, bad in assembly.read(threads=threads_for(1)).items():
+                path = readers[writer].path
+                raise CorruptShard(f"{path}: bytes {bad} do not match their digests", path=path, ranges=bad)
+            return assembly.result(allow_pickle=allow_pickle)
         finally:
             for reader in readers:
                 reader.close()

@@ -1,4 +1,4 @@
-"""From what the tiers hold to tensors in place: inventory, one step for all, fetch, verify, read.
+"""What the tiers hold, which step all ranks take, and reading one shard of it.
 
 Pure parts (:func:`choose`) decide; the rest reads files. All ranks see the same inventory, so all choose the same step;
 a bad copy that any rank finds is struck out for everyone and the choice is made again.
@@ -6,12 +6,11 @@ a bad copy that any rank finds is struck out for everyone and the choice is made
 
 from __future__ import annotations
 
+import ctypes
 import json
-import logging
 import mmap
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +20,11 @@ from torch import Tensor
 from resiliency.checkpoint.catalog import block_digest, scan, step_prefix
 from resiliency.checkpoint.layout import Chunk, Placed, ShardHeader, header_length, parse_header
 from resiliency.checkpoint.manifest import MANIFEST, ShardRecord, StepId
-from resiliency.checkpoint.plan import Read, plan_reads
-from resiliency.checkpoint.state import dtype_from_name, unflatten
+from resiliency.checkpoint.state import dtype_from_name
 from resiliency.checkpoint.tiers.base import Tier
-from resiliency.errors import ConfigError, CorruptShard
+from resiliency.errors import CorruptShard
 
-__all__ = ["Choice", "Holding", "ShardReader", "Strike", "assemble", "choose", "holdings", "shard_reader"]
-
-
-logger = logging.getLogger(__name__)
+__all__ = ["Choice", "Holding", "ShardReader", "Strike", "choose", "holdings", "shard_reader"]
 
 
 @dataclass(frozen=True)
@@ -158,52 +153,97 @@ class ShardReader:
     def __init__(self, path: str, record: ShardRecord) -> None:
         self.path = path
         self.record = record
+        self._map: mmap.mmap | None = None
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CorruptShard(f"{path}: {error.strerror}", path=path) from error
         try:
-            if os.fstat(fd).st_size != record.nbytes:
-                raise CorruptShard(f"{path}: {os.fstat(fd).st_size} bytes instead of {record.nbytes}", path=path)
-            # Private and writable only so that torch accepts it without a warning; nothing is written.
-            self._map = mmap.mmap(fd, record.nbytes, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(fd)
-        self.header: ShardHeader = parse_header(self._map[: header_length(self._map[:8], where=path)], where=path)
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        path, record = self.path, self.record
+        if os.fstat(self._fd).st_size != record.nbytes:
+            raise CorruptShard(f"{path}: {os.fstat(self._fd).st_size} bytes instead of {record.nbytes}", path=path)
+        # Private and writable only so that torch accepts it without a warning; nothing is written.
+        self._map = mmap.mmap(self._fd, record.nbytes, access=mmap.ACCESS_COPY)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.header: ShardHeader = parse_header(self._checked_header(), where=path)
         if (self.header.step, self.header.attempt, self.header.token) != (record.id.step, record.id.attempt, record.id.token):
             raise CorruptShard(f"{path}: holds step {self.header.step} of attempt {self.header.attempt}, not {record.id}", path=path)
         self.placed: dict[tuple[str, tuple[int, ...], bool], Placed] = {
             (p.chunk.key, p.chunk.offsets, p.chunk.per_rank): p for p in self.header.placed
         }
 
-    def check(self, first_block: int, last_block: int, *, threads: int = 1) -> list[tuple[int, int]]:
-        """Byte ranges among blocks ``[first_block, last_block)`` that differ from the record. Blocks: reading them all."""
-        record = self.record
+    def _checked_header(self) -> bytes:
+        """The header, after its blocks were found good: what it says decides what else is read."""
+        assert self._map is not None
+        length, index = 0, 0
+        while index == 0 or self.block(index)[0] < min(length, self.record.nbytes):
+            start, end = self.block(index)
+            if block_digest(self.view(start, end)) != self.record.digests[index]:
+                raise CorruptShard(f"{self.path}: bytes {[(start, end)]} do not match their digests", path=self.path, ranges=[(start, end)])
+            length = length or header_length(self._map[:8], where=self.path)
+            index += 1
+        return self._map[:length]
 
-        def differs(index: int) -> tuple[int, int] | None:
-            start, end = index * record.block_bytes, min((index + 1) * record.block_bytes, record.nbytes)
-            with view[start:end] as block:
-                return None if block_digest(block) == record.digests[index] else (start, end)
+    def block(self, index: int) -> tuple[int, int]:
+        """Byte range of a block."""
+        return index * self.record.block_bytes, min((index + 1) * self.record.block_bytes, self.record.nbytes)
 
-        with memoryview(self._map) as view, ThreadPoolExecutor(threads, "resiliency-check") as pool:
-            return [found for found in pool.map(differs, range(first_block, last_block)) if found is not None]
+    def view(self, start: int, end: int) -> memoryview:
+        """Bytes of the file, unchecked."""
+        return memoryview((ctypes.c_char * (end - start)).from_address(self._address + start)).cast("B")
+
+    def take(self, start: int, address: int, nbytes: int, digest: Any) -> None:
+        """Copies bytes of the file to memory and adds them to a digest. Thread: any; without the GIL.
+
+        By reading, not through the mapping: that costs a fault per page (on a ramdisk twice the time in all), and a disk that
+        fails would end the process.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        target = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+        done = 0
+        while done < nbytes:
+            count = os.preadv(self._fd, [target[done:]], start + done)
+            if count == 0:
+                break  # it became shorter: no digest matches that
+            done += count
+        digest.update(target)
+
+    def copy(self, start: int, address: int, nbytes: int) -> None:
+        """Copies bytes of the file to memory."""
+        ctypes.memmove(ctypes.c_void_p(address), ctypes.c_void_p(self._address + start), nbytes)
 
     def tensor(self, chunk: Chunk, placed: Placed) -> Tensor:
         """The stored chunk as a CPU tensor that aliases the mapping."""
         dtype = dtype_from_name(chunk.dtype)
         if placed.end == placed.start:
             return torch.empty(chunk.sizes, dtype=dtype)
+        assert self._map is not None
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=placed.end - placed.start, offset=placed.start)
         return raw.view(dtype).view(chunk.sizes)
 
     def objects(self) -> Any:
         """The JSON of everything that is not a tensor."""
         start, end = self.header.objects
-        return json.loads(self._map[start:end])
+        return json.loads(bytes(self.view(start, end)))
 
     def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        mapping, self._map = self._map, None
+        if mapping is None:
+            return
         try:
-            self._map.close()
+            mapping.close()
         except BufferError:
             # A view is still referenced (an exception's frame, say); the mapping goes with it.
             return
@@ -216,68 +256,3 @@ def shard_reader(root: str, run: str, record: ShardRecord) -> ShardReader:
         CorruptShard: not there, of another size, or not the shard the record speaks of.
     """
     return ShardReader(os.path.join(root, step_prefix(run, record.id), record.file), record)
-
-
-def copy_reads(readers: Sequence[ShardReader], reads: Sequence[Read]) -> int:
-    """Carries out reads; returns bytes copied. Blocks: the copy."""
-    where = {(key, offsets): (reader, placed) for reader in readers for (key, offsets, own), placed in reader.placed.items() if not own}
-    total = 0
-    for read in reads:
-        reader, placed = where[(read.key, read.chunk_offsets)]
-        source = reader.tensor(placed.chunk, placed)
-        for dim, (offset, length) in enumerate(zip(read.box_offsets, read.lengths, strict=True)):
-            if offset != 0 or length != source.shape[dim]:
-                source = source.narrow(dim, offset, length)
-        with torch.no_grad():
-            read.destination.detach().copy_(source)
-        total += source.numel() * source.element_size()
-    return total
-
-
-def _warn_of_conversions(wanted: Mapping[str, Tensor], stored: Sequence[Chunk]) -> None:
-    """A restore into another dtype is allowed, as everywhere in torch, but it is not exact, which must be said."""
-    odd = sorted({(c.key, c.dtype) for c in stored if not c.per_rank and c.key in wanted and wanted[c.key].dtype != dtype_from_name(c.dtype)})
-    if odd:
-        (key, dtype), more = odd[0], len({name for name, _ in odd}) - 1
-        logger.warning(
-            "tensor %r is stored as %s and restored into %s (%d more are converted): what follows is not bit-equal to the run that saved it",
-            key, dtype, wanted[key].dtype, more,
-        )  # fmt: skip
-
-
-def assemble(
-    readers: Sequence[ShardReader], *, rank: int, into: Mapping[str, Tensor] | None = None, allow_pickle: bool = False,
-    keys: Callable[[str], bool] | None = None,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Puts a state together from all its shards, ``readers[i]`` being rank i's.
-
-    Args:
-        rank: whose per-rank part to return.
-        into: key -> tensor to fill; None makes new CPU tensors.
-        keys: with ``into=None``: load only tensors whose key passes; the others become empty tensors.
-
-    Returns:
-        The state tree and the per-rank tree (None when the step has no such rank).
-    """
-    stored = [p.chunk for reader in readers for p in reader.header.placed]
-    wanted = into
-    if wanted is not None:
-        absent_keys = sorted({c.key for c in stored if not c.per_rank} - set(wanted))
-        if absent_keys:
-            raise ConfigError(f"the checkpoint holds tensor {absent_keys[0]!r} (and {len(absent_keys) - 1} more), which the state passed lacks")
-        _warn_of_conversions(wanted, stored)
-    if wanted is None:
-        wanted = {
-            c.key: torch.empty(c.shape, dtype=dtype_from_name(c.dtype))
-            for c in stored
-            if not c.per_rank and (keys is None or keys(c.key))
-        }
-    copy_reads(readers, plan_reads(wanted, stored))
-    absent = torch.empty(0)
-    lookup: Any = (lambda key: wanted.get(key, absent)) if keys is not None else wanted
-    state = unflatten(readers[0].objects()["state"], lookup, allow_pickle=allow_pickle)
-    if rank >= len(readers):
-        return state, None
-    mine = readers[rank]
-    own = {p.chunk.key: mine.tensor(p.chunk, p).clone() for p in mine.header.placed if p.chunk.per_rank}
-    return state, unflatten(mine.objects()["per_rank"], own, allow_pickle=allow_pickle)
