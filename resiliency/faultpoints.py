@@ -23,6 +23,7 @@ __all__ = ["KNOWN", "arm", "hit"]
 KNOWN: tuple[str, ...] = (
     "save.begin",
     "save.eager",
+    "save.block",
     "save.fill",
     "save.sealed",
     "agent.start",

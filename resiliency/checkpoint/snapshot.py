@@ -33,6 +33,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from resiliency import faultpoints
 from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint.manifest import BLOCK_BYTES
 from resiliency.errors import Timeout, TornSnapshot
@@ -174,6 +175,7 @@ class Snapshot:
             self._running += 1
         error: BaseException | None = None
         try:
+            faultpoints.hit("save.block")
             _copy(block, None if helping else self.fd)
         except BaseException as failure:  # Boundary: the copy thread must report, not die; the fence's caller hears of it.
             logger.exception("copying %d bytes into the shard file failed", block.nbytes)

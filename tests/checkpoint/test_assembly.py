@@ -49,7 +49,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ShardR
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     state = {"a": torch.randn(40, 7), "b": torch.arange(100), "c": torch.randn(3, 5).t().contiguous(), "d": torch.ones(9, dtype=torch.bfloat16)}
     with make_checkpointer(tmp_path) as checkpointer:
-        ticket = checkpointer.save(1, state, per_rank={"rng": torch.arange(10)})
+        ticket = checkpointer.save(1, state, per_rank={"rng": torch.arange(100)})
         assert ticket is not None
         ticket.wait("durable")
     (step,) = step_dirs(tmp_path)
@@ -92,7 +92,7 @@ def test_into_tensors_of_every_layout(saved: tuple[Path, ShardRecord, dict[str, 
     _, own = one.result()
     reader.close()
     assert all(torch.equal(into[key], state[key].to(into[key].dtype)) for key in state)
-    assert torch.equal(own["rng"], torch.arange(10))
+    assert torch.equal(own["rng"], torch.arange(100))
     assert all(tensor._version > versions[key] for key, tensor in into.items()), "autograd would not notice"
 
 

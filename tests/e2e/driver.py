@@ -48,6 +48,16 @@ class Job:
     def result(self) -> Path:
         return self.directory.parent / f"{self.directory.name}.result.json"
 
+    def attempt(
+        self, *ranks: int, timeout_s: float = 90.0, faults: str = "", rank_faults: dict[int, str] | None = None
+    ) -> list[int | None]:
+        """One attempt: waits until these ranks (none named: all) have ended, then kills what is left. Returns their statuses."""
+        workers = self.start(faults=faults, rank_faults=rank_faults)
+        try:
+            return [workers[rank].wait(timeout_s=timeout_s) for rank in ranks or range(self.world_size)]
+        finally:
+            self.kill(workers)
+
     def start(self, *, faults: str = "", rank_faults: dict[int, str] | None = None) -> list[Worker]:
         port = str(free_port())
         workers = []

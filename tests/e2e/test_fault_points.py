@@ -42,11 +42,7 @@ def _resumes_right(job: Job, committed: int, reference: str) -> None:
 @pytest.mark.parametrize("point", IN_RANK)
 def test_rank_killed_at(point: str, victim: int, zygote: Zygote, reference: str, tmp_path: Path) -> None:
     job = Job(zygote, tmp_path / "run", steps=STEPS)
-    workers = job.start(rank_faults={victim: f"{point}:kill@3"})
-    try:
-        assert workers[victim].wait(timeout_s=60) == -9, "the fault point was not passed three times"
-    finally:
-        job.kill(workers)
+    assert job.attempt(victim, rank_faults={victim: f"{point}:kill@3"}) == [-9], "the fault point was not passed three times"
     committed = job.newest_complete()
     assert committed > 0, "nothing was committed before the third save"
     _resumes_right(job, committed, reference)
@@ -58,11 +54,7 @@ def test_agent_killed_at(point: str, zygote: Zygote, reference: str, tmp_path: P
     """Training outlives the agent's death; what the agent left half done is finished or discarded by its successor."""
     job = Job(zygote, tmp_path / "run", steps=STEPS)
     # Each agent dies at its first passage: at most points several die, until the work moves into the trainer.
-    workers = job.start(faults=f"{point}:kill@2" if point != "agent.start" else f"{point}:kill")
-    try:
-        codes = [worker.wait(timeout_s=90) for worker in workers]
-    finally:
-        job.kill(workers)
+    codes = job.attempt(faults=f"{point}:kill@2" if point != "agent.start" else f"{point}:kill")
     # In the trainer the same point kills the trainer itself, once the agent has died too often.
     if codes == [0, 0]:
         assert job.outcome()["hash"] == reference
@@ -74,11 +66,7 @@ def test_agent_killed_at(point: str, zygote: Zygote, reference: str, tmp_path: P
 @pytest.mark.parametrize("point", IN_UPLOAD)
 def test_agent_killed_in_an_upload_at(point: str, zygote: Zygote, reference: str, tmp_path: Path) -> None:
     job = Job(zygote, tmp_path / "store", steps=STEPS, arguments={"local_dir": str(tmp_path / "fast")})
-    workers = job.start(faults=f"{point}:kill@2")
-    try:
-        codes = [worker.wait(timeout_s=90) for worker in workers]
-    finally:
-        job.kill(workers)
+    codes = job.attempt(faults=f"{point}:kill@2")
     if codes == [0, 0]:
         assert job.outcome()["hash"] == reference
         return
@@ -90,11 +78,7 @@ def test_agent_killed_in_an_upload_at(point: str, zygote: Zygote, reference: str
 def test_rank_killed_while_restoring_at(point: str, zygote: Zygote, reference: str, tmp_path: Path) -> None:
     job = Job(zygote, tmp_path / "run", steps=STEPS)
     for faults in ({0: "save.begin:kill@4"}, {1: f"{point}:kill"}):
-        workers = job.start(rank_faults=faults)
-        try:
-            assert workers[next(iter(faults))].wait(timeout_s=60) == -9
-        finally:
-            job.kill(workers)
+        assert job.attempt(*faults, rank_faults=faults) == [-9]
     committed = job.newest_complete()
     assert committed > 0
     _resumes_right(job, committed, reference)
@@ -104,18 +88,10 @@ def test_rank_killed_while_restoring_at(point: str, zygote: Zygote, reference: s
 def test_without_any_agent(zygote: Zygote, reference: str, tmp_path: Path) -> None:
     """The agent cannot live at all: the trainer commits by itself, survives kills, and ends with the same weights."""
     job = Job(zygote, tmp_path / "run", steps=STEPS)
-    workers = job.start(rank_faults={0: "agent.start:kill;save.begin:kill@4", 1: "agent.start:kill"})
-    try:
-        assert workers[0].wait(timeout_s=60) == -9
-    finally:
-        job.kill(workers)
+    assert job.attempt(0, rank_faults={0: "agent.start:kill;save.begin:kill@4", 1: "agent.start:kill"}) == [-9]
     committed = job.newest_complete()
     assert committed > 0
     assert not job.agents()
-    workers = job.start(faults="agent.start:kill")
-    try:
-        assert [worker.wait(timeout_s=60) for worker in workers] == [0, 0]
-    finally:
-        job.kill(workers)
+    assert job.attempt(faults="agent.start:kill") == [0, 0]
     assert job.outcome()["hash"] == reference
     assert job.resumed_from()[-1] >= committed
