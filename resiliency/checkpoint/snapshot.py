@@ -109,7 +109,7 @@ class Snapshot:
     """One pending copy of a state. Made by :meth:`Copier.start`; every attribute is guarded by its lock.
 
     Attributes:
-        blocks: of the file, in order; emptied when done.
+        copies: sources on the CPU, in file order; emptied when done.
         fd: file the copy thread writes to; None: it stores to the mapping.
         nbytes: size of the file.
         address: of its mapping.
@@ -121,7 +121,7 @@ class Snapshot:
         copied_s: monotonic time at which the last byte was copied.
     """
 
-    blocks: list[_Block]
+    copies: Sequence[Copy]
     fd: int | None
     nbytes: int
     address: int
@@ -134,12 +134,13 @@ class Snapshot:
     copied_s: float = 0.0
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _next: int = 0
+    _blocks: list[_Block] | None = None  # cut by the thread that comes first: the training thread need not
     _blocks_left: int = 0
     _running: int = 0
     _device_waited: bool = False
 
     def __post_init__(self) -> None:
-        self._blocks_left = len(self.blocks)
+        self._blocks_left = -(-self.nbytes // BLOCK_BYTES)
 
     def finish_device(self) -> None:
         """Waits for the GPUs' part, if there is one, and digests the file. Thread: copy, after the last :meth:`work`."""
@@ -168,17 +169,16 @@ class Snapshot:
     def work(self, *, helping: bool = False) -> bool:
         """Copies one block. Returns False when none is left to start. Thread: any, all but one ``helping``."""
         with self._lock:
-            if self._next >= len(self.blocks) or self.error is not None:
+            if self._next * BLOCK_BYTES >= self.nbytes or self.error is not None:
                 return False
-            block = self.blocks[self._next]
-            self._next += 1
             self._running += 1
+            index, self._next = self._next, self._next + 1
         error: BaseException | None = None
         try:
             faultpoints.hit("save.block")
-            _copy(block, None if helping else self.fd)
+            _copy(self._cut_once()[index], None if helping else self.fd)
         except BaseException as failure:  # Boundary: the copy thread must report, not die; the fence's caller hears of it.
-            logger.exception("copying %d bytes into the shard file failed", block.nbytes)
+            logger.exception("copying block %d of a shard file failed", index)
             error = failure
         with self._lock:
             self._running -= 1
@@ -187,6 +187,12 @@ class Snapshot:
             self._lock.notify_all()
         self._finish_if_last()
         return error is None
+
+    def _cut_once(self) -> list[_Block]:
+        with self._lock:
+            if self._blocks is None:
+                self._blocks = _cut(self.copies, self.nbytes, self.address, digested=self.device is None)
+            return self._blocks
 
     def _torn(self) -> TornSnapshot | None:
         """Whether a source was changed in place before it was copied: the file may then mix two moments."""
@@ -210,8 +216,8 @@ class Snapshot:
                 return
             self.copied_s = time.monotonic()
             if self.device is None:
-                self.digests = tuple(block.digest for block in self.blocks)
-            self.blocks, self.versions = [], ()  # lets go of the tensors
+                self.digests = tuple(block.digest for block in self._blocks or ())
+            self.copies, self._blocks, self.versions = (), None, ()  # lets go of the tensors
             self.done.set()
         self.on_done(self)
 
@@ -274,11 +280,11 @@ class Copier:
         """
         assert self._current is None or self._current.done.is_set(), "fence the previous snapshot first"
         on_gpu = [(copy.source, _target(copy, mapping)) for copy in copies if copy.source.device.type == "cuda" and copy.nbytes]
-        blocks = _cut([copy for copy in copies if copy.source.device.type != "cuda"], nbytes, address, digested=not on_gpu)
         # Not those on a GPU: there a change after the fence waits for the copy, and is counted before it.
-        versions = [(copy, copy.source._version) for copy in copies if copy.source.device.type != "cuda" and not copy.source.is_inference()]
-        snapshot = Snapshot(blocks, fd, nbytes, address, on_done, DeviceCopies(on_gpu) if on_gpu else None, versions)
-        if not blocks and not on_gpu:
+        on_cpu = [copy for copy in copies if copy.source.device.type != "cuda"] if on_gpu else copies
+        versions = [(copy, copy.source._version) for copy in on_cpu if not copy.source.is_inference()]
+        snapshot = Snapshot(on_cpu, fd, nbytes, address, on_done, DeviceCopies(on_gpu) if on_gpu else None, versions)
+        if not nbytes:
             snapshot._finish()
             return snapshot
         with self._wake:

@@ -59,12 +59,14 @@ def _check(tensor: Tensor, key: str) -> None:
         raise ConfigError(f"tensor {key!r} is on the meta device and has no data; materialise the model before saving")
 
 
-def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Equal for tensors that are the same bytes seen the same way; None when that cannot be told."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.numel() == 0:
-        return None
-    seen_as = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.data_ptr(), *seen_as)
+def _address(tensor: Tensor) -> int:
+    """Where the first byte is; 0 when there is none or it cannot be told."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided else 0
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors at one address that are the same bytes seen the same way."""
+    return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def flatten(tree: Any) -> FlatState:
@@ -74,21 +76,22 @@ def flatten(tree: Any) -> FlatState:
         ConfigError: a tensor or object that cannot be stored; names where it is.
     """
     tensors: dict[str, Tensor] = {}
-    seen: dict[tuple[Any, ...], str] = {}
+    seen: dict[int, list[str]] = {}  # by address, which nearly always differs
 
     def leaf(value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, Tensor):
             tensor = value.detach()
-            same = _identity(tensor)
-            key = seen.get(same) if same is not None else None
+            address = _address(tensor)
+            there = seen.get(address, ()) if address else ()
+            key = next((key for key in there if _identity(tensors[key]) == _identity(tensor)), None)
             if key is None:
                 key = "/".join(part.replace("%", "%25").replace("/", "%2F") for part in path) or "value"
                 while key in tensors:
                     key += "~"
                 _check(tensor, key)
                 tensors[key] = tensor
-                if same is not None:
-                    seen[same] = key
+                if address:
+                    seen.setdefault(address, []).append(key)
             return {"!": "tensor", "k": key}
         if isinstance(value, torch.Size):
             return {"!": "size", "v": list(value)}
