@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ResiliencyError,
         TierError,
         Timeout,
+        TornSnapshot,
     )
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "Ticket",
     "TierError",
     "Timeout",
+    "TornSnapshot",
     "__version__",
 ]
 
@@ -52,6 +54,7 @@ _HOME = {
     "Ticket": "resiliency.checkpoint.checkpointer",
     "TierError": "resiliency.errors",
     "Timeout": "resiliency.errors",
+    "TornSnapshot": "resiliency.errors",
 }
 
 

@@ -72,11 +72,11 @@ def test_help_is_quick_and_imports_no_torch() -> None:
 PINNED = {
     "resiliency": [
         "AgentError", "Checkpointer", "CheckpointerOptions", "ConfigError", "CorruptShard", "ModelCheckpoint",
-        "NoCheckpointFound", "ResiliencyError", "Restored", "Ticket", "TierError", "Timeout", "__version__",
+        "NoCheckpointFound", "ResiliencyError", "Restored", "Ticket", "TierError", "Timeout", "TornSnapshot", "__version__",
     ],
     "resiliency.checkpoint": ["Checkpointer", "CheckpointerOptions", "Restored", "Ticket"],
     "resiliency.errors": [
-        "AgentError", "ConfigError", "CorruptShard", "NoCheckpointFound", "ResiliencyError", "TierError", "Timeout",
+        "AgentError", "ConfigError", "CorruptShard", "NoCheckpointFound", "ResiliencyError", "TierError", "Timeout", "TornSnapshot",
     ],
 }  # fmt: skip
 
