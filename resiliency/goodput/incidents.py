@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ __all__ = ["Incident", "incidents"]
 MOST = 100
 #: Slow steps shorter than this are not incidents.
 STALL_S = 10.0
+#: Ranks of one host tell of the same trouble within this time.
+SAME_S = 5.0
 #: The most telling notice first.
 _TELLING = (
     EventKind.HOST_LOST,
@@ -177,12 +180,16 @@ _SURVIVED = {
 
 
 def _survived(ledger: Ledger) -> list[Incident]:
-    """Troubles that did not end an attempt."""
+    """Troubles that did not end an attempt. What several ranks of a host tell of one moment is one of them."""
     found = []
+    told: dict[tuple[str, str], float] = {}
     for timing in ledger.timings:
-        for mark in timing.marks:
-            if mark.kind in _SURVIVED:
-                found.append(_minor(timing, mark))
+        for mark in sorted((mark for mark in timing.marks if mark.kind in _SURVIVED), key=lambda mark: mark.time):
+            incident = _minor(timing, mark)
+            about = (incident.what, incident.where)
+            if mark.time - told.get(about, -math.inf) > SAME_S:
+                found.append(incident)
+                told[about] = mark.time
     return found
 
 

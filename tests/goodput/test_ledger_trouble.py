@@ -10,6 +10,7 @@ import pytest
 
 from resiliency.events import Event, EventKind
 from resiliency.goodput.collect import Collector
+from resiliency.goodput.incidents import incidents
 from resiliency.goodput.ledger import Ledger, account
 from resiliency.goodput.reader import LogReader
 from resiliency.goodput.taxonomy import Bucket
@@ -474,3 +475,17 @@ def test_saves_the_older_job_threw_away_are_lost_work() -> None:
     wall = {bucket: amount / 1e6 for bucket, amount in ledger.wall.items() if amount}
     assert wall[Bucket.LOST_WORK] == pytest.approx(250, abs=2)
     assert wall[Bucket.PRODUCTIVE] == pytest.approx(750 + 500, abs=2)
+
+
+def test_what_all_ranks_of_a_host_tell_is_one_incident() -> None:
+    job = Job(ranks=4, ranks_per_host=2)
+    job.start()
+    job.steps(20)
+    for rank in range(4):
+        job.emit(EventKind.AGENT_LOST, rank, at=job.now + 0.01 * rank)
+    job.steps(20)
+    job.emit(EventKind.AGENT_LOST, 0)
+    job.steps(20)
+    job.finish()
+    found = [incident for incident in incidents(job.ledger()) if incident.what == "Host agent lost"]
+    assert [(incident.where, round(incident.time - START)) for incident in found] == [("host-0", 70), ("host-1", 70), ("host-0", 110)]
