@@ -330,3 +330,73 @@ def test_closing_finishes_the_copy_and_ends_the_thread() -> None:
     copier.close()
     assert snapshot.done.is_set() and file.map[:] == bytes_of(torch.ones(100_000))
     assert "resiliency-copy-x" not in [thread.name for thread in threading.enumerate()]
+
+
+# ---- copies a device makes by itself
+
+
+class Device:
+    """In place of copies on a GPU: writes into the file when it is waited for, or fails as CUDA does."""
+
+    def __init__(self, file: File, data: bytes, failure: str = "") -> None:
+        self.file, self.data, self.failure = file, data, failure
+        self.go_on, self.waited = threading.Event(), threading.Event()
+
+    def fence(self) -> None:
+        """Nothing: the stream of a GPU would wait, the CPU does not."""
+
+    def wait(self) -> None:
+        assert self.go_on.wait(10)
+        self.file.map[: len(self.data)] = self.data
+        self.waited.set()
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+
+def begin(copier: Copier, monkeypatch: pytest.MonkeyPatch, device: Device, copies: list[Copy], nbytes: int) -> Snapshot:
+    """A snapshot whose first tensor, which is no tensor of this process, is on the device."""
+    real = snapshot_module.Snapshot
+    monkeypatch.setattr(snapshot_module, "Snapshot", lambda copies, fd, nbytes, address, on_done, none, versions: real(
+        copies, fd, nbytes, address, on_done, device, versions))  # fmt: skip
+    return copier.start(
+        copies, nbytes=nbytes, mapping=memoryview(device.file.map), address=device.file.address, fd=None, on_done=device.file.finished.append
+    )
+
+
+def test_the_file_is_digested_after_the_device_is_done(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, tensor = File(13_000), torch.randn(1000)
+    device = Device(file, os.urandom(9000))
+    snapshot = begin(copier, monkeypatch, device, [Copy(tensor, 9000)], 13_000)
+    copier.fence(snapshot, deadline_s=5)
+    assert file.map[9000:13_000] == bytes_of(tensor), "the fence must not return before the CPU's part is read"
+    tensor.fill_(0)
+    assert not snapshot.done.is_set()
+    device.go_on.set()
+    assert snapshot.done.wait(10) and snapshot.error is None and file.finished == [snapshot]
+    assert file.map[:9000] == device.data
+    assert snapshot.digests == tuple(block_digest(file.map[at : min(at + 4096, 13_000)]) for at in range(0, 13_000, 4096))
+
+
+def test_a_device_that_fails_fails_the_save(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = File(8192)
+    device = Device(file, b"x" * 8192, failure="CUDA error: device-side assert triggered")
+    device.go_on.set()
+    snapshot = begin(copier, monkeypatch, device, [], 8192)
+    assert snapshot.done.wait(10)
+    assert "device-side assert" in str(snapshot.error) and file.finished == [snapshot]
+
+
+def test_the_file_is_not_given_back_while_the_device_writes_to_it(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's part fails; until the device is done the next save must not get the file."""
+    file = File(8192)
+    device = Device(file, b"x" * 4096)
+
+    def broken(block: Any, fd: int | None) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(snapshot_module, "_copy", broken)
+    snapshot = begin(copier, monkeypatch, device, [Copy(torch.zeros(1024), 4096)], 8192)
+    assert not snapshot.done.wait(0.3) and not file.finished
+    device.go_on.set()
+    assert snapshot.done.wait(10) and device.waited.is_set()
+    assert file.finished == [snapshot] and str(snapshot.error) == "no"
