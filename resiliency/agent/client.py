@@ -239,7 +239,7 @@ class AgentClient:
                         f"rank {self.rank}: another job is still using {alone.local.address} as run {alone.run!r} on this host; end it, or give"
                         " this job its own RESILIENCY_RUN or directory"
                     ) from error
-            pause.wait(0.1)
+            pause.wait(0.1)  # nothing announces that a name is free
 
     # -- talking --------------------------------------------------------------------------------------------------
 

@@ -118,7 +118,6 @@ class Snapshot:
         error: what went wrong, if anything.
         device: copies that run on GPUs; they are one piece of work, done by waiting for them and digesting the file.
         versions: sources on the CPU, and torch's count of in-place changes when the copy began.
-        copied_s: monotonic time at which the last byte was copied.
     """
 
     copies: Sequence[Copy]
@@ -131,7 +130,6 @@ class Snapshot:
     digests: tuple[str, ...] = ()
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
-    copied_s: float = 0.0
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _next: int = 0
     _blocks: list[_Block] | None = None  # cut by the thread that comes first: the training thread need not
@@ -214,7 +212,6 @@ class Snapshot:
         with self._lock:
             if self.done.is_set():
                 return
-            self.copied_s = time.monotonic()
             if self.device is None:
                 self.digests = tuple(block.digest for block in self._blocks or ())
             self.copies, self._blocks, self.versions = (), None, ()  # lets go of the tensors

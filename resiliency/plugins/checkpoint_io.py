@@ -1,7 +1,7 @@
 """A ``CheckpointIO`` over the engine, for those who only pass a plugin: ``Trainer(plugins=[TieredCheckpointIO()])``.
 
 Stock Lightning calls a plugin's save on rank 0 only (DDP, single device) and has no hook before the optimizer step, so
-saves are copied before they return; digesting, committing and fsync go on in the background. With
+saves are copied and digested before they return; committing and fsync go on in the background. With
 :class:`resiliency.callbacks.model_checkpoint.ModelCheckpoint` every rank writes its share and the copy is lazy.
 """
 

@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -127,16 +126,19 @@ def test_a_gap_is_refused(copier: Copier) -> None:
 def test_changes_right_after_the_fence_do_not_show(copier: Copier, monkeypatch: pytest.MonkeyPatch, fenced: bool) -> None:
     """And without the fence they do: the test can fail."""
     real = snapshot_module._copy
-    monkeypatch.setattr(snapshot_module, "_copy", lambda piece, fd: (time.sleep(0.002), real(piece, fd))[1])
+    go_on = threading.Event()
+    monkeypatch.setattr(snapshot_module, "_copy", lambda block, fd: (go_on.wait(10), real(block, fd))[1])
     weights = [torch.full((5000,), float(i)) for i in range(8)]
     wanted = [bytes_of(weight) for weight in weights]
     copies, size = laid_out(weights)
     file = File(size)
     snapshot = file.start(copier, copies)
     if fenced:
+        go_on.set()
         copier.fence(snapshot, deadline_s=10)
     for weight in weights:
         weight.fill_(-1.0)
+    go_on.set()
     copier.fence(snapshot, deadline_s=10)
     got = [file.map[copy.start : copy.start + len(data)] for copy, data in zip(copies, wanted, strict=True)]
     assert (got == wanted) is fenced
