@@ -331,8 +331,10 @@ def test_a_store_that_is_down_is_tried_again(
         assert saved(checkpointer, 2)
         assert checkpointer.flush("uploaded", timeout=SOON)
         assert faulty.tripped(fault) == 5
-        last = [(outcome.step, outcome.kind) for outcome in checkpointer.poll() if outcome.tier == "object_store"][-1]
-        assert last == (2, "durable")
+        told = [outcome for outcome in checkpointer.poll() if outcome.tier == "object_store"]
+        assert (told[-1].step, told[-1].kind) == (2, "durable")
+        failed = [outcome for outcome in told if outcome.kind == "failed"]
+        assert failed and all(outcome.retrying for outcome in failed), "what is tried again was told as final"
     down = [text for text in warnings(caplog) if "failed at step" in text]
     assert len(down) == 1, warnings(caplog)
     assert loads(Path(remote.root)) == 2
@@ -351,6 +353,7 @@ def test_a_store_that_refuses_fails_that_step_and_gets_the_next(
         assert checkpointer.flush("uploaded", timeout=SOON)
         failed = [outcome for outcome in checkpointer.poll() if outcome.kind == "failed"]
         assert [(outcome.step, outcome.tier) for outcome in failed] == [(1, "object_store")] and "injected" in failed[0].reason
+        assert not failed[0].retrying
         assert len(warnings(caplog)) == 1
         assert loads_nothing(remote)
         assert saved(checkpointer, 2)
