@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from resiliency.checkpoint.exchange import Exchange
 from resiliency.checkpoint.layout import Chunk, ShardLayout, make_layout, objects_reserve
-from resiliency.checkpoint.plan import WritePlan, describe, fingerprint, is_sharded, plan_replicated, plan_writes
+from resiliency.checkpoint.plan import WritePlan, describe, fingerprint, is_sharded, plan_replicated, plan_writes, sharding
 from resiliency.checkpoint.snapshot import Copy
 from resiliency.checkpoint.state import dtype_name, flatten
 from resiliency.errors import ConfigError
 
 __all__ = ["Draft", "Drafter", "Wanted"]
 
+_json = json.JSONEncoder(separators=(",", ":"), allow_nan=True).encode
+
 #: True or False for all tensors, or a function of (key, tensor).
 Wanted = bool | Callable[[str, Tensor], bool]
+
+
+class _Place(NamedTuple):
+    """Where a tensor, or a box of it, goes; ``box`` is None for the whole of a plain tensor."""
+
+    key: str
+    start: int
+    nbytes: int
+    own: bool
+    box: Chunk | None
 
 
 @dataclass(frozen=True)
@@ -31,20 +43,19 @@ class Draft:
     Attributes:
         layout: of the shard file.
         plan: digest of the plan all ranks follow.
+        on_cuda: a tensor of the state lives on a GPU.
         shared, own: tensors by key: of the state, and of this rank alone.
         objects: everything that is not a tensor, as JSON.
+        places: where each tensor goes, in file order.
     """
 
     layout: ShardLayout
     plan: str
+    on_cuda: bool
     shared: Mapping[str, Tensor]
     own: Mapping[str, Tensor]
     objects: bytes
-
-    @property
-    def on_cuda(self) -> bool:
-        """True when a tensor of the state lives on a GPU."""
-        return any(tensor.device.type == "cuda" for tensor in self.shared.values())
+    places: Sequence[_Place]
 
     def copies(self, stamp: bytes, *, lazy: Wanted, lazy_nbytes: int) -> tuple[list[Copy], int]:
         """Everything that goes into the file, in file order, and the bytes that may be copied late.
@@ -60,34 +71,34 @@ class Draft:
         layout = self.layout
         header = bytearray(layout.header)
         header[layout.stamp_at : layout.stamp_at + len(stamp)] = stamp
-        copies = [Copy(torch.frombuffer(header, dtype=torch.uint8), 0)]
+        copies = [Copy(torch.frombuffer(header, dtype=torch.uint8), 0, len(header))]
         late_nbytes = 0
-        for placed in layout.placed:
-            chunk = placed.chunk
-            nbytes = placed.end - placed.start
-            source = self.own[chunk.key] if chunk.per_rank else _box(self.shared[chunk.key], chunk)
+        for key, at, nbytes, own, box in self.places:
+            source = self.own[key] if own else self.shared[key]
+            if box is not None:
+                source = _cut(source, box)
             if lazy is False:
                 # Takes the same road with a fence at its end, so that two threads share the copy.
-                copies.append(Copy(source, placed.start, chunk.key))
-            elif not chunk.per_rank and nbytes >= lazy_nbytes and (lazy is True or lazy(chunk.key, self.shared[chunk.key])):
-                copies.append(Copy(source, placed.start, chunk.key))
+                copies.append(Copy(source, at, nbytes, key))
+            elif not own and nbytes >= lazy_nbytes and (lazy is True or lazy(key, self.shared[key])):
+                copies.append(Copy(source, at, nbytes, key))
                 late_nbytes += nbytes
             elif nbytes:
-                copies.append(Copy(source.detach().clone(memory_format=torch.contiguous_format), placed.start))
+                copies.append(Copy(source.detach().clone(memory_format=torch.contiguous_format), at, nbytes))
         start, end = layout.objects
-        copies.append(Copy(torch.frombuffer(bytearray(self.objects.ljust(end - start)), dtype=torch.uint8), start))
+        copies.append(Copy(torch.frombuffer(bytearray(self.objects.ljust(end - start)), dtype=torch.uint8), start, end - start))
         return copies, late_nbytes
 
 
-@dataclass
-class _Planned:
-    """A cached write plan and, per set of tensors the plan does not know, the layout made from it."""
+@dataclass(frozen=True)
+class _Laid:
+    """What is kept from save to save: what the state looked like, and the layout made for it."""
 
-    fingerprint: int
-    plan: WritePlan
-    layout: ShardLayout | None = None
-    layout_key: object = None
-    reserve: int = 0
+    looks: object
+    plan: str
+    layout: ShardLayout
+    places: tuple[_Place, ...]
+    on_cuda: bool
 
 
 class Drafter:
@@ -101,7 +112,9 @@ class Drafter:
     def __init__(self, *, run: str, rank: int, world_size: int, small_nbytes: int) -> None:
         self._run, self._rank, self._world_size = run, rank, world_size
         self._small_nbytes = small_nbytes
-        self._planned: _Planned | None = None
+        self._planned: tuple[int, WritePlan] | None = None
+        self._laid: _Laid | None = None
+        self._reserve = 0
 
     def draft(
         self, state: Any, per_rank: Any, *, info: Mapping[str, Any], exchange: Exchange, agree: timedelta,
@@ -113,13 +126,14 @@ class Drafter:
             ConfigError: a state that cannot be stored.
         """
         shared, own = flatten(state), flatten(per_rank)
-        small, large = self._split(shared.tensors, replicated)
-        plan = self._plan(large, exchange, agree)
-        objects = json.dumps(
-            {"state": shared.skeleton if self._rank == 0 else None, "per_rank": own.skeleton, "info": dict(info)},
-            separators=(",", ":"), allow_nan=True,
-        ).encode()  # fmt: skip
-        return Draft(self._layout(plan, small, own.tensors, len(objects)), plan.digest, shared.tensors, own.tensors, objects)
+        objects = _json({"state": shared.skeleton if self._rank == 0 else None, "per_rank": own.skeleton, "info": dict(info)}).encode()
+        # What one rank alone has, when not all is replicated. None: nothing, without asking for each tensor.
+        alone = None if replicated is None else [not replicated(key, tensor) for key, tensor in shared.tensors.items()]
+        looks = (_looks(shared.tensors), _looks(own.tensors), alone)
+        laid = self._laid
+        if laid is None or laid.looks != looks or self._reserve < len(objects):
+            laid = self._laid = self._lay(looks, shared.tensors, own.tensors, alone, len(objects), exchange, agree)
+        return Draft(laid.layout, laid.plan, laid.on_cuda, shared.tensors, own.tensors, objects, laid.places)
 
     def estimate(self, tensors: Mapping[str, Tensor]) -> int:
         """About how many bytes this rank's shard of such tensors (also on the meta device) takes, rather too many."""
@@ -128,56 +142,66 @@ class Drafter:
         # Room for the header, the Python objects and what is small; a slot that is too large is shortened for free.
         return int(sum(chunk.nbytes for chunk in plan.chunks) * 1.02) + (1 << 20)
 
-    def _split(
-        self, tensors: Mapping[str, Tensor], replicated: Callable[[str, Tensor], bool] | None
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _lay(
+        self, looks: object, shared: Mapping[str, Tensor], own: Mapping[str, Tensor], alone: Sequence[bool] | None,
+        objects_nbytes: int, exchange: Exchange, agree: timedelta,
+    ) -> _Laid:  # fmt: skip
+        small, large = self._split(shared, alone)
+        plan = self._plan(large, exchange, agree)
+        if self._reserve < objects_nbytes:
+            self._reserve = objects_reserve(objects_nbytes)
+        chunks = [*plan.chunks]
+        for group, per_rank in ((small, False), (own, True)):
+            for name, tensor in group.items():
+                shape = tuple(tensor.shape)
+                dtype, size = dtype_name(tensor.dtype), tensor.element_size()
+                chunks.append(Chunk(name, (0,) * len(shape), shape, dtype, size, shape, per_rank=per_rank))
+        layout = make_layout(
+            chunks, objects_nbytes=self._reserve,
+            meta={"run": self._run, "rank": self._rank, "world_size": self._world_size, "plan": plan.digest},
+        )  # fmt: skip
+        places = tuple(
+            _Place(
+                placed.chunk.key, placed.start, placed.end - placed.start, placed.chunk.per_rank,
+                None if placed.chunk.per_rank or (placed.chunk.whole and not is_sharded(shared[placed.chunk.key])) else placed.chunk,
+            )
+            for placed in layout.placed
+        )  # fmt: skip
+        return _Laid(looks, plan.digest, layout, places, any(tensor.is_cuda for tensor in shared.values()))
+
+    def _split(self, tensors: Mapping[str, Tensor], alone: Sequence[bool] | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Plain tensors that rank 0 writes for all (small ones, and those not replicated), and the rest, which is shared out.
 
         Callbacks and metrics may hold small tensors on some ranks only; the shared plan must not depend on them.
         """
         small: dict[str, Tensor] = {}
         large: dict[str, Tensor] = {}
-        for key, tensor in tensors.items():
-            alone = not is_sharded(tensor) and (
-                tensor.numel() * tensor.element_size() < self._small_nbytes or (replicated is not None and not replicated(key, tensor))
-            )
-            (small if alone else large)[key] = tensor
+        for (key, tensor), only in zip(tensors.items(), alone or [False] * len(tensors), strict=True):
+            is_small = tensor.numel() * tensor.element_size() < self._small_nbytes
+            (small if (only or is_small) and not is_sharded(tensor) else large)[key] = tensor
         return small if self._rank == 0 else {}, large
 
     def _plan(self, tensors: Mapping[str, Tensor], exchange: Exchange, agree: timedelta) -> WritePlan:
         mark = fingerprint(tensors)
-        if self._planned is None or self._planned.fingerprint != mark:
+        if self._planned is None or self._planned[0] != mark:
             mine = describe(tensors, world_size=self._world_size)
             if self._world_size > 1 and any(is_sharded(t) for t in tensors.values()):
                 said = exchange.all("plan", json.dumps(mine).encode(), timeout=agree)
                 plan = plan_writes([json.loads(data) for data in said], rank=self._rank)
             else:
                 plan = plan_replicated(mine, rank=self._rank, world_size=self._world_size)
-            self._planned = _Planned(mark, plan)
-        return self._planned.plan
-
-    def _layout(
-        self, plan: WritePlan, small: Mapping[str, Tensor], own: Mapping[str, Tensor], objects_nbytes: int
-    ) -> ShardLayout:
-        planned = self._planned
-        assert planned is not None
-        key = tuple((name, t.dtype, tuple(t.shape)) for group in (small, own) for name, t in group.items())
-        if planned.layout is None or planned.layout_key != key or planned.reserve < objects_nbytes:
-            planned.layout_key, planned.reserve = key, max(planned.reserve, objects_reserve(objects_nbytes))
-            chunks = [*plan.chunks]
-            for group, per_rank in ((small, False), (own, True)):
-                for name, tensor in group.items():
-                    shape = tuple(tensor.shape)
-                    dtype, size = dtype_name(tensor.dtype), tensor.element_size()
-                    chunks.append(Chunk(name, (0,) * len(shape), shape, dtype, size, shape, per_rank=per_rank))
-            planned.layout = make_layout(
-                chunks, objects_nbytes=planned.reserve,
-                meta={"run": self._run, "rank": self._rank, "world_size": self._world_size, "plan": plan.digest},
-            )  # fmt: skip
-        return planned.layout
+            self._planned = (mark, plan)
+        return self._planned[1]
 
 
-def _box(tensor: Tensor, chunk: Chunk) -> Tensor:
+def _looks(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
+    """Equal for tensors one layout fits. A microsecond per tensor, as it is asked at every save."""
+    return [
+        (key, t.dtype, t.shape, t.device, None if type(t) is Tensor or not is_sharded(t) else sharding(t)) for key, t in tensors.items()
+    ]
+
+
+def _cut(tensor: Tensor, chunk: Chunk) -> Tensor:
     """The part of a tensor that a chunk describes; for a DTensor its local shard."""
     if is_sharded(tensor):
         tensor = tensor.to_local()  # type: ignore[attr-defined]

@@ -4,6 +4,9 @@ Tensors are not handled here: :mod:`resiliency.checkpoint.state` replaces them b
 What JSON cannot say is tagged: ``{"!": "tuple", "v": [...]}``. Objects of unknown classes are pickled into the text
 but only unpickled when the reader says so (``allow_pickle``); otherwise a subclass of a builtin degrades to that
 builtin and everything else becomes :class:`Opaque`.
+
+A dict that holds nothing but tensors, which is most of a state, is one :func:`table` of names instead of a placeholder for
+each: it is written at every save, while the training thread waits.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ import datetime
 import pathlib
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from resiliency.errors import ConfigError
 
-__all__ = ["Opaque", "decode", "encode"]
+__all__ = ["Opaque", "decode", "encode", "expand", "join_path", "table", "table_keys"]
 
 _FACTORIES: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str, "tuple": tuple}
 
@@ -38,24 +41,62 @@ class Opaque:
         return f"Opaque({self.type_name!r})"
 
 
-def encode(value: Any, *, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...] = ()) -> Any:
+def join_path(parts: Sequence[str]) -> str:
+    """Keys from the root as one text; different paths may give the same (which callers must look out for)."""
+    return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in parts)
+
+
+def table_keys(at: str, names: Sequence[str]) -> list[str]:
+    """Keys of tensors called ``names`` in a dict whose own key is ``at`` ("" for the root)."""
+    prefix = f"{at}/" if at else ""
+    return [prefix + join_path((name,)) or "value" for name in names]
+
+
+def table(at: str, names: Sequence[str], otherwise: Mapping[str, str]) -> dict[str, Any]:
+    """What stands for a dict of tensors.
+
+    Args:
+        at: key of the dict.
+        names: its keys.
+        otherwise: name -> key of the tensors that are stored under another key than :func:`table_keys` gives.
+    """
+    made: dict[str, Any] = {"!": "tensors", "at": at, "k": list(names)}
+    if otherwise:
+        made["as"] = dict(otherwise)
+    return made
+
+
+def expand(value: Any) -> Any:
+    """JSON from :func:`encode` with every table as a dict of placeholders, for those who walk through it."""
+    if isinstance(value, list):
+        return [expand(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("!") != "tensors":
+        return {key: expand(item) for key, item in value.items()}
+    otherwise = value.get("as", {})
+    items = {
+        name: {"!": "tensor", "k": otherwise.get(name, key)}
+        for name, key in zip(value["k"], table_keys(value["at"], value["k"]), strict=True)
+    }
+    return items if "!" not in items else {"!": "dict", "v": [[name, item] for name, item in items.items()]}
+
+
+def encode(value: Any, *, leaf: Callable[[Any, tuple[str, ...]], Any]) -> Any:
     """Turns ``value`` into what :func:`json.dumps` accepts.
 
     Args:
         value: any tree of Python objects. Not changed; nothing in the result aliases it.
-        leaf: called as ``leaf(object, path)`` for every object that is not a plain Python value; returns a JSON value
+        leaf: called as ``leaf(object, keys from the root)`` for every dict and every object that is not a plain Python value; returns a JSON value
             to use instead, or ``NotImplemented`` to let this module handle it.
-        path: keys from the root, for messages.
 
     Raises:
         ConfigError: an object that can be neither encoded nor pickled; names where it is.
     """
-    if not path:
-        try:
-            return _encode(value, leaf, path)
-        except RecursionError:
-            raise ConfigError("the state is nested too deeply, or contains itself; store a plain tree") from None
-    return _encode(value, leaf, path)
+    try:
+        return _encode(value, leaf, ())
+    except RecursionError:
+        raise ConfigError("the state is nested too deeply, or contains itself; store a plain tree") from None
 
 
 def _encode(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
@@ -65,9 +106,9 @@ def _encode(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple
     if kind is int:
         return value if -_JSON_INT < value < _JSON_INT else {"!": "int", "v": hex(value)}
     if kind is list:
-        return [encode(item, leaf=leaf, path=(*path, str(i))) for i, item in enumerate(value)]
+        return [_encode(item, leaf, (*path, str(i))) for i, item in enumerate(value)]
     if kind is tuple:
-        return {"!": "tuple", "v": [encode(item, leaf=leaf, path=(*path, str(i))) for i, item in enumerate(value)]}
+        return {"!": "tuple", "v": [_encode(item, leaf, (*path, str(i))) for i, item in enumerate(value)]}
     if kind is dict:
         return _encode_dict(value, leaf, path)
     replaced = leaf(value, path)
@@ -77,11 +118,14 @@ def _encode(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple
 
 
 def _encode_dict(value: dict[Any, Any], leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
+    replaced = leaf(value, path)
+    if replaced is not NotImplemented:
+        return replaced
     if all(type(key) is str and key != "!" for key in value):
-        return {key: encode(item, leaf=leaf, path=(*path, key)) for key, item in value.items()}
+        return {key: _encode(item, leaf, (*path, key)) for key, item in value.items()}
     return {
         "!": "dict",
-        "v": [[encode(k, leaf=leaf, path=path), encode(v, leaf=leaf, path=(*path, str(k)))] for k, v in value.items()],
+        "v": [[_encode(k, leaf, path), _encode(v, leaf, (*path, str(k)))] for k, v in value.items()],
     }
 
 
@@ -89,7 +133,7 @@ def _encode_other(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path:
     kind = type(value)
 
     def items(values: Any) -> list[Any]:
-        return [encode(item, leaf=leaf, path=(*path, str(i))) for i, item in enumerate(values)]
+        return [_encode(item, leaf, (*path, str(i))) for i, item in enumerate(values)]
 
     if kind in (bytes, bytearray):
         return {"!": kind.__name__, "v": base64.b64encode(value).decode()}
@@ -148,7 +192,7 @@ def _encode_pickle(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path
     result: dict[str, Any] = {"!": "pickle", "t": name, "v": data}
     plain = _as_builtin(value)
     if plain is not None:
-        result["plain"] = encode(plain, leaf=leaf, path=path)
+        result["plain"] = _encode(plain, leaf, path)
     return result
 
 
@@ -188,6 +232,8 @@ def _decode_tagged(
     tag: str, item: dict[str, Any], walk: Callable[[Any], Any], leaf: Callable[[dict[str, Any]], Any], allow_pickle: bool
 ) -> Any:
     v = item.get("v")
+    if tag == "tensors":
+        return walk(expand(item))
     if tag == "int":
         return int(str(v), 16)
     if tag == "tuple":

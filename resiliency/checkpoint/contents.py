@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.checkpoint.catalog import step_prefix
+from resiliency.checkpoint.codec import expand
 from resiliency.checkpoint.layout import ShardHeader, header_length, parse_header
 from resiliency.checkpoint.manifest import ShardRecord
 from resiliency.checkpoint.tiers.base import Tier
@@ -84,8 +85,8 @@ def read_objects(tier: Tier, run: str, record: ShardRecord, header: ShardHeader)
     key = step_prefix(run, record.id) + record.file
     try:
         data = json.loads(tier.read_range(key, *header.objects))
-        return {name: data.get(name) for name in ("state", "per_rank", "info")}
-    except (FileNotFoundError, ValueError, AttributeError) as error:
+        return {name: expand(data.get(name)) for name in ("state", "per_rank", "info")}
+    except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError) as error:
         where = f"{tier.root}/{key}"
         raise CorruptShard(f"{where}: its objects cannot be read ({error})", path=where, ranges=(header.objects,)) from error
 

@@ -38,7 +38,7 @@ from resiliency.checkpoint.layout import Chunk
 from resiliency.checkpoint.state import dtype_from_name, dtype_name
 from resiliency.errors import ConfigError
 
-__all__ = ["Read", "WritePlan", "describe", "fingerprint", "is_sharded", "plan_reads", "plan_replicated", "plan_writes"]
+__all__ = ["Read", "WritePlan", "describe", "fingerprint", "is_sharded", "plan_reads", "plan_replicated", "plan_writes", "sharding"]
 
 #: Large replicated tensors are cut so that no piece is larger than this part of a rank's share: the shares then differ by
 #: less than one piece.
@@ -54,12 +54,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> int:
     """Changes when the plan must be made anew. In-process only; microseconds per tensor."""
-    return hash(
-        tuple(
-            (key, t.dtype, tuple(t.shape), (str(t.placements), id(t.device_mesh)) if is_sharded(t) else None)  # type: ignore[attr-defined]
-            for key, t in tensors.items()
-        )
-    )
+    return hash(tuple((key, t.dtype, t.shape, sharding(t) if is_sharded(t) else None) for key, t in tensors.items()))
+
+
+def sharding(tensor: Any) -> tuple[Any, ...]:
+    """Equal for DTensors that are sharded alike on one mesh. In-process only."""
+    return str(tensor.placements), id(tensor.device_mesh)
 
 
 class _CuttingPlanner(DefaultSavePlanner):

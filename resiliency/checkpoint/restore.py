@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from resiliency.checkpoint._memory import view
 from resiliency.checkpoint.catalog import block_digest, scan, step_prefix
 from resiliency.checkpoint.layout import Chunk, Placed, ShardHeader, header_length, parse_header
 from resiliency.checkpoint.manifest import MANIFEST, ShardRecord, StepId
@@ -196,7 +197,7 @@ class ShardReader:
 
     def view(self, start: int, end: int) -> memoryview:
         """Bytes of the file, unchecked."""
-        return memoryview((ctypes.c_char * (end - start)).from_address(self._address + start)).cast("B")
+        return view(self._address + start, end - start)
 
     def take(self, start: int, address: int, nbytes: int, digest: Any) -> None:
         """Copies bytes of the file to memory and adds them to a digest. Thread: any; without the GIL.
@@ -207,7 +208,7 @@ class ShardReader:
         Raises:
             OSError: the disk failed.
         """
-        target = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+        target = view(address, nbytes)
         done = 0
         while done < nbytes:
             count = os.preadv(self._fd, [target[done:]], start + done)
@@ -218,7 +219,7 @@ class ShardReader:
 
     def copy(self, start: int, address: int, nbytes: int) -> None:
         """Copies bytes of the file to memory."""
-        ctypes.memmove(ctypes.c_void_p(address), ctypes.c_void_p(self._address + start), nbytes)
+        ctypes.memmove(address, self._address + start, nbytes)
 
     def tensor(self, chunk: Chunk, placed: Placed) -> Tensor:
         """The stored chunk as a CPU tensor that aliases the mapping."""

@@ -21,13 +21,15 @@ DataStates-LLM (HPDC '24).
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -35,6 +37,7 @@ from torch import Tensor
 
 from resiliency import faultpoints
 from resiliency.checkpoint._cuda import DeviceCopies
+from resiliency.checkpoint._memory import view
 from resiliency.checkpoint.manifest import BLOCK_BYTES
 from resiliency.errors import Timeout, TornSnapshot
 
@@ -48,60 +51,73 @@ _STRIDE = 512 * 1024
 _HELPER_S = 60.0
 
 
-@dataclass(frozen=True)
-class Copy:
-    """``source`` (any strides, CPU or CUDA), named ``key`` in messages, goes to file offset ``start`` in C order."""
+class Copy(NamedTuple):
+    """``source`` (any strides, CPU or CUDA), named ``key`` in messages, goes to ``nbytes`` bytes at file offset ``start`` in C order."""
 
     source: Tensor
     start: int
+    nbytes: int
     key: str = ""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the source."""
-        return self.source.numel() * self.source.element_size()
 
+class _Sources:
+    """The copies as one run of bytes of the file. Thread: any.
 
-class _Source:
-    """The bytes of one copy; a tensor that does not lie in C order is put in order when the first of them is wanted."""
+    Args:
+        copies: in file order.
+        nbytes: size of the file.
+        gaps: some bytes of the file have no source here.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._address: int | None = None
+    def __init__(self, copies: Sequence[Copy], nbytes: int, *, gaps: bool) -> None:
+        if copies and copies[-1].start + copies[-1].nbytes > nbytes:
+            raise ValueError(f"the last source ends at {copies[-1].start + copies[-1].nbytes}, the file at {nbytes}")
+        self._copies, self._gaps = copies, gaps
+        self._starts = [copy.start for copy in copies]
+        self._versions = _versions(copies)
+        self._ordered: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
-    def address(self) -> int:
-        """Of the first byte. Thread: any."""
-        with self._lock:
-            if self._address is None:
-                self._tensor = self._tensor.detach().resolve_conj().resolve_neg().contiguous()
-                self._address = self._tensor.data_ptr()
-            return self._address
+    def within(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Pieces that fill bytes ``[start, end)`` of the file, in order, as (address, file offset, bytes). Thread: any.
+
+        Raises:
+            ValueError: a byte has no source, or two.
+        """
+        at, begin = start, max(0, bisect.bisect_right(self._starts, start) - 1)
+        for index in range(begin, len(self._copies)):
+            copy = self._copies[index]
+            if at >= end or copy.start >= end or (copy.start != at and (copy.start > at or index > begin) and not self._gaps):
+                break
+            first, last = max(at, copy.start), min(copy.start + copy.nbytes, end)
+            if last > first:
+                yield self._address(index) + first - copy.start, first, last - first
+                at = last
+        if at < end and not self._gaps:
+            raise ValueError(f"no source fills bytes {at} to {end} of the file")  # no digest would know them
+
+    def changed(self) -> list[str]:
+        """Keys of sources that were changed in place since this was made."""
+        versions = zip(self._copies, self._versions, _versions(self._copies), strict=True)
+        return [copy.key for copy, before, now in versions if before != now]
+
+    def _address(self, index: int) -> int:
+        """Of the first byte of a copy; a tensor that does not lie in C order is put in order when it is wanted first."""
+        tensor = self._copies[index].source
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            with self._lock:
+                if index not in self._ordered:
+                    self._ordered[index] = tensor.detach().resolve_conj().resolve_neg().contiguous()
+                tensor = self._ordered[index]
+        return tensor.data_ptr()
 
 
-def _view(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """Bytes ``[first, first + nbytes)`` of a source, which go to file offset ``start``."""
-
-    source: _Source
-    first: int
-    start: int
-    nbytes: int
-
-
-@dataclass
-class _Block:
-    """A part of the file with a digest of its own. Segments in file order; with sources on a GPU not all of it."""
-
-    nbytes: int
-    address: int  # of the file's first byte in the mapping
-    digested: bool
-    segments: list[_Segment] = field(default_factory=list)
-    digest: str = ""
+def _versions(copies: Sequence[Copy]) -> list[int]:
+    """Torch's count of in-place changes to each source; 0 for those made in inference mode, which have none."""
+    try:
+        return [copy.source._version for copy in copies]
+    except RuntimeError:
+        return [0 if copy.source.is_inference() else copy.source._version for copy in copies]
 
 
 @dataclass
@@ -109,7 +125,7 @@ class Snapshot:
     """One pending copy of a state. Made by :meth:`Copier.start`; every attribute is guarded by its lock.
 
     Attributes:
-        copies: sources on the CPU, in file order; emptied when done.
+        sources: what is copied from memory; None once done.
         fd: file the copy thread writes to; None: it stores to the mapping.
         nbytes: size of the file.
         address: of its mapping.
@@ -117,28 +133,26 @@ class Snapshot:
         done: set when every byte is in the file and digested, or the copy failed.
         error: what went wrong, if anything.
         device: copies that run on GPUs; they are one piece of work, done by waiting for them and digesting the file.
-        versions: sources on the CPU, and torch's count of in-place changes when the copy began.
     """
 
-    copies: Sequence[Copy]
+    sources: _Sources | None
     fd: int | None
     nbytes: int
     address: int
     on_done: Callable[[Snapshot], None]
     device: DeviceCopies | None = None
-    versions: Sequence[tuple[Copy, int]] = ()
-    digests: tuple[str, ...] = ()
+    digests: list[str] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     _lock: threading.Condition = field(default_factory=threading.Condition)
     _next: int = 0
-    _blocks: list[_Block] | None = None  # cut by the thread that comes first: the training thread need not
     _blocks_left: int = 0
     _running: int = 0
     _device_waited: bool = False
 
     def __post_init__(self) -> None:
         self._blocks_left = -(-self.nbytes // BLOCK_BYTES)
+        self.digests = [""] * self._blocks_left
 
     def finish_device(self) -> None:
         """Waits for the GPUs' part, if there is one, and digests the file. Thread: copy, after the last :meth:`work`."""
@@ -149,8 +163,8 @@ class Snapshot:
             self.device.wait()
             if not self.wait_blocks(_HELPER_S):
                 raise Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
-            view = _view(self.address, self.nbytes)
-            self.digests = tuple(xxhash.xxh3_64_hexdigest(view[at : at + BLOCK_BYTES]) for at in range(0, self.nbytes, BLOCK_BYTES))
+            for index, at in enumerate(range(0, self.nbytes, BLOCK_BYTES)):
+                self.digests[index] = xxhash.xxh3_64_hexdigest(view(self.address + at, min(BLOCK_BYTES, self.nbytes - at)))
         except (RuntimeError, Timeout) as failure:  # RuntimeError: what every CUDA failure is
             logger.exception("copying from the GPU failed")
             error = failure
@@ -174,7 +188,12 @@ class Snapshot:
         error: BaseException | None = None
         try:
             faultpoints.hit("save.block")
-            _copy(self._cut_once()[index], None if helping else self.fd)
+            assert self.sources is not None  # a block is left
+            start = index * BLOCK_BYTES
+            digest = xxhash.xxh3_64() if self.device is None else None
+            _copy(self.sources.within(start, min(start + BLOCK_BYTES, self.nbytes)), self.address, None if helping else self.fd, digest)
+            if digest is not None:
+                self.digests[index] = digest.hexdigest()
         except BaseException as failure:  # Boundary: the copy thread must report, not die; the fence's caller hears of it.
             logger.exception("copying block %d of a shard file failed", index)
             error = failure
@@ -186,18 +205,12 @@ class Snapshot:
         self._finish_if_last()
         return error is None
 
-    def _cut_once(self) -> list[_Block]:
-        with self._lock:
-            if self._blocks is None:
-                self._blocks = _cut(self.copies, self.nbytes, self.address, digested=self.device is None)
-            return self._blocks
-
     def _torn(self) -> TornSnapshot | None:
         """Whether a source was changed in place before it was copied: the file may then mix two moments."""
-        changed = [copy for copy, version in self.versions if copy.source._version != version]
+        changed = self.sources.changed() if self.sources is not None else []
         if not changed:
             return None
-        what = f"tensor {changed[0].key!r} (and {len(changed) - 1} more)" if len(changed) > 1 else f"tensor {changed[0].key!r}"
+        what = f"tensor {changed[0]!r} (and {len(changed) - 1} more)" if len(changed) > 1 else f"tensor {changed[0]!r}"
         return TornSnapshot(f"{what} was changed before the fence, while it was being copied; fence first, or do not copy it lazily")
 
     def _finish_if_last(self) -> None:
@@ -212,32 +225,24 @@ class Snapshot:
         with self._lock:
             if self.done.is_set():
                 return
-            if self.device is None:
-                self.digests = tuple(block.digest for block in self._blocks or ())
-            self.copies, self._blocks, self.versions = (), None, ()  # lets go of the tensors
+            self.sources = None  # lets go of the tensors
             self.done.set()
         self.on_done(self)
 
 
-_void = ctypes.c_void_p
-
-
-def _copy(block: _Block, fd: int | None) -> None:
-    digest = xxhash.xxh3_64()
-    for segment in block.segments:
-        address = segment.source.address() + segment.first
-        source = _view(address, segment.nbytes)
-        for at in range(0, segment.nbytes, _STRIDE):
-            stride = source[at : at + _STRIDE]
-            if block.digested:
+def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, digest: Any) -> None:
+    """Copies (address, file offset, bytes) to the file, or to its mapping at ``base``, and adds them to the digest, if any."""
+    for address, offset, nbytes in pieces:
+        for at in range(0, nbytes, _STRIDE):
+            stride = view(address + at, min(_STRIDE, nbytes - at))
+            if digest is not None:
                 digest.update(stride)
             if fd is None:
-                ctypes.memmove(_void(block.address + segment.start + at), _void(address + at), len(stride))
-            else:
-                written = 0
-                while written < len(stride):  # a signal may cut a write short
-                    written += os.pwrite(fd, stride[written:], segment.start + at + written)
-    block.digest = digest.hexdigest()
+                ctypes.memmove(base + offset + at, address + at, len(stride))
+                continue
+            written = 0
+            while written < len(stride):  # a signal may cut a write short
+                written += os.pwrite(fd, stride[written:], offset + at + written)
 
 
 class Copier:
@@ -276,11 +281,11 @@ class Copier:
             on_done: called once, with the snapshot, after the last byte or an error.
         """
         assert self._current is None or self._current.done.is_set(), "fence the previous snapshot first"
-        on_gpu = [(copy.source, _target(copy, mapping)) for copy in copies if copy.source.device.type == "cuda" and copy.nbytes]
+        on_gpu = [(copy.source, _target(copy, mapping)) for copy in copies if copy.source.is_cuda and copy.nbytes]
         # Not those on a GPU: there a change after the fence waits for the copy, and is counted before it.
-        on_cpu = [copy for copy in copies if copy.source.device.type != "cuda"] if on_gpu else copies
-        versions = [(copy, copy.source._version) for copy in on_cpu if not copy.source.is_inference()]
-        snapshot = Snapshot(on_cpu, fd, nbytes, address, on_done, DeviceCopies(on_gpu) if on_gpu else None, versions)
+        on_cpu = [copy for copy in copies if not copy.source.is_cuda] if on_gpu else copies
+        sources = _Sources(on_cpu, nbytes, gaps=bool(on_gpu))
+        snapshot = Snapshot(sources, fd, nbytes, address, on_done, DeviceCopies(on_gpu) if on_gpu else None)
         if not nbytes:
             snapshot._finish()
             return snapshot
@@ -334,25 +339,6 @@ class Copier:
         self._thread.join(timeout=60)
         if self._thread.is_alive():
             logger.warning("the copy thread did not end within 60 s; it is left behind as a daemon")
-
-
-def _cut(copies: Sequence[Copy], nbytes: int, address: int, *, digested: bool) -> list[_Block]:
-    """The file in blocks, and which bytes of which source make up each."""
-    blocks = [_Block(min(BLOCK_BYTES, nbytes - at), address, digested) for at in range(0, nbytes, BLOCK_BYTES)]
-    end = 0
-    for copy in copies:
-        if digested and copy.start != end:
-            raise ValueError(f"no source fills bytes {end} to {copy.start} of the file")  # no digest would know them
-        end = copy.start + copy.nbytes
-        source, first = _Source(copy.source), 0
-        while first < copy.nbytes:
-            index, inside = divmod(copy.start + first, BLOCK_BYTES)
-            length = min(copy.nbytes - first, BLOCK_BYTES - inside)
-            blocks[index].segments.append(_Segment(source, first, copy.start + first, length))
-            first += length
-    if digested and end != nbytes:
-        raise ValueError(f"no source fills bytes {end} to {nbytes} of the file")
-    return blocks
 
 
 def _target(copy: Copy, mapping: memoryview) -> Tensor:

@@ -341,7 +341,7 @@ def test_a_state_changed_before_the_fence_is_not_committed(
 ) -> None:
     save(checkpointer, 1)
     real, go_on = snapshot._copy, threading.Event()
-    monkeypatch.setattr(snapshot, "_copy", lambda block, fd: (go_on.wait(5), real(block, fd))[1])
+    monkeypatch.setattr(snapshot, "_copy", lambda *args: (go_on.wait(5), real(*args))[1])
     state = {"weight": torch.zeros(5000), "other": torch.zeros(5000)}
     ticket = checkpointer.save(2, state, lazy=True)
     assert ticket is not None
@@ -354,6 +354,15 @@ def test_a_state_changed_before_the_fence_is_not_committed(
     assert load(checkpointer).step == 1
     save(checkpointer, 3)
     assert load(checkpointer).step == 3
+
+
+def test_python_objects_that_grow_between_saves(checkpointer: Checkpointer) -> None:
+    """The layout is kept from save to save, and the room for what is no tensor with it, until that is too small."""
+    for step, length in enumerate((10, 100_000, 50, 1_000_000), 1):
+        save(checkpointer, step, {"w": torch.full((5000,), float(step)), "notes": "x" * length, "list": list(range(length // 100))})
+        restored = load(checkpointer)
+        assert restored.state["notes"] == "x" * length and len(restored.state["list"]) == length // 100
+        assert restored.state["w"][0] == step
 
 
 def test_another_dtype_is_converted_and_said(checkpointer: Checkpointer, caplog: pytest.LogCaptureFixture) -> None:

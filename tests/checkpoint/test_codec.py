@@ -286,5 +286,5 @@ def test_leaf_is_asked_before_anything_is_pickled() -> None:
         return {"!": "mine"} if isinstance(item, Settings) else NotImplemented
 
     value = encode({"a": [Settings()], "b": 1}, leaf=leaf)
-    assert asked == [("a", "0")]
+    assert asked == [(), ("a", "0")], "dicts are offered too: what holds nothing but leaves can be written at once"
     assert decode(value, leaf=lambda item: "yes") == {"a": ["yes"], "b": 1}

@@ -136,7 +136,7 @@ def test_a_copy_that_fails_fails_its_save_only(local: Path, monkeypatch: pytest.
     with make_checkpointer(local) as checkpointer:
         assert saved(checkpointer, 1)
 
-        def broken(piece: Any, fd: int | None) -> None:
+        def broken(*args: Any) -> None:
             raise RuntimeError("device lost")
 
         monkeypatch.setattr(snapshot, "_copy", broken)

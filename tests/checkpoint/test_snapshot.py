@@ -48,6 +48,7 @@ class File:
     made: ClassVar[list[int]] = []
 
     def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         self.fd = os.memfd_create("shard")
         self.made.append(self.fd)
         os.truncate(self.fd, max(nbytes, 1))
@@ -57,15 +58,19 @@ class File:
 
     def start(self, copier: Copier, copies: list[Copy]) -> Snapshot:
         return copier.start(
-            copies, nbytes=sum(copy.nbytes for copy in copies), mapping=memoryview(self.map), address=self.address, fd=self.fd if self.written else None,
+            copies, nbytes=self.nbytes, mapping=memoryview(self.map), address=self.address, fd=self.fd if self.written else None,
             on_done=self.finished.append,
         )  # fmt: skip
+
+
+def copy_of(tensor: torch.Tensor, start: int) -> Copy:
+    return Copy(tensor, start, tensor.numel() * tensor.element_size())
 
 
 def laid_out(tensors: list[torch.Tensor]) -> tuple[list[Copy], int]:
     copies, at = [], 0
     for tensor in tensors:
-        copies.append(Copy(tensor, at))
+        copies.append(copy_of(tensor, at))
         at += tensor.numel() * tensor.element_size()
     return copies, at
 
@@ -96,6 +101,7 @@ def test_many_at_once_and_nothing_outside(copier: Copier) -> None:
     copies, size = laid_out(tensors)
     file = File(size + 64)
     file.map[:] = b"\xaa" * (size + 64)
+    file.nbytes = size
     copier.fence(file.start(copier, copies), deadline_s=10)
     assert file.map[:size] == b"".join(map(bytes_of, tensors))
     assert file.map[size:] == b"\xaa" * 64, "wrote beyond the tensors"
@@ -111,15 +117,25 @@ def test_the_digests_are_those_of_the_file(copier: Copier, fenced: bool) -> None
         copier.fence(snapshot, deadline_s=10)
     assert snapshot.done.wait(10)
     assert size > 9 * 4096
-    assert snapshot.digests == tuple(block_digest(file.map[at : at + 4096]) for at in range(0, size, 4096))
+    assert snapshot.digests == [block_digest(file.map[at : at + 4096]) for at in range(0, size, 4096)]
 
 
-def test_a_gap_is_refused(copier: Copier) -> None:
-    """Its bytes would be those of an older step, and no digest would know them."""
-    file = File(4096)
-    snapshot = file.start(copier, [Copy(torch.zeros(4, dtype=torch.uint8), 0), Copy(torch.zeros(4, dtype=torch.uint8), 5)])
+@pytest.mark.parametrize(
+    ("starts", "nbytes", "missing"),
+    [((0, 5), 9, "4 to 9"), ((0, 3), 7, "4 to 7"), ((0, 4), 9, "8 to 9"), ((1, 5), 9, "0 to 9"), ((0, 4096), 4100, "4 to 4096"), ((4096,), 4100, "0 to 4096")],
+)
+def test_bytes_with_no_source_or_two_are_refused(copier: Copier, starts: list[int], nbytes: int, missing: str) -> None:
+    """They would be those of an older step, and no digest would know them."""
+    file = File(nbytes)
+    snapshot = file.start(copier, [copy_of(torch.zeros(4, dtype=torch.uint8), start) for start in starts])
     copier.fence(snapshot, deadline_s=5)
-    assert "no source fills bytes 4 to 5" in str(snapshot.error) and file.finished == [snapshot]
+    assert f"no source fills bytes {missing}" in str(snapshot.error) and file.finished == [snapshot]
+
+
+def test_a_source_beyond_the_file_is_refused(copier: Copier) -> None:
+    file = File(11)
+    with pytest.raises(ValueError, match="ends at 12, the file at 11"):
+        file.start(copier, [copy_of(torch.zeros(12, dtype=torch.uint8), 0)])
 
 
 @pytest.mark.parametrize("fenced", [True, False])
@@ -127,7 +143,7 @@ def test_changes_right_after_the_fence_do_not_show(copier: Copier, monkeypatch: 
     """And without the fence they do: the test can fail."""
     real = snapshot_module._copy
     go_on = threading.Event()
-    monkeypatch.setattr(snapshot_module, "_copy", lambda block, fd: (go_on.wait(10), real(block, fd))[1])
+    monkeypatch.setattr(snapshot_module, "_copy", lambda *args: (go_on.wait(10), real(*args))[1])
     weights = [torch.full((5000,), float(i)) for i in range(8)]
     wanted = [bytes_of(weight) for weight in weights]
     copies, size = laid_out(weights)
@@ -143,6 +159,23 @@ def test_changes_right_after_the_fence_do_not_show(copier: Copier, monkeypatch: 
     got = [file.map[copy.start : copy.start + len(data)] for copy, data in zip(copies, wanted, strict=True)]
     assert (got == wanted) is fenced
     assert isinstance(snapshot.error, TornSnapshot) is not fenced, "a file that mixes two moments would be committed"
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_changes_are_noticed_beside_tensors_that_cannot_count_them(copier: Copier, monkeypatch: pytest.MonkeyPatch, changed: bool) -> None:
+    real, go_on = snapshot_module._copy, threading.Event()
+    monkeypatch.setattr(snapshot_module, "_copy", lambda *args: (go_on.wait(10), real(*args))[1])
+    with torch.inference_mode():
+        frozen = torch.ones(50)
+    live = torch.zeros(50)
+    copies, size = laid_out([frozen, live])
+    file = File(size)
+    snapshot = file.start(copier, copies)
+    if changed:
+        live.add_(1)
+    go_on.set()
+    copier.fence(snapshot, deadline_s=10)
+    assert isinstance(snapshot.error, TornSnapshot) is changed
 
 
 def test_a_change_after_the_copy_is_none(copier: Copier) -> None:
@@ -174,7 +207,7 @@ def test_many_steps_of_a_training_loop(copier: Copier) -> None:
 
 def test_the_background_thread_alone_is_enough(copier: Copier) -> None:
     file = File(80_000)
-    snapshot = file.start(copier, [Copy(torch.ones(20_000), 0)])
+    snapshot = file.start(copier, [copy_of(torch.ones(20_000), 0)])
     assert snapshot.done.wait(10)
     assert file.map[:] == bytes_of(torch.ones(20_000))
     assert copier.fence(snapshot, deadline_s=1) < 0.5
@@ -185,20 +218,20 @@ def test_the_fence_does_its_share(copier: Copier, monkeypatch: pytest.MonkeyPatc
     real, main, inside, go_on = snapshot_module._copy, threading.current_thread(), threading.Event(), threading.Event()
     mine = []
 
-    def copy(piece: Any, fd: int | None) -> None:
+    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> None:
         if threading.current_thread() is main:
-            mine.append(piece)
+            mine.append(pieces)
             if len(mine) == 9:
                 go_on.set()
         else:
             inside.set()
             assert go_on.wait(10)
-        real(piece, fd)
+        real(pieces, base, fd, digest)
 
     monkeypatch.setattr(snapshot_module, "_copy", copy)
     tensor = torch.randn(10 * 1024)
     file = File(40 * 1024)
-    snapshot = file.start(copier, [Copy(tensor, 0)])
+    snapshot = file.start(copier, [copy_of(tensor, 0)])
     assert inside.wait(5)
     copier.fence(snapshot, deadline_s=5)
     assert len(mine) == 9 and file.map[:] == bytes_of(tensor)
@@ -210,16 +243,16 @@ def test_the_two_threads_use_the_two_ways(copier: Copier, monkeypatch: pytest.Mo
     here, there = threading.Event(), threading.Event()
     used: dict[bool, set[bool]] = {True: set(), False: set()}
 
-    def copy(piece: Any, fd: int | None) -> None:
+    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> None:
         mine = threading.current_thread() is main
         used[mine].add(fd is not None)
         (here if mine else there).set()
         assert (there if mine else here).wait(5), "one thread did all of it"
-        real(piece, fd)
+        real(pieces, base, fd, digest)
 
     monkeypatch.setattr(snapshot_module, "_copy", copy)
     file = File(40 * 1024)
-    copier.fence(file.start(copier, [Copy(torch.zeros(10 * 1024), 0)]), deadline_s=10)
+    copier.fence(file.start(copier, [copy_of(torch.zeros(10 * 1024), 0)]), deadline_s=10)
     assert used == {True: {False}, False: {way == "writes"}}
 
 
@@ -229,14 +262,14 @@ def test_short_writes_are_continued(copier: Copier, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, memoryview(data)[:300], at))
     file = File(40_000)
     tensor = torch.randn(10_000)
-    snapshot = file.start(copier, [Copy(tensor, 0)])
+    snapshot = file.start(copier, [copy_of(tensor, 0)])
     assert snapshot.done.wait(10)
     assert file.map[:] == bytes_of(tensor)
 
 
 def test_nothing_to_copy_is_done_at_once(copier: Copier) -> None:
-    file = File(16)
-    snapshot = file.start(copier, [Copy(torch.empty(0), 0)])
+    file = File(0)
+    snapshot = file.start(copier, [copy_of(torch.empty(0), 0)])
     assert snapshot.done.is_set() and file.finished == [snapshot]
     assert copier.fence(snapshot, deadline_s=0) >= 0
 
@@ -248,7 +281,7 @@ def test_tensors_are_let_go_after_the_copy(copier: Copier) -> None:
     tensor = torch.ones(9000)
     alive = weakref.ref(tensor)
     file = File(36_000)
-    snapshot = file.start(copier, [Copy(tensor, 0)])
+    snapshot = file.start(copier, [copy_of(tensor, 0)])
     copier.fence(snapshot, deadline_s=10)
     del tensor
     gc.collect()
@@ -258,16 +291,16 @@ def test_tensors_are_let_go_after_the_copy(copier: Copier) -> None:
 def test_an_error_is_reported_and_the_copier_lives_on(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
     real = snapshot_module._copy
 
-    def broken(piece: Any, fd: int | None) -> None:
+    def broken(*args: Any) -> None:
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(snapshot_module, "_copy", broken)
     file = File(40_000)
-    snapshot = file.start(copier, [Copy(torch.ones(10_000), 0)])
+    snapshot = file.start(copier, [copy_of(torch.ones(10_000), 0)])
     copier.fence(snapshot, deadline_s=10)
     assert isinstance(snapshot.error, RuntimeError) and file.finished == [snapshot]
     monkeypatch.setattr(snapshot_module, "_copy", real)
-    again = file.start(copier, [Copy(torch.ones(10_000), 0)])
+    again = file.start(copier, [copy_of(torch.ones(10_000), 0)])
     copier.fence(again, deadline_s=10)
     assert again.error is None and file.map[:] == bytes_of(torch.ones(10_000))
 
@@ -277,7 +310,7 @@ def test_after_an_error_the_fence_waits_for_the_other_thread(copier: Copier, mon
     inside, go_on, left = threading.Event(), threading.Event(), threading.Event()
     main = threading.current_thread()
 
-    def copy(piece: Any, fd: int | None) -> None:
+    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> None:
         if threading.current_thread() is main:
             inside.wait(5)
             raise RuntimeError("device lost")
@@ -287,7 +320,7 @@ def test_after_an_error_the_fence_waits_for_the_other_thread(copier: Copier, mon
 
     monkeypatch.setattr(snapshot_module, "_copy", copy)
     file = File(40_000)
-    snapshot = file.start(copier, [Copy(torch.ones(10_000), 0)])
+    snapshot = file.start(copier, [copy_of(torch.ones(10_000), 0)])
     assert inside.wait(5)
     threading.Timer(0.3, go_on.set).start()
     copier.fence(snapshot, deadline_s=10)
@@ -298,14 +331,14 @@ def test_a_copy_that_hangs_is_a_timeout(copier: Copier, monkeypatch: pytest.Monk
     inside, go_on = threading.Event(), threading.Event()
     main = threading.current_thread()
 
-    def copy(piece: Any, fd: int | None) -> None:
+    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> None:
         if threading.current_thread() is not main:
             inside.set()
             go_on.wait(10)
 
     monkeypatch.setattr(snapshot_module, "_copy", copy)
     file = File(40_000)
-    snapshot = file.start(copier, [Copy(torch.ones(10_000), 0)])
+    snapshot = file.start(copier, [copy_of(torch.ones(10_000), 0)])
     assert inside.wait(5)
     with pytest.raises(Timeout, match="hangs"):
         copier.fence(snapshot, deadline_s=0.2)
@@ -315,11 +348,11 @@ def test_a_copy_that_hangs_is_a_timeout(copier: Copier, monkeypatch: pytest.Monk
 
 def test_starting_over_an_unfinished_one_is_refused(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(snapshot_module, "_copy", lambda piece, fd: go_on.wait(5))
+    monkeypatch.setattr(snapshot_module, "_copy", lambda *args: go_on.wait(5))
     file = File(40_000)
-    snapshot = file.start(copier, [Copy(torch.ones(10_000), 0)])
+    snapshot = file.start(copier, [copy_of(torch.ones(10_000), 0)])
     with pytest.raises(AssertionError, match="fence"):
-        file.start(copier, [Copy(torch.ones(10_000), 0)])
+        file.start(copier, [copy_of(torch.ones(10_000), 0)])
     go_on.set()
     copier.fence(snapshot, deadline_s=10)
 
@@ -327,7 +360,7 @@ def test_starting_over_an_unfinished_one_is_refused(copier: Copier, monkeypatch:
 def test_closing_finishes_the_copy_and_ends_the_thread() -> None:
     copier = Copier(name="resiliency-copy-x")
     file = File(400_000)
-    snapshot = file.start(copier, [Copy(torch.ones(100_000), 0)])
+    snapshot = file.start(copier, [copy_of(torch.ones(100_000), 0)])
     copier.close()
     copier.close()
     assert snapshot.done.is_set() and file.map[:] == bytes_of(torch.ones(100_000))
@@ -358,8 +391,9 @@ class Device:
 def begin(copier: Copier, monkeypatch: pytest.MonkeyPatch, device: Device, copies: list[Copy], nbytes: int) -> Snapshot:
     """A snapshot whose first tensor, which is no tensor of this process, is on the device."""
     real = snapshot_module.Snapshot
-    monkeypatch.setattr(snapshot_module, "Snapshot", lambda copies, fd, nbytes, address, on_done, none, versions: real(
-        copies, fd, nbytes, address, on_done, device, versions))  # fmt: skip
+    sources = snapshot_module._Sources(copies, nbytes, gaps=True)
+    monkeypatch.setattr(snapshot_module, "Snapshot", lambda _, fd, nbytes, address, on_done, none: real(
+        sources, fd, nbytes, address, on_done, device))  # fmt: skip
     return copier.start(
         copies, nbytes=nbytes, mapping=memoryview(device.file.map), address=device.file.address, fd=None, on_done=device.file.finished.append
     )
@@ -368,7 +402,7 @@ def begin(copier: Copier, monkeypatch: pytest.MonkeyPatch, device: Device, copie
 def test_the_file_is_digested_after_the_device_is_done(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
     file, tensor = File(13_000), torch.randn(1000)
     device = Device(file, os.urandom(9000))
-    snapshot = begin(copier, monkeypatch, device, [Copy(tensor, 9000)], 13_000)
+    snapshot = begin(copier, monkeypatch, device, [copy_of(tensor, 9000)], 13_000)
     copier.fence(snapshot, deadline_s=5)
     assert file.map[9000:13_000] == bytes_of(tensor), "the fence must not return before the CPU's part is read"
     tensor.fill_(0)
@@ -376,7 +410,7 @@ def test_the_file_is_digested_after_the_device_is_done(copier: Copier, monkeypat
     device.go_on.set()
     assert snapshot.done.wait(10) and snapshot.error is None and file.finished == [snapshot]
     assert file.map[:9000] == device.data
-    assert snapshot.digests == tuple(block_digest(file.map[at : min(at + 4096, 13_000)]) for at in range(0, 13_000, 4096))
+    assert snapshot.digests == [block_digest(file.map[at : min(at + 4096, 13_000)]) for at in range(0, 13_000, 4096)]
 
 
 def test_a_device_that_fails_fails_the_save(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,11 +427,11 @@ def test_the_file_is_not_given_back_while_the_device_writes_to_it(copier: Copier
     file = File(8192)
     device = Device(file, b"x" * 4096)
 
-    def broken(block: Any, fd: int | None) -> None:
+    def broken(*args: Any) -> None:
         raise RuntimeError("no")
 
     monkeypatch.setattr(snapshot_module, "_copy", broken)
-    snapshot = begin(copier, monkeypatch, device, [Copy(torch.zeros(1024), 4096)], 8192)
+    snapshot = begin(copier, monkeypatch, device, [copy_of(torch.zeros(1024), 4096)], 8192)
     assert not snapshot.done.wait(0.3) and not file.finished
     device.go_on.set()
     assert snapshot.done.wait(10) and device.waited.is_set()

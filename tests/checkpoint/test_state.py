@@ -8,15 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from resiliency.checkpoint.codec import expand
+from resiliency.checkpoint.contents import tensor_keys
 from resiliency.checkpoint.state import dtype_from_name, dtype_name, flatten, unflatten
 from resiliency.errors import ConfigError
 from resiliency.testing.checkpoints import differences
 
 
 def through(tree: Any) -> Any:
+    """There and back, both as it is read and as the commands that walk through it see it."""
     flat = flatten(tree)
-    return unflatten(json.loads(json.dumps(flat.skeleton)), {key: tensor.clone() for key, tensor in flat.tensors.items()})
+    skeleton = json.loads(json.dumps(flat.skeleton))
+    tensors = {key: tensor.clone() for key, tensor in flat.tensors.items()}
+    got = unflatten(skeleton, tensors)
+    assert differences(unflatten(expand(skeleton), tensors), got) == []
+    return got
 
 
 def test_tied_tensors_are_stored_once_and_tied_again() -> None:
@@ -64,6 +73,38 @@ def test_any_keys(keys: list[Any]) -> None:
     assert differences(through(tree), tree) == []
 
 
+names = st.text(st.sampled_from("ab/%~!.k0"), max_size=3)
+tensors = st.sampled_from([torch.zeros(2), torch.ones(2), torch.arange(6.0)[:2], torch.empty(0), torch.nn.Parameter(torch.ones(1))])
+trees = st.recursive(
+    tensors | st.integers() | st.none(),
+    lambda inner: st.dictionaries(names, tensors, max_size=4) | st.dictionaries(names, inner, max_size=4) | st.lists(inner, max_size=3),
+    max_leaves=25,
+)
+
+
+@given(tree=trees)
+def test_any_tree_of_tensors_some_of_them_tied(tree: Any) -> None:
+    flat = flatten(tree)
+    assert differences(through(tree), tree) == []
+    assert tensor_keys(expand(flat.skeleton)) == set(flat.tensors), "a command that reads the listing misses a tensor"
+    assert "" not in flat.tensors, "no name for a tensor in a file"
+
+
+def test_a_dict_of_tensors_is_a_list_of_names() -> None:
+    """A placeholder for each costs four times as long, while the training thread waits."""
+    weight = torch.zeros(3)
+    tree = {"m": {"a": weight, "b/c": torch.zeros(1), "tied": weight}, "m/b": {"c": torch.ones(1)}, "mixed": {"t": torch.ones(2), "n": 1}}
+    skeleton = flatten(tree).skeleton
+    assert skeleton == {
+        "m": {"!": "tensors", "at": "m", "k": ["a", "b/c", "tied"], "as": {"tied": "m/a"}},
+        "m/b": {"!": "tensors", "at": "m%2Fb", "k": ["c"]},
+        "mixed": {"t": {"!": "tensor", "k": "mixed/t"}, "n": 1},
+    }
+    assert expand(skeleton)["m"] == {
+        "a": {"!": "tensor", "k": "m/a"}, "b/c": {"!": "tensor", "k": "m/b%2Fc"}, "tied": {"!": "tensor", "k": "m/a"},
+    }  # fmt: skip
+
+
 def test_a_lone_tensor_and_no_tensor() -> None:
     assert torch.equal(through(torch.tensor(3.0)), torch.tensor(3.0))
     assert flatten({"a": 1}).tensors == {} and through({"a": 1}) == {"a": 1} and through(None) is None
@@ -90,9 +131,10 @@ def test_nothing_is_copied_or_changed() -> None:
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")  # torch says of sparse and quantized tensors that they are in beta, or going away
 def test_what_has_no_plain_bytes_is_refused_by_name(make: Callable[[], torch.Tensor], word: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        flatten({"model": {"bad/one": [make()]}})
-    assert word in str(caught.value) and "model/bad%2Fone/0" in str(caught.value)
+    for tree, key in (({"model": {"bad/one": [make()]}}, "model/bad%2Fone/0"), ({"model": {"a": torch.ones(1), "bad/one": make()}}, "model/bad%2Fone")):
+        with pytest.raises(ConfigError) as caught:
+            flatten(tree)
+        assert word in str(caught.value) and repr(key) in str(caught.value)
 
 
 def test_torch_objects_that_are_no_tensors() -> None:
