@@ -10,6 +10,7 @@ Boxes that are cut across rows, converted, or go to a GPU are copied by torch, a
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -115,8 +116,19 @@ class Assembly:
             Byte ranges that do not match their digests, by shard; empty when all is well.
         """
         jobs = [(index, block, segments) for index in range(len(self._readers)) for block, segments in self._blocks(index)]
-        with ThreadPoolExecutor(threads, "resiliency-read") as pool:
-            good = list(pool.map(lambda job: _is_good(self._readers[job[0]], job[1], job[2]), jobs))
+        good = [False] * len(jobs)
+        turns = itertools.count()  # asked by all threads, which is safe: one bytecode, or locked where there is no GIL
+
+        def take_turns() -> None:
+            while (turn := next(turns)) < len(jobs):
+                index, block, segments = jobs[turn]
+                good[turn] = _is_good(self._readers[index], block, segments)
+
+        with ThreadPoolExecutor(max(1, threads - 1), "resiliency-read") as pool:
+            others = [pool.submit(take_turns) for _ in range(threads - 1)]
+            take_turns()
+            for other in others:
+                other.result()
         bad: dict[int, list[tuple[int, int]]] = {}
         for (index, block, _), fine in zip(jobs, good, strict=True):
             if not fine:

@@ -9,8 +9,8 @@ the planner's rule. The planner itself makes one pass per rank (12 s for 64 tens
 counts a piece of a tensor as the whole of it, so its shares differ more. Otherwise descriptions are exchanged once per
 structure.
 
-Reading: DCP's ``DefaultLoadPlanner`` cuts what this rank wants (whole tensors or DTensor shards, any world size) into
-ranges of the stored boxes.
+Reading: of a plain tensor every stored box is wanted. For the shards of DTensors, DCP's ``DefaultLoadPlanner`` cuts what
+this rank wants, at any world size, into ranges of the stored boxes.
 """
 
 from __future__ import annotations
@@ -247,37 +247,58 @@ def plan_reads(wanted: Mapping[str, Tensor], stored: Sequence[Chunk]) -> list[Re
     Raises:
         ConfigError: a key is not stored, or its global shape differs.
     """
-    by_key: dict[str, TensorStorageMetadata] = {}
+    by_key: dict[str, list[Chunk]] = {}
     for chunk in stored:
-        if chunk.per_rank:
-            continue
-        box = ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
-        entry = by_key.get(chunk.key)
-        if entry is None:
-            properties = TensorProperties(dtype=dtype_from_name(chunk.dtype))
-            by_key[chunk.key] = TensorStorageMetadata(properties=properties, size=torch.Size(chunk.shape), chunks=[box])
-        else:
-            entry.chunks.append(box)
+        if not chunk.per_rank:
+            by_key.setdefault(chunk.key, []).append(chunk)
+    reads: list[Read] = []
+    sharded: dict[str, Tensor] = {}
     for key, tensor in wanted.items():
         found = by_key.get(key)
         if found is None:
             raise ConfigError(f"tensor {key!r} is not in the checkpoint; it holds {len(by_key)} tensors such as {sorted(by_key)[:3]}")
-        if tuple(found.size) != tuple(tensor.shape):
-            raise ConfigError(f"tensor {key!r} has shape {tuple(tensor.shape)} here but {tuple(found.size)} in the checkpoint")
+        if found[0].shape != tensor.shape:
+            raise ConfigError(f"tensor {key!r} has shape {tuple(tensor.shape)} here but {found[0].shape} in the checkpoint")
+        if type(tensor) is not Tensor and is_sharded(tensor):
+            sharded[key] = tensor
+            continue
+        # All of a plain tensor is wanted, so every stored box is, whole.
+        for chunk in found:
+            destination = tensor
+            if not chunk.whole:
+                for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                    destination = destination.narrow(dim, offset, size)
+            reads.append(Read(key, chunk.offsets, (0,) * len(chunk.sizes), chunk.sizes, destination))
+    reads += _plan_sharded(sharded, by_key)
+    found_elements = dict.fromkeys(wanted, 0)
+    for read in reads:
+        found_elements[read.key] += math.prod(read.lengths)
+    for key, tensor in wanted.items():
+        local = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        if found_elements[key] != local.numel():
+            raise ConfigError(f"tensor {key!r}: only {found_elements[key]} of {local.numel()} elements are in the checkpoint")
+    return reads
+
+
+def _plan_sharded(wanted: Mapping[str, Tensor], stored: Mapping[str, Sequence[Chunk]]) -> list[Read]:
+    """What DCP's planner reads for this rank's shards."""
+    if not wanted:
+        return []
+    known = {
+        key: TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype_from_name(stored[key][0].dtype)), size=torch.Size(stored[key][0].shape),
+            chunks=[ChunkStorageMetadata(offsets=torch.Size(c.offsets), sizes=torch.Size(c.sizes)) for c in stored[key]],
+        )
+        for key in wanted
+    }  # fmt: skip
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(cast(Any, dict(wanted)), Metadata(state_dict_metadata=cast(Any, by_key)), is_coordinator=True)
+    planner.set_up_planner(cast(Any, dict(wanted)), Metadata(state_dict_metadata=cast(Any, known)), is_coordinator=True)
     plan: LoadPlan = planner.create_local_plan()
-    found_elements: dict[str, int] = dict.fromkeys(wanted, 0)
     reads = []
     for item in plan.items:
-        found_elements[item.dest_index.fqn] += math.prod(item.lengths)
         offset = item.storage_index.offset
         assert offset is not None
         reads.append(
             Read(item.storage_index.fqn, tuple(offset), tuple(item.storage_offsets), tuple(item.lengths), planner.resolve_tensor(item))
         )
-    for key, tensor in wanted.items():
-        local = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-        if found_elements[key] != local.numel():
-            raise ConfigError(f"tensor {key!r}: only {found_elements[key]} of {local.numel()} elements are in the checkpoint")
     return reads
