@@ -74,7 +74,7 @@ def _table(
         row = rows.get(entry.name)
         if row is None:
             continue
-        style = {"ours": "bold green", "floor": "dim", "control": "dim"}.get(entry.role)
+        style = {"ours": "bold green", "floor": "dim", "bound": "dim", "control": "dim"}.get(entry.role)
         if row["status"] == "ok":
             cells = [show(row[key]) if row.get(key) is not None else _NO_FIGURE for _, key, show in columns]
         else:

@@ -138,13 +138,13 @@ class Benchmark:
         """
         settings = self._settings
         entries = self._wanted(ISOLATED)
-        floors, peers, own = ([entry for entry in entries if entry.role == role] for role in ("floor", "peer", "ours"))
+        floors, peers, bounds, own = ([entry for entry in entries if entry.role == role] for role in ("floor", "peer", "bound", "ours"))
         with self._progress() as progress:
             task = progress.add_task("in isolation", total=settings.rounds * len(settings.sizes) * (len(entries) + len(floors)))
             for turn in range(settings.rounds):
                 first = turn * len(peers) // settings.rounds
                 for size in settings.sizes:
-                    for entry in [*floors, *peers[first:], *peers[:first], *floors, *own]:
+                    for entry in [*floors, *peers[first:], *peers[:first], *floors, *bounds, *own]:
                         progress.update(task, description=f"in isolation: {size}, {entry.label}")
                         found = self._isolated[size].setdefault(entry.name, [])
                         where = f"{size}, round {turn + 1}"

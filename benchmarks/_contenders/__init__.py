@@ -16,7 +16,7 @@ class Entry:
         label: what the table says.
         module: module below ``benchmarks`` that holds it.
         attribute: class or function in it.
-        role: "floor", "peer", "ours" or "control".
+        role: "floor", "peer", "bound", "ours" or "control".
     """
 
     name: str
@@ -52,6 +52,8 @@ ISOLATED: tuple[Entry, ...] = (
     ),
     Entry(name="torchsnapshot", label="torchsnapshot async_take", module=f"{_C}.torchsnapshot", attribute="TorchSnapshot"),
     Entry(name="dlrover", label="dlrover MEMORY", module=f"{_C}.dlrover", attribute="DlroverMemory"),
+    Entry(name="bound-digest", label="bound: copy and digest", module=f"{_C}.bounds", attribute="DigestBound", role="bound"),
+    Entry(name="bound-file", label="bound: copy to a fsynced file", module=f"{_C}.bounds", attribute="FileBound", role="bound"),
     Entry(name="ours-lazy", label="resiliency, lazy", module=f"{_C}.ours", attribute="OursLazy", role="ours"),
     Entry(name="ours-eager", label="resiliency, eager", module=f"{_C}.ours", attribute="OursEager", role="ours"),
     Entry(name="ours-ramdisk", label="resiliency, ramdisk then disk", module=f"{_C}.ours", attribute="OursRamdisk", role="ours"),

@@ -258,7 +258,7 @@ class Checkpointer:
         draft = self._drafter.draft(
             state, per_rank, info=info, exchange=parts.exchange, agree=self.options.agree, replicated=replicated
         )  # fmt: skip
-        slot = self._slot(parts, step, draft.layout.nbytes)
+        slot = self._slot(parts, step, draft.layout.nbytes, on_cuda=draft.on_cuda)
         if slot is None:
             return None
         ticket = Ticket(step, serial, draft.layout.nbytes, tuple(names), self._wait)
@@ -281,15 +281,10 @@ class Checkpointer:
             )  # fmt: skip
 
         try:
-            if not slot.pinned and draft.on_cuda:
-                slot.pinned = pin(slot.address, slot.capacity)
             mark = stamp(step, session.attempt, step_token(session.token, serial))
             copies, lazy_bytes = draft.copies(mark, lazy=lazy, lazy_nbytes=self.options.lazy_bytes)
             faultpoints.hit("save.eager", rank=self.rank)
-            with slot.view() as view:
-                flight.snapshot = parts.copier.start(
-                    copies, nbytes=slot.nbytes, mapping=view, address=slot.address, fd=None if slot.in_memory else slot.fd, on_done=done
-                )
+            flight.snapshot = parts.copier.start(copies, slot, done)
             faultpoints.hit("save.fill", rank=self.rank)
             if lazy is False:
                 self.fence()
@@ -326,7 +321,7 @@ class Checkpointer:
         news.skip(step, f"step {flight.ticket.step} is not recorded yet; save less often or look at the agent's log")
         return False
 
-    def _slot(self, parts: _Parts, step: int, nbytes: int) -> Slot | None:
+    def _slot(self, parts: _Parts, step: int, nbytes: int, *, on_cuda: bool) -> Slot | None:
         """A shard file to write to, a recycled one if there is one; None when none can be made, and the save is skipped."""
         arena = parts.arena
         try:
@@ -334,8 +329,10 @@ class Checkpointer:
                 arena.adopt()
             slot = arena.acquire(nbytes)
             if slot is None:
-                arena.grow(nbytes, populate=False)
+                arena.grow(nbytes, populate=on_cuda)
                 slot = arena.acquire(nbytes)
+            if slot is not None and on_cuda and slot.pinned is None:
+                slot.pinned = pin(slot.address, slot.capacity)
             return slot
         except TierError as error:
             parts.news.skip(step, str(error), failed=True)

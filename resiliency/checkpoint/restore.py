@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resiliency.checkpoint._memory import view
+from resiliency.checkpoint._pages import view
 from resiliency.checkpoint.catalog import block_digest, scan, step_prefix
 from resiliency.checkpoint.layout import Chunk, Placed, ShardHeader, header_length, parse_header
 from resiliency.checkpoint.manifest import MANIFEST, ShardRecord, StepId

@@ -8,10 +8,12 @@ The file is cut into the blocks that carry a digest. A block is read in strides 
 and copied while still there. That makes the digest nearly free (1 GiB on two cores: 63 ms with it, 58 ms without;
 digesting the file behind the copy, in another process, took the whole to 95 ms).
 
-CPU tensors are copied without the GIL, by one of two ways into the same pages. A ramdisk takes stores to the mapping.
-On a disk, an fsync of the step before has write-protected every page, and a store pays a fault for each 4 KiB: the
-copy thread uses ``pwrite`` there, which needs half the CPU (256 MiB: 28 ms on one core, against 32 ms on two), while
-the thread at the fence stores to the mapping, as two writers of one file would wait for each other.
+CPU tensors are copied without the GIL, by one of two ways into the same pages. Stores to the mapping are fastest, on
+ramdisks and where a disk's file has huge pages (256 MiB: 18 to 20 ms on two cores, a bare copy to shared memory 14). With
+small pages a store pays a fault for each 4 KiB after every fsync, which write-protects them (32 to 35 ms). There the copy
+thread uses ``pwrite``, while the thread at the fence stores, as two writers of one file would wait for each other (23 to 28
+ms). Which it is, the threads find out by counting their faults. Pages that are not in memory yet are made first, huge
+where that is possible.
 
 CUDA tensors are copied asynchronously on a side stream into the mapping registered as page-locked memory, where the
 fence makes the compute stream wait, not the CPU; the copy thread digests the mapping afterwards. The idea of
@@ -37,7 +39,8 @@ from torch import Tensor
 
 from resiliency import faultpoints
 from resiliency.checkpoint._cuda import DeviceCopies
-from resiliency.checkpoint._memory import view
+from resiliency.checkpoint._pages import fill, has_small_pages, page_faults, view
+from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.manifest import BLOCK_BYTES
 from resiliency.errors import Timeout, TornSnapshot
 
@@ -126,9 +129,7 @@ class Snapshot:
 
     Attributes:
         sources: what is copied from memory; None once done.
-        fd: file the copy thread writes to; None: it stores to the mapping.
-        nbytes: size of the file.
-        address: of its mapping.
+        slot: the file, which nobody else uses until this is done.
         digests: one per block, once done.
         done: set when every byte is in the file and digested, or the copy failed.
         error: what went wrong, if anything.
@@ -136,9 +137,7 @@ class Snapshot:
     """
 
     sources: _Sources | None
-    fd: int | None
-    nbytes: int
-    address: int
+    slot: Slot
     on_done: Callable[[Snapshot], None]
     device: DeviceCopies | None = None
     digests: list[str] = field(default_factory=list)
@@ -148,10 +147,12 @@ class Snapshot:
     _next: int = 0
     _blocks_left: int = 0
     _running: int = 0
+    _stored: int = 0
+    _faults: int = 0
     _device_waited: bool = False
 
     def __post_init__(self) -> None:
-        self._blocks_left = -(-self.nbytes // BLOCK_BYTES)
+        self._blocks_left = -(-self.slot.nbytes // BLOCK_BYTES)
         self.digests = [""] * self._blocks_left
 
     def finish_device(self) -> None:
@@ -163,8 +164,9 @@ class Snapshot:
             self.device.wait()
             if not self.wait_blocks(_HELPER_S):
                 raise Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
-            for index, at in enumerate(range(0, self.nbytes, BLOCK_BYTES)):
-                self.digests[index] = xxhash.xxh3_64_hexdigest(view(self.address + at, min(BLOCK_BYTES, self.nbytes - at)))
+            for index in range(len(self.digests)):
+                start, end = self._bounds(index)
+                self.digests[index] = xxhash.xxh3_64_hexdigest(view(self.slot.address + start, end - start))
         except (RuntimeError, Timeout) as failure:  # RuntimeError: what every CUDA failure is
             logger.exception("copying from the GPU failed")
             error = failure
@@ -181,29 +183,44 @@ class Snapshot:
     def work(self, *, helping: bool = False) -> bool:
         """Copies one block. Returns False when none is left to start. Thread: any, all but one ``helping``."""
         with self._lock:
-            if self._next * BLOCK_BYTES >= self.nbytes or self.error is not None:
+            if self._next == len(self.digests) or self.error is not None:
                 return False
             self._running += 1
             index, self._next = self._next, self._next + 1
         error: BaseException | None = None
+        stored = faults = 0
         try:
             faultpoints.hit("save.block")
-            assert self.sources is not None  # a block is left
-            start = index * BLOCK_BYTES
-            digest = xxhash.xxh3_64() if self.device is None else None
-            _copy(self.sources.within(start, min(start + BLOCK_BYTES, self.nbytes)), self.address, None if helping else self.fd, digest)
-            if digest is not None:
-                self.digests[index] = digest.hexdigest()
+            # The first block is always stored, in case the pages have become large.
+            stored, faults = self._copy(index, by_writes=self.slot.small_pages and not helping and index > 0)
         except BaseException as failure:  # Boundary: the copy thread must report, not die; the fence's caller hears of it.
             logger.exception("copying block %d of a shard file failed", index)
             error = failure
         with self._lock:
+            self._stored += stored
+            self._faults += faults
             self._running -= 1
             self._blocks_left -= 1
             self.error = self.error or error or (self._torn() if self._blocks_left == 0 else None)
             self._lock.notify_all()
         self._finish_if_last()
         return error is None
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        return index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self.slot.nbytes)
+
+    def _copy(self, index: int, *, by_writes: bool) -> tuple[int, int]:
+        """Copies one block; see :func:`_copy` for what is returned."""
+        slot, sources = self.slot, self.sources
+        assert sources is not None  # a block is left
+        start, end = self._bounds(index)
+        if slot.fresh and not slot.in_memory and self.device is None:  # a GPU may have written here already
+            fill(slot.fd, start, end)
+        digest = xxhash.xxh3_64() if self.device is None else None
+        cost = _copy(sources.within(start, end), slot.address, slot.fd if by_writes else None, digest)
+        if digest is not None:
+            self.digests[index] = digest.hexdigest()
+        return cost
 
     def _torn(self) -> TornSnapshot | None:
         """Whether a source was changed in place before it was copied: the file may then mix two moments."""
@@ -226,23 +243,37 @@ class Snapshot:
             if self.done.is_set():
                 return
             self.sources = None  # lets go of the tensors
+            if self.error is None and self.device is None:
+                self.slot.fresh = False
+            if self._stored and not self.slot.in_memory:
+                self.slot.small_pages = has_small_pages(self._faults, self._stored)
             self.done.set()
         self.on_done(self)
 
 
-def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, digest: Any) -> None:
-    """Copies (address, file offset, bytes) to the file, or to its mapping at ``base``, and adds them to the digest, if any."""
+def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, digest: Any) -> tuple[int, int]:
+    """Copies (address, file offset, bytes) to the file, or to its mapping at ``base``, and adds them to the digest, if any.
+
+    Returns:
+        A sample of the stores: bytes, and page faults they cost.
+    """
+    stored = faults = 0
     for address, offset, nbytes in pieces:
         for at in range(0, nbytes, _STRIDE):
             stride = view(address + at, min(_STRIDE, nbytes - at))
             if digest is not None:
-                digest.update(stride)
-            if fd is None:
+                digest.update(stride)  # and so the source is in memory: its faults are not counted below
+            if fd is not None:
+                written = 0
+                while written < len(stride):  # a signal may cut a write short
+                    written += os.pwrite(fd, stride[written:], offset + at + written)
+            elif stored < 4 * _STRIDE and len(stride) == _STRIDE:
+                before = page_faults()
                 ctypes.memmove(base + offset + at, address + at, len(stride))
-                continue
-            written = 0
-            while written < len(stride):  # a signal may cut a write short
-                written += os.pwrite(fd, stride[written:], offset + at + written)
+                stored, faults = stored + len(stride), faults + page_faults() - before
+            else:
+                ctypes.memmove(base + offset + at, address + at, len(stride))
+    return stored, faults
 
 
 class Copier:
@@ -261,11 +292,7 @@ class Copier:
     def start(
         self,
         copies: Sequence[Copy],
-        *,
-        nbytes: int,
-        mapping: memoryview,
-        address: int,
-        fd: int | None,
+        slot: Slot,
         on_done: Callable[[Snapshot], None],
     ) -> Snapshot:
         """Queues copies and returns at once. Collective: no.
@@ -273,20 +300,16 @@ class Copier:
         Args:
             copies: sources in file order, which fill the file without a gap. They must not change before :meth:`fence` has
                 returned.
-            nbytes: size of the file.
-            mapping: the shard file, writable.
-            address: address of its first byte.
-            fd: the shard file, open for writing until the snapshot is done, when writes to it are faster than stores to the
-                mapping; None: stores only.
+            slot: the file, which must stay open and mapped until the snapshot is done.
             on_done: called once, with the snapshot, after the last byte or an error.
         """
         assert self._current is None or self._current.done.is_set(), "fence the previous snapshot first"
-        on_gpu = [(copy.source, _target(copy, mapping)) for copy in copies if copy.source.is_cuda and copy.nbytes]
+        on_gpu = [(copy.source, _target(copy, slot)) for copy in copies if copy.source.is_cuda and copy.nbytes]
         # Not those on a GPU: there a change after the fence waits for the copy, and is counted before it.
         on_cpu = [copy for copy in copies if not copy.source.is_cuda] if on_gpu else copies
-        sources = _Sources(on_cpu, nbytes, gaps=bool(on_gpu))
-        snapshot = Snapshot(sources, fd, nbytes, address, on_done, DeviceCopies(on_gpu) if on_gpu else None)
-        if not nbytes:
+        sources = _Sources(on_cpu, slot.nbytes, gaps=bool(on_gpu))
+        snapshot = Snapshot(sources, slot, on_done, DeviceCopies(on_gpu) if on_gpu else None)
+        if not slot.nbytes:
             snapshot._finish()
             return snapshot
         with self._wake:
@@ -341,7 +364,7 @@ class Copier:
             logger.warning("the copy thread did not end within 60 s; it is left behind as a daemon")
 
 
-def _target(copy: Copy, mapping: memoryview) -> Tensor:
+def _target(copy: Copy, slot: Slot) -> Tensor:
     """Where a copy goes, as a tensor over the mapping."""
     source = copy.source
-    return torch.frombuffer(mapping, dtype=torch.uint8, count=copy.nbytes, offset=copy.start).view(source.dtype).view(source.shape)
+    return torch.frombuffer(slot.map, dtype=torch.uint8, count=copy.nbytes, offset=copy.start).view(source.dtype).view(source.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Iterator
@@ -128,6 +129,37 @@ def test_adopting_a_file_whose_blocks_are_missing(folder: Path) -> None:
         assert os.stat(slot.path).st_blocks * 512 >= 8 * PAGE
     finally:
         arena.close()
+
+
+def test_what_was_touched_is_not_fresh(arena: Arena, folder: Path, tmp_path: Path) -> None:
+    """Fresh pages are made once more by the copy: too often costs time, not at all costs more on a disk."""
+    arena.grow(3 * PAGE)
+    touched = taken(arena, 3 * PAGE)
+    assert not touched.fresh and Path(touched.path).read_bytes() == bytes(3 * PAGE)
+    arena.grow(PAGE, populate=False)
+    assert taken(arena).fresh
+    arena.release(touched.inode, touched.path)
+    assert taken(arena, 5 * PAGE).fresh, "its further pages are not in memory yet"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"x" * PAGE)
+    arena.release(elsewhere.stat().st_ino, str(elsewhere))
+    assert not taken(arena).fresh, "a file that was filled a while ago and unmapped since would be filled at every save"
+    again = Arena(str(folder), 0)
+    again.adopt()
+    assert again.free == 2 and taken(again, 5 * PAGE).fresh
+    again.close()
+
+
+def test_a_disk_that_fails_while_pages_are_touched_leaves_nothing(arena: Arena, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(fd: int, start: int, end: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("resiliency.checkpoint.arena.fill", broken)
+    monkeypatch.setattr("resiliency.checkpoint.arena.on_ramdisk", lambda path: False)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(TierError, match="Input/output error"):
+        arena.grow(PAGE)
+    assert list(folder.iterdir()) == [] and set(os.listdir("/proc/self/fd")) == before
 
 
 def test_forgetting(arena: Arena) -> None:

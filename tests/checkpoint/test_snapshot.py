@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from resiliency.checkpoint import snapshot as snapshot_module
+from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.catalog import block_digest
 from resiliency.checkpoint.snapshot import Copier, Copy, Snapshot
 from resiliency.errors import Timeout, TornSnapshot
@@ -32,10 +34,10 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_module, "_STRIDE", 1000)
 
 
-@pytest.fixture(autouse=True, params=["stores", "writes"])
+@pytest.fixture(autouse=True, params=["stores", "writes", "fresh"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every test holds for both ways into the file."""
-    File.written = request.param == "writes"
+    """Every test holds for all ways into the file."""
+    File.way = request.param
     yield request.param
     while File.made:
         os.close(File.made.pop())
@@ -44,23 +46,23 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 class File:
     """A nameless file in place of a shard file."""
 
-    written = False
+    way = "stores"
     made: ClassVar[list[int]] = []
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.fd = os.memfd_create("shard")
-        self.made.append(self.fd)
-        os.truncate(self.fd, max(nbytes, 1))
-        self.map = mmap.mmap(self.fd, max(nbytes, 1))
+        fd = os.memfd_create("shard")
+        self.made.append(fd)
+        os.truncate(fd, max(nbytes, 1))
+        self.map = mmap.mmap(fd, max(nbytes, 1))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.slot = Slot(
+            inode=0, path="", fd=fd, map=self.map, nbytes=nbytes, capacity=nbytes, address=self.address, in_memory=self.way == "stores",
+            fresh=self.way == "fresh", small_pages=self.way == "writes",
+        )  # fmt: skip
         self.finished: list[Snapshot] = []
 
     def start(self, copier: Copier, copies: list[Copy]) -> Snapshot:
-        return copier.start(
-            copies, nbytes=self.nbytes, mapping=memoryview(self.map), address=self.address, fd=self.fd if self.written else None,
-            on_done=self.finished.append,
-        )  # fmt: skip
+        return copier.start(copies, self.slot, self.finished.append)
 
 
 def copy_of(tensor: torch.Tensor, start: int) -> Copy:
@@ -101,7 +103,7 @@ def test_many_at_once_and_nothing_outside(copier: Copier) -> None:
     copies, size = laid_out(tensors)
     file = File(size + 64)
     file.map[:] = b"\xaa" * (size + 64)
-    file.nbytes = size
+    file.slot.nbytes = size
     copier.fence(file.start(copier, copies), deadline_s=10)
     assert file.map[:size] == b"".join(map(bytes_of, tensors))
     assert file.map[size:] == b"\xaa" * 64, "wrote beyond the tensors"
@@ -218,7 +220,7 @@ def test_the_fence_does_its_share(copier: Copier, monkeypatch: pytest.MonkeyPatc
     real, main, inside, go_on = snapshot_module._copy, threading.current_thread(), threading.Event(), threading.Event()
     mine = []
 
-    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> None:
+    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> tuple[int, int]:
         if threading.current_thread() is main:
             mine.append(pieces)
             if len(mine) == 9:
@@ -226,7 +228,7 @@ def test_the_fence_does_its_share(copier: Copier, monkeypatch: pytest.MonkeyPatc
         else:
             inside.set()
             assert go_on.wait(10)
-        real(pieces, base, fd, digest)
+        return real(pieces, base, fd, digest)
 
     monkeypatch.setattr(snapshot_module, "_copy", copy)
     tensor = torch.randn(10 * 1024)
@@ -238,26 +240,76 @@ def test_the_fence_does_its_share(copier: Copier, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_two_threads_use_the_two_ways(copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Two writers of one file would wait for each other; on a ramdisk stores are faster on both threads."""
+    """Two writers of one file would wait for each other; with large pages stores are faster on both threads."""
     real, main = snapshot_module._copy, threading.current_thread()
     here, there = threading.Event(), threading.Event()
-    used: dict[bool, set[bool]] = {True: set(), False: set()}
+    used: dict[bool, list[bool]] = {True: [], False: []}
 
-    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> None:
+    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> tuple[int, int]:
         mine = threading.current_thread() is main
-        used[mine].add(fd is not None)
-        (here if mine else there).set()
-        assert (there if mine else here).wait(5), "one thread did all of it"
-        real(pieces, base, fd, digest)
+        used[mine].append(fd is not None)
+        if mine:
+            here.set()
+            assert there.wait(5), "one thread did all of it"
+        elif len(used[False]) == 2:
+            there.set()
+            assert here.wait(5), "one thread did all of it"
+        return real(pieces, base, fd, digest)
 
     monkeypatch.setattr(snapshot_module, "_copy", copy)
     file = File(40 * 1024)
     copier.fence(file.start(copier, [copy_of(torch.zeros(10 * 1024), 0)]), deadline_s=10)
-    assert used == {True: {False}, False: {way == "writes"}}
+    assert not any(used[True])
+    assert used[False][-1] is (way == "writes")
+
+
+def test_pages_are_found_to_be_small_or_large(copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """By the faults that stores cost; on a ramdisk it does not matter. Every save looks again: pages come and go."""
+    faults = iter(range(0, 10_000_000, 500))
+    monkeypatch.setattr(snapshot_module, "page_faults", lambda: next(faults))
+    file = File(40 * 1024)
+    tensor = torch.randn(10 * 1024)
+    copier.fence(file.start(copier, [copy_of(tensor, 0)]), deadline_s=10)
+    assert file.slot.small_pages is (way != "stores")
+    monkeypatch.setattr(snapshot_module, "page_faults", lambda: 7)
+    assert file.start(copier, [copy_of(tensor, 0)]).done.wait(10)
+    assert not file.slot.small_pages and file.map[:] == bytes_of(tensor)
+
+
+def test_fresh_pages_are_made_once_and_before_the_copy(copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    filled, real = [], snapshot_module.fill
+    monkeypatch.setattr(snapshot_module, "fill", lambda fd, start, end: (filled.append((start, end)), real(fd, start, end)))
+    file = File(10_000)
+    for tensor in (torch.randn(2500), torch.randn(2500)):
+        copier.fence(file.start(copier, [copy_of(tensor, 0)]), deadline_s=10)
+        assert file.map[:] == bytes_of(tensor)
+    assert sorted(filled) == ([(0, 4096), (4096, 8192), (8192, 10_000)] if way == "fresh" else [])
+    assert not file.slot.fresh
+
+
+def test_pages_stay_fresh_when_the_copy_fails(copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    file = File(10_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot_module, "_copy", lambda *args: 1 / 0)
+        copier.fence(file.start(copier, [copy_of(torch.zeros(2500), 0)]), deadline_s=10)
+    assert file.slot.fresh is (way == "fresh")
+
+
+def test_no_room_for_fresh_pages_fails_the_save(copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Where blocks cannot be allocated ahead; stores would end the process there."""
+
+    def full(fd: int, start: int, end: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(snapshot_module, "fill", full)
+    file = File(10_000)
+    snapshot = file.start(copier, [copy_of(torch.zeros(2500), 0)])
+    copier.fence(snapshot, deadline_s=10)
+    assert ("No space left" in str(snapshot.error)) is (way == "fresh")
 
 
 def test_short_writes_are_continued(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
-    File.written = True
+    File.way = "writes"
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, memoryview(data)[:300], at))
     file = File(40_000)
@@ -310,7 +362,7 @@ def test_after_an_error_the_fence_waits_for_the_other_thread(copier: Copier, mon
     inside, go_on, left = threading.Event(), threading.Event(), threading.Event()
     main = threading.current_thread()
 
-    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> None:
+    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> tuple[int, int]:
         if threading.current_thread() is main:
             inside.wait(5)
             raise RuntimeError("device lost")
@@ -331,7 +383,7 @@ def test_a_copy_that_hangs_is_a_timeout(copier: Copier, monkeypatch: pytest.Monk
     inside, go_on = threading.Event(), threading.Event()
     main = threading.current_thread()
 
-    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> None:
+    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> tuple[int, int]:
         if threading.current_thread() is not main:
             inside.set()
             go_on.wait(10)
@@ -375,6 +427,7 @@ class Device:
 
     def __init__(self, file: File, data: bytes, failure: str = "") -> None:
         self.file, self.data, self.failure = file, data, failure
+        self.file.map[: len(data) // 2] = data[: len(data) // 2]  # half of it at once
         self.go_on, self.waited = threading.Event(), threading.Event()
 
     def fence(self) -> None:
@@ -382,7 +435,8 @@ class Device:
 
     def wait(self) -> None:
         assert self.go_on.wait(10)
-        self.file.map[: len(self.data)] = self.data
+        half = len(self.data) // 2
+        self.file.map[half : len(self.data)] = self.data[half:]
         self.waited.set()
         if self.failure:
             raise RuntimeError(self.failure)
@@ -392,11 +446,8 @@ def begin(copier: Copier, monkeypatch: pytest.MonkeyPatch, device: Device, copie
     """A snapshot whose first tensor, which is no tensor of this process, is on the device."""
     real = snapshot_module.Snapshot
     sources = snapshot_module._Sources(copies, nbytes, gaps=True)
-    monkeypatch.setattr(snapshot_module, "Snapshot", lambda _, fd, nbytes, address, on_done, none: real(
-        sources, fd, nbytes, address, on_done, device))  # fmt: skip
-    return copier.start(
-        copies, nbytes=nbytes, mapping=memoryview(device.file.map), address=device.file.address, fd=None, on_done=device.file.finished.append
-    )
+    monkeypatch.setattr(snapshot_module, "Snapshot", lambda _, slot, on_done, none: real(sources, slot, on_done, device))
+    return copier.start(copies, device.file.slot, device.file.finished.append)
 
 
 def test_the_file_is_digested_after_the_device_is_done(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
