@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +96,47 @@ def test_into_tensors_of_every_layout(saved: tuple[Path, ShardRecord, dict[str, 
     assert all(torch.equal(into[key], state[key].to(into[key].dtype)) for key in state)
     assert torch.equal(own["rng"], torch.arange(100))
     assert all(tensor._version > versions[key] for key, tensor in into.items()), "autograd would not notice"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_all_threads_read(
+    saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    folder, record, _ = saved
+    reader = shard_reader(str(folder), RUN, record)
+    one, real, used, meet = assembly.Assembly([reader], rank=0), assembly._is_good, set(), threading.Barrier(threads)
+
+    def is_good(*args: Any) -> bool:
+        if threading.current_thread() not in used:
+            used.add(threading.current_thread())
+            meet.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(assembly, "_is_good", is_good)
+    assert one.read(threads=threads) == {} and len(used) == threads and threading.current_thread() in used
+    reader.close()
+
+
+@pytest.mark.parametrize("fails_here", [True, False])
+def test_what_any_thread_raises_is_heard(
+    saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch, fails_here: bool
+) -> None:
+    """It is not damage, which another copy would be read for."""
+    folder, record, _ = saved
+    reader = shard_reader(str(folder), RUN, record)
+    one, real, here, gone = assembly.Assembly([reader], rank=0), assembly._is_good, threading.current_thread(), threading.Event()
+
+    def broken(*args: Any) -> bool:
+        if (threading.current_thread() is here) is fails_here:
+            gone.set()
+            raise MemoryError("no more")
+        assert gone.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(assembly, "_is_good", broken)
+    with pytest.raises(MemoryError, match="no more"):
+        one.read(threads=2)
+    reader.close()
 
 
 def damage(path: str, at: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import threading
@@ -16,6 +17,7 @@ import torch
 
 from resiliency import faultpoints
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, snapshot
+from resiliency.checkpoint._draft import Drafter
 from resiliency.checkpoint.exchange import Exchange
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.errors import ConfigError, NoCheckpointFound, ResiliencyError, Timeout
@@ -363,6 +365,24 @@ def test_python_objects_that_grow_between_saves(checkpointer: Checkpointer) -> N
         restored = load(checkpointer)
         assert restored.state["notes"] == "x" * length and len(restored.state["list"]) == length // 100
         assert restored.state["w"][0] == step
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_memory_for_gpus_is_locked_once_per_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    """A stand-in for CUDA. What the driver refused once is not asked for, and warned of, at every save."""
+    locked, freed = [], []
+    monkeypatch.setattr("resiliency.checkpoint.checkpointer.pin", lambda address, nbytes: (locked.append(address), allowed)[1])
+    monkeypatch.setattr("resiliency.checkpoint.arena.unpin", freed.append)
+    real = Drafter.draft
+    monkeypatch.setattr(Drafter, "draft", lambda *args, **further: dataclasses.replace(real(*args, **further), on_cuda=True))
+    with make_checkpointer(LocalTierOptions(directory=str(tmp_path), keep=1)) as checkpointer:
+        for step in range(1, 7):
+            save(checkpointer, step)
+            assert checkpointer.flush(timeout=SOON)
+        slots = list(checkpointer._parts().arena._slots.values())
+        assert sorted(locked) == sorted(slot.address for slot in slots)
+        assert not any(slot.fresh for slot in slots), "a GPU would write to pages that are not there"
+    assert sorted(freed) == (sorted(locked) if allowed else [])
 
 
 def test_another_dtype_is_converted_and_said(checkpointer: Checkpointer, caplog: pytest.LogCaptureFixture) -> None:

@@ -248,12 +248,9 @@ def test_the_two_threads_use_the_two_ways(copier: Copier, monkeypatch: pytest.Mo
     def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> tuple[int, int]:
         mine = threading.current_thread() is main
         used[mine].append(fd is not None)
-        if mine:
-            here.set()
-            assert there.wait(5), "one thread did all of it"
-        elif len(used[False]) == 2:
-            there.set()
-            assert here.wait(5), "one thread did all of it"
+        if len(used[mine]) == 2:
+            (here if mine else there).set()
+            assert (there if mine else here).wait(5), "one thread did all of it"
         return real(pieces, base, fd, digest)
 
     monkeypatch.setattr(snapshot_module, "_copy", copy)
