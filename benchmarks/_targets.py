@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks._contenders import FLOOR_COPY, FLOOR_WRITE
+from benchmarks._contenders import FLOOR_COPY, FLOOR_WRITE, RESTORE_BASE
 
 __all__ = ["Target", "isolated_targets", "loop_targets"]
 
@@ -55,7 +55,7 @@ def isolated_targets(rows: Mapping[str, Row], *, where: str) -> Iterator[Target]
 def _of_variant(rows: Mapping[str, Row], own: Row, *, where: str, lazy: bool) -> Iterator[Target]:
     copy = rows.get(FLOOR_COPY, {}).get("stall_s")
     write = rows.get(FLOOR_WRITE, {}).get("durable_s")
-    dcp = rows.get("dcp-sync", {}).get("restore_s")
+    dcp = rows.get(RESTORE_BASE, {}).get("restore_s")
 
     def ratio(text: str, limit: float, top: float | None, bottom: float | None, *, at_most: bool = True) -> Target:
         known = top is not None and bottom is not None and bottom > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ISOLATED", "LOOP", "Entry", "FLOOR_COPY", "FLOOR_WRITE"]
+__all__ = ["ISOLATED", "LOOP", "Entry", "FLOOR_COPY", "FLOOR_WRITE", "RESTORE_BASE"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,8 @@ class Entry:
 
 FLOOR_COPY = "floor-copy"
 FLOOR_WRITE = "floor-write"
+#: Whose restore ours is compared with.
+RESTORE_BASE = "dcp-sync"
 
 _C = "benchmarks._contenders"
 ISOLATED: tuple[Entry, ...] = (
@@ -35,7 +37,7 @@ ISOLATED: tuple[Entry, ...] = (
     Entry(name=FLOOR_WRITE, label="floor: copy, write, fsync", module=f"{_C}.floor", attribute="WriteFloor", role="floor"),
     Entry(name="torch-save", label="torch.save", module=f"{_C}.stock", attribute="TorchSave"),
     Entry(name="lightning-async", label="Lightning AsyncCheckpointIO", module=f"{_C}.stock", attribute="LightningAsync"),
-    Entry(name="dcp-sync", label="DCP sync", module=f"{_C}.dcp", attribute="DcpSync"),
+    Entry(name=RESTORE_BASE, label="DCP sync", module=f"{_C}.dcp", attribute="DcpSync"),
     Entry(name="dcp-thread", label="DCP async thread", module=f"{_C}.dcp", attribute="DcpThread"),
     Entry(name="dcp-process", label="DCP async process, shared stager", module=f"{_C}.dcp", attribute="DcpProcess"),
     Entry(

@@ -42,7 +42,7 @@ def one_round(**changes: object) -> dict[str, object]:
 
 @pytest.mark.timeout(170)
 def test_table_and_json_are_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    only = ["torch-save", "dcp-sync", "ours-lazy"]
+    only = ["torch-save", "dcp-sync", "bound-digest", "bound-file", "ours-lazy"]
     target = tmp_path / "result.json"
     arguments = ["--quick", "--part", "isolated", "--sizes", "4x4", "--saves", "1", "--threads", "1", "--dir", str(tmp_path)]
     code = checkpoint.main([*arguments, "--json", str(target), "--only", *only])
@@ -55,7 +55,7 @@ def test_table_and_json_are_complete(tmp_path: Path, capsys: pytest.CaptureFixtu
     for name, row in rows.items():
         assert row["bytes"] == 4 * 2**20
         assert all(row[key] is not None and row[key] >= 0 for key in FIGURES), row
-        assert (row["durable_s"] is None) == (name == "floor-copy")
+        assert (row["durable_s"] is None) == (name in ("floor-copy", "bound-digest"))
         assert row["label"] in printed
     assert rows["torch-save"]["flush"] == "fsync by us"
     assert rows["floor-copy"]["ram_x_state"] > 0.9, "the shared copy of the floor was not seen by the sampler"

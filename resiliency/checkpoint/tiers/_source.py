@@ -57,3 +57,4 @@ class Source:
             if check is not None:
                 check(block)
             yield block
+            del block

@@ -114,6 +114,7 @@ class LocalTier:
                 with self._errors("store", key):
                     file.write(block)
                 sent += len(block)
+                del block  # or two are held while the next is read
                 if progress is not None:
                     progress(sent)
 

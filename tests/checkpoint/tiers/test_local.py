@@ -7,12 +7,14 @@ import os
 import stat
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from resiliency.checkpoint.manifest import BLOCK_BYTES
 from resiliency.checkpoint.tiers import local, open_tier
 from resiliency.checkpoint.tiers.base import Tier
 from resiliency.checkpoint.tiers.local import LocalTier, fsync_dir, fsync_file
@@ -47,6 +49,19 @@ class TestLocal(TierTests):
 @pytest.fixture
 def tier(tmp_path: Path) -> LocalTier:
     return LocalTier(tmp_path / "root")
+
+
+def test_a_put_holds_one_block_in_memory(tier: LocalTier, tmp_path: Path) -> None:
+    """It runs beside training, in memory that training counts on."""
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(5 * BLOCK_BYTES))
+    tracemalloc.start()
+    try:
+        tier.put_file("key", str(source), check=lambda block: None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert BLOCK_BYTES <= peak < 1.5 * BLOCK_BYTES
 
 
 def partials(root: str) -> set[str]:
