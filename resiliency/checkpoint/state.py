@@ -80,7 +80,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._seen: dict[int, list[str]] = {}  # by address, which nearly always differs
+        self._seen: dict[int, tuple[str, ...]] = {}  # by address, which nearly always differs
 
     def leaf(self, value: Any, path: tuple[str, ...]) -> Any:
         if type(value) is dict:
@@ -114,8 +114,9 @@ class _Walk:
         tensors, seen, kept, strided = self.tensors, self._seen, [], torch.strided
         for value, key in zip(values, keys, strict=True):
             tensor = value.detach()
+            dense = tensor.layout is strided
             # 0: there is no first byte, or it cannot be told.
-            address = tensor.data_ptr() if type(tensor) is Tensor and tensor.layout is strided else 0
+            address = tensor.data_ptr() if dense and type(tensor) is Tensor else 0
             if address in seen:
                 identity = _identity(tensor)
                 known = next((known for known in seen[address] if _identity(tensors[known]) == identity), None)
@@ -124,11 +125,11 @@ class _Walk:
                     continue
             while key in tensors:
                 key += "~"
-            if tensor.layout is not strided or tensor.is_quantized or tensor.is_meta:
+            if not dense or tensor.is_quantized or tensor.is_meta:
                 raise _refuse(tensor, key)
             tensors[key] = tensor
             if address:
-                seen.setdefault(address, []).append(key)
+                seen[address] = (*seen[address], key) if address in seen else (key,)
             kept.append(key)
         return kept
 
