@@ -175,7 +175,7 @@ class Checkpointer:
     def warm_up(self, state: Any = None, *, nbytes: int | None = None, slots: int = 2) -> None:
         """Makes shard files and touches their pages, so that the first save costs what every other does.
 
-        Collective: yes (it opens the checkpointer). Blocks: first touch, about 1-3 s per GiB and slot.
+        Collective: yes (it opens the checkpointer). Blocks: first touch, 0.3 to 3 s per GiB and slot.
 
         Args:
             state: a state like those that will be saved; its tensors are only looked at.
