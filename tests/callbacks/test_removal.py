@@ -43,6 +43,7 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
         self.go, self.seen, self.after = threading.Event(), 0, after
+        self.before = threading.Event()  # the last that is not held back is done
         original = HostAgent._commit
 
         def commit(agent: HostAgent, *args: Any) -> None:
@@ -50,6 +51,8 @@ class Held:
             if self.seen > self.after:
                 assert self.go.wait(60), "the test did not let the commit go"
             original(agent, *args)
+            if self.seen == self.after:
+                self.before.set()
 
         monkeypatch.setattr(HostAgent, "_commit", commit)
 
@@ -71,6 +74,7 @@ def test_nothing_is_deleted_or_repointed_before_the_newer_commit(last: Any, tmp_
     log = Log(tmp_path)
 
     def look() -> None:
+        assert held.before.wait(20), "the first save was not committed"
         seen.append((names(tmp_path), content(tmp_path / ("last.ckpt" if last else "step=1.ckpt"))["global_step"]))
         assert len(log.heard) <= 1
         held.go.set()
@@ -92,6 +96,7 @@ def test_a_kill_between_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest
     left = tmp_path / "left"
 
     def copy() -> None:
+        assert held.before.wait(20), "the first save was not committed"
         shutil.copytree(tmp_path / "run", left)
         held.go.set()
 
