@@ -13,7 +13,7 @@ from torch import Tensor
 
 from resiliency.checkpoint.exchange import Exchange
 from resiliency.checkpoint.layout import Chunk, ShardLayout, make_layout, objects_reserve
-from resiliency.checkpoint.plan import WritePlan, describe, fingerprint, is_sharded, plan_replicated, plan_writes, sharding
+from resiliency.checkpoint.plan import WritePlan, box_of, describe, fingerprint, is_sharded, plan_replicated, plan_writes, sharding
 from resiliency.checkpoint.snapshot import Copy
 from resiliency.checkpoint.state import dtype_name, flatten
 from resiliency.errors import ConfigError
@@ -208,7 +208,4 @@ def _cut(tensor: Tensor, chunk: Chunk) -> Tensor:
         if tuple(tensor.shape) != chunk.sizes:
             raise ConfigError(f"tensor {chunk.key!r}: local shard {tuple(tensor.shape)} is not the planned box {chunk.sizes}")
         return tensor.detach()
-    if not chunk.whole:
-        for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            tensor = tensor.narrow(dim, offset, size)
-    return tensor
+    return box_of(tensor, chunk.offsets, chunk.sizes)

@@ -227,6 +227,7 @@ class Arena:
                 except OSError:
                     os.ftruncate(slot.fd, slot.nbytes)
                     raise
+                slot.fresh |= nbytes > slot.nbytes  # pages were dropped when it was shortened
                 slot.nbytes = nbytes
         except OSError as error:
             raise _tier_error(error, self._folder, nbytes) from error

@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from resiliency.checkpoint.layout import Chunk
-from resiliency.checkpoint.plan import Read, plan_reads
+from resiliency.checkpoint.plan import Read, box_of, plan_reads
 from resiliency.checkpoint.restore import ShardReader
 from resiliency.checkpoint.state import dtype_from_name, unflatten
 from resiliency.errors import ConfigError
@@ -216,10 +216,7 @@ def _read_block(reader: ShardReader, block: int, segments: Sequence[_Segment]) -
 
 def _copy_box(reader: ShardReader, placed: Any, read: Read) -> None:
     source = reader.tensor(placed.chunk, placed)
-    for dim, (offset, length) in enumerate(zip(read.box_offsets, read.lengths, strict=True)):
-        if offset != 0 or length != source.shape[dim]:
-            source = source.narrow(dim, offset, length)
-    read.destination.detach().copy_(source)
+    read.destination.detach().copy_(box_of(source, read.box_offsets, read.lengths))
 
 
 def _warn_of_conversions(wanted: Mapping[str, Tensor], stored: Sequence[Chunk]) -> None:

@@ -38,7 +38,7 @@ from resiliency.checkpoint.layout import Chunk
 from resiliency.checkpoint.state import dtype_from_name, dtype_name
 from resiliency.errors import ConfigError
 
-__all__ = ["Read", "WritePlan", "describe", "fingerprint", "is_sharded", "plan_reads", "plan_replicated", "plan_writes", "sharding"]
+__all__ = ["Read", "WritePlan", "box_of", "describe", "fingerprint", "is_sharded", "plan_reads", "plan_replicated", "plan_writes", "sharding"]
 
 #: Large replicated tensors are cut so that no piece is larger than this part of a rank's share: the shares then differ by
 #: less than one piece.
@@ -60,6 +60,13 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> int:
 def sharding(tensor: Any) -> tuple[Any, ...]:
     """Equal for DTensors that are sharded alike on one mesh. In-process only."""
     return str(tensor.placements), id(tensor.device_mesh)
+
+
+def box_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A view of one box of a plain tensor."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 class _CuttingPlanner(DefaultSavePlanner):
@@ -264,10 +271,7 @@ def plan_reads(wanted: Mapping[str, Tensor], stored: Sequence[Chunk]) -> list[Re
             continue
         # All of a plain tensor is wanted, so every stored box is, whole.
         for chunk in found:
-            destination = tensor
-            if not chunk.whole:
-                for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                    destination = destination.narrow(dim, offset, size)
+            destination = tensor if chunk.whole else box_of(tensor, chunk.offsets, chunk.sizes)
             reads.append(Read(key, chunk.offsets, (0,) * len(chunk.sizes), chunk.sizes, destination))
     reads += _plan_sharded(sharded, by_key)
     found_elements = dict.fromkeys(wanted, 0)

@@ -192,7 +192,7 @@ class Snapshot:
         try:
             faultpoints.hit("save.block")
             # The first block is always stored, in case the pages have become large.
-            stored, faults = self._copy(index, by_writes=self.slot.small_pages and not helping and index > 0)
+            stored, faults = self._copy_block(index, by_writes=self.slot.small_pages and not helping and index > 0)
         except BaseException as failure:  # Boundary: the copy thread must report, not die; the fence's caller hears of it.
             logger.exception("copying block %d of a shard file failed", index)
             error = failure
@@ -209,8 +209,8 @@ class Snapshot:
     def _bounds(self, index: int) -> tuple[int, int]:
         return index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self.slot.nbytes)
 
-    def _copy(self, index: int, *, by_writes: bool) -> tuple[int, int]:
-        """Copies one block; see :func:`_copy` for what is returned."""
+    def _copy_block(self, index: int, *, by_writes: bool) -> tuple[int, int]:
+        """See :func:`_copy` for what is returned."""
         slot, sources = self.slot, self.sources
         assert sources is not None  # a block is left
         start, end = self._bounds(index)

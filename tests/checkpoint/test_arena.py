@@ -79,8 +79,10 @@ def test_released_twice_is_free_once(arena: Arena) -> None:
 
 def test_shorter_and_longer_steps(arena: Arena) -> None:
     arena.grow(4 * PAGE)
-    for nbytes in (4 * PAGE, PAGE, 3 * PAGE + 5, 17, 4 * PAGE):
+    for nbytes, fresh in ((4 * PAGE, False), (PAGE, False), (3 * PAGE + 5, True), (17, False), (4 * PAGE, True)):
         slot = taken(arena, nbytes)
+        assert slot.fresh is fresh, "what is longer than before has pages that are not in memory"
+        slot.fresh = False
         assert slot.nbytes == nbytes == os.stat(slot.path).st_size
         write(slot, b"z")
         assert Path(slot.path).read_bytes() == b"z" * nbytes
