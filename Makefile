@@ -1,6 +1,6 @@
 # make setup   a virtual environment in .venv with everything the tests, the demo and the benchmark need
 # make test    lint and all tests (what CI runs)
-# make lint    ruff, mypy --strict, import rules
+# make lint    ruff (rules and format), mypy --strict, import rules
 # make demo    a training job killed again and again that ends as if nothing had happened
 # make bench   the checkpoint benchmark
 # make clean   remove what the above made
@@ -48,6 +48,7 @@ $(STAMP): setup.py pyproject.toml
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 

@@ -100,7 +100,8 @@ class _Run:
         }
 
     def _busy(self) -> dict[str, float | None]:
-        """A save followed by compute, then the fence, then the state changes and compute goes on until all is durable."""
+        """A save followed by compute, then the fence, then the state changes and compute goes on until all is
+        durable."""
         self._idle.append(self._compute.rate(_IDLE_PROBE_S))
         step, start, pending = self._begin()
         called = time.perf_counter()
@@ -235,7 +236,8 @@ def _fsync_all(path: Path) -> None:
 
 
 def main(spec_file: str) -> None:
-    """Runs the contender of the spec and writes the result file; an import that fails is "unavailable", not an error."""
+    """Runs the contender of the spec and writes the result file; an import that fails is "unavailable", not an
+    error."""
     spec = json.loads(Path(spec_file).read_text())
     dist.init_process_group("gloo", init_method=f"file://{Path(spec_file).parent / 'rendezvous'}", rank=0, world_size=1)
     try:

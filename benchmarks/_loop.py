@@ -54,7 +54,9 @@ class Clock(pl.Callback):
     def __init__(self) -> None:
         self.starts: list[float] = []
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self.starts.append(time.perf_counter())
 
 
@@ -89,7 +91,9 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     found = [path for path in Path(spec["folder"]).rglob("*") if path.is_file()]
     events = _events(found)
     if trainer.is_global_zero and parts.callbacks and not any(f"step={steps}" in str(path) for path in found):
-        raise AssertionError(f"no file of step {steps} was found at the end; saved: {sorted({p.parent.name for p in found})[:5]}")
+        raise AssertionError(
+            f"no file of step {steps} was found at the end; saved: {sorted({p.parent.name for p in found})[:5]}"
+        )
     return {
         "disk_bytes": sum(path.stat().st_size for path in found),
         "logged": len(events),

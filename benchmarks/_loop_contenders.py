@@ -170,7 +170,9 @@ class _Periodic(pl.Callback):
         while len(self._kept) > 1:
             oldest = self._kept.pop(0)
             if trainer.is_global_zero:  # apart from the loop: deleting is no matter of the contender
-                threading.Thread(target=shutil.rmtree, args=(oldest,), kwargs={"ignore_errors": True}, daemon=True).start()
+                threading.Thread(
+                    target=shutil.rmtree, args=(oldest,), kwargs={"ignore_errors": True}, daemon=True
+                ).start()
         path = self._folder / f"step={trainer.global_step}"
         self._kept.append(path)
         self._wait = self._save(path, self._state(trainer, pl_module))

@@ -65,7 +65,8 @@ def _fields(pid: int, name: str) -> dict[str, int]:
 
 
 def main(mark: str) -> None:
-    """Says "ready" after a first sample, samples until standard input closes and once more, then prints the peak as JSON."""
+    """Says "ready" after a first sample, samples until standard input closes and once more, then prints the peak as
+    JSON."""
     peak = 0
     over = False
     for sample in itertools.count():

@@ -32,7 +32,12 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_contender(
-    module: Sequence[str], spec: Mapping[str, Any], *, folder: Path, deadline: timedelta, env: Mapping[str, str] | None = None
+    module: Sequence[str],
+    spec: Mapping[str, Any],
+    *,
+    folder: Path,
+    deadline: timedelta,
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Runs ``python -m <module> SPEC_FILE`` and returns what it wrote to ``spec["result"]``.
 
@@ -80,7 +85,9 @@ def run_contender(
                 _end(process, mark)
         if result.exists():
             return dict(json.loads(result.read_text()))
-        what = f"ran past its deadline of {deadline.total_seconds():.0f} s" if code is None else f"ended with code {code}"
+        what = (
+            f"ran past its deadline of {deadline.total_seconds():.0f} s" if code is None else f"ended with code {code}"
+        )
         return {"error": f"{what}; last words: {_last_words(log)}"}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

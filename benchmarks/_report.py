@@ -64,7 +64,10 @@ def loop_table(title: str, entries: Sequence[Entry], rows: Mapping[str, Row]) ->
 
 
 def _table(
-    title: str, entries: Sequence[Entry], rows: Mapping[str, Row], columns: Sequence[tuple[str, str, Callable[[Any], str]]]
+    title: str,
+    entries: Sequence[Entry],
+    rows: Mapping[str, Row],
+    columns: Sequence[tuple[str, str, Callable[[Any], str]]],
 ) -> Table:
     table = Table(title=title, title_justify="left", pad_edge=False)
     table.add_column("contender", no_wrap=True)

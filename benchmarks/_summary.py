@@ -55,7 +55,8 @@ def summarize_loop(rounds: Sequence[Result], *, segment: int) -> dict[str, Any]:
 
     A cycle is ``segment`` steps from the end of the step that saves on, then ``segment`` steps without a save. What a
     save costs is ``segment`` times the difference of their mean step times: stall, fence and interference together.
-    The row has the mean of the middle half of the cycles and a 90 % interval by resampling them; the first save stands apart.
+    The row has the mean of the middle half of the cycles and a 90 % interval by resampling them; the first save stands
+    apart.
     """
     status = _status(rounds)
     good = [one for one in rounds if "step_s" in one]
@@ -77,8 +78,8 @@ def summarize_loop(rounds: Sequence[Result], *, segment: int) -> dict[str, Any]:
     low, high = _interval(later)
     missed = sum(one.get("missed", 0) for one in good)
     if missed:
-        status["reason"] = f"{missed} saves were skipped or failed: what is lost per save is too low; {status['reason']}".rstrip(
-            "; "
+        status["reason"] = (
+            f"{missed} saves were skipped or failed: what is lost per save is too low; {status['reason']}".rstrip("; ")
         )
     return {
         **status,

@@ -96,7 +96,9 @@ def loop_targets(rows: Mapping[str, Row], roles: Mapping[str, str], *, where: st
 
 def best_peer(rows: Mapping[str, Row], roles: Mapping[str, str]) -> str | None:
     """The peer that loses least; None when none was measured above zero."""
-    peers: Sequence[str] = [name for name, row in rows.items() if roles[name] == "peer" and (row.get("lost_s") or 0) > 0]
+    peers: Sequence[str] = [
+        name for name, row in rows.items() if roles[name] == "peer" and (row.get("lost_s") or 0) > 0
+    ]
     return min(peers, key=lambda name: rows[name]["lost_s"], default=None)
 
 

@@ -137,17 +137,22 @@ class Benchmark:
         """Every contender at every size, as many rounds as set; the peers begin with another one each round.
 
         Where a process's memory lies makes a copy up to twice as fast, for as long as it lives. So what the targets are
-        ratios of is measured in several processes a round, next to each other. The floors come first as well: the length
+        ratios of is measured in several processes a round, next to each other. The floors come first as well: the
+            length
         of compute depends on them.
         """
         settings = self._settings
         entries = self._wanted(ISOLATED)
-        floors, peers, bounds, own = ([entry for entry in entries if entry.role == role] for role in ("floor", "peer", "bound", "ours"))
+        floors, peers, bounds, own = (
+            [entry for entry in entries if entry.role == role] for role in ("floor", "peer", "bound", "ours")
+        )
         with self._progress() as progress:
             base = [entry for entry in peers if entry.name == RESTORE_BASE]
             again = [*floors, *base, *bounds, *own] * settings.processes
             peers = [entry for entry in peers if entry not in base]
-            task = progress.add_task("in isolation", total=settings.rounds * len(settings.sizes) * len([*floors, *peers, *again]))
+            task = progress.add_task(
+                "in isolation", total=settings.rounds * len(settings.sizes) * len([*floors, *peers, *again])
+            )
             for turn in range(settings.rounds):
                 first = turn * len(peers) // settings.rounds
                 for size in settings.sizes:
@@ -170,7 +175,13 @@ class Benchmark:
             "restores": settings.restores,
             "compute_s": max(settings.compute_s, 3 * floor),
         }
-        env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "{mark}"}
+        env = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "TORCHELASTIC_RUN_ID": "{mark}",
+        }
         return self._run(["benchmarks._isolated"], spec, env)
 
     def run_loop(self) -> None:
@@ -178,7 +189,9 @@ class Benchmark:
         settings = self._settings
         entries = self._wanted(LOOP)
         with self._progress() as progress:
-            task = progress.add_task("training loop", total=settings.loop_rounds * len(settings.loop_mebibytes) * len(entries))
+            task = progress.add_task(
+                "training loop", total=settings.loop_rounds * len(settings.loop_mebibytes) * len(entries)
+            )
             for turn in range(settings.loop_rounds):
                 for size in settings.loop_mebibytes:
                     for entry in entries:
@@ -201,7 +214,14 @@ class Benchmark:
             "ranks": settings.ranks,
             "threads": threads,
         }
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.ranks), "-m", "benchmarks._loop"]
+        launcher = [
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(settings.ranks),
+            "-m",
+            "benchmarks._loop",
+        ]
         return self._run(launcher, spec, {"OMP_NUM_THREADS": str(threads)})
 
     def _run(self, module: Sequence[str], spec: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
@@ -209,7 +229,8 @@ class Benchmark:
         return run_contender(module, spec, folder=self._folder, deadline=self._settings.deadline, env=env)
 
     def _try(self, entry: Entry, found: list[dict[str, Any]], where: str, once: Callable[[], dict[str, Any]]) -> None:
-        """Runs a contender; a failure is said at once, kept, and tried one more time: peers are not always ready in time."""
+        """Runs a contender; a failure is said at once, kept, and tried one more time: peers are not always ready in
+        time."""
         for _ in range(2):
             if any("unavailable" in one for one in found):
                 return
@@ -266,7 +287,8 @@ class Benchmark:
             if part == "isolated":
                 out.print(isolated_table(f"In isolation: {size}; seconds, medians of warm saves", entries, rows))
             else:
-                loop = f"DDP, {settings.ranks} gloo ranks, state of {size} MiB a rank, a save every {2 * settings.segment} steps"
+                every = 2 * settings.segment
+                loop = f"DDP, {settings.ranks} gloo ranks, state of {size} MiB a rank, a save every {every} steps"
                 out.print(loop_table(f"Training loop: {loop}; seconds", entries, rows))
             missing.update(dict.fromkeys(reasons(entries, rows)))
         for line in missing:
@@ -313,23 +335,35 @@ def _size(text: str) -> Size:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = sorted({entry.name for entry in (*ISOLATED, *LOOP)})
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.checkpoint", description=(__doc__ or "").splitlines()[0]
+    )
     scale = parser.add_mutually_exclusive_group()
-    scale.add_argument("--quick", action="store_true", help="small sizes: shows that everything works, the figures mean little")
+    scale.add_argument(
+        "--quick", action="store_true", help="small sizes: shows that everything works, the figures mean little"
+    )
     scale.add_argument("--full", action="store_true", help="every size, three rounds, also 1 GiB in the training loop")
     parser.add_argument("--part", choices=("isolated", "loop", "all"), default="all")
     only = f"these contenders and the floors; of {', '.join(names)}"
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=(), help=only)
-    parser.add_argument("--dir", type=Path, help="folder on the disk to be measured; default: the temporary one, if on a disk")
+    parser.add_argument(
+        "--dir", type=Path, help="folder on the disk to be measured; default: the temporary one, if on a disk"
+    )
     parser.add_argument("--json", type=Path, help="write everything, raw samples too, to this file")
-    parser.add_argument("--sizes", nargs="+", type=_size, metavar="MiBxTENSORS", help="states in isolation, as 256x32 1024x300")
+    parser.add_argument(
+        "--sizes", nargs="+", type=_size, metavar="MiBxTENSORS", help="states in isolation, as 256x32 1024x300"
+    )
     parser.add_argument("--rounds", type=int, help="rounds in isolation")
     parser.add_argument("--saves", type=int, help="warm saves a round in isolation")
     parser.add_argument("--threads", type=int, help="torch threads in isolation; default: all cores")
     parser.add_argument("--loop-sizes", nargs="+", type=int, metavar="MiB", help="state a rank in the training loop")
     parser.add_argument("--loop-rounds", type=int)
     parser.add_argument("--loop-saves", type=int, help="measured saves a run of the training loop")
-    parser.add_argument("--segment", type=int, help="steps counted with a save, and after them without; a save comes every two segments; default: 5")
+    parser.add_argument(
+        "--segment",
+        type=int,
+        help="steps counted with a save, and after them without; a save comes every two segments; default: 5",
+    )
     parser.add_argument("--ranks", type=int, help="ranks of the training loop; default: 2")
     return parser.parse_args(argv)
 
@@ -359,10 +393,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent = args.dir or folder_on_disk()
     parent.mkdir(parents=True, exist_ok=True)
     if filesystem(parent) in ("tmpfs", "ramfs"):
-        console.print(f"[yellow]{parent} is in memory: durable figures mean nothing there; pass a folder on a disk with --dir")
+        console.print(
+            f"[yellow]{parent} is in memory: durable figures mean nothing there; pass a folder on a disk with --dir"
+        )
     largest = max([size.mebibytes for size in settings.sizes] + [4 * size for size in settings.loop_mebibytes])
     if shutil.disk_usage(parent).free < 5 * largest * 2**20:
-        console.print(f"[red]{parent} has too little room, {5 * largest} MiB must be free; pass another --dir or smaller --sizes")
+        console.print(
+            f"[red]{parent} has too little room, {5 * largest} MiB must be free; pass another --dir or smaller --sizes"
+        )
         return 2
     if os.getloadavg()[0] > 0.5 * cores():
         console.print("[yellow]this machine is busy with other work; the ratios will be rough")

@@ -1,8 +1,9 @@
 """How fast event logs are read, and in how much memory.
 
-``python benchmarks/goodput_reader.py [--events 10000000] [--ranks 8] [--shape rank|one] [--keep DIR]`` writes a log as the
-step clock and the checkpoint engine would, reads it in a fresh process and prints a table. ``--shape rank`` is one file a
-rank, as our writers make them; ``--shape one`` is a single file with all ranks interleaved line by line, the hardest case.
+``python benchmarks/goodput_reader.py [--events 10000000] [--ranks 8] [--shape rank|one] [--keep DIR]`` writes a log as
+the step clock and the checkpoint engine would, reads it in a fresh process and prints a table. ``--shape rank`` is one
+file a rank, as our writers make them; ``--shape one`` is a single file with all ranks interleaved line by line, the
+hardest case.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ READ = """
 import json, re, sys, time
 sys.path.insert(0, sys.argv[1])
 from resiliency.goodput.ledger import account
-from resiliency.goodput.reader import LogReader, find_logs
+from resiliency.telemetry.reader import LogReader, find_logs
 reader = LogReader()
 files = find_logs([sys.argv[2]])
 began, cpu = time.perf_counter(), time.process_time()
@@ -58,7 +59,8 @@ def write(folder: Path, events: int, ranks: int, shape: str) -> int:
             who = tail % ("step", seconds - 1.7e9, rank, rank // 4)
             wait = 0.002 + 0.0001 * rank
             file.write(
-                f'{head}{who},"step":{step},"step_s":{0.5 + 0.003 * (step % 7 == 0)},"data_wait_s":{wait:.6f},"stall_s":0.0,'
+                f'{head}{who},"step":{step},"step_s":{0.5 + 0.003 * (step % 7 == 0)},"data_wait_s":{wait:.6f},'
+                '"stall_s":0.0,'
                 f'"save_in_flight":{flag},"busy_s":{0.2 + 0.001 * rank:.6f}}}\n'
             )
             written += 1
@@ -101,13 +103,29 @@ def main() -> None:
         if not any(folder.iterdir()):
             write(folder, args.events, args.ranks, args.shape)
         size = sum(file.stat().st_size for file in folder.iterdir())
-        result = subprocess.run([sys.executable, "-c", READ, str(ROOT), str(folder)], capture_output=True, text=True, check=True, timeout=1800)
+        result = subprocess.run(
+            [sys.executable, "-c", READ, str(ROOT), str(folder)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=1800,
+        )
     found = json.loads(result.stdout)
-    columns = {"events": 12, "MB": 8, "read s": 8, "events/s": 10, "per CPU s": 10, "account s": 10, "peak MiB": 9, "goodput": 8}
+    columns = {
+        "events": 12,
+        "MB": 8,
+        "read s": 8,
+        "events/s": 10,
+        "per CPU s": 10,
+        "account s": 10,
+        "peak MiB": 9,
+        "goodput": 8,
+    }
     print(" ".join(f"{name:>{width}}" for name, width in columns.items()))
     print(
         f"{found['lines']:>12,} {size / 1e6:>8,.0f} {found['read_s']:>8.1f} {found['lines'] / found['read_s']:>10,.0f} "
-        f"{found['lines'] / found['cpu_s']:>10,.0f} {found['account_s']:>10.3f} {found['rss_mib']:>9.0f} {found['goodput']:>8.3f}"
+        f"{found['lines'] / found['cpu_s']:>10,.0f} {found['account_s']:>10.3f} {found['rss_mib']:>9.0f}"
+        f" {found['goodput']:>8.3f}"
     )
 
 

@@ -19,7 +19,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["AgentError", "ConfigError", "CorruptShard", "NoCheckpointFound", "ResiliencyError", "TierError", "Timeout", "TornSnapshot"]
+__all__ = [
+    "AgentError",
+    "ConfigError",
+    "CorruptShard",
+    "NoCheckpointFound",
+    "ResiliencyError",
+    "TierError",
+    "Timeout",
+    "TornSnapshot",
+]
 
 
 def _rebuild(kind: type[Exception], message: str, values: dict[str, Any]) -> Exception:

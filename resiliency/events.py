@@ -35,18 +35,18 @@ class EventKind:
     USER_TERMINATED = "user_terminated"
     JOB_STARTED = "job_started"  # one per rank and attempt, when the trainer process starts its work
     JOB_TERMINATED = "job_terminated"  # reason: "finished" | "exception" | "signal"
-    CHECKPOINT_LOADED = "checkpoint_loaded"  # step, seconds_s, source tier, bytes
+    CHECKPOINT_LOADED = "checkpoint_loaded"  # step, duration_s, source tier, bytes
     CHECKPOINT_SAVED = "checkpoint_saved"  # step is committed (manifest written) on `tier`
 
     TRAIN_STARTED = "train_started"  # first batch is about to run; ends start-up and restore
     TRAIN_ENDED = "train_ended"
-    #: Step finished: step_s wall, data_wait_s, stall_s (checkpoint part), save_in_flight bool; optional busy_s (own work
-    #: before first waiting for other ranks), eval_s (validation). With `count` the line holds that many steps, the last
-    #: of them `step`: seconds are then sums, and step_max_s is the longest.
+    #: Step finished: step_s wall, data_wait_s, stall_s (checkpoint part), save_in_flight bool; optional busy_s (own
+    #: work before first waiting for other ranks), eval_s (validation). With `count` the line holds that many steps, the
+    #: last of them `step`: seconds are then sums, and step_max_s is the longest.
     STEP = "step"
     CHECKPOINT_STARTED = "checkpoint_started"  # step, stall_s of the eager part, bytes of this rank's shard
     CHECKPOINT_FENCED = "checkpoint_fenced"  # fence before the optimizer step: stall_s it waited
-    CHECKPOINT_DURABLE = "checkpoint_durable"  # fsync done / object stored: tier, seconds_s since the save began
+    CHECKPOINT_DURABLE = "checkpoint_durable"  # fsync done / object stored: tier, duration_s since the save began
     CHECKPOINT_SKIPPED = "checkpoint_skipped"  # reason
     CHECKPOINT_FAILED = "checkpoint_failed"  # reason, tier, will_retry
     CHECKPOINT_DELETED = "checkpoint_deleted"  # step, tier, name
@@ -141,7 +141,9 @@ class JsonlSink:
             # Boundary: training must outlive its event log (disk full, read-only, odd field values).
             self.dropped += 1
             if self.dropped == 1:
-                logger.warning("event log %s cannot be written; events are dropped from here on", self.path, exc_info=True)
+                logger.warning(
+                    "event log %s cannot be written; events are dropped from here on", self.path, exc_info=True
+                )
 
     def _heal_torn_tail(self, fd: int) -> None:
         """A writer killed inside write(2) can leave half a line; start on a fresh one so only that line is lost."""
@@ -164,7 +166,8 @@ class BackgroundSink:
     """Hands events to another sink on a thread of its own, for emitters that must not wait.
 
     A ``write(2)`` takes microseconds, except while the file system commits its journal, which an fsync of a large
-    checkpoint makes it do: then it takes tens of milliseconds, and the training step would wait for it. A process that is
+    checkpoint makes it do: then it takes tens of milliseconds, and the training step would wait for it. A process that
+        is
     killed loses only what was emitted in that time.
 
     Thread: any. ``close`` writes out what is queued, up to ``drain_s``.
@@ -214,9 +217,16 @@ class EventWriter:
 
     def emit(self, kind: str, *, step: int | None = None, **fields: Any) -> None:
         event = Event(
-            kind=kind, time=time.time(), monotonic_s=time.monotonic(), run=self.run, attempt=self.attempt,
-            rank=self.rank, host=self.host, step=step, fields=fields,
-        )  # fmt: skip
+            kind=kind,
+            time=time.time(),
+            monotonic_s=time.monotonic(),
+            run=self.run,
+            attempt=self.attempt,
+            rank=self.rank,
+            host=self.host,
+            step=step,
+            fields=fields,
+        )
         for sink in self._sinks:
             try:
                 sink.emit(event)

@@ -73,7 +73,9 @@ def _parse(text: str) -> dict[str, _Armed]:
                 float(action.removeprefix("delay=") if action.startswith("delay=") else "no action")
             armed[name] = _Armed(action, None if at == "*" else int(at or 1), int(where) if where else None)
         except ValueError:
-            raise ConfigError(f"fault {item!r} means nothing; write NAME:ACTION[@N][,rank=R] with kill, stop, error, full or delay=S") from None
+            raise ConfigError(
+                f"fault {item!r} means nothing; write NAME:ACTION[@N][,rank=R] with kill, stop, error, full or delay=S"
+            ) from None
     return armed
 
 

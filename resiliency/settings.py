@@ -53,7 +53,9 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"environment variable {name}={text!r} is not a whole number; unset it or fix the launcher") from None
+        raise ConfigError(
+            f"environment variable {name}={text!r} is not a whole number; unset it or fix the launcher"
+        ) from None
 
 
 def environment(env: Mapping[str, str] | None = None) -> Environment:

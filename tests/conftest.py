@@ -23,9 +23,23 @@ os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 GRACE_S = 3.0
 #: Set inside the process by torch, Lightning or pytest and not by us; put back, but no reason to fail.
 FOREIGN_ENV = (
-    "CUBLAS_WORKSPACE_CONFIG", "KINETO_LOG_LEVEL", "KMP_", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NCCL_", "NODE_RANK",
-    "OMP_", "PL_", "PYTEST_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "WORLD_SIZE",
-)  # fmt: skip
+    "CUBLAS_WORKSPACE_CONFIG",
+    "KINETO_LOG_LEVEL",
+    "KMP_",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NCCL_",
+    "NODE_RANK",
+    "OMP_",
+    "PL_",
+    "PYTEST_",
+    "PYTORCH_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "TRITON_",
+    "WORLD_SIZE",
+)
 #: Helpers of Python and of test tools that live as long as the session.
 SESSION_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 SHM = Path("/dev/shm")
@@ -83,7 +97,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for marker, count in sorted(config.stash[NOT_RUN].items()):
         plural = ("s", "", "were") if count != 1 else ("", "s", "was")
         text = "{count} {marker} test{0} need{1} {what} and {2} not run"
-        terminalreporter.write_line(text.format(*plural, count=count, marker=marker, what=NEEDS[marker][0]), yellow=True)
+        terminalreporter.write_line(
+            text.format(*plural, count=count, marker=marker, what=NEEDS[marker][0]), yellow=True
+        )
 
 
 # ---- leftovers

@@ -29,7 +29,12 @@ def test_what_they_carry() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [errors.TierError("x", retryable=True), errors.CorruptShard("x", path="/a", ranges=[(1, 2)]), errors.ConfigError("x")]
+    "error",
+    [
+        errors.TierError("x", retryable=True),
+        errors.CorruptShard("x", path="/a", ranges=[(1, 2)]),
+        errors.ConfigError("x"),
+    ],
 )
 def test_they_travel_between_processes(error: Exception) -> None:
     """Data loaders and launchers send exceptions through pickle; one that cannot be rebuilt hides the real error."""

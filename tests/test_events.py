@@ -52,12 +52,26 @@ class Broken:
 def test_a_line_says_who_what_and_when(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "e.jsonl"
     events = writer(JsonlSink(path))
-    events.emit(EventKind.CHECKPOINT_SAVED, step=7, tier="local", seconds_s=0.5)
+    events.emit(EventKind.CHECKPOINT_SAVED, step=7, tier="local", duration_s=0.5)
     events.close()
     (line,) = lines(path)
-    assert (line["job_name"], line["event_type"], line["step"], line["tier"], line["attempt"], line["rank"], line["host"]) == (
-        "r", "checkpoint_saved", 7, "local", 2, 1, "h",
-    )  # fmt: skip
+    assert (
+        line["job_name"],
+        line["event_type"],
+        line["step"],
+        line["tier"],
+        line["attempt"],
+        line["rank"],
+        line["host"],
+    ) == (
+        "r",
+        "checkpoint_saved",
+        7,
+        "local",
+        2,
+        1,
+        "h",
+    )
     assert abs((datetime.now(timezone.utc) - datetime.fromisoformat(line["timestamp"])).total_seconds()) < 60
 
 
@@ -74,7 +88,15 @@ def test_fields_never_hide_who_wrote_the_line(tmp_path: Path) -> None:
 @given(
     st.dictionaries(
         st.text(),
-        st.one_of(st.text(), st.floats(), st.integers(), st.lists(st.text()), st.builds(object), st.binary(), st.sets(st.integers())),
+        st.one_of(
+            st.text(),
+            st.floats(),
+            st.integers(),
+            st.lists(st.text()),
+            st.builds(object),
+            st.binary(),
+            st.sets(st.integers()),
+        ),
         max_size=4,
     )
 )
@@ -85,7 +107,9 @@ def test_any_field_gives_one_line_of_json(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"a": {(1, 2): 3}}, {"a": {object(): 1}}], ids=["tuple key", "object key"])
-def test_fields_json_cannot_say_are_dropped_and_do_not_raise(tmp_path: Path, fields: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_fields_json_cannot_say_are_dropped_and_do_not_raise(
+    tmp_path: Path, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "e.jsonl"
     sink = JsonlSink(path)
     events = writer(sink)
@@ -111,8 +135,12 @@ def test_a_circle_in_a_field_does_not_raise(tmp_path: Path) -> None:
         deep = deep[0]
 
 
-@pytest.mark.parametrize("make", [lambda p: p.mkdir(), lambda p: p.parent.joinpath("file").write_text("") and None], ids=["a folder", "fine"])
-def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda p: p.mkdir(), lambda p: p.parent.joinpath("file").write_text("") and None], ids=["a folder", "fine"]
+)
+def test_a_log_that_cannot_be_written_is_said_once(
+    tmp_path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "e.jsonl"
     make(path)
     sink = JsonlSink(path)
@@ -133,7 +161,9 @@ def test_a_full_disk_does_not_raise(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         events.emit("x")
     events.close()
-    assert sink.dropped == 3 and len([entry for entry in caplog.records if "cannot be written" in entry.getMessage()]) == 1
+    assert (
+        sink.dropped == 3 and len([entry for entry in caplog.records if "cannot be written" in entry.getMessage()]) == 1
+    )
 
 
 def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
@@ -193,7 +223,10 @@ def test_a_killed_process_loses_at_most_what_it_wrote_in_the_last_moment(tmp_pat
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(resiliency.__file__).parents[1])}
-    assert subprocess.run([sys.executable, "-c", script, str(path)], env=env, timeout=30, check=False).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run([sys.executable, "-c", script, str(path)], env=env, timeout=30, check=False).returncode
+        == -signal.SIGKILL
+    )
     assert [line["i"] for line in lines(path)] == list(range(100))
 
 

@@ -37,7 +37,13 @@ def trips(name: str, passages: int = 5, rank: int | None = None) -> list[int]:
 
 @pytest.mark.parametrize(
     ("text", "passages"),
-    [("save.begin:error", [1]), ("save.begin:error@3", [3]), ("save.begin:error@*", [1, 2, 3, 4, 5]), ("save.fill:error", []), ("", [])],
+    [
+        ("save.begin:error", [1]),
+        ("save.begin:error@3", [3]),
+        ("save.begin:error@*", [1, 2, 3, 4, 5]),
+        ("save.fill:error", []),
+        ("", []),
+    ],
 )
 def test_when(text: str, passages: list[int]) -> None:
     faultpoints.arm(text)
@@ -46,7 +52,11 @@ def test_when(text: str, passages: list[int]) -> None:
 
 def test_where() -> None:
     faultpoints.arm("save.begin:error@*,rank=1")
-    assert trips("save.begin", 2, rank=0) == [] and trips("save.begin", 2, rank=1) == [1, 2] and trips("save.begin", 2) == [1, 2]
+    assert (
+        trips("save.begin", 2, rank=0) == []
+        and trips("save.begin", 2, rank=1) == [1, 2]
+        and trips("save.begin", 2) == [1, 2]
+    )
 
 
 def test_several() -> None:
@@ -70,7 +80,15 @@ def test_delay() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["nonsense:kill", "save.begin", "save.begin:explode", "save.begin:error@x", "save.begin:delay=x", "save.begin:error,rank=x"]
+    "text",
+    [
+        "nonsense:kill",
+        "save.begin",
+        "save.begin:explode",
+        "save.begin:error@x",
+        "save.begin:delay=x",
+        "save.begin:error,rank=x",
+    ],
 )
 def test_scripts_that_mean_nothing_are_refused_when_armed(text: str) -> None:
     with pytest.raises(ConfigError):
@@ -81,7 +99,11 @@ def test_scripts_that_mean_nothing_are_refused_when_armed(text: str) -> None:
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_signals_reach_this_process_only_when_told(action: str) -> None:
     script = "from resiliency import faultpoints; print('before', flush=True); faultpoints.hit('save.begin'); print('after', flush=True)"
-    env = {**os.environ, "RESILIENCY_FAULTS": f"save.begin:{action}", "PYTHONPATH": str(Path(resiliency.__file__).parents[1])}
+    env = {
+        **os.environ,
+        "RESILIENCY_FAULTS": f"save.begin:{action}",
+        "PYTHONPATH": str(Path(resiliency.__file__).parents[1]),
+    }
     process = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
@@ -97,5 +119,9 @@ def test_signals_reach_this_process_only_when_told(action: str) -> None:
 
 def test_every_known_point_is_passed_somewhere_and_every_passed_point_is_known() -> None:
     package = Path(resiliency.__file__).parent
-    passed = {name for path in package.rglob("*.py") for name in re.findall(r'faultpoints\.hit\(\s*"([^"]+)"', path.read_text())}
+    passed = {
+        name
+        for path in package.rglob("*.py")
+        for name in re.findall(r'faultpoints\.hit\(\s*"([^"]+)"', path.read_text())
+    }
     assert passed == set(faultpoints.KNOWN)

@@ -16,7 +16,13 @@ from resiliency.settings import child_environment, environment
 
 def test_defaults() -> None:
     found = environment({})
-    assert (found.run, found.rank, found.world_size, found.local_rank, found.local_world_size) == ("default", 0, 1, 0, 1)
+    assert (found.run, found.rank, found.world_size, found.local_rank, found.local_world_size) == (
+        "default",
+        0,
+        1,
+        0,
+        1,
+    )
     assert found.node == socket.gethostname() and found.restart == 0 and found.faults == ""
     assert found.events_dir is None and found.local_dir is None and not found.file_tracking
 
@@ -24,13 +30,28 @@ def test_defaults() -> None:
 def test_values() -> None:
     found = environment(
         {
-            "JOB_IDENTIFIER": "old", "RESILIENCY_RUN": "new", "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-            "NODE_NAME": "n", "TORCHELASTIC_RESTART_COUNT": "4", "RESILIENCY_EVENTS_DIR": "/e", "RESILIENCY_LOCAL_DIR": "/l",
-            "GOODPUT_USE_FILE_TRACKING": "", "RESILIENCY_FAULTS": "save.begin:kill",
+            "JOB_IDENTIFIER": "old",
+            "RESILIENCY_RUN": "new",
+            "RANK": "3",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "NODE_NAME": "n",
+            "TORCHELASTIC_RESTART_COUNT": "4",
+            "RESILIENCY_EVENTS_DIR": "/e",
+            "RESILIENCY_LOCAL_DIR": "/l",
+            "GOODPUT_USE_FILE_TRACKING": "",
+            "RESILIENCY_FAULTS": "save.begin:kill",
         }
-    )  # fmt: skip
+    )
     assert (found.run, found.rank, found.world_size, found.local_rank, found.local_world_size) == ("new", 3, 8, 1, 2)
-    assert (found.node, found.restart, found.events_dir, found.local_dir, found.file_tracking) == ("n", 4, "/e", "/l", True)
+    assert (found.node, found.restart, found.events_dir, found.local_dir, found.file_tracking) == (
+        "n",
+        4,
+        "/e",
+        "/l",
+        True,
+    )
     assert environment({"JOB_IDENTIFIER": "old"}).run == "old"
     assert environment({"NODE_NAME": "n", "RESILIENCY_NODE": "m"}).node == "m"
     assert environment({"WORLD_SIZE": "4"}).local_world_size == 4

@@ -34,9 +34,13 @@ RESTORE_BASE = "dcp-sync"
 _C = "benchmarks._contenders"
 ISOLATED: tuple[Entry, ...] = (
     Entry(name=FLOOR_COPY, label="floor: copy to shm", module=f"{_C}.floor", attribute="CopyFloor", role="floor"),
-    Entry(name=FLOOR_WRITE, label="floor: copy, write, fsync", module=f"{_C}.floor", attribute="WriteFloor", role="floor"),
+    Entry(
+        name=FLOOR_WRITE, label="floor: copy, write, fsync", module=f"{_C}.floor", attribute="WriteFloor", role="floor"
+    ),
     Entry(name="torch-save", label="torch.save", module=f"{_C}.stock", attribute="TorchSave"),
-    Entry(name="lightning-async", label="Lightning AsyncCheckpointIO", module=f"{_C}.stock", attribute="LightningAsync"),
+    Entry(
+        name="lightning-async", label="Lightning AsyncCheckpointIO", module=f"{_C}.stock", attribute="LightningAsync"
+    ),
     Entry(name=RESTORE_BASE, label="DCP sync", module=f"{_C}.dcp", attribute="DcpSync"),
     Entry(name="dcp-thread", label="DCP async thread", module=f"{_C}.dcp", attribute="DcpThread"),
     Entry(name="dcp-process", label="DCP async process, shared stager", module=f"{_C}.dcp", attribute="DcpProcess"),
@@ -52,13 +56,33 @@ ISOLATED: tuple[Entry, ...] = (
         module=f"{_C}.torch_checkpointing",
         attribute="TorchCheckpointingAsync",
     ),
-    Entry(name="torchsnapshot", label="torchsnapshot async_take", module=f"{_C}.torchsnapshot", attribute="TorchSnapshot"),
+    Entry(
+        name="torchsnapshot", label="torchsnapshot async_take", module=f"{_C}.torchsnapshot", attribute="TorchSnapshot"
+    ),
     Entry(name="dlrover", label="dlrover MEMORY", module=f"{_C}.dlrover", attribute="DlroverMemory"),
-    Entry(name="bound-digest", label="bound: copy and digest", module=f"{_C}.bounds", attribute="DigestBound", role="bound"),
-    Entry(name="bound-file", label="bound: copy to a fsynced file", module=f"{_C}.bounds", attribute="FileBound", role="bound"),
+    Entry(
+        name="bound-digest",
+        label="bound: copy and digest",
+        module=f"{_C}.bounds",
+        attribute="DigestBound",
+        role="bound",
+    ),
+    Entry(
+        name="bound-file",
+        label="bound: copy to a fsynced file",
+        module=f"{_C}.bounds",
+        attribute="FileBound",
+        role="bound",
+    ),
     Entry(name="ours-lazy", label="resiliency, lazy", module=f"{_C}.ours", attribute="OursLazy", role="ours"),
     Entry(name="ours-eager", label="resiliency, eager", module=f"{_C}.ours", attribute="OursEager", role="ours"),
-    Entry(name="ours-ramdisk", label="resiliency, ramdisk then disk", module=f"{_C}.ours", attribute="OursRamdisk", role="ours"),
+    Entry(
+        name="ours-ramdisk",
+        label="resiliency, ramdisk then disk",
+        module=f"{_C}.ours",
+        attribute="OursRamdisk",
+        role="ours",
+    ),
 )
 
 _L = "benchmarks._loop_contenders"
@@ -68,6 +92,8 @@ LOOP: tuple[Entry, ...] = (
     Entry(name="lightning-async", label="ModelCheckpoint + AsyncCheckpointIO", module=_L, attribute="lightning_async"),
     Entry(name="dcp-thread", label="DCP async thread", module=_L, attribute="dcp_thread"),
     Entry(name="dcp-process", label="DCP async process, shared stager", module=_L, attribute="dcp_process"),
-    Entry(name="tc-async", label="torch-checkpointing, async staging", module=_L, attribute="torch_checkpointing_async"),
+    Entry(
+        name="tc-async", label="torch-checkpointing, async staging", module=_L, attribute="torch_checkpointing_async"
+    ),
     Entry(name="ours", label="resiliency ModelCheckpoint", module=_L, attribute="ours", role="ours"),
 )

@@ -17,7 +17,9 @@ def shared_stager() -> Any:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     return DefaultStager(
-        StagingOptions(use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False)
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+        )
     )
 
 

@@ -27,7 +27,9 @@ class CopyFloor(Contender):
         self._map = mmap.mmap(self._memory, self._bytes)
         self._copy, offset = {}, 0
         for name, tensor in state.items():
-            self._copy[name] = torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=offset).zero_()
+            self._copy[name] = torch.frombuffer(
+                self._map, dtype=tensor.dtype, count=tensor.numel(), offset=offset
+            ).zero_()
             offset += tensor.nbytes
 
     def save(self, step: int, state: State) -> Pending:

@@ -1,4 +1,5 @@
-"""This library's engine: copying lazily (the callback's default) or before it returns, on the disk or on a ramdisk before it."""
+"""This library's engine: copying lazily (the callback's default) or before it returns, on the disk or on a ramdisk
+before it."""
 
 from __future__ import annotations
 
@@ -81,8 +82,10 @@ class OursRamdisk(OursLazy):
         from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 
         self._memory = Path(tempfile.mkdtemp(prefix="resiliency-bench-", dir="/dev/shm"))
-        local = LocalTierOptions(directory=str(self._memory), keep=1, names_hold=False, durable=False)
-        return Checkpointer(local, remotes=[RemoteTierOptions(address=str(folder), name="disk", keep=1)], rank=0, world_size=1)
+        local = LocalTierOptions(directory=str(self._memory), keep=1, keep_named=False, durable=False)
+        return Checkpointer(
+            local, remotes=[RemoteTierOptions(address=str(folder), name="disk", keep=1)], rank=0, world_size=1
+        )
 
     def save(self, step: int, state: State) -> Pending:
         pending = super().save(step, state)

@@ -11,7 +11,8 @@ __all__ = ["TorchCheckpointingAsync", "TorchCheckpointingSync", "make_manager"]
 
 
 def make_manager(*, async_staging: bool) -> Any:
-    """A manager for CPU states: shared-memory staging, buffered files (its O_DIRECT default is refused by many disks)."""
+    """A manager for CPU states: shared-memory staging, buffered files (its O_DIRECT default is refused by many
+    disks)."""
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing.config import AsyncCheckpointSaverConfig
     from torch_checkpointing.staging import CheckpointStagerConfig

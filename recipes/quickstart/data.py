@@ -20,7 +20,9 @@ def read_corpus(folder: str | None = None) -> bytes:
     files = sorted(path for path in root.iterdir() if path.suffix in (".py", ".txt"))
     text = b"\n".join(path.read_bytes() for path in files)[:MAX_BYTES]
     if len(text) < 65_536:
-        raise SystemExit(f"{root} holds {len(text)} bytes of *.py and *.txt text; give --data a folder with 64 KiB or more")
+        raise SystemExit(
+            f"{root} holds {len(text)} bytes of *.py and *.txt text; give --data a folder with 64 KiB or more"
+        )
     return text
 
 

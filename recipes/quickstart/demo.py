@@ -45,7 +45,9 @@ class Outcome:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.quickstart.demo", description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path("demo-run"), help="folder for both runs; those of an earlier demo go")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("demo-run"), help="folder for both runs; those of an earlier demo go"
+    )
     parser.add_argument("--data", help="folder with text files (default: the sources of Python's library)")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
@@ -81,7 +83,13 @@ def train(args: argparse.Namespace, name: str, *, kills: int, advance: Callable[
 
 def watch(args: argparse.Namespace, console: Console, name: str, title: str, *, kills: int) -> Outcome:
     """``train`` with a progress bar; each kill is a line above it."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+    )
     told = 0
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=args.steps)
@@ -107,7 +115,7 @@ def table_of(calm: Outcome, killed: Outcome) -> Table:
     left, right = calm.figures(), killed.figures()
     agents = sum(shot.kill.victim is Victim.AGENT for shot in killed.shots)
     redone = [recovery.redone for recovery in right.recoveries]
-    seconds = [recovery.seconds_s for recovery in right.recoveries]
+    seconds = [recovery.duration_s for recovery in right.recoveries]
 
     def row(name: str, of: Callable[[Outcome, Figures], str]) -> None:
         table.add_row(name, of(calm, left), of(killed, right))

@@ -18,11 +18,11 @@ class Recovery:
     """What one kill of ranks cost.
 
     Attributes:
-        seconds_s: from the kill to the end of the first step after it.
+        duration_s: from the kill to the end of the first step after it.
         redone: steps that were done before the kill and had to be done again.
     """
 
-    seconds_s: float
+    duration_s: float
     redone: int
 
 
@@ -109,6 +109,6 @@ def _recovery(shot: Shot, records: Sequence[Record]) -> Recovery:
         raise ValueError(f"training did not go on after the kill at step {shot.step} in attempt {shot.attempt}")
     first = min(later, key=lambda record: record["monotonic_s"])
     return Recovery(
-        seconds_s=first["monotonic_s"] - shot.time_s,
+        duration_s=first["monotonic_s"] - shot.time_s,
         redone=max(before, default=0) - (first["step"] - 1),
     )

@@ -34,10 +34,21 @@ class Launch:
         self.folder = folder
         self._output = (folder / "output.log").open("wb")
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-            f"--max-restarts={restarts}", "--monitor-interval=0.1",
-            "-m", "recipes.quickstart.train", "--dir", str(folder), "--ranks", str(ranks), *arguments,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            f"--max-restarts={restarts}",
+            "--monitor-interval=0.1",
+            "-m",
+            "recipes.quickstart.train",
+            "--dir",
+            str(folder),
+            "--ranks",
+            str(ranks),
+            *arguments,
+        ]
         env = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -49,9 +60,14 @@ class Launch:
         self.started_s = time.monotonic()
         self._deadline_s = self.started_s + deadline_s
         self._process = subprocess.Popen(
-            command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
+            command,
+            env=env,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         self.follower = Follower(folder)
 
     def __enter__(self) -> Launch:
@@ -65,13 +81,17 @@ class Launch:
         if self._process.poll() is not None:
             return False
         if time.monotonic() > self._deadline_s:
-            raise SystemExit(f"the run in {self.folder} passed its deadline; the end of its output:\n{self.output_tail()}")
+            raise SystemExit(
+                f"the run in {self.folder} passed its deadline; the end of its output:\n{self.output_tail()}"
+            )
         return True
 
     def check(self) -> None:
         """Raises SystemExit with the end of the output when torchrun failed."""
         if self._process.returncode != 0:
-            raise SystemExit(f"torchrun exited with {self._process.returncode}; the end of its output:\n{self.output_tail()}")
+            raise SystemExit(
+                f"torchrun exited with {self._process.returncode}; the end of its output:\n{self.output_tail()}"
+            )
 
     def worker_pids(self) -> set[int]:
         """Processes below torchrun."""

@@ -36,7 +36,14 @@ class TinyGPT(pl.LightningModule):
     """Byte level language model with dropout, AdamW and a warm-up and cosine schedule: all of it state to restore."""
 
     def __init__(
-        self, *, width: int = 128, layers: int = 4, heads: int = 4, length: int = 128, steps: int = 200, lr: float = 2e-3
+        self,
+        *,
+        width: int = 128,
+        layers: int = 4,
+        heads: int = 4,
+        length: int = 128,
+        steps: int = 200,
+        lr: float = 2e-3,
     ) -> None:
         super().__init__()
         self.steps, self.lr = steps, lr

@@ -14,9 +14,9 @@ from typing import Any
 
 from resiliency import faultpoints
 from resiliency.agent.protocol import AgentConfig
-from resiliency.checkpoint.catalog import read_name, step_prefix
-from resiliency.checkpoint.manifest import ARENA_DIR, MANIFEST, META_DIR, StepId
-from resiliency.checkpoint.tiers.local import LocalTier
+from resiliency.storage.catalog import read_name, step_prefix
+from resiliency.storage.manifest import ARENA_DIR, MANIFEST, META_DIR, StepId
+from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["Remover"]
 

@@ -78,4 +78,6 @@ class Worker:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
             if thread.is_alive():
-                logger.warning("%s is still in a job after %.0f s and is left behind as a daemon", self._name, timeout_s)
+                logger.warning(
+                    "%s is still in a job after %.0f s and is left behind as a daemon", self._name, timeout_s
+                )

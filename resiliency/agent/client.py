@@ -25,10 +25,10 @@ from typing import Any
 from resiliency.agent.core import HostAgent
 from resiliency.agent.protocol import PROTOCOL_VERSION, AgentConfig, Framer, pack
 from resiliency.agent.server import EXIT_TAKEN
-from resiliency.checkpoint.manifest import META_DIR
 from resiliency.errors import AgentError, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
 from resiliency.settings import child_environment
+from resiliency.storage.manifest import META_DIR
 
 __all__ = ["AgentClient"]
 
@@ -61,8 +61,12 @@ class AgentClient:
         self._events = events
         self._lock = threading.Condition()
         self._inbox: deque[dict[str, Any]] = deque()
-        self._unacknowledged: dict[tuple[int, int], dict[str, Any]] = {}  # (step, serial) -> its seal, until recorded or failed
-        self._deletes: deque[dict[str, Any]] = deque(maxlen=64)  # said again to a new agent: doing them twice is harmless
+        self._unacknowledged: dict[
+            tuple[int, int], dict[str, Any]
+        ] = {}  # (step, serial) -> its seal, until recorded or failed
+        self._deletes: deque[dict[str, Any]] = deque(
+            maxlen=64
+        )  # said again to a new agent: doing them twice is harmless
         self._socket: socket.socket | None = None
         self._embedded: HostAgent | None = None
         self._embedded_events: EventWriter | None = None
@@ -83,11 +87,12 @@ class AgentClient:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Connects, starting the agent if there is none. Blocks: half a minute for an agent that does not start, and as long
-        again as ``drain_s`` for one that is still finishing the attempt before. Collective: no.
+        """Connects, starting the agent if there is none. Blocks: half a minute for an agent that does not start, and as
+        long again as ``drain_s`` for one that is still finishing the attempt before. Collective: no.
 
         Raises:
-            AgentError: the agent refused this job (another one is using the directory), or the local tier cannot be used.
+            AgentError: the agent refused this job (another one is using the directory), or the local tier cannot be
+                used.
         """
         if not self._force_embedded:
             for _ in range(_MAX_LOSSES):
@@ -96,7 +101,12 @@ class AgentClient:
                 except AgentError:
                     raise
                 except OSError as error:
-                    logger.warning("rank %d: the checkpoint agent of %s did not start (%s)", self.rank, self.config.local.address, error)
+                    logger.warning(
+                        "rank %d: the checkpoint agent of %s did not start (%s)",
+                        self.rank,
+                        self.config.local.address,
+                        error,
+                    )
                     if isinstance(error, TimeoutError):
                         break  # one deadline was enough: the next agent would be as slow
                     continue
@@ -110,7 +120,9 @@ class AgentClient:
         connection = self._dial() or self._start_and_dial()
         try:
             connection.settimeout(_START_S + self.config.drain_s)
-            connection.sendall(pack({"t": "hello", "v": PROTOCOL_VERSION, "rank": self.rank, "config": self.config.to_json()}))
+            connection.sendall(
+                pack({"t": "hello", "v": PROTOCOL_VERSION, "rank": self.rank, "config": self.config.to_json()})
+            )
             framer = Framer()
             answer: dict[str, Any] | None = None
             while answer is None:
@@ -163,9 +175,13 @@ class AgentClient:
             with open(log, "ab") as output:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "resiliency.agent", self.config.to_json(), str(ready_child)],
-                    stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, pass_fds=(ready_child,),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=(ready_child,),
                     env=child_environment(str(Path(resiliency.__file__).parent.parent)),
-                )  # fmt: skip
+                )
             os.close(ready_child)
             ready_child = -1
             readable, _, _ = select.select([ready], [], [], _START_S)
@@ -195,24 +211,41 @@ class AgentClient:
     def _embed(self) -> None:
         config = self.config
         alone = AgentConfig(
-            run=config.run, node=config.node, attempt=config.attempt, token=config.token, world_size=config.world_size,
-            local_ranks=(self.rank,), shared=config.shared, local=config.local, durable=config.durable, remotes=config.remotes,
-            events=config.events, drain_s=config.drain_s,
-        )  # fmt: skip
-        # The agent's own log, as in its own process: what it reports is written on its threads, not on the training thread.
+            run=config.run,
+            node=config.node,
+            attempt=config.attempt,
+            token=config.token,
+            world_size=config.world_size,
+            local_ranks=(self.rank,),
+            shared=config.shared,
+            local=config.local,
+            durable=config.durable,
+            remotes=config.remotes,
+            events=config.events,
+            drain_s=config.drain_s,
+        )
+        # The agent's own log, as in its own process: what it reports is written on its threads, not on the training
+        # thread.
         sink = JsonlSink(config.events) if config.events else NullSink()
         events = self._embedded_events = EventWriter(
             run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,)
-        )  # fmt: skip
+        )
         self._take_place(alone)
-        agent = HostAgent(alone, lambda _, message: self._deliver(message), events, alone=config.local_ranks == (self.rank,))
+        agent = HostAgent(
+            alone, lambda _, message: self._deliver(message), events, alone=config.local_ranks == (self.rank,)
+        )
         try:
             agent.start()
         except TierError as error:
-            raise AgentError(f"rank {self.rank}: the local tier {config.local.address} cannot be read: {error}") from error
+            raise AgentError(
+                f"rank {self.rank}: the local tier {config.local.address} cannot be read: {error}"
+            ) from error
         if not self._force_embedded:
-            logger.warning("rank %d: checkpoints are committed and uploaded inside the trainer, because no agent process can run;"
-                           " they are correct, but uploads end with the trainer and share its cores", self.rank)  # fmt: skip
+            logger.warning(
+                "rank %d: checkpoints are committed and uploaded inside the trainer, because no agent process can run;"
+                " they are correct, but uploads end with the trainer and share its cores",
+                self.rank,
+            )
         with self._lock:
             self._embedded = agent
             for message in (*self._unacknowledged.values(), *self._deletes):
@@ -220,7 +253,8 @@ class AgentClient:
         agent.greet(self.rank)
 
     def _take_place(self, alone: AgentConfig) -> None:
-        """Keeps another job's embedded agents away, as the agent process does with its socket; ours for as long as we live.
+        """Keeps another job's embedded agents away, as the agent process does with its socket; ours for as long as we
+        live.
 
         Raises:
             AgentError: another process does this rank's work here, and has not left within a while.
@@ -236,7 +270,8 @@ class AgentClient:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                     place.close()
                     raise AgentError(
-                        f"rank {self.rank}: another job is still using {alone.local.address} as run {alone.run!r} on this host; end it, or give"
+                        f"rank {self.rank}: another job is still using {alone.local.address} as run {alone.run!r} on"
+                        " this host; end it, or give"
                         " this job its own RESILIENCY_RUN or directory"
                     ) from error
             pause.wait(0.1)  # nothing announces that a name is free
@@ -329,8 +364,11 @@ class AgentClient:
             self._losses.popleft()
         self._events.emit(EventKind.AGENT_LOST, losses=len(self._losses))
         if len(self._losses) <= _MAX_LOSSES:
-            logger.warning("rank %d: the checkpoint agent of %s is gone; starting another, training goes on",
-                           self.rank, self.config.local.address)  # fmt: skip
+            logger.warning(
+                "rank %d: the checkpoint agent of %s is gone; starting another, training goes on",
+                self.rank,
+                self.config.local.address,
+            )
             for attempt in range(_MAX_LOSSES):
                 try:
                     self._connect()
@@ -342,7 +380,9 @@ class AgentClient:
         try:
             self._embed()
         except AgentError:
-            logger.exception("rank %d: checkpoints cannot be committed any more; training goes on without new ones", self.rank)
+            logger.exception(
+                "rank %d: checkpoints cannot be committed any more; training goes on without new ones", self.rank
+            )
         with self._lock:
             self._lock.notify_all()
         return False

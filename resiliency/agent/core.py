@@ -26,9 +26,11 @@ from resiliency.agent._removal import Remover
 from resiliency.agent._worker import Worker
 from resiliency.agent.protocol import AgentConfig, TierSpec
 from resiliency.agent.uploader import Uploader
-from resiliency.checkpoint.catalog import read_name, scan, step_prefix
-from resiliency.checkpoint.fetch import remove_dead_fetches
-from resiliency.checkpoint.manifest import (
+from resiliency.errors import AgentError, CorruptShard, TierError
+from resiliency.events import EventKind, EventWriter
+from resiliency.storage.catalog import read_name, scan, step_prefix
+from resiliency.storage.fetch import remove_dead_fetches
+from resiliency.storage.manifest import (
     BLOCK_BYTES,
     MANIFEST,
     Manifest,
@@ -38,10 +40,8 @@ from resiliency.checkpoint.manifest import (
     manifest_from_records,
     record_file,
 )
-from resiliency.checkpoint.retention import live_names, steps_to_delete
-from resiliency.checkpoint.tiers.local import LocalTier, fsync_dir, fsync_file
-from resiliency.errors import AgentError, CorruptShard, TierError
-from resiliency.events import EventKind, EventWriter
+from resiliency.storage.retention import live_names, steps_to_delete
+from resiliency.storage.tiers.local import LocalTier, fsync_dir, fsync_file
 
 __all__ = ["HostAgent"]
 
@@ -74,7 +74,12 @@ class HostAgent:
     """
 
     def __init__(
-        self, config: AgentConfig, notify: Callable[[int, dict[str, Any]], None], events: EventWriter, *, alone: bool = True
+        self,
+        config: AgentConfig,
+        notify: Callable[[int, dict[str, Any]], None],
+        events: EventWriter,
+        *,
+        alone: bool = True,
     ) -> None:
         self.config = config
         self._alone = alone
@@ -120,8 +125,8 @@ class HostAgent:
             logger.info("%s could not be swept: %s", self.config.local.address, error)
 
     def greet(self, rank: int) -> None:
-        """Tells a rank that has just connected what is known of the saves of its attempt: an agent before this one may have
-        died between doing something and saying so."""
+        """Tells a rank that has just connected what is known of the saves of its attempt: an agent before this one may
+        have died between doing something and saying so."""
 
         def tell() -> None:
             with self._lock:
@@ -159,7 +164,9 @@ class HostAgent:
             workers += [self._syncs, self._commits]
         done = all(worker.wait_idle(deadline) for worker in workers)
         if done and level == "uploaded":
-            done = all(uploader.wait_idle(deadline) for uploader in self._uploaders) and self._commits.wait_idle(deadline)
+            done = all(uploader.wait_idle(deadline) for uploader in self._uploaders) and self._commits.wait_idle(
+                deadline
+            )
         return done
 
     @property
@@ -184,7 +191,8 @@ class HostAgent:
                 logger.warning("%s could not be tidied", self.config.local.address, exc_info=True)
 
     def _tidy_ramdisk(self) -> None:
-        """Gives memory back: free files always, and the checkpoints too when the job has ended and a slower tier has them."""
+        """Gives memory back: free files always, and the checkpoints too when the job has ended and a slower tier has
+        them."""
         self._remover.drop_free_files()
         if not self._alone or not self._finished.issuperset(self.config.local_ranks):
             return
@@ -216,7 +224,11 @@ class HostAgent:
     def _delete(self, names: list[str], message: Mapping[str, Any]) -> None:
         after = int(message["after"])
         # What is meant is what the name means up to the newest save so far; before the first save, all that is on disk.
-        older = self.config.step_id({"step": after, "serial": message["serial"]}) if after >= 0 else StepId(0, self.config.attempt, "")
+        older = (
+            self.config.step_id({"step": after, "serial": message["serial"]})
+            if after >= 0
+            else StepId(0, self.config.attempt, "")
+        )
         with self._lock:
             for name in names:
                 self._deletes[name] = (older, after)
@@ -234,10 +246,20 @@ class HostAgent:
         if len(digests) != -(-nbytes // BLOCK_BYTES):
             raise AgentError(f"rank {rank} sent {len(digests)} digests for {nbytes} bytes in blocks of {BLOCK_BYTES}")
         return ShardRecord(
-            id=self.config.step_id(seal), run=self.config.run, rank=rank, world_size=self.config.world_size, node=self.config.node,
-            nbytes=nbytes, block_bytes=BLOCK_BYTES, digests=digests, plan=str(seal["plan"]), names=tuple(seal["names"]),
-            supersedes=tuple(seal["supersedes"]), created=float(seal["created"]), info={**seal["info"], "tiers": list(seal["tiers"])},
-        )  # fmt: skip
+            id=self.config.step_id(seal),
+            run=self.config.run,
+            rank=rank,
+            world_size=self.config.world_size,
+            node=self.config.node,
+            nbytes=nbytes,
+            block_bytes=BLOCK_BYTES,
+            digests=digests,
+            plan=str(seal["plan"]),
+            names=tuple(seal["names"]),
+            supersedes=tuple(seal["supersedes"]),
+            created=float(seal["created"]),
+            info={**seal["info"], "tiers": list(seal["tiers"])},
+        )
 
     def _commit(self, record: ShardRecord, path: str, inode: int) -> None:
         """Moves a sealed shard file into its step and writes its record."""
@@ -247,7 +269,9 @@ class HostAgent:
             if _is_file(path, inode, record.nbytes):
                 os.makedirs(os.path.dirname(target), exist_ok=True)
                 os.rename(path, target)
-            elif not _is_file(target, inode, record.nbytes):  # where an agent before this one, which then died, may have put it
+            elif not _is_file(
+                target, inode, record.nbytes
+            ):  # where an agent before this one, which then died, may have put it
                 raise FileNotFoundError(errno.ENOENT, "the sealed file is gone or was changed", path)
             faultpoints.hit("agent.record.write", rank=record.rank)
             self._tier.put_bytes(prefix + record_file(record.rank), json.dumps(record.to_dict()).encode())
@@ -275,9 +299,21 @@ class HostAgent:
         name = self.config.local.name
         self._notify(record.rank, {"t": "failed", **_about(record.id), "reason": reason, "tier": name})
         self._notify(record.rank, {"t": "free", "inode": inode, "path": path})
-        self._events.emit(EventKind.CHECKPOINT_FAILED, step=record.id.step, reason=reason, tier=name, shard=record.rank, will_retry=True)
-        self._warn_once("commit", "checkpoint of step %d failed on rank %d: %s; training goes on, the next save tries again",
-                        record.id.step, record.rank, reason)  # fmt: skip
+        self._events.emit(
+            EventKind.CHECKPOINT_FAILED,
+            step=record.id.step,
+            reason=reason,
+            tier=name,
+            shard=record.rank,
+            will_retry=True,
+        )
+        self._warn_once(
+            "commit",
+            "checkpoint of step %d failed on rank %d: %s; training goes on, the next save tries again",
+            record.id.step,
+            record.rank,
+            reason,
+        )
 
     def _warn_once(self, about: str, text: str, *args: object) -> None:
         level = logging.DEBUG if about in self._warned else logging.WARNING
@@ -310,9 +346,11 @@ class HostAgent:
                 return
             # Node-local tier of a job over several hosts: this host's part of a step that is whole elsewhere.
             manifest = Manifest(
-                id=step_id, run=self.config.run, world_size=self.config.world_size,
+                id=step_id,
+                run=self.config.run,
+                world_size=self.config.world_size,
                 shards=tuple(records[rank] for rank in sorted(records)),
-            )  # fmt: skip
+            )
         try:
             faultpoints.hit("agent.manifest.write")
             if len(manifest.shards) == manifest.world_size:
@@ -321,19 +359,36 @@ class HostAgent:
             for name in manifest.names:
                 self._tier.put_bytes(name, NameFile(run=self.config.run, id=step_id).to_json().encode())
         except (OSError, TierError) as error:
-            self._events.emit(EventKind.CHECKPOINT_FAILED, step=step_id.step, reason=str(error), tier=self.config.local.name, will_retry=True)
-            self._warn_once("commit", "checkpoint of step %d failed: %s; training goes on, the next save tries again", step_id.step, error)
+            self._events.emit(
+                EventKind.CHECKPOINT_FAILED,
+                step=step_id.step,
+                reason=str(error),
+                tier=self.config.local.name,
+                will_retry=True,
+            )
+            self._warn_once(
+                "commit",
+                "checkpoint of step %d failed: %s; training goes on, the next save tries again",
+                step_id.step,
+                error,
+            )
             for rank in self.config.local_ranks:
-                self._notify(rank, {"t": "failed", **_about(step_id), "reason": str(error), "tier": self.config.local.name})
+                self._notify(
+                    rank, {"t": "failed", **_about(step_id), "reason": str(error), "tier": self.config.local.name}
+                )
             return
         with self._lock:
             step.records, step.manifest = records, manifest
             self._warned.discard("commit")
         seconds = time.monotonic() - step.began
         self._events.emit(
-            EventKind.CHECKPOINT_SAVED, step=step_id.step, tier=self.config.local.name, seconds_s=round(seconds, 6),
-            bytes=manifest.nbytes, names=list(manifest.names),
-        )  # fmt: skip
+            EventKind.CHECKPOINT_SAVED,
+            step=step_id.step,
+            tier=self.config.local.name,
+            duration_s=round(seconds, 6),
+            bytes=manifest.nbytes,
+            names=list(manifest.names),
+        )
         faultpoints.hit("agent.committed")
         for rank in self.config.local_ranks:
             self._notify(rank, {"t": "committed", **_about(step_id), "tier": self.config.local.name})
@@ -341,7 +396,8 @@ class HostAgent:
         self._syncs.submit(lambda: self._sync(step))
 
     def _send_on(self, step: _Step) -> None:
-        """Uploads a complete step to every tier that any rank found due: after a failure ranks may differ about that."""
+        """Uploads a complete step to every tier that any rank found due: after a failure ranks may differ about
+        that."""
         assert step.manifest is not None
         step.tiers = tuple(sorted({tier for shard in step.manifest.shards for tier in shard.info.get("tiers", ())}))
         for uploader in self._uploaders:
@@ -350,10 +406,15 @@ class HostAgent:
                 uploader.submit(step.id, self._own_records(step))
 
     def _plan_differs(self, step_id: StepId) -> None:
-        reason = "ranks saved different sets of tensors; every rank must pass the same state (what differs belongs into per_rank)"
+        reason = (
+            "ranks saved different sets of tensors; every rank must pass the same state"
+            " (what differs belongs into per_rank)"
+        )
         for rank in self.config.local_ranks:
             self._notify(rank, {"t": "failed", **_about(step_id), "reason": reason, "tier": self.config.local.name})
-        self._events.emit(EventKind.CHECKPOINT_FAILED, step=step_id.step, reason=reason, tier=self.config.local.name, will_retry=False)
+        self._events.emit(
+            EventKind.CHECKPOINT_FAILED, step=step_id.step, reason=reason, tier=self.config.local.name, will_retry=False
+        )
         self._warn_once("plan", "checkpoint of step %d cannot be committed: %s", step_id.step, reason)
 
     def _own_records(self, step: _Step) -> list[ShardRecord]:
@@ -378,10 +439,20 @@ class HostAgent:
             except OSError as error:
                 # Not durable: older steps stay (they are pruned after a later step's fsync), training goes on.
                 reason = f"fsync of {folder} failed: {error}"
-                self._events.emit(EventKind.CHECKPOINT_FAILED, step=step.id.step, reason=reason, tier=self.config.local.name, will_retry=True)
-                self._warn_once("sync", "step %d is committed but may not survive a power loss: %s", step.id.step, reason)
+                self._events.emit(
+                    EventKind.CHECKPOINT_FAILED,
+                    step=step.id.step,
+                    reason=reason,
+                    tier=self.config.local.name,
+                    will_retry=True,
+                )
+                self._warn_once(
+                    "sync", "step %d is committed but may not survive a power loss: %s", step.id.step, reason
+                )
                 for rank in self.config.local_ranks:
-                    self._notify(rank, {"t": "failed", **_about(step.id), "reason": reason, "tier": self.config.local.name})
+                    self._notify(
+                        rank, {"t": "failed", **_about(step.id), "reason": reason, "tier": self.config.local.name}
+                    )
                 return
         with self._lock:
             step.durable = True
@@ -391,7 +462,12 @@ class HostAgent:
             return  # unasked nothing is deleted at a start: the ranks may be reading it
         if self.config.durable:
             seconds = time.monotonic() - step.began
-            self._events.emit(EventKind.CHECKPOINT_DURABLE, step=step.id.step, tier=self.config.local.name, seconds_s=round(seconds, 6))
+            self._events.emit(
+                EventKind.CHECKPOINT_DURABLE,
+                step=step.id.step,
+                tier=self.config.local.name,
+                duration_s=round(seconds, 6),
+            )
 
         def announce() -> None:
             # Recycled files are handed back first: a rank that saves as soon as it hears of this step finds one.
@@ -426,7 +502,8 @@ class HostAgent:
         return {name: upto for name, (upto, after) in self._deletes.items() if newest.step >= after}
 
     def _notice_others(self) -> None:
-        """Takes note of steps that another agent on the same folder has committed (another host, or a rank on its own)."""
+        """Takes note of steps that another agent on the same folder has committed (another host, or a rank on its
+        own)."""
         with self._lock:
             waiting = [step for step in self._steps.values() if step.manifest is None and step.records]
         for step in waiting:
@@ -455,17 +532,25 @@ class HostAgent:
             busy = {s.id for s in self._steps.values() if s.pins > 0}
             unsafe = {s.id for s in self._steps.values() if s.manifest is not None and not s.durable}
             doomed = steps_to_delete(
-                safe, [s.id for s in self._steps.values() if s.manifest is None], keep=self.config.local.keep,
-                names_hold=self.config.local.names_hold, deleted=deletes,
+                safe,
+                [s.id for s in self._steps.values() if s.manifest is None],
+                keep=self.config.local.keep,
+                keep_named=self.config.local.keep_named,
+                deleted=deletes,
                 busy=busy | unsafe,
-            )  # fmt: skip
+            )
         for step_id in doomed:
             try:
                 step = self._steps[step_id]
                 self._remover.delete(step_id, step.manifest.names if step.manifest is not None else ())
             except (OSError, TierError) as error:
-                self._warn_once("prune", "step %d could not be deleted from %s: %s; it is tried again after the next commit",
-                                step_id.step, self.config.local.address, error)  # fmt: skip
+                self._warn_once(
+                    "prune",
+                    "step %d could not be deleted from %s: %s; it is tried again after the next commit",
+                    step_id.step,
+                    self.config.local.address,
+                    error,
+                )
                 return
             with self._lock:
                 self._steps.pop(step_id, None)
@@ -476,7 +561,8 @@ class HostAgent:
             self._warn_once("prune", "a name could not be removed from %s: %s", self.config.local.address, error)
 
     def _drop_dead_names(self, newest: StepId, deletes: Mapping[str, StepId]) -> None:
-        """Removes name files that mean nothing any more although their step lives on (pinned, or under another name)."""
+        """Removes name files that mean nothing any more although their step lives on (pinned, or under another
+        name)."""
         with self._lock:
             known = [s.manifest for s in self._steps.values() if s.manifest is not None]
             safe = [s.manifest for s in self._steps.values() if s.manifest is not None and s.durable]
@@ -490,6 +576,7 @@ class HostAgent:
             for name, upto in deletes.items():
                 if not any(name in manifest.names and manifest.id <= upto for manifest in known):
                     self._deletes.pop(name, None)
+
 
 def _about(step: StepId) -> dict[str, int]:
     return {"step": step.step, "serial": int(step.token[-2:], 16)}

@@ -1,8 +1,8 @@
 """What trainer and host agent say to each other: JSON lines over a unix socket, and the settings both need.
 
 Trainer to agent (``t``): ``hello seal complete delete rescan flush bye``. Agent to trainer: ``welcome refused
-recorded committed durable failed free gone flushed``. Every message about a save carries ``step`` and ``serial``. Only processes of
-the same user are heard (the socket's peer credentials are checked), and only JSON is read.
+recorded committed durable failed free gone flushed``. Every message about a save carries ``step`` and ``serial``. Only
+processes of the same user are heard (the socket's peer credentials are checked), and only JSON is read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from resiliency.checkpoint.manifest import StepId
 from resiliency.errors import AgentError, ConfigError
+from resiliency.storage.manifest import StepId
 
 __all__ = ["MAX_SERIAL", "AgentConfig", "Framer", "TierSpec", "pack", "step_token"]
 
@@ -32,19 +32,22 @@ class TierSpec:
     Attributes:
         address: folder or URL.
         name: word for listings and events.
-        keep, names_hold: what stays, see :mod:`resiliency.checkpoint.retention`.
+        keep, keep_named: what stays, see :mod:`resiliency.storage.retention`.
         storage_options: passed to fsspec.
     """
 
     address: str
     name: str
     keep: int | None = None
-    names_hold: bool = True
+    keep_named: bool = True
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.keep < 1:
-            raise ConfigError(f"tier {self.name!r}: keep={self.keep} would delete the checkpoint to resume from; pass 1 or more, or None")
+            raise ConfigError(
+                f"tier {self.name!r}: keep={self.keep} would delete the checkpoint to resume from; pass 1 or more, or"
+                " None"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ class AgentConfig:
     """Everything an agent needs to know; equal for all ranks of a host in one attempt.
 
     Attributes:
-        run, node: as in :mod:`resiliency.checkpoint.manifest`.
+        run, node: as in :mod:`resiliency.storage.manifest`.
         attempt, token: identity of this start of the job; the token has 6 hex digits.
         world_size: ranks of the job.
         local_ranks: global ranks on this host.
@@ -89,7 +92,10 @@ class AgentConfig:
     def to_json(self) -> str:
         return json.dumps(
             {
-                **{k: getattr(self, k) for k in ("run", "node", "attempt", "token", "world_size", "shared", "durable", "events", "drain_s")},
+                **{
+                    k: getattr(self, k)
+                    for k in ("run", "node", "attempt", "token", "world_size", "shared", "durable", "events", "drain_s")
+                },
                 "local_ranks": list(self.local_ranks),
                 "local": _spec_dict(self.local),
                 "remotes": [_spec_dict(spec) for spec in self.remotes],
@@ -113,7 +119,13 @@ def step_token(token: str, serial: int) -> str:
 
 def _spec_dict(spec: TierSpec) -> dict[str, Any]:
     options = None if spec.storage_options is None else dict(spec.storage_options)
-    return {"address": spec.address, "name": spec.name, "keep": spec.keep, "names_hold": spec.names_hold, "storage_options": options}
+    return {
+        "address": spec.address,
+        "name": spec.name,
+        "keep": spec.keep,
+        "keep_named": spec.keep_named,
+        "storage_options": options,
+    }
 
 
 def pack(message: Mapping[str, Any]) -> bytes:

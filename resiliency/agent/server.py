@@ -78,9 +78,13 @@ class AgentServer:
                     self._lock.wait()
                 agent = self._agent
             if agent is not None and not agent.wait("uploaded", timeout_s=self.config.drain_s):
-                logger.warning("uploads were not done within %.0f s after the last rank; the next start resumes them", self.config.drain_s)
+                logger.warning(
+                    "uploads were not done within %.0f s after the last rank; the next start resumes them",
+                    self.config.drain_s,
+                )
             with self._starting, self._lock:
-                # A new attempt may have connected meanwhile (or be at it); only an agent without clients may stop listening.
+                # A new attempt may have connected meanwhile (or be at it); only an agent without clients may stop
+                # listening.
                 if not self._clients:
                     _shut(self._listener)
                     return
@@ -91,7 +95,9 @@ class AgentServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # closed: the agent is ending
-            threading.Thread(target=self._serve, args=(connection,), name="resiliency-agent-client", daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(connection,), name="resiliency-agent-client", daemon=True
+            ).start()
 
     def _serve(self, connection: socket.socket) -> None:
         rank: int | None = None
@@ -124,15 +130,25 @@ class AgentServer:
         config = AgentConfig.from_json(message["config"])
         rank = int(message["rank"])
         if message["v"] != PROTOCOL_VERSION:
-            connection.sendall(pack({"t": "refused", "reason": f"agent speaks protocol {PROTOCOL_VERSION}, rank {rank} speaks {message['v']}"}))
+            connection.sendall(
+                pack(
+                    {
+                        "t": "refused",
+                        "reason": f"agent speaks protocol {PROTOCOL_VERSION}, rank {rank} speaks {message['v']}",
+                    }
+                )
+            )
             return None
         # One hello at a time; the lock that guards the clients stays free, because a closing agent reports through it.
         with self._starting:
             with self._lock:
-                gone = self._lock.wait_for(lambda: not self._clients or self.config.token == config.token, _OLD_CLIENTS_S)
+                gone = self._lock.wait_for(
+                    lambda: not self._clients or self.config.token == config.token, _OLD_CLIENTS_S
+                )
             if not gone:
                 reason = (
-                    f"another job (attempt {self.config.attempt}, token {self.config.token}) is still using {config.local.address} as run"
+                    f"another job (attempt {self.config.attempt}, token {self.config.token}) is still using"
+                    f" {config.local.address} as run"
                     f" {config.run!r} on this host; end it, or give this job its own RESILIENCY_RUN or directory"
                 )
                 connection.sendall(pack({"t": "refused", "reason": reason}))

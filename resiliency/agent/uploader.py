@@ -16,14 +16,22 @@ from typing import Any
 from resiliency import faultpoints
 from resiliency.agent._worker import Worker
 from resiliency.agent.protocol import AgentConfig, TierSpec
-from resiliency.checkpoint.catalog import block_digest, read_name, scan, step_prefix
-from resiliency.checkpoint.manifest import MANIFEST, Manifest, NameFile, ShardRecord, StepId, manifest_from_records, record_file
-from resiliency.checkpoint.retention import steps_to_delete
-from resiliency.checkpoint.tiers import open_tier
-from resiliency.checkpoint.tiers._address import local_path
-from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import ConfigError, CorruptShard, TierError
 from resiliency.events import EventKind, EventWriter
+from resiliency.storage.catalog import block_digest, read_name, scan, step_prefix
+from resiliency.storage.manifest import (
+    MANIFEST,
+    Manifest,
+    NameFile,
+    ShardRecord,
+    StepId,
+    manifest_from_records,
+    record_file,
+)
+from resiliency.storage.retention import steps_to_delete
+from resiliency.storage.tiers import open_tier
+from resiliency.storage.tiers._address import local_path
+from resiliency.storage.tiers.base import Tier
 
 __all__ = ["Uploader"]
 
@@ -41,7 +49,12 @@ class Uploader:
     """One remote tier. Thread: submit from any; the work is done on ``resiliency-agent-upload-<tier>``."""
 
     def __init__(
-        self, config: AgentConfig, spec: TierSpec, path: Callable[[StepId, str], str], report: Report, events: EventWriter
+        self,
+        config: AgentConfig,
+        spec: TierSpec,
+        path: Callable[[StepId, str], str],
+        report: Report,
+        events: EventWriter,
     ) -> None:
         self.spec = spec
         self._config = config
@@ -99,13 +112,18 @@ class Uploader:
                 self._give_up(step, str(error))
                 return
             if self._down_since is not None:
-                logger.warning("tier %s answers again after %.0f s", self.spec.address, time.monotonic() - self._down_since)
+                logger.warning(
+                    "tier %s answers again after %.0f s", self.spec.address, time.monotonic() - self._down_since
+                )
                 self._down_since = None
             if outcome == "durable":
                 self._events.emit(
-                    EventKind.CHECKPOINT_DURABLE, step=step.step, tier=self.spec.name, seconds_s=round(time.monotonic() - began, 6),
+                    EventKind.CHECKPOINT_DURABLE,
+                    step=step.step,
+                    tier=self.spec.name,
+                    duration_s=round(time.monotonic() - began, 6),
                     bytes=sum(record.nbytes for record in records),
-                )  # fmt: skip
+                )
             self._report(self.spec, step, outcome, "")
             self._prune(tier)
             return
@@ -121,16 +139,25 @@ class Uploader:
         return self._tier
 
     def _give_up(self, step: StepId, reason: str) -> None:
-        self._events.emit(EventKind.CHECKPOINT_FAILED, step=step.step, reason=reason, tier=self.spec.name, will_retry=False)
+        self._events.emit(
+            EventKind.CHECKPOINT_FAILED, step=step.step, reason=reason, tier=self.spec.name, will_retry=False
+        )
         logger.error("step %d is not stored on %s: %s; the local copy stays", step.step, self.spec.address, reason)
         self._report(self.spec, step, "failed", reason)
 
     def _tell_down(self, step: StepId, error: Exception, pause: float) -> None:
         if self._down_since is None:
             self._down_since = time.monotonic()
-            self._events.emit(EventKind.CHECKPOINT_FAILED, step=step.step, reason=str(error), tier=self.spec.name, will_retry=True)
-            logger.warning("tier %s failed at step %d: %s; it is tried again in %.0f s and then with growing pauses",
-                           self.spec.address, step.step, error, pause)  # fmt: skip
+            self._events.emit(
+                EventKind.CHECKPOINT_FAILED, step=step.step, reason=str(error), tier=self.spec.name, will_retry=True
+            )
+            logger.warning(
+                "tier %s failed at step %d: %s; it is tried again in %.0f s and then with growing pauses",
+                self.spec.address,
+                step.step,
+                error,
+                pause,
+            )
             self._report(self.spec, step, "retrying", str(error))
 
     def holds(self, step: StepId) -> bool:
@@ -138,7 +165,9 @@ class Uploader:
         try:
             return self._has_manifest(self._open(), step)
         except (TierError, OSError) as error:
-            logger.warning("%s cannot be asked for step %d (%s); the local copy stays", self.spec.address, step.step, error)
+            logger.warning(
+                "%s cannot be asked for step %d (%s); the local copy stays", self.spec.address, step.step, error
+            )
             return False
 
     def _has_manifest(self, tier: Tier, step: StepId) -> bool:
@@ -185,11 +214,16 @@ class Uploader:
             incomplete = [listing.id for listing in listings if not listing.committed]
             by_id = {listing.id: listing for listing in listings}
             newest = max((manifest.id for manifest in complete), default=None)
-            deletes = {name: upto for name, (upto, after) in self._deletes.items() if newest is not None and newest.step >= after}
-            # Another host may still be sending its part of the newest steps: what is unfinished goes with the step after it.
+            deletes = {
+                name: upto
+                for name, (upto, after) in self._deletes.items()
+                if newest is not None and newest.step >= after
+            }
+            # Another host may still be sending its part of the newest steps: what is unfinished goes with the step
+            # after it.
             for step in steps_to_delete(
-                complete, incomplete, keep=self.spec.keep, names_hold=self.spec.names_hold, deleted=deletes
-            ):  # fmt: skip
+                complete, incomplete, keep=self.spec.keep, keep_named=self.spec.keep_named, deleted=deletes
+            ):
                 listing = by_id[step]
                 prefix = step_prefix(self._config.run, step)
                 for name in listing.manifest.names if listing.manifest is not None else ():
@@ -200,7 +234,9 @@ class Uploader:
                     tier.delete(prefix + file)
                 self._events.emit(EventKind.CHECKPOINT_DELETED, step=step.step, tier=self.spec.name)
         except TierError as error:
-            logger.warning("old steps on %s could not be deleted: %s; tried again after the next upload", self.spec.address, error)
+            logger.warning(
+                "old steps on %s could not be deleted: %s; tried again after the next upload", self.spec.address, error
+            )
 
 
 def _deletion_order(file: str) -> tuple[int, str]:
@@ -215,7 +251,8 @@ def _checker(record: ShardRecord) -> Callable[[bytes], None]:
         index = position // record.block_bytes
         if index >= len(record.digests) or block_digest(block) != record.digests[index]:
             raise CorruptShard(
-                f"{record.file} of step {record.id.step} changed after it was digested, bytes {position} to {position + len(block)};"
+                f"{record.file} of step {record.id.step} changed after it was digested, bytes {position} to"
+                f" {position + len(block)};"
                 " the copy is not sent on",
                 path=record.file,
                 ranges=((position, position + len(block)),),

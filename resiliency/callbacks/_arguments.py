@@ -1,4 +1,5 @@
-"""Checks of the arguments of ``ModelCheckpoint``: a wrong one is refused where it is written, with what to pass instead."""
+"""Checks of the arguments of ``ModelCheckpoint``: a wrong one is refused where it is written, with what to pass
+instead."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ from numbers import Integral
 from typing import Any
 
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
-from resiliency.checkpoint.policy import Interval
 from resiliency.errors import ConfigError
+from resiliency.storage.interval import Interval
 
 __all__ = ["check_own", "check_stock", "misconfigured"]
 
 
-def check_stock(stock: Callable[..., Any], own: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_stock(
+    stock: Callable[..., Any], own: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Checks arguments meant for the stock constructor ``stock``; ``own`` is ours, for the list of known names.
 
     Raises:
@@ -50,9 +53,15 @@ def check_own(**values: Any) -> None:
     if values["local_dir"] is not None:
         _path("local_dir", values["local_dir"])
         if "://" in os.fspath(values["local_dir"]):
-            raise ConfigError(f"local_dir={values['local_dir']!r} is an address; pass a folder, and the address as dirpath= or in remotes=")
+            raise ConfigError(
+                f"local_dir={values['local_dir']!r} is an address; pass a folder, and the address as dirpath= or in"
+                " remotes="
+            )
     if values["persist"] is not None and not isinstance(values["persist"], Interval):
-        raise TypeError(f"persist={values['persist']!r}: pass Interval(steps=...) or Interval(time=timedelta(...)), or None for every save")
+        raise TypeError(
+            f"persist={values['persist']!r}: pass Interval(steps=...) or Interval(time=timedelta(...)), or None for"
+            " every save"
+        )
     remotes = values["remotes"]
     if isinstance(remotes, (str, RemoteTierOptions)) or not isinstance(remotes, Sequence):
         raise TypeError(f"remotes={remotes!r}: pass a list such as [RemoteTierOptions(address='gs://bucket/job')]")
@@ -64,15 +73,19 @@ def check_own(**values: Any) -> None:
         raise ConfigError(f"run={run!r}: pass a word that can name a folder, such as 'pretrain-7b'")
     if values["options"] is not None and not isinstance(values["options"], CheckpointerOptions):
         raise TypeError(f"options={values['options']!r}: pass CheckpointerOptions(...)")
-    if not isinstance(values["flush"], timedelta):
-        raise TypeError(f"flush={values['flush']!r}: pass a timedelta, such as timedelta(minutes=10)")
-    if values["flush"] < timedelta(0):
-        raise ConfigError(f"flush={values['flush']} is negative; pass a timedelta of zero or more")
+    if not isinstance(values["flush_timeout"], timedelta):
+        raise TypeError(f"flush_timeout={values['flush_timeout']!r}: pass a timedelta, such as timedelta(minutes=10)")
+    if values["flush_timeout"] < timedelta(0):
+        raise ConfigError(f"flush_timeout={values['flush_timeout']} is negative; pass a timedelta of zero or more")
 
 
 def misconfigured(error: Exception) -> Exception:
     """Lightning's exception for wrong arguments as one that is a ``ConfigError`` (a ``ValueError``) too."""
-    kind = type("ConfigError", (ConfigError, type(error)), {"__doc__": ConfigError.__doc__, "__module__": ConfigError.__module__})
+    kind = type(
+        "ConfigError",
+        (ConfigError, type(error)),
+        {"__doc__": ConfigError.__doc__, "__module__": ConfigError.__module__},
+    )
     combined: Exception = kind(str(error))
     return combined
 
@@ -104,12 +117,16 @@ def _count(name: str, value: Any) -> None:
 
 def _top_k(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; pass a whole number: -1 keeps all, 0 none, k the best k")
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}; pass a whole number: -1 keeps all, 0 none, k the best k"
+        )
 
 
 def _interval(name: str, value: Any) -> None:
     if not isinstance(value, timedelta):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; pass a timedelta, such as timedelta(minutes=30)")
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}; pass a timedelta, such as timedelta(minutes=30)"
+        )
     if value < timedelta(0):
         raise ConfigError(f"{name}={value} is negative; pass a timedelta of zero or more")
 
@@ -122,7 +139,9 @@ def _save_last(name: str, value: Any) -> None:
 def _filename(name: str, value: Any) -> None:
     _word(name, value)
     if value.startswith((".", "/")) or ".." in value.split("/"):
-        raise ConfigError(f"{name}={value!r} must be relative to dirpath and must not start with a dot; pass the folder as dirpath=")
+        raise ConfigError(
+            f"{name}={value!r} must be relative to dirpath and must not start with a dot; pass the folder as dirpath="
+        )
 
 
 _STOCK: dict[str, Callable[[str, Any], None]] = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 
-from resiliency.checkpoint.catalog import scan
-from resiliency.checkpoint.manifest import META_DIR
-from resiliency.checkpoint.retention import live_names
-from resiliency.checkpoint.tiers import open_tier
 from resiliency.errors import TierError
+from resiliency.storage.catalog import scan
+from resiliency.storage.manifest import META_DIR
+from resiliency.storage.retention import live_names
+from resiliency.storage.tiers import open_tier
 
 __all__ = ["is_stock", "names_on_disk"]
 

@@ -9,8 +9,8 @@ from weakref import proxy
 
 from torch import Tensor
 
-from resiliency.callbacks._attach import Attachment, EngineKey
 from resiliency.callbacks._names import is_stock
+from resiliency.callbacks._trainer_session import EngineKey, TrainerSession
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.ticket import Outcome
 from resiliency.plugins import _lightning
@@ -28,13 +28,14 @@ _LIVE = ("state_dict/", "optimizer_states/")
 class SavesThroughEngine:
     """The methods of a stock ``ModelCheckpoint`` that touch storage, through the engine.
 
-    While a hook runs (``_collecting``), saves and removals are noted; at its end one checkpoint is taken under all names.
-    Without an engine because the strategy is not supported, or outside a fit (``_stock_way``), the stock methods do the work.
+    While a hook runs (``_collecting``), saves and removals are noted; at its end one checkpoint is taken under all
+    names. Without an engine because the strategy is not supported, or outside a fit (``_stock_way``), the stock methods
+    do the work.
 
     Threads: training thread, on every rank alike.
     """
 
-    _attachment: Attachment | None
+    _session: TrainerSession | None
     _key: EngineKey | None
     _engine: Checkpointer | None
     _stock_way: bool
@@ -61,8 +62,8 @@ class SavesThroughEngine:
     @property
     def _known(self) -> set[str]:
         """Names in use below ``dirpath``, the same set on every rank: those on disk and those on their way there."""
-        assert self._attachment is not None
-        return self._attachment.names.setdefault(str(self.dirpath), set())  # type: ignore[attr-defined]
+        assert self._session is not None
+        return self._session.names.setdefault(str(self.dirpath), set())  # type: ignore[attr-defined]
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -86,8 +87,8 @@ class SavesThroughEngine:
         if self._engine is None and not self._may_open_again(trainer):
             self._owed_removals += removals
             return
-        assert self._engine is not None and self._attachment is not None and self._key is not None
-        owed = [*self._owed_removals, *(self._attachment.take_given_up(self._key) if names else ())]
+        assert self._engine is not None and self._session is not None and self._key is not None
+        owed = [*self._owed_removals, *(self._session.take_given_up(self._key) if names else ())]
         removals = [name for name in dict.fromkeys([*owed, *removals]) if name not in names]
         self._owed_removals = []
         if names and not self._save(trainer, requests[0], names, removals):
@@ -99,19 +100,21 @@ class SavesThroughEngine:
             self._known.difference_update(removals)
 
     def _save(self, trainer: Any, filepath: str, names: list[str], supersedes: list[str]) -> bool:
-        assert self._engine is not None and self._attachment is not None and self._key is not None
+        assert self._engine is not None and self._session is not None and self._key is not None
         weights_only: bool = self.save_weights_only  # type: ignore[attr-defined]
         if self._engine.pending:
-            self._attachment.fence()
+            self._session.fence()
         if _lightning.about_to_end(trainer):
             self._engine.flush("committed", timeout=_LAST_SAVE_WAIT)
         state = _lightning.dump_checkpoint(trainer, weights_only)
-        rank_state = self._attachment.rank_state
+        rank_state = self._session.rank_state
         per_rank = {"rank_state": rank_state.capture(trainer)} if rank_state is not None and not weights_only else None
         score = self.best_k_models.get(filepath)  # type: ignore[attr-defined]
-        info = {"epoch": trainer.current_epoch, **({self.monitor: float(score)} if score is not None and self.monitor else {})}  # type: ignore[attr-defined]
+        monitor: str | None = self.monitor  # type: ignore[attr-defined]
+        info = {"epoch": trainer.current_epoch, **({monitor: float(score)} if score is not None and monitor else {})}
         if per_rank is not None and per_rank["rank_state"]["caveats"]:
-            info["exact"] = False  # in the middle of gradient accumulation, say: resume prefers another save of this step
+            # In the middle of gradient accumulation, say: resume prefers another save of this step.
+            info["exact"] = False
         # Buffers differ between DDP ranks until the next forward, callback tensors may too: rank 0 writes all of those.
         pointers = _lightning.live_pointers(trainer)
         late: list[Tensor] = []
@@ -124,12 +127,21 @@ class SavesThroughEngine:
 
         try:
             ticket = self._engine.save(
-                trainer.global_step, state, per_rank=per_rank, names=names, supersedes=supersedes, info=info,
-                lazy=lazy if self._lazy and self._overlap and self._attachment.lazy else False,
+                trainer.global_step,
+                state,
+                per_rank=per_rank,
+                names=names,
+                supersedes=supersedes,
+                info=info,
+                lazy=lazy if self._lazy and self._overlap and self._session.lazy else False,
                 replicated=lambda key, tensor: key.startswith(_LIVE) and tensor.data_ptr() in pointers.replicated,
-            )  # fmt: skip
+            )
         except OSError:
-            logger.warning("no checkpoint at step %d; training goes on, the next save tries again", trainer.global_step, exc_info=True)
+            logger.warning(
+                "no checkpoint at step %d; training goes on, the next save tries again",
+                trainer.global_step,
+                exc_info=True,
+            )
             ticket = None
         if ticket is None:
             self._not_saved(trainer, names)
@@ -137,9 +149,9 @@ class SavesThroughEngine:
         self._saves += 1
         self._saved_as.update(dict.fromkeys(names, self._saves))
         self._known.update(names)
-        self._attachment.expect(self._key, ticket, self)
+        self._session.expect(self._key, ticket, self)
         if self._engine.pending:
-            self._attachment.watch(self._key, late, names)
+            self._session.watch(self._key, late, names)
         return True
 
     def _not_saved(self, trainer: Any, names: list[str]) -> None:
@@ -150,7 +162,8 @@ class SavesThroughEngine:
             self._known.update(names)
 
     def _may_open_again(self, trainer: Any) -> bool:
-        """Tries an engine that could not be opened again, at the 1st, 2nd, 4th, 8th, ... save that is missed. Collective: yes."""
+        """Tries an engine that could not be opened again, at the 1st, 2nd, 4th, 8th, ... save that is missed.
+        Collective: yes."""
         self._missed += 1
         if self._missed & (self._missed - 1) or trainer.state.status == "interrupted":
             return False
@@ -169,7 +182,7 @@ class SavesThroughEngine:
         for path in due:
             trainer.strategy.remove_checkpoint(path)
 
-    # -- names and removal ----------------------------------------------------------------------------------------------
+    # -- names and removal ---------------------------------------------------------------------------------------------
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
         if self._stock_way:
@@ -200,8 +213,8 @@ class SavesThroughEngine:
         if previous == current or self._relative(str(previous)) is None:
             return False
         # What the user named to resume from is theirs; what we resumed from ourselves is one of a series.
-        assert self._attachment is not None
-        return str(previous) not in self._attachment.protected
+        assert self._session is not None
+        return str(previous) not in self._session.protected
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
         if self._stock_way:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from resiliency.events import EventSink, EventWriter, JsonlSink
-from resiliency.goodput.step_clock import StepClock, shared_clock
 from resiliency.plugins._namespace import default_namespace
 from resiliency.settings import environment
+from resiliency.telemetry.step_clock import StepClock, shared_clock
 
 __all__ = ["GoodputCallback", "build"]  # noqa: F822 - GoodputCallback is built on first use
 
@@ -35,7 +35,7 @@ class RunningGoodput:
 
     Args:
         events_dir: folder for a log of its own; None: ``RESILIENCY_EVENTS_DIR``, else below the Trainer's root folder.
-        sinks: more places for events when the log is its own, see :mod:`resiliency.goodput.sinks`.
+        sinks: more places for events when the log is its own, see :mod:`resiliency.telemetry.sinks`.
         prog_bar: show ``goodput`` in the progress bar.
         log: send ``goodput`` to the Trainer's loggers.
     """

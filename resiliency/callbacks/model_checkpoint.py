@@ -3,10 +3,10 @@
 ``from resiliency.callbacks.model_checkpoint import ModelCheckpoint`` gives the class for the Lightning that is imported
 (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` gives it for a named one.
 
-When and what to save, names, top-k and exceptions are the stock class's own code. Replaced is only what touches storage:
-a save is captured on every rank and committed in the background, a removal waits for the newer commit, ``last`` is a
-second name of the same step, loggers hear of a checkpoint once it exists, and a fit that names no checkpoint resumes
-from the newest step of its run.
+When and what to save, names, top-k and exceptions are the stock class's own code. Replaced is only what touches
+storage: a save is captured on every rank and committed in the background, a removal waits for the newer commit,
+``last`` is a second name of the same step, loggers hear of a checkpoint once it exists, and a fit that names no
+checkpoint resumes from the newest step of its run.
 
 All names of one hook are one save, so a checkpoint's callback state already knows its own ``last_model_path``; the
 stock class writes twice and only the second file does.
@@ -24,17 +24,17 @@ from datetime import timedelta
 from typing import Any
 
 from resiliency.callbacks._arguments import check_own, check_stock, misconfigured
-from resiliency.callbacks._attach import Attachment, EngineKey, attachment
 from resiliency.callbacks._names import is_stock, names_on_disk
 from resiliency.callbacks._saving import SavesThroughEngine
+from resiliency.callbacks._trainer_session import EngineKey, TrainerSession, trainer_session
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.policy import Interval
 from resiliency.errors import AgentError, ConfigError, TierError, Timeout
 from resiliency.plugins import _lightning
 from resiliency.plugins._namespace import default_namespace
-from resiliency.plugins._rank_state import RankState, is_step_boundary
+from resiliency.plugins.resume.rank_state import RankState, is_step_boundary
 from resiliency.settings import environment
+from resiliency.storage.interval import Interval
 
 __all__ = ["ModelCheckpoint", "build"]  # noqa: F822 - ModelCheckpoint is built on first use
 
@@ -53,15 +53,16 @@ class EngineModelCheckpoint(SavesThroughEngine):
         auto_resume: a fit without ``ckpt_path`` continues from the newest step of this run in ``dirpath``; not when the
             trainer has trained already, which goes on with what it has in memory, as always.
         exact_resume: keep generators and data loader positions of every rank.
-        local_dir: a faster folder (ramdisk, local SSD) for the newest step; ``dirpath`` then is a tier the agent uploads
-            to. Needed, and chosen as ``/dev/shm/...``, when ``dirpath`` is an address.
+        local_dir: a faster folder (ramdisk, local SSD) for the newest step; ``dirpath`` then is a tier the agent
+            uploads to. Needed, and chosen as ``/dev/shm/...``, when ``dirpath`` is an address.
         persist: which saves also go to ``dirpath`` when ``local_dir`` is used.
         remotes: further tiers.
         run: name of the run; None: ``RESILIENCY_RUN``, ``JOB_IDENTIFIER`` or "default".
         options: of the engine.
-        flush: how long the end of training waits for uploads.
+        flush_timeout: how long the end of training waits for uploads.
         save_optim_on_train_end, save_optim_on_train_ends, always_save_context, save_context_on_train_end,
-            preprocess_files, is_persistent_storage, delete_unfinished_ckpt_on_start, priority: of the guide this project
+            preprocess_files, is_persistent_storage, delete_unfinished_ckpt_on_start, priority: of the guide this
+                project
             implements; they concern NeMo and are accepted without effect.
         use_in_cluster_local_ckpts, enable_high_scale_ckpt: likewise, but True is refused with what to pass instead.
 
@@ -81,7 +82,7 @@ class EngineModelCheckpoint(SavesThroughEngine):
         remotes: Sequence[RemoteTierOptions] = (),
         run: str | None = None,
         options: CheckpointerOptions | None = None,
-        flush: timedelta = timedelta(minutes=10),
+        flush_timeout: timedelta = timedelta(minutes=10),
         save_optim_on_train_end: bool = False,
         save_optim_on_train_ends: bool = False,
         always_save_context: bool = False,
@@ -95,13 +96,25 @@ class EngineModelCheckpoint(SavesThroughEngine):
         **kwargs: Any,
     ) -> None:
         if enable_high_scale_ckpt:
-            raise ConfigError("enable_high_scale_ckpt=True needs the GKE replicator, which is not supported; pass local_dir='/local' instead")
+            raise ConfigError(
+                "enable_high_scale_ckpt=True needs the GKE replicator, which is not supported; pass local_dir='/local'"
+                " instead"
+            )
         if use_in_cluster_local_ckpts:
-            raise ConfigError("use_in_cluster_local_ckpts=True: pass local_dir= with the folder of the local tier instead")
+            raise ConfigError(
+                "use_in_cluster_local_ckpts=True: pass local_dir= with the folder of the local tier instead"
+            )
         check_own(
-            lazy=lazy, auto_resume=auto_resume, exact_resume=exact_resume, local_dir=local_dir, persist=persist, remotes=remotes, run=run,
-            options=options, flush=flush,
-        )  # fmt: skip
+            lazy=lazy,
+            auto_resume=auto_resume,
+            exact_resume=exact_resume,
+            local_dir=local_dir,
+            persist=persist,
+            remotes=remotes,
+            run=run,
+            options=options,
+            flush_timeout=flush_timeout,
+        )
         check_stock(super().__init__.__func__, EngineModelCheckpoint.__init__, args, kwargs)  # type: ignore[attr-defined]
         self.save_optim_on_train_end = save_optim_on_train_end or save_optim_on_train_ends
         self.always_save_context = always_save_context
@@ -118,8 +131,8 @@ class EngineModelCheckpoint(SavesThroughEngine):
         self._remotes = tuple(remotes)
         self._run_name = run
         self._engine_options = options or CheckpointerOptions()
-        self._flush_timeout = flush
-        self._attachment: Attachment | None = None
+        self._flush_timeout = flush_timeout
+        self._session: TrainerSession | None = None
         self._key: EngineKey | None = None
         self._engine: Checkpointer | None = None
         self._stock_way = True  # until a fit has an engine; then False, even when the engine cannot be opened
@@ -133,7 +146,8 @@ class EngineModelCheckpoint(SavesThroughEngine):
         self._saves = 0
         self._missed = 0
         self._announced_tier = "local"
-        misconfiguration = importlib.import_module(f"{type(self).namespace}.utilities.exceptions").MisconfigurationException  # type: ignore[attr-defined]
+        namespace: str = type(self).namespace  # type: ignore[attr-defined]
+        misconfiguration = importlib.import_module(f"{namespace}.utilities.exceptions").MisconfigurationException
         try:
             super().__init__(*args, **kwargs)
         except misconfiguration as error:
@@ -159,7 +173,7 @@ class EngineModelCheckpoint(SavesThroughEngine):
         remotes.insert(0, RemoteTierOptions(address=dirpath, name="persistent", interval=self._persist))
         self._announced_tier = "persistent"
         ramdisk = os.path.abspath(local).startswith("/dev/shm")
-        return LocalTierOptions(directory=os.fspath(local), keep=1, names_hold=False, durable=not ramdisk), remotes
+        return LocalTierOptions(directory=os.fspath(local), keep=1, keep_named=False, durable=not ramdisk), remotes
 
     def _engine_key(self) -> EngineKey:
         run = self._run_name or environment().run
@@ -176,7 +190,9 @@ class EngineModelCheckpoint(SavesThroughEngine):
             # Our own files are why it is not empty: that is how a run resumes.
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)  # type: ignore[misc]
-        _lightning.install_loading(trainer, lambda path, weights_only: attachment(trainer).load(path, weights_only))
+        _lightning.install_loading(
+            trainer, lambda path, weights_only: trainer_session(trainer).load(path, weights_only)
+        )
         _lightning.teach_load_from_checkpoint(type(self).namespace)  # type: ignore[attr-defined]
         if stage != "fit" or trainer.fast_dev_run or self._engine is not None:
             return
@@ -189,7 +205,7 @@ class EngineModelCheckpoint(SavesThroughEngine):
         self._attach(trainer)
 
     def _attach(self, trainer: Any) -> None:
-        shared = self._attachment = attachment(trainer)
+        shared = self._session = trainer_session(trainer)
         self._stock_way = False
         self._key = key = self._engine_key()
         self._requests, self._removals, self._owed_removals, self._stock_removals = [], [], [], []
@@ -207,17 +223,22 @@ class EngineModelCheckpoint(SavesThroughEngine):
 
     def _open(self, trainer: Any) -> bool:
         """Opens the engine; False when it cannot be used, on all ranks alike. Collective: yes."""
-        assert self._attachment is not None and self._key is not None
+        assert self._session is not None and self._key is not None
         local, remotes = self._tiers()
         try:
-            opened = self._attachment.open(
+            opened = self._session.open(
                 self._key, root=str(self.dirpath), local=local, remotes=remotes, options=self._engine_options
             )
         except (TierError, AgentError, OSError) as error:
             if isinstance(error, Timeout):
                 raise  # a rank is missing: nothing works without it
             level = logging.ERROR if self._missed == 0 else logging.DEBUG
-            logger.log(level, "no checkpoints are written to %s: %s; training goes on, and later saves try again", local.directory, error)
+            logger.log(
+                level,
+                "no checkpoints are written to %s: %s; training goes on, and later saves try again",
+                local.directory,
+                error,
+            )
             return False
         self._engine = opened.engine
         found = names_on_disk(str(self.dirpath), self._key.run, self.FILE_EXTENSION) if trainer.is_global_zero else []  # type: ignore[attr-defined]
@@ -227,14 +248,14 @@ class EngineModelCheckpoint(SavesThroughEngine):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)  # type: ignore[misc]
         weights_only: bool = self.save_weights_only  # type: ignore[attr-defined]
-        if self._engine is not None and self._attachment is not None and self._key is not None and not weights_only:
-            self._attachment.warm_up(self._key)
+        if self._engine is not None and self._session is not None and self._key is not None and not weights_only:
+            self._session.warm_up(self._key)
         if self._clock is not None:
             self._clock.on_train_start(trainer.global_step)
 
     @property
     def _clock(self) -> Any:
-        return self._attachment.clock if self._attachment is not None else None
+        return self._session.clock if self._session is not None else None
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         found: set[str] = super()._find_last_checkpoints(trainer)  # type: ignore[misc]
@@ -251,7 +272,7 @@ class EngineModelCheckpoint(SavesThroughEngine):
         ours = {path for path in found if not is_stock(path)}
         # "last" is the newest step, whatever it is called: every rank will find the same one.
         candidates = {newest} if os.path.isdir(newest) else ours
-        attachment(trainer).last_candidates |= candidates | {newest}
+        trainer_session(trainer).last_candidates |= candidates | {newest}
         return (found - ours) | candidates
 
     # -- hooks of training --------------------------------------------------------------------------------------------
@@ -281,15 +302,19 @@ class EngineModelCheckpoint(SavesThroughEngine):
         if self._stock_way:
             super().on_train_batch_end(trainer, pl_module, *args, **kwargs)  # type: ignore[misc]
             return
-        assert self._attachment is not None
-        self._attachment.take_news()
-        if is_step_boundary(trainer):  # gradients of half a step are in no checkpoint; triggers are looked at again at its end
+        assert self._session is not None
+        self._session.take_news()
+        if is_step_boundary(
+            trainer
+        ):  # gradients of half a step are in no checkpoint; triggers are looked at again at its end
             if _saves_weights_of_before(pl_module):
                 # The stock class puts other weights into the module while it saves: the copy must be taken in there.
                 super().on_train_batch_end(trainer, pl_module, *args, **kwargs)  # type: ignore[misc]
             else:
                 # The module's own hook runs after this one and may change what is still being copied.
-                overlap = _lightning.next_is_another_batch(trainer) and not _lightning.module_overrides(trainer, "on_train_batch_end")
+                overlap = _lightning.next_is_another_batch(trainer) and not _lightning.module_overrides(
+                    trainer, "on_train_batch_end"
+                )
                 with self._collect(trainer, overlap=overlap):
                     super().on_train_batch_end(trainer, pl_module, *args, **kwargs)  # type: ignore[misc]
         if self._clock is not None:
@@ -351,20 +376,24 @@ class EngineModelCheckpoint(SavesThroughEngine):
         self._release(lambda engine: engine.close(timeout=self._flush_timeout))
 
     def _settle(self, level: str, timeout: timedelta) -> None:
-        """Waits until what was saved has reached ``level``, and tells whom it concerns. Blocks: up to ``timeout``, twice."""
-        if self._engine is None or self._attachment is None:
+        """Waits until what was saved has reached ``level``, and tells whom it concerns. Blocks: up to ``timeout``,
+        twice."""
+        if self._engine is None or self._session is None:
             return
         try:
-            for _ in range(2):  # the first wait brings the news that shards are recorded, the second waits for those of the others
+            for _ in range(
+                2
+            ):  # the first wait brings the news that shards are recorded, the second waits for those of the others
                 self._engine.flush(level, timeout=timeout)
-                self._attachment.take_news()
+                self._session.take_news()
         except (OSError, RuntimeError):
-            # Boundary: torch's store raises these when another rank is gone. The training is over, and what is sealed is safe.
+            # Boundary: torch's store raises these when another rank is gone. The training is over, and what is sealed
+            # is safe.
             logger.warning("not everything was %s before the end; the next start finishes it", level, exc_info=True)
 
     def _release(self, close: Callable[[Checkpointer], None]) -> None:
-        shared, engine = self._attachment, self._engine
-        self._attachment, self._engine, self._stock_way = None, None, True
+        shared, engine = self._session, self._engine
+        self._session, self._engine, self._stock_way = None, None, True
         if shared is None or self._key is None:
             return
         if engine is not None:
@@ -376,14 +405,13 @@ class EngineModelCheckpoint(SavesThroughEngine):
             shared.end_if_unused()
 
     def _fence(self) -> None:
-        if self._attachment is not None:
-            self._attachment.fence()
-
-
+        if self._session is not None:
+            self._session.fence()
 
 
 def _saves_weights_of_before(module: Any) -> bool:
-    """With manual optimisation the stock class (2.6) saves weights the module kept from before the optimizer step, if it did."""
+    """With manual optimisation the stock class (2.6) saves weights the module kept from before the optimizer step, if
+    it did."""
     return not module.automatic_optimization and bool(getattr(module, "saved_models", None))
 
 
@@ -394,7 +422,8 @@ def _check_namespace(callback: Any, trainer: Any) -> None:
         return
     raise ConfigError(
         f"this ModelCheckpoint is built for {namespace}, the Trainer comes from {theirs}; import {theirs} before"
-        f" resiliency.callbacks.model_checkpoint, or use build({'pytorch_lightning' if theirs == 'pytorch_lightning' else 'lightning.pytorch'!r})"
+        " resiliency.callbacks.model_checkpoint, or use"
+        f" build({'pytorch_lightning' if theirs == 'pytorch_lightning' else 'lightning.pytorch'!r})"
     )
 
 

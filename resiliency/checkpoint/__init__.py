@@ -1,4 +1,4 @@
-"""The checkpoint engine. Needs torch only, and of it nothing for :mod:`~resiliency.checkpoint.manifest` and the tiers.
+"""The checkpoint engine. Needs torch only, and of it nothing for :mod:`~resiliency.storage.manifest` and the tiers.
 
 The names below are loaded when first used (PEP 562), so that the host agent can import the manifest without torch.
 """

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from resiliency.checkpoint.manifest import META_DIR
-from resiliency.checkpoint.tiers._address import local_path
 from resiliency.errors import ConfigError
+from resiliency.storage.manifest import META_DIR
+from resiliency.storage.tiers._address import local_path
 
 __all__ = ["checked_info", "checked_names", "checked_step", "refuse_same_folder"]
 
@@ -32,8 +32,15 @@ def checked_names(what: str, names: Iterable[Any]) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise TypeError(f"{what} holds a {type(name).__name__}; a name is a str such as 'step=100.ckpt'")
         parts = name.split("/")
-        if any(part in ("", ".", "..") for part in parts) or name.startswith(".") or any(ord(c) < 32 for c in name) or META_DIR in parts:
-            raise ConfigError(f"{what}: the name {name!r} must be a path below the directory, without a leading dot or empty parts")
+        if (
+            any(part in ("", ".", "..") for part in parts)
+            or name.startswith(".")
+            or any(ord(c) < 32 for c in name)
+            or META_DIR in parts
+        ):
+            raise ConfigError(
+                f"{what}: the name {name!r} must be a path below the directory, without a leading dot or empty parts"
+            )
         checked.append(name)
     return tuple(checked)
 
@@ -47,7 +54,9 @@ def checked_info(info: Any) -> dict[str, Any]:
     try:
         return dict(json.loads(json.dumps(dict(info))))
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"info holds something JSON cannot say ({error}); pass plain values, such as float(loss)") from None
+        raise TypeError(
+            f"info holds something JSON cannot say ({error}); pass plain values, such as float(loss)"
+        ) from None
 
 
 def refuse_same_folder(directory: str, addresses: Sequence[str]) -> None:
@@ -55,4 +64,7 @@ def refuse_same_folder(directory: str, addresses: Sequence[str]) -> None:
     for address in addresses:
         path = local_path(address)
         if path is not None and os.path.realpath(path) == os.path.realpath(directory):
-            raise ConfigError(f"the remote tier {address!r} is the same folder as the local tier {directory!r}; pass another, or leave it out")
+            raise ConfigError(
+                f"the remote tier {address!r} is the same folder as the local tier {directory!r}; pass another, or"
+                " leave it out"
+            )

@@ -22,7 +22,11 @@ def pin(address: int, nbytes: int) -> bool:
     """Registers mapped memory as page-locked. False (and slower, still correct, copies) when the driver refuses."""
     result = _runtime().cudaHostRegister(address, nbytes, 0)
     if int(result) != 0:
-        logger.warning("%d bytes of the arena cannot be page-locked (CUDA error %s); copies from the GPU will be slower", nbytes, result)
+        logger.warning(
+            "%d bytes of the arena cannot be page-locked (CUDA error %s); copies from the GPU will be slower",
+            nbytes,
+            result,
+        )
         return False
     return True
 

@@ -1,8 +1,8 @@
 """Memory at an address, and the pages behind a mapped file.
 
 How a file's pages came to be decides what a store to its mapping costs after each fsync, which write-protects them all.
-Pages made by faults, or by small writes, cost one fault for every 4 KiB (ext4 of Linux 6.18, 512 MiB: 63 to 79 ms, and 430
-to 550 ms when they were made by writes of 512 KiB). Made by writes of 2 MiB they are huge where the file system can
+Pages made by faults, or by small writes, cost one fault for every 4 KiB (ext4 of Linux 6.18, 512 MiB: 63 to 79 ms, and
+430 to 550 ms when they were made by writes of 512 KiB). Made by writes of 2 MiB they are huge where the file system can
 (ext4 since Linux 6.16, XFS), are mapped as such, and the same stores take 41 to 48 ms.
 """
 
@@ -22,7 +22,9 @@ _ZEROS = bytes(_HUGE)
 _SMALL = 64 * 1024
 
 # ctypes arrays would do, but a new array type for each length costs ten times the view.
-_from_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(("PyMemoryView_FromMemory", ctypes.pythonapi))
+_from_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
 _WRITABLE = 0x200  # PyBUF_WRITE
 
 
@@ -33,7 +35,8 @@ def view(address: int, nbytes: int) -> memoryview:
 
 
 def fill(fd: int, start: int, end: int) -> None:
-    """Writes zeros to bytes ``[start, end)`` of a file, ``start`` on a multiple of 2 MiB, so that its pages become huge.
+    """Writes zeros to bytes ``[start, end)`` of a file, ``start`` on a multiple of 2 MiB, so that its pages become
+    huge.
 
     Blocks: about half a second per GiB the first time, which is what pages of memory cost.
 

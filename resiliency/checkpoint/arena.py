@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from resiliency.checkpoint._cuda import unpin
 from resiliency.checkpoint._pages import fill, has_small_pages, page_faults
-from resiliency.checkpoint.tiers.local import on_ramdisk
 from resiliency.errors import TierError
+from resiliency.storage.tiers.local import on_ramdisk
 
 __all__ = ["Arena", "Slot"]
 
@@ -155,7 +155,9 @@ class Arena:
                     continue
                 self._add(_map(path, size))
             except OSError as error:
-                logger.warning("arena file %s of an earlier attempt cannot be reused (%s); a new one will be made", path, error)
+                logger.warning(
+                    "arena file %s of an earlier attempt cannot be reused (%s); a new one will be made", path, error
+                )
 
     def _listing(self) -> list[str]:
         try:
@@ -213,7 +215,10 @@ class Arena:
             self.forget(inode)
         if not self._free:
             return None
-        best = min(self._free, key=lambda inode: (self._slots[inode].capacity < nbytes, abs(self._slots[inode].capacity - nbytes)))
+        best = min(
+            self._free,
+            key=lambda inode: (self._slots[inode].capacity < nbytes, abs(self._slots[inode].capacity - nbytes)),
+        )
         slot = self._slots[best]
         try:
             if slot.capacity < nbytes:
@@ -309,5 +314,6 @@ def _tier_error(error: OSError, folder: str, nbytes: int) -> TierError:
     }.get(error.errno or 0, "see the error above")
     permanent = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
     return TierError(
-        f"no shard file of {nbytes} bytes can be made in {folder} ({error.strerror or error}); {advice}", retryable=not permanent
+        f"no shard file of {nbytes} bytes can be made in {folder} ({error.strerror or error}); {advice}",
+        retryable=not permanent,
     )

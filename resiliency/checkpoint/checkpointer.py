@@ -28,23 +28,23 @@ from resiliency import faultpoints
 from resiliency.agent.protocol import step_token
 from resiliency.checkpoint._arguments import checked_info, checked_names, checked_step, refuse_same_folder
 from resiliency.checkpoint._cuda import pin
-from resiliency.checkpoint._draft import Drafter, Wanted
-from resiliency.checkpoint._due import RemoteSchedule
-from resiliency.checkpoint._news import News
 from resiliency.checkpoint.arena import Arena, Slot
-from resiliency.checkpoint.exchange import Exchange, SoloExchange, StoreExchange
-from resiliency.checkpoint.layout import stamp
-from resiliency.checkpoint.loader import Loader, Restored
-from resiliency.checkpoint.manifest import ARENA_DIR, META_DIR, StepId
+from resiliency.checkpoint.coordinator import Coordinator, SoloCoordinator, StoreCoordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
+from resiliency.checkpoint.restore import Restored, Restorer
+from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.checkpoint.session import Session, open_session
+from resiliency.checkpoint.shard_plan import ShardPlanner, Wanted
 from resiliency.checkpoint.snapshot import Copier, Snapshot
 from resiliency.checkpoint.ticket import Outcome, Ticket
-from resiliency.checkpoint.tiers import open_tier
-from resiliency.checkpoint.tiers.local import LocalTier
+from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError, TierError
 from resiliency.events import EventKind, EventSink
 from resiliency.settings import environment
+from resiliency.storage.layout import stamp
+from resiliency.storage.manifest import ARENA_DIR, META_DIR, StepId
+from resiliency.storage.tiers import open_tier
+from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["Checkpointer", "CheckpointerOptions", "Outcome", "Restored", "Ticket"]
 
@@ -64,7 +64,7 @@ class Checkpointer:
         remotes: further tiers the agent uploads to.
         run: name of the run; None: ``RESILIENCY_RUN``, ``JOB_IDENTIFIER`` or "default". Runs share nothing.
         rank, world_size: of this process; None: ``RANK`` and ``WORLD_SIZE``.
-        exchange: how ranks talk at start and restore; None: over the default store of ``torch.distributed``.
+        coordinator: how ranks talk at start and restore; None: over the default store of ``torch.distributed``.
         options: behaviour.
         sinks: further places for events; the log below the directory is always written.
 
@@ -79,15 +79,19 @@ class Checkpointer:
         run: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
-        exchange: Exchange | None = None,
+        coordinator: Coordinator | None = None,
         options: CheckpointerOptions | None = None,
         sinks: Sequence[EventSink] = (),
     ) -> None:
         if not isinstance(directory, (str, os.PathLike, LocalTierOptions)):
             raise TypeError(f"directory is a {type(directory).__name__}; pass a path or LocalTierOptions")
         self._environment = environment()
-        self._local = directory if isinstance(directory, LocalTierOptions) else LocalTierOptions(directory=os.fspath(directory))
-        if isinstance(remotes, (str, RemoteTierOptions)) or not all(isinstance(remote, RemoteTierOptions) for remote in remotes):
+        self._local = (
+            directory if isinstance(directory, LocalTierOptions) else LocalTierOptions(directory=os.fspath(directory))
+        )
+        if isinstance(remotes, (str, RemoteTierOptions)) or not all(
+            isinstance(remote, RemoteTierOptions) for remote in remotes
+        ):
             raise TypeError("remotes must be a list of RemoteTierOptions(address=...)")
         if options is not None and not isinstance(options, CheckpointerOptions):
             raise TypeError(f"options is a {type(options).__name__}; pass CheckpointerOptions(...)")
@@ -104,15 +108,17 @@ class Checkpointer:
             raise ConfigError(f"rank={self.rank} is not within world_size={self.world_size}")
         self.options = options or CheckpointerOptions()
         self._sinks = tuple(sinks)
-        self._exchange = exchange
+        self._coordinator = coordinator
         self._tier = LocalTier(self._local.directory, durable=False)
         self._remote_tiers = [
-            open_tier(r.address, name=r.name, **({"storage_options": dict(r.storage_options)} if r.storage_options else {}))
+            open_tier(
+                r.address, name=r.name, **({"storage_options": dict(r.storage_options)} if r.storage_options else {})
+            )
             for r in self._remotes
         ]
-        self._drafter = Drafter(
+        self._planner = ShardPlanner(
             run=self.run, rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes
-        )  # fmt: skip
+        )
         self._opened: _Parts | None = None
         self._closed = False
 
@@ -121,7 +127,7 @@ class Checkpointer:
     def open(self) -> None:
         """Agrees with the other ranks on the attempt and connects to the agent; called by the first use otherwise.
 
-        Collective: yes. Blocks: up to ``options.agree`` plus the agent's start (about 0.1 s).
+        Collective: yes. Blocks: up to ``options.agree_timeout`` plus the agent's start (about 0.1 s).
 
         Raises:
             TierError, AgentError, Timeout: nothing can be saved or restored; the message says why.
@@ -134,27 +140,42 @@ class Checkpointer:
             raise ConfigError("this Checkpointer is closed; make a new one")
         if self._opened is not None:
             return self._opened
-        exchange = self._exchange or _default_exchange(self.rank, self.world_size)
+        coordinator = self._coordinator or _default_coordinator(self.rank, self.world_size)
         session = open_session(
-            local=self._local, remotes=self._remotes, remote_tiers=self._remote_tiers, local_tier=self._tier, run=self.run,
-            exchange=exchange, options=self.options, environment=self._environment, sinks=self._sinks,
-        )  # fmt: skip
+            local=self._local,
+            remotes=self._remotes,
+            remote_tiers=self._remote_tiers,
+            local_tier=self._tier,
+            run=self.run,
+            coordinator=coordinator,
+            options=self.options,
+            environment=self._environment,
+            sinks=self._sinks,
+        )
         arena = Arena(os.path.join(self._local.directory, META_DIR, self.run, ARENA_DIR), self.rank)
         self._opened = _Parts(
             session=session,
-            exchange=exchange,
+            coordinator=coordinator,
             arena=arena,
             copier=Copier(),
-            news=News(session=session, exchange=exchange, arena=arena, durable=self._local.durable),
-            schedule=RemoteSchedule(self._remotes, exchange),
-            loader=Loader(
-                session=session, exchange=exchange, local=self._tier, remotes=self._remote_tiers, run=self.run, agree=self.options.agree
+            saves=SaveTracker(session=session, coordinator=coordinator, arena=arena, durable=self._local.durable),
+            schedule=RemoteSchedule(self._remotes, coordinator),
+            restorer=Restorer(
+                session=session,
+                coordinator=coordinator,
+                local=self._tier,
+                remotes=self._remote_tiers,
+                run=self.run,
+                agree_timeout=self.options.agree_timeout,
             ),
         )
         session.events.emit(
-            EventKind.JOB_STARTED, pid=os.getpid(), world_size=self.world_size, restart=self._environment.restart,
+            EventKind.JOB_STARTED,
+            pid=os.getpid(),
+            world_size=self.world_size,
+            restart=self._environment.restart,
             node_rank=sorted(set(session.nodes)).index(session.node),
-        )  # fmt: skip
+        )
         return self._opened
 
     @property
@@ -170,7 +191,7 @@ class Checkpointer:
     @property
     def skipped(self) -> int:
         """Saves that were not started because the one before was not done, or no file could be made."""
-        return 0 if self._opened is None else self._opened.news.skipped
+        return 0 if self._opened is None else self._opened.saves.skipped
 
     def warm_up(self, state: Any = None, *, nbytes: int | None = None, slots: int = 2) -> None:
         """Makes shard files and touches their pages, so that the first save costs what every other does.
@@ -186,12 +207,14 @@ class Checkpointer:
         if nbytes is None:
             if state is None:
                 raise ConfigError("warm_up needs the state that will be saved, or nbytes=")
-            nbytes = self._drafter.draft(state, None, info={}, exchange=parts.exchange, agree=self.options.agree).layout.nbytes
+            nbytes = self._planner.plan(
+                state, None, info={}, coordinator=parts.coordinator, agree_timeout=self.options.agree_timeout
+            ).layout.nbytes
         self._warm(parts, nbytes, slots)
 
     def warm_up_for(self, tensors: Mapping[str, Tensor], *, slots: int = 2) -> None:
         """As :meth:`warm_up`, for tensors by key that may be on the meta device (a state that does not exist yet)."""
-        self._warm(self._parts(), self._drafter.estimate(tensors), slots)
+        self._warm(self._parts(), self._planner.estimate(tensors), slots)
 
     def _warm(self, parts: _Parts, nbytes: int, slots: int) -> None:
         try:
@@ -220,7 +243,8 @@ class Checkpointer:
         """Takes a checkpoint. Every rank calls it at the same step.
 
         Collective: no talk between ranks, except at the first save of a sharded (DTensor) structure.
-        Blocks: the copy of what is not lazy; up to ``options.busy_wait`` when the previous save is not recorded yet.
+        Blocks: the copy of what is not lazy; up to ``options.previous_save_timeout`` when the previous save is not
+            recorded yet.
         Safe after return: everything when ``lazy`` is False. Otherwise lazy tensors must not change before
         :meth:`fence` returns; the Python objects, the small tensors and everything not lazy may.
 
@@ -228,13 +252,13 @@ class Checkpointer:
             step: number of the optimizer step, >= 0.
             state: any tree of dicts, lists, tuples, tensors and Python objects. Plain tensors are taken to be equal on
                 all ranks; each rank writes its share of them. DTensors are written as they are sharded.
-            per_rank: a tree that differs from rank to rank (RNG, data loader); each rank gets its own back.
+            per_rank: a tree that differs from rank to rank (RNG, data restorer); each rank gets its own back.
             names: names by which the step can be loaded, relative to the directory ("step=100.ckpt").
             supersedes: names to be deleted once this step is committed.
             info: small JSON-able facts shown by listings.
             lazy: True, or a function of (key, tensor) that says which tensors may be copied in the background.
-            replicated: a function of (key, tensor) that says which plain tensors are equal on all ranks, so that each rank
-                may write a share of them; rank 0 writes the others. None: all are.
+            replicated: a function of (key, tensor) that says which plain tensors are equal on all ranks, so that each
+                rank may write a share of them; rank 0 writes the others. None: all are.
 
         Returns:
             A ticket, or None when the save was skipped (counted in ``skipped``, with an event and a warning).
@@ -248,81 +272,106 @@ class Checkpointer:
         names, supersedes = checked_names("names", names), checked_names("supersedes", supersedes)
         info = checked_info(info)
         parts = self._parts()
-        session, news = parts.session, parts.news
+        session, saves = parts.session, parts.saves
         faultpoints.hit("save.begin", rank=self.rank)
-        serial = news.serial(step)
+        serial = saves.serial(step)
         self.fence()
-        news.pump()
+        saves.pump()
         if not self._wait_for_previous(parts, step):
             return None
-        draft = self._drafter.draft(
-            state, per_rank, info=info, exchange=parts.exchange, agree=self.options.agree, replicated=replicated
-        )  # fmt: skip
+        draft = self._planner.plan(
+            state,
+            per_rank,
+            info=info,
+            coordinator=parts.coordinator,
+            agree_timeout=self.options.agree_timeout,
+            replicated=replicated,
+        )
         slot = self._slot(parts, step, draft.layout.nbytes, on_cuda=draft.on_cuda)
         if slot is None:
             return None
         ticket = Ticket(step, serial, draft.layout.nbytes, tuple(names), self._wait)
-        flight = news.begin(ticket, slot, supersedes)
-        due, flight.undo = parts.schedule.due(step)
+        in_flight = saves.begin(ticket, slot, supersedes)
+        due, in_flight.undo = parts.schedule.due(step)
         about = {"step": step, "serial": serial}
         file = {"path": slot.path, "inode": slot.inode, "nbytes": ticket.nbytes}
         created = time.time()
+
         def done(snapshot: Snapshot) -> None:
             if snapshot.error is not None:
                 return  # the fence says so
             faultpoints.hit("save.sealed", rank=self.rank)
-            flight.sealed_at = time.monotonic()
+            in_flight.sealed_at = time.monotonic()
             ticket.reached.add("copied")
             session.client.send(
                 {
-                    "t": "seal", **about, **file, "digests": snapshot.digests, "plan": draft.plan, "names": list(names),
-                    "supersedes": list(flight.supersedes), "created": created, "info": dict(info), "tiers": due,
+                    "t": "seal",
+                    **about,
+                    **file,
+                    "digests": snapshot.digests,
+                    "plan": draft.plan,
+                    "names": list(names),
+                    "supersedes": list(in_flight.supersedes),
+                    "created": created,
+                    "info": dict(info),
+                    "tiers": due,
                 }
-            )  # fmt: skip
+            )
 
         try:
             mark = stamp(step, session.attempt, step_token(session.token, serial))
             copies, lazy_bytes = draft.copies(mark, lazy=lazy, lazy_nbytes=self.options.lazy_bytes)
             faultpoints.hit("save.eager", rank=self.rank)
-            flight.snapshot = parts.copier.start(copies, slot, done)
+            in_flight.snapshot = parts.copier.start(copies, slot, done)
             faultpoints.hit("save.fill", rank=self.rank)
             if lazy is False:
                 self.fence()
         except BaseException:
             # The caller sees it; the next save must not wait for this one.
-            if flight.snapshot is not None:
+            if in_flight.snapshot is not None:
                 self.fence()
-            elif news.flight is flight:
-                news.fail(flight, "the save was interrupted by an error")
+            elif saves.in_flight is in_flight:
+                saves.fail(in_flight, "the save was interrupted by an error")
                 parts.arena.release(slot.inode, slot.path)
             raise
         parts.schedule.taken()
         ticket.stall_s = time.monotonic() - began
         session.events.emit(
-            EventKind.CHECKPOINT_STARTED, step=step, stall_s=round(ticket.stall_s, 6), bytes=ticket.nbytes, lazy_bytes=lazy_bytes
+            EventKind.CHECKPOINT_STARTED,
+            step=step,
+            stall_s=round(ticket.stall_s, 6),
+            bytes=ticket.nbytes,
+            lazy_bytes=lazy_bytes,
         )
         return ticket
 
     def _wait_for_previous(self, parts: _Parts, step: int) -> bool:
         """Waits for the rank's previous shard to be recorded; skips this save when it is not in time."""
-        news, flight = parts.news, parts.news.flight
-        if flight is None:
+        saves, in_flight = parts.saves, parts.saves.in_flight
+        if in_flight is None:
             return True
-        deadline = time.monotonic() + self.options.busy_wait.total_seconds()
-        while news.flight is not None and time.monotonic() < deadline:
+        deadline = time.monotonic() + self.options.previous_save_timeout.total_seconds()
+        while saves.in_flight is not None and time.monotonic() < deadline:
             parts.session.client.wait_message(max(0.0, deadline - time.monotonic()))
-            news.pump()
-        if news.flight is None:
+            saves.pump()
+        if saves.in_flight is None:
             return True
-        if flight.sealed_at is not None and time.monotonic() - flight.sealed_at > _HUNG_S:
-            logger.warning("rank %d: the checkpoint agent has not recorded step %d for %.0f s; it is given up", self.rank,
-                           flight.ticket.step, time.monotonic() - flight.sealed_at)  # fmt: skip
+        if in_flight.sealed_at is not None and time.monotonic() - in_flight.sealed_at > _HUNG_S:
+            logger.warning(
+                "rank %d: the checkpoint agent has not recorded step %d for %.0f s; it is given up",
+                self.rank,
+                in_flight.ticket.step,
+                time.monotonic() - in_flight.sealed_at,
+            )
             parts.session.client.suspect()
-        news.skip(step, f"step {flight.ticket.step} is not recorded yet; save less often or look at the agent's log")
+        saves.skip(
+            step, f"step {in_flight.ticket.step} is not recorded yet; save less often or look at the agent's log"
+        )
         return False
 
     def _slot(self, parts: _Parts, step: int, nbytes: int, *, on_cuda: bool) -> Slot | None:
-        """A shard file to write to, a recycled one if there is one; None when none can be made, and the save is skipped."""
+        """A shard file to write to, a recycled one if there is one; None when none can be made, and the save is
+        skipped."""
         arena = parts.arena
         try:
             if arena.mapped_bytes == 0:
@@ -335,7 +384,7 @@ class Checkpointer:
                 slot.pinned = pin(slot.address, slot.capacity)
             return slot
         except TierError as error:
-            parts.news.skip(step, str(error), failed=True)
+            parts.saves.skip(step, str(error), failed=True)
             return None
 
     def fence(self) -> float:
@@ -347,49 +396,51 @@ class Checkpointer:
             Seconds it took.
         """
         parts = self._opened
-        flight = parts.news.flight if parts is not None else None
-        if parts is None or flight is None or flight.snapshot is None:
+        in_flight = parts.saves.in_flight if parts is not None else None
+        if parts is None or in_flight is None or in_flight.snapshot is None:
             return 0.0
-        snapshot, flight.snapshot = flight.snapshot, None
-        waited = parts.copier.fence(snapshot, deadline_s=self.options.fence.total_seconds())
+        snapshot, in_flight.snapshot = in_flight.snapshot, None
+        waited = parts.copier.fence(snapshot, deadline_s=self.options.fence_timeout.total_seconds())
         if snapshot.error is not None:
-            parts.news.fail(flight, f"copy failed: {snapshot.error}")
-            parts.arena.release(flight.slot.inode, flight.slot.path)
+            parts.saves.fail(in_flight, f"copy failed: {snapshot.error}")
+            parts.arena.release(in_flight.slot.inode, in_flight.slot.path)
         elif waited > 1e-3:
-            parts.session.events.emit(EventKind.CHECKPOINT_FENCED, step=flight.ticket.step, stall_s=round(waited, 6))
+            parts.session.events.emit(EventKind.CHECKPOINT_FENCED, step=in_flight.ticket.step, stall_s=round(waited, 6))
         return waited
 
     @property
     def pending(self) -> bool:
         """True while live tensors may still be read, so that :meth:`fence` has something to do."""
-        flight = self._opened.news.flight if self._opened is not None else None
-        return flight is not None and flight.snapshot is not None
+        in_flight = self._opened.saves.in_flight if self._opened is not None else None
+        return in_flight is not None and in_flight.snapshot is not None
 
     def poll(self) -> list[Outcome]:
         """News about earlier saves since the last call. Collective: no. Blocks: no."""
         if self._opened is None:
             return []
-        self._opened.news.pump()
-        return self._opened.news.outcomes()
+        self._opened.saves.pump()
+        return self._opened.saves.outcomes()
 
     def delete(self, *names: str) -> None:
-        """Asks for names to be deleted once the newest save so far is safe. Steps nothing refers to any more go with them.
+        """Asks for names to be deleted once the newest save so far is safe. Steps nothing refers to any more go with
+        them.
 
         Collective: no, but every rank calls it: each host deletes its own part. Blocks: no.
         """
         checked_names("names", names)
         parts = self._parts()
-        newest, serial = parts.news.newest  # -1: nothing saved yet, what is on disk is safe
-        flight = parts.news.flight
-        if flight is not None and flight.sealed_at is None:
-            flight.supersedes.extend(names)  # becomes part of the manifest, so it is done even if we die
+        newest, serial = parts.saves.newest  # -1: nothing saved yet, what is on disk is safe
+        in_flight = parts.saves.in_flight
+        if in_flight is not None and in_flight.sealed_at is None:
+            in_flight.supersedes.extend(names)  # becomes part of the manifest, so it is done even if we die
         parts.session.client.send({"t": "delete", "names": list(names), "after": newest, "serial": serial})
 
     def flush(self, level: str = "durable", *, timeout: timedelta = timedelta(minutes=10)) -> bool:
-        """Waits until every save so far is "recorded" (this rank's shard is safe), "committed" (so are the others'), "durable" or
-        "uploaded", as far as this host's agent is concerned.
+        """Waits until every save so far is "recorded" (this rank's shard is safe), "committed" (so are the others'),
+        "durable" or "uploaded", as far as this host's agent is concerned.
 
-        Collective: no. Returns False when ``timeout`` passed first, or when other ranks did not record a shard within half a
+        Collective: no. Returns False when ``timeout`` passed first, or when other ranks did not record a shard within
+            half a
         minute after this one (they failed, or are gone).
         """
         if level not in ("recorded", "committed", "durable", "uploaded"):
@@ -397,37 +448,39 @@ class Checkpointer:
         parts = self._opened
         if parts is None:
             return True
-        client, news = parts.session.client, parts.news
+        client, saves = parts.session.client, parts.saves
         deadline = time.monotonic() + timeout.total_seconds()
         self.fence()
         done = client.flush("committed" if level == "recorded" else level, timeout_s=timeout.total_seconds())
-        news.pump()
+        saves.pump()
         if level == "recorded":
             return done
         others = min(deadline, time.monotonic() + _OTHERS_S)
-        while news.waits_for_others and done:
+        while saves.waits_for_others and done:
             left = others - time.monotonic()
             if left <= 0:
                 return False
-            news.wait(left)
-            if not news.waits_for_others:
+            saves.wait(left)
+            if not saves.waits_for_others:
                 done = client.flush(level, timeout_s=max(0.0, deadline - time.monotonic()))
-        news.pump()
+        saves.pump()
         return done
 
     def _wait(self, ticket: Ticket, level: str, timeout_s: float) -> None:
         parts = self._opened
         assert parts is not None  # there is a ticket
         deadline = time.monotonic() + timeout_s
-        if parts.news.flight is not None and parts.news.flight.ticket is ticket:
+        if parts.saves.in_flight is not None and parts.saves.in_flight.ticket is ticket:
             self.fence()
         while level not in ticket.reached and ticket.failed is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            parts.news.wait(left)
+            parts.saves.wait(left)
 
-    def close(self, *, flush: bool = True, timeout: timedelta = timedelta(minutes=10), reason: str = "finished") -> None:
+    def close(
+        self, *, flush: bool = True, timeout: timedelta = timedelta(minutes=10), reason: str = "finished"
+    ) -> None:
         """Finishes what is sealed, leaves the agent and ends the threads. Idempotent.
 
         Collective: no. Blocks: up to ``timeout`` for uploads when ``flush``; a copy in progress otherwise.
@@ -441,7 +494,9 @@ class Checkpointer:
         session = parts.session
         try:
             if flush and not self.flush("uploaded", timeout=timeout):
-                logger.warning("rank %d: not everything was uploaded within %s; the next start resumes it", self.rank, timeout)
+                logger.warning(
+                    "rank %d: not everything was uploaded within %s; the next start resumes it", self.rank, timeout
+                )
             else:
                 self.fence()
         finally:
@@ -450,7 +505,7 @@ class Checkpointer:
             if reason == "finished":
                 session.client.send({"t": "bye"})
             session.client.close()
-            parts.news.pump()
+            parts.saves.pump()
             parts.arena.close()
             session.events.close()
 
@@ -464,13 +519,18 @@ class Checkpointer:
     # -- load -----------------------------------------------------------------------------------------------------
 
     def load(
-        self, *, into: Any = None, step: StepId | None = None, allow_pickle: bool = False, keys: Callable[[str], bool] | None = None
+        self,
+        *,
+        into: Any = None,
+        step: StepId | None = None,
+        allow_pickle: bool = False,
+        keys: Callable[[str], bool] | None = None,
     ) -> Restored | None:
         """Restores the newest step that every host can get whole, or ``step``.
 
-        Collective: yes. Blocks: up to ``options.agree`` for the other ranks, plus reading and checking.
-        Every byte is checked against its digest on the way. A bad copy is replaced from the next tier; when a step has no good
-        copy left, an older one is taken (unless ``step`` was given).
+        Collective: yes. Blocks: up to ``options.agree_timeout`` for the other ranks, plus reading and checking.
+        Every byte is checked against its digest on the way. A bad copy is replaced from the next tier; when a step has
+        no good copy left, an older one is taken (unless ``step`` was given).
 
         Args:
             into: a state tree whose tensors (plain or DTensor) are filled in place; None: new CPU tensors are made
@@ -483,23 +543,25 @@ class Checkpointer:
             What was restored, or None when there is nothing.
 
         Raises:
-            CorruptShard: ``step`` was given and has no good copy, or every step is damaged; names the files. The tensors of
-                ``into`` then hold anything.
+            CorruptShard: ``step`` was given and has no good copy, or every step is damaged; names the files. The
+                tensors of ``into`` then hold anything.
             ConfigError: the state does not fit ``into``.
             TierError, Timeout: storage or another rank failed.
         """
         if step is not None and not isinstance(step, StepId):
-            raise TypeError(f"step is a {type(step).__name__}; pass a StepId as listed by steps(), or None for the newest")
+            raise TypeError(
+                f"step is a {type(step).__name__}; pass a StepId as listed by steps(), or None for the newest"
+            )
         parts = self._parts()
         self.fence()
-        return parts.loader.load(into=into, step=step, allow_pickle=allow_pickle, keys=keys)
+        return parts.restorer.load(into=into, step=step, allow_pickle=allow_pickle, keys=keys)
 
     def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
         """Steps that could be restored now, newest first, with their names. Collective: yes.
 
         Digests are not checked here; :meth:`load` does that.
         """
-        return self._parts().loader.steps()
+        return self._parts().restorer.steps()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -507,26 +569,27 @@ class _Parts:
     """What an open checkpointer works with."""
 
     session: Session
-    exchange: Exchange
+    coordinator: Coordinator
     arena: Arena
     copier: Copier
-    news: News
+    saves: SaveTracker
     schedule: RemoteSchedule
-    loader: Loader
+    restorer: Restorer
 
 
-def _default_exchange(rank: int, world_size: int) -> Exchange:
+def _default_coordinator(rank: int, world_size: int) -> Coordinator:
     if world_size == 1:
-        return SoloExchange()
+        return SoloCoordinator()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         raise ConfigError(
-            f"world_size={world_size}, but torch.distributed is not initialised; call init_process_group first, or pass exchange="
+            f"world_size={world_size}, but torch.distributed is not initialised; call init_process_group first, or"
+            " pass coordinator="
         )
     store = torch.distributed.distributed_c10d._get_default_store()
-    # The default store may outlive an attempt (torchrun keeps its own), and a process may open several checkpointers, in the
-    # same order on every rank. Counting starts in the store would not do: a rank can die before it is counted.
+    # The default store may outlive an attempt (torchrun keeps its own), and a process may open several checkpointers,
+    # in the same order on every rank. Counting starts in the store would not do: a rank can die before it is counted.
     prefix = f"resiliency/{environment().restart}/{next(_counter)}"
-    return StoreExchange(store, rank=rank, world_size=world_size, prefix=prefix)
+    return StoreCoordinator(store, rank=rank, world_size=world_size, prefix=prefix)
 
 
 _counter = itertools.count()

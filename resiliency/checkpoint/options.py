@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from resiliency.checkpoint.policy import Interval
 from resiliency.errors import ConfigError
+from resiliency.storage.interval import Interval
 
 __all__ = ["CheckpointerOptions", "LocalTierOptions", "RemoteTierOptions"]
 
@@ -21,7 +21,7 @@ class LocalTierOptions:
     Attributes:
         directory: made when missing.
         keep: newest steps without a name to keep; None: all. Their files are recycled, which is what makes saves fast.
-        names_hold: a step also stays while one of its names means it (until ``delete``). False on a ramdisk, with
+        keep_named: a step also stays while one of its names means it (until ``delete``). False on a ramdisk, with
             ``keep=1``: it then holds the newest step and the one being written, whatever they are called.
         durable: fsync before anything older is deleted. False on a ramdisk, where nothing survives a power loss.
         shared: True when all hosts of the job see the same folder; None: find out at start.
@@ -29,7 +29,7 @@ class LocalTierOptions:
 
     directory: str
     keep: int | None = 3
-    names_hold: bool = True
+    keep_named: bool = True
     durable: bool = True
     shared: bool | None = None
 
@@ -37,11 +37,13 @@ class LocalTierOptions:
         if not isinstance(self.directory, (str, os.PathLike)) or not os.fspath(self.directory):
             raise ConfigError(f"directory={self.directory!r}: pass the path of a folder as str or Path")
         if "://" in os.fspath(self.directory):
-            raise ConfigError(f"directory={self.directory!r} is an address; it belongs into remotes=[RemoteTierOptions(address=...)]")
+            raise ConfigError(
+                f"directory={self.directory!r} is an address; it belongs into remotes=[RemoteTierOptions(address=...)]"
+            )
         object.__setattr__(self, "directory", os.path.abspath(os.path.expanduser(os.fspath(self.directory))))
         _check_keep(self.keep)
-        if self.keep is None and not self.names_hold:
-            raise ConfigError("keep=None with names_hold=False would never delete anything; pass keep=1 or more")
+        if self.keep is None and not self.keep_named:
+            raise ConfigError("keep=None with keep_named=False would never delete anything; pass keep=1 or more")
 
 
 def _check_keep(keep: int | None) -> None:
@@ -58,7 +60,7 @@ class RemoteTierOptions:
         name: word for listings and events; unique among the tiers.
         interval: which saves go there.
         keep: newest steps without a name to keep there; None: all.
-        names_hold: as for the local tier.
+        keep_named: as for the local tier.
         storage_options: passed to fsspec.
     """
 
@@ -66,7 +68,7 @@ class RemoteTierOptions:
     name: str = "object_store"
     interval: Interval = Interval()
     keep: int | None = 3
-    names_hold: bool = True
+    keep_named: bool = True
     storage_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -83,18 +85,18 @@ class CheckpointerOptions:
 
     Attributes:
         agent: "process" starts one helper process per host; "embedded" does its work in the trainer.
-        busy_wait: how long a save may wait for the rank's previous one before it is skipped.
-        fence: how long a fence may wait for a copy before it raises.
-        agree: how long ranks wait for each other at start and restore.
-        drain: how long the agent finishes uploads after the last rank has gone.
+        previous_save_timeout: how long a save may wait for the rank's previous one before it is skipped.
+        fence_timeout: how long a fence may wait for a copy before it raises.
+        agree_timeout: how long ranks wait for each other at start and restore.
+        drain_timeout: how long the agent finishes uploads after the last rank has gone.
         lazy_bytes: tensors below this size are copied at once.
     """
 
     agent: Literal["process", "embedded"] = "process"
-    busy_wait: timedelta = timedelta(seconds=2)
-    fence: timedelta = timedelta(minutes=10)
-    agree: timedelta = timedelta(minutes=5)
-    drain: timedelta = timedelta(minutes=2)
+    previous_save_timeout: timedelta = timedelta(seconds=2)
+    fence_timeout: timedelta = timedelta(minutes=10)
+    agree_timeout: timedelta = timedelta(minutes=5)
+    drain_timeout: timedelta = timedelta(minutes=2)
     lazy_bytes: int = 64 * 1024
 
     def __post_init__(self) -> None:
@@ -102,7 +104,7 @@ class CheckpointerOptions:
             raise ConfigError(f"agent={self.agent!r}; pass 'process' or 'embedded'")
         if isinstance(self.lazy_bytes, bool) or not isinstance(self.lazy_bytes, int) or self.lazy_bytes < 0:
             raise ConfigError(f"lazy_bytes={self.lazy_bytes!r}; pass a number of bytes, 0 or more")
-        for name in ("busy_wait", "fence", "agree", "drain"):
+        for name in ("previous_save_timeout", "fence_timeout", "agree_timeout", "drain_timeout"):
             value = getattr(self, name)
             if not isinstance(value, timedelta) or value < timedelta(0):
                 raise ConfigError(f"{name}={value!r}; pass a timedelta of zero or more")

@@ -4,13 +4,13 @@ Writing: every rank describes its tensors; DCP's ``DefaultSavePlanner`` finds wh
 and gives each to the rank with the fewest bytes. Large replicated tensors are cut by rows first, so that the shares of
 a few big tensors balance too. When no tensor is sharded (plain DDP) every rank can work out the whole plan alone from
 its own description, without talking; a difference between ranks shows as different plan digests, which a manifest
-refuses. There every box is a replica everywhere, so the planner checks one description and the boxes are dealt out here, by
-the planner's rule. The planner itself makes one pass per rank (12 s for 64 tensors at 64 ranks, on every rank), and
-counts a piece of a tensor as the whole of it, so its shares differ more. Otherwise descriptions are exchanged once per
-structure.
+refuses. There every box is a replica everywhere, so the planner checks one description and the boxes are dealt out
+here, by the planner's rule. The planner itself makes one pass per rank (12 s for 64 tensors at 64 ranks, on every
+rank), and counts a piece of a tensor as the whole of it, so its shares differ more. Otherwise descriptions are
+exchanged once per structure.
 
-Reading: of a plain tensor every stored box is wanted. For the shards of DTensors, DCP's ``DefaultLoadPlanner`` cuts what
-this rank wants, at any world size, into ranges of the stored boxes.
+Reading: of a plain tensor every stored box is wanted. For the shards of DTensors, DCP's ``DefaultLoadPlanner`` cuts
+what this rank wants, at any world size, into ranges of the stored boxes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,25 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from resiliency.checkpoint.layout import Chunk
 from resiliency.checkpoint.state import dtype_from_name, dtype_name
 from resiliency.errors import ConfigError
+from resiliency.storage.layout import Chunk
 
-__all__ = ["Read", "WritePlan", "box_of", "describe", "fingerprint", "is_sharded", "plan_reads", "plan_replicated", "plan_writes", "sharding"]
+__all__ = [
+    "Read",
+    "WritePlan",
+    "box_of",
+    "describe",
+    "fingerprint",
+    "is_sharded",
+    "plan_reads",
+    "plan_replicated",
+    "plan_writes",
+    "sharding",
+]
 
-#: Large replicated tensors are cut so that no piece is larger than this part of a rank's share: the shares then differ by
-#: less than one piece.
+#: Large replicated tensors are cut so that no piece is larger than this part of a rank's share: the shares then differ
+#: by less than one piece.
 _PIECES_PER_RANK = 8
 #: Tensors below this size are not cut.
 _CUT_BYTES = 4 * 1024 * 1024
@@ -49,7 +60,9 @@ _CUT_BYTES = 4 * 1024 * 1024
 
 def is_sharded(tensor: Tensor) -> bool:
     """True for DTensor and the like: a tensor whose local part differs from rank to rank."""
-    return hasattr(tensor, "__create_chunk_list__") or (hasattr(tensor, "device_mesh") and hasattr(tensor, "placements"))
+    return hasattr(tensor, "__create_chunk_list__") or (
+        hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+    )
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> int:
@@ -112,7 +125,9 @@ def _itemsize(dtype: torch.dtype) -> int:
 
 
 def _nbytes(item: WriteItem) -> int:
-    return 0 if item.tensor_data is None else item.tensor_data.size.numel() * _itemsize(item.tensor_data.properties.dtype)
+    return (
+        0 if item.tensor_data is None else item.tensor_data.size.numel() * _itemsize(item.tensor_data.properties.dtype)
+    )
 
 
 def describe(tensors: Mapping[str, Tensor], *, world_size: int) -> list[dict[str, Any]]:
@@ -127,13 +142,19 @@ def describe(tensors: Mapping[str, Tensor], *, world_size: int) -> list[dict[str
     for item in planner.create_local_plan().items:
         data = item.tensor_data
         if data is None:
-            raise ConfigError(f"the planner described {item.index.fqn!r} without tensor data; report this with your torch version")
+            raise ConfigError(
+                f"the planner described {item.index.fqn!r} without tensor data; report this with your torch version"
+            )
         boxes.append(
             {
-                "key": item.index.fqn, "offsets": list(data.chunk.offsets), "sizes": list(data.chunk.sizes),
-                "shape": list(data.size), "dtype": dtype_name(data.properties.dtype), "shard": item.type is WriteItemType.SHARD,
+                "key": item.index.fqn,
+                "offsets": list(data.chunk.offsets),
+                "sizes": list(data.chunk.sizes),
+                "shape": list(data.size),
+                "dtype": dtype_name(data.properties.dtype),
+                "shard": item.type is WriteItemType.SHARD,
             }
-        )  # fmt: skip
+        )
     # Largest first: DCP gives each box to the rank with the fewest bytes so far, which balances well in this order.
     boxes.sort(key=lambda box: -math.prod(box["sizes"]) * _itemsize(dtype_from_name(box["dtype"])))
     return boxes
@@ -207,12 +228,16 @@ def _global_plan(descriptions: Sequence[Sequence[Mapping[str, Any]]]) -> list[Sa
                 )
             )
         plans.append(SavePlan(items))
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False)
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
+    )
     planner.set_up_planner({}, is_coordinator=True)
     try:
         final, _ = planner.create_global_plan(plans)
     except ValueError as error:
-        raise ConfigError(f"the ranks' tensors do not make a whole: {error}; see the log above for the tensor") from error
+        raise ConfigError(
+            f"the ranks' tensors do not make a whole: {error}; see the log above for the tensor"
+        ) from error
     return final
 
 
@@ -220,9 +245,13 @@ def _chunk(item: WriteItem) -> Chunk:
     data = item.tensor_data
     assert data is not None
     return Chunk(
-        item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), dtype_name(data.properties.dtype),
-        _itemsize(data.properties.dtype), tuple(data.size),
-    )  # fmt: skip
+        item.index.fqn,
+        tuple(data.chunk.offsets),
+        tuple(data.chunk.sizes),
+        dtype_name(data.properties.dtype),
+        _itemsize(data.properties.dtype),
+        tuple(data.size),
+    )
 
 
 def _finish(shares: Sequence[Sequence[Chunk]], rank: int) -> WritePlan:
@@ -263,9 +292,13 @@ def plan_reads(wanted: Mapping[str, Tensor], stored: Sequence[Chunk]) -> list[Re
     for key, tensor in wanted.items():
         found = by_key.get(key)
         if found is None:
-            raise ConfigError(f"tensor {key!r} is not in the checkpoint; it holds {len(by_key)} tensors such as {sorted(by_key)[:3]}")
+            raise ConfigError(
+                f"tensor {key!r} is not in the checkpoint; it holds {len(by_key)} tensors such as {sorted(by_key)[:3]}"
+            )
         if found[0].shape != tensor.shape:
-            raise ConfigError(f"tensor {key!r} has shape {tuple(tensor.shape)} here but {found[0].shape} in the checkpoint")
+            raise ConfigError(
+                f"tensor {key!r} has shape {tuple(tensor.shape)} here but {found[0].shape} in the checkpoint"
+            )
         if type(tensor) is not Tensor and is_sharded(tensor):
             sharded[key] = tensor
             continue
@@ -280,7 +313,9 @@ def plan_reads(wanted: Mapping[str, Tensor], stored: Sequence[Chunk]) -> list[Re
     for key, tensor in wanted.items():
         local = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
         if found_elements[key] != local.numel():
-            raise ConfigError(f"tensor {key!r}: only {found_elements[key]} of {local.numel()} elements are in the checkpoint")
+            raise ConfigError(
+                f"tensor {key!r}: only {found_elements[key]} of {local.numel()} elements are in the checkpoint"
+            )
     return reads
 
 
@@ -290,11 +325,14 @@ def _plan_sharded(wanted: Mapping[str, Tensor], stored: Mapping[str, Sequence[Ch
         return []
     known = {
         key: TensorStorageMetadata(
-            properties=TensorProperties(dtype=dtype_from_name(stored[key][0].dtype)), size=torch.Size(stored[key][0].shape),
-            chunks=[ChunkStorageMetadata(offsets=torch.Size(c.offsets), sizes=torch.Size(c.sizes)) for c in stored[key]],
+            properties=TensorProperties(dtype=dtype_from_name(stored[key][0].dtype)),
+            size=torch.Size(stored[key][0].shape),
+            chunks=[
+                ChunkStorageMetadata(offsets=torch.Size(c.offsets), sizes=torch.Size(c.sizes)) for c in stored[key]
+            ],
         )
         for key in wanted
-    }  # fmt: skip
+    }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(cast(Any, dict(wanted)), Metadata(state_dict_metadata=cast(Any, known)), is_coordinator=True)
     plan: LoadPlan = planner.create_local_plan()
@@ -303,6 +341,12 @@ def _plan_sharded(wanted: Mapping[str, Tensor], stored: Mapping[str, Sequence[Ch
         offset = item.storage_index.offset
         assert offset is not None
         reads.append(
-            Read(item.storage_index.fqn, tuple(offset), tuple(item.storage_offsets), tuple(item.lengths), planner.resolve_tensor(item))
+            Read(
+                item.storage_index.fqn,
+                tuple(offset),
+                tuple(item.storage_offsets),
+                tuple(item.lengths),
+                planner.resolve_tensor(item),
+            )
         )
     return reads

@@ -1,259 +1,305 @@
-"""What the tiers hold, which step all ranks take, and reading one shard of it.
+"""Restoring, step by step: what every place holds, which step is whole, its shards made good, its tensors filled.
 
-Pure parts (:func:`choose`) decide; the rest reads files. All ranks see the same inventory, so all choose the same step;
-a bad copy that any rank finds is struck out for everyone and the choice is made again.
+All of it is collective: every rank sees the same inventory, strikes out the same copies, and so chooses the same step.
+Decisions are in :mod:`resiliency.checkpoint.restore_plan`; this module asks the tiers and the other ranks.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
-import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
-import torch
-from torch import Tensor
+from resiliency import faultpoints
+from resiliency.checkpoint import restore_plan
+from resiliency.checkpoint.coordinator import Coordinator
+from resiliency.checkpoint.session import Session
+from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
+from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
+from resiliency.checkpoint.state import flatten
+from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
+from resiliency.events import EventKind
+from resiliency.storage.catalog import read_record
+from resiliency.storage.fetch import fetch_shard
+from resiliency.storage.manifest import StepId
+from resiliency.storage.tiers.base import Tier
+from resiliency.storage.tiers.local import LocalTier
 
-from resiliency.checkpoint._pages import view
-from resiliency.checkpoint.catalog import block_digest, scan, step_prefix
-from resiliency.checkpoint.layout import Chunk, Placed, ShardHeader, header_length, parse_header
-from resiliency.checkpoint.manifest import MANIFEST, ShardRecord, StepId
-from resiliency.checkpoint.state import dtype_from_name
-from resiliency.checkpoint.tiers.base import Tier
-from resiliency.errors import CorruptShard
+__all__ = ["Restorer", "Restored"]
 
-__all__ = ["Choice", "Holding", "ShardReader", "Strike", "choose", "holdings", "shard_reader"]
+logger = logging.getLogger(__name__)
+
+#: How often a plan is made again after a copy was struck out.
+_MAX_ROUNDS = 50
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What one place holds of one step.
+class Restored:
+    """A loaded checkpoint.
 
     Attributes:
-        tier: name of the tier ("local" tiers differ by node, remote ones do not).
-        node: the host whose local tier it is; "" for a remote tier, which every host reaches.
-        step: dirname of the step.
-        world_size: shards the step has.
-        ranks: writers whose shard and record lie there in full length.
+        id: step, attempt and token.
+        state: the state tree; with ``into`` its tensors are the ones passed in.
+        per_rank: what this rank passed as ``per_rank``, or None when the checkpoint has nothing for this rank (the
+            world grew).
+        world_size: ranks that wrote it.
         names: names of the step.
-        lost: in words, what of a committed step is missing, cut or unreadable, with paths.
-        exact: False when the writer said (``info["exact"]``) that resuming from it is not exact.
+        info: what the save passed as ``info``.
+        duration_s, nbytes: time and bytes read by this rank.
     """
 
-    tier: str
-    node: str
-    step: str
+    id: StepId
+    state: Any
+    per_rank: Any
     world_size: int
-    ranks: tuple[int, ...]
-    names: tuple[str, ...] = ()
-    exact: bool = True
-    lost: tuple[str, ...] = ()
+    names: tuple[str, ...]
+    info: Mapping[str, Any]
+    duration_s: float
+    nbytes: int
 
-    def to_list(self) -> list[Any]:
-        return [self.tier, self.node, self.step, self.world_size, list(self.ranks), list(self.names), self.exact, list(self.lost)]
-
-    @classmethod
-    def from_list(cls, data: Sequence[Any]) -> Holding:
-        return cls(data[0], data[1], data[2], data[3], tuple(data[4]), tuple(data[5]), bool(data[6]), tuple(data[7]))
+    @property
+    def step(self) -> int:
+        return self.id.step
 
 
-#: A copy known to be bad: (tier, node, step dirname, rank).
-Strike = tuple[str, str, str, int]
+@dataclass
+class _Findings:
+    """Copies that are no good, and why: (text, True when bytes are damaged and False when a tier failed)."""
+
+    strikes: set[restore_plan.BadCopy] = field(default_factory=set)
+    messages: list[tuple[str, bool]] = field(default_factory=list)
 
 
-def holdings(tier: Tier, run: str, *, node: str) -> list[Holding]:
-    """Lists what a tier holds of a run. Remote tiers count a step only with its manifest.
-
-    Raises:
-        TierError: the tier cannot be listed.
-    """
-    found = []
-    for listing in scan(tier, run):
-        if MANIFEST in listing.sizes and not listing.committed and (not listing.records or not node):
-            # It was whole once and cannot be read now: nothing to restore from, but no reason to start from scratch either.
-            found.append(Holding(tier.name, node, listing.id.dirname, 0, (), lost=tuple(listing.problems)))
-            continue
-        if listing.problems and not listing.committed:
-            # Records are written whole or not at all, so one that cannot be read is damage, not a save cut short.
-            found.append(Holding(tier.name, node, listing.id.dirname, 0, (), lost=tuple(listing.problems)))
-        if not listing.records or (not node and not listing.committed):
-            continue
-        missing = set(listing.missing_files())
-        first = next(iter(listing.records.values()))
-        ranks = tuple(sorted(rank for rank, record in listing.records.items() if record.file not in missing))
-        names = tuple(dict.fromkeys(name for record in listing.records.values() for name in record.names))
-        exact = all(record.info.get("exact", True) for record in listing.records.values())
-        prefix = f"{tier.root}/{step_prefix(run, listing.id)}"
-        lost = tuple(f"{prefix}{name} is missing or cut" for name in sorted(missing)) if listing.committed else ()
-        found.append(Holding(tier.name, node, listing.id.dirname, first.world_size, ranks, names, exact, lost))
-    return found
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The step to restore and where each host gets each shard.
-
-    Attributes:
-        step: identity.
-        world_size: number of shards.
-        sources: ``sources[node][rank]`` -> names of tiers to try, the local one first.
-    """
-
-    step: StepId
-    world_size: int
-    sources: Mapping[str, Mapping[int, tuple[str, ...]]]
-
-
-def _sources(
-    places: Sequence[Holding], node: str, world_size: int, strikes: Collection[Strike]
-) -> dict[int, tuple[str, ...]]:  # fmt: skip
-    """Tiers from which a host can get each shard, its own first."""
-    reachable = sorted((h for h in places if h.node in ("", node)), key=lambda h: h.node == "")
-    return {
-        rank: tuple(h.tier for h in reachable if rank in h.ranks and (h.tier, h.node, h.step, rank) not in strikes)
-        for rank in range(world_size)
-    }
-
-
-def choose(
-    inventory: Sequence[Holding], nodes: Collection[str], strikes: Collection[Strike] = (), *, only: StepId | None = None
-) -> Choice | None:
-    """The newest step every host can get whole. Pure: same inventory and strikes, same choice on every rank.
+class Restorer:
+    """Restores for one rank of one attempt. Thread: training.
 
     Args:
-        inventory: of all places.
-        nodes: hosts of the job.
-        strikes: copies known to be bad.
-        only: consider this step alone.
+        session: of this attempt.
+        coordinator: how ranks talk.
+        local: the local tier; everything is read from there, after it was brought there.
+        remotes: further tiers, in the order they are asked. The list may grow.
+        run: name of the run.
+        agree_timeout: how long to wait for the other ranks.
     """
-    by_step: dict[StepId, list[Holding]] = {}
-    for holding in inventory:
-        step = StepId.parse(holding.step)
-        if step is not None and holding.world_size > 0 and (only is None or step == only):
-            by_step.setdefault(step, []).append(holding)
-    # Among saves of the same step an exact one is better than a later one (in the middle of gradient accumulation, say).
-    order = sorted(by_step, key=lambda s: (s.attempt, s.step, all(h.exact for h in by_step[s]), s.token), reverse=True)
-    for step in order:
-        # Places can only disagree about the world size when one of them is damaged; one that is whole decides.
-        for world_size in sorted({place.world_size for place in by_step[step]}, reverse=True):
-            places = [place for place in by_step[step] if place.world_size == world_size]
-            if len({rank for place in places for rank in place.ranks}) < world_size:
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        coordinator: Coordinator,
+        local: LocalTier,
+        remotes: Sequence[Tier],
+        run: str,
+        agree_timeout: timedelta,
+    ) -> None:
+        self._session = session
+        self._coordinator = coordinator
+        self._tier = local
+        self._remote_tiers = remotes
+        self._run = run
+        self._agree_timeout = agree_timeout
+        self.rank = coordinator.rank
+
+    def load(
+        self, *, into: Any, step: StepId | None, allow_pickle: bool, keys: Callable[[str], bool] | None
+    ) -> Restored | None:
+        """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.load`."""
+        session = self._session
+        began = time.monotonic()
+        session.events.emit(EventKind.RESTORE_STARTED)
+        inventory = self._inventory()
+        strikes: set[restore_plan.BadCopy] = set()
+        damage: list[str] = []
+        refused: list[str] = []
+        for _ in range(_MAX_ROUNDS):
+            choice = restore_plan.plan_restore(inventory, set(session.nodes), strikes, only=step)
+            if choice is None:
+                break
+            findings = self._bring_here(choice)
+            if not findings.strikes:
+                restored, findings = self._read(choice, into, allow_pickle, keys, began)
+                if restored is not None:
+                    session.client.send({"t": "rescan"})
+                    return restored
+            strikes |= findings.strikes
+            damage += [text for text, corrupt in findings.messages if corrupt]
+            refused += [text for text, corrupt in findings.messages if not corrupt]
+        damage += [what for holding in inventory if step in (None, StepId.parse(holding.step)) for what in holding.lost]
+        if refused and not damage:
+            raise TierError(
+                "checkpoints exist but cannot be read or brought here: " + "; ".join(dict.fromkeys(refused)),
+                retryable=True,
+            )
+        if damage:
+            raise CorruptShard(
+                "nothing could be restored, although checkpoints exist: "
+                + "; ".join(dict.fromkeys(damage))
+                + ". Restore the files from a backup, or start afresh in another directory or run",
+                path=self._tier.root,
+            )
+        if step is not None:
+            raise NoCheckpointFound(f"{step} of run {self._run!r} is not complete on any tier: {self._places()}")
+        if inventory:
+            logger.warning(
+                "only unfinished checkpoints of run %r were found in %s; starting from scratch",
+                self._run,
+                self._places(),
+            )
+        return None
+
+    def _places(self) -> str:
+        return ", ".join([self._tier.root, *(tier.root for tier in self._remote_tiers)])
+
+    def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
+        """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.steps`."""
+        session = self._session
+        inventory = self._inventory()
+        names: dict[str, tuple[str, ...]] = {}
+        for holding in inventory:
+            names[holding.step] = tuple(dict.fromkeys((*names.get(holding.step, ()), *holding.names)))
+        found = []
+        for step in sorted(filter(None, map(StepId.parse, names)), reverse=True):
+            if restore_plan.plan_restore(inventory, set(session.nodes), only=step) is not None:
+                found.append((step, names[step.dirname]))
+        return found
+
+    def _inventory(self) -> list[restore_plan.StepInventory]:
+        """What all places hold, the same list on every rank."""
+        session = self._session
+        faultpoints.hit("restore.inventory", rank=self.rank)
+        mine: list[restore_plan.StepInventory] = []
+        problem = ""
+        try:
+            if self.rank == session.local_ranks[0]:
+                mine += restore_plan.list_inventory(self._tier, self._run, node=session.node)
+            if self.rank == 0:
+                for tier in self._remote_tiers:
+                    mine += restore_plan.list_inventory(tier, self._run, node="")
+        except TierError as error:
+            problem = f"rank {self.rank}: {error}"
+        data = json.dumps({"h": [h.to_list() for h in mine], "p": problem}).encode()
+        answers = [json.loads(said) for said in self._coordinator.all("inventory", data, timeout=self._agree_timeout)]
+        problems = [answer["p"] for answer in answers if answer["p"]]
+        inventory = [restore_plan.StepInventory.from_list(item) for answer in answers for item in answer["h"]]
+        if problems:
+            if not inventory:
+                raise TierError("checkpoints cannot be listed: " + "; ".join(problems), retryable=True)
+            logger.warning("some checkpoints cannot be listed: %s; restoring from what is left", "; ".join(problems))
+        return inventory
+
+    def _bring_here(self, choice: restore_plan.RestorePlan) -> _Findings:
+        """Fetches the shards of the choice that are not on this host, each checked on the way."""
+        findings = _Findings()
+        if all(tiers[0] == "local" for sources in choice.sources.values() for tiers in sources.values()):
+            return findings  # the same on every rank, so nobody needs to talk
+        session = self._session
+        sources = choice.sources[session.node]
+        remote = [rank for rank, tiers in sources.items() if tiers[0] != "local"]
+        place, share = session.local_ranks.index(self.rank), len(session.local_ranks)
+        for rank in remote[place::share]:
+            self._fetch(choice, rank, sources[rank], findings)
+        return self._together("fetched", findings)
+
+    def _together(self, topic: str, mine: _Findings) -> _Findings:
+        """What all ranks found. Collective: yes."""
+        data = json.dumps({"s": sorted(mine.strikes), "m": mine.messages}).encode()
+        answers = [json.loads(said) for said in self._coordinator.all(topic, data, timeout=self._agree_timeout)]
+        strikes = {(s[0], s[1], s[2], s[3]) for answer in answers for s in answer["s"]}
+        return _Findings(strikes, [(m[0], m[1]) for answer in answers for m in answer["m"]])
+
+    def _strike(
+        self, findings: _Findings, tier: str, node: str, choice: restore_plan.RestorePlan, rank: int, error: Exception
+    ) -> None:
+        """Takes note that a copy is no good."""
+        findings.strikes.add((tier, node, choice.step.dirname, rank))
+        findings.messages.append((str(error), isinstance(error, CorruptShard)))
+        ranges = list(error.ranges) if isinstance(error, CorruptShard) else []
+        self._session.events.emit(EventKind.CHECKPOINT_CORRUPT, step=choice.step.step, path=str(error), ranges=ranges)
+        logger.warning("rank %d: %s; trying the next copy", self.rank, error)
+
+    def _fetch(self, choice: restore_plan.RestorePlan, rank: int, tiers: Sequence[str], findings: _Findings) -> None:
+        session = self._session
+        for tier in self._remote_tiers:
+            if tier.name not in tiers:
                 continue
-            sources = {node: _sources(places, node, world_size, strikes) for node in nodes}
-            if all(tiers for shards in sources.values() for tiers in shards.values()):
-                return Choice(step, world_size, sources)
-    return None
+            try:
+                fetch_shard(tier, self._run, choice.step, rank, self._tier.root, node=session.node)
+                session.events.emit(
+                    EventKind.CHECKPOINT_REPAIRED,
+                    step=choice.step.step,
+                    source=tier.name,
+                    shard=rank,
+                    path=self._tier.root,
+                )
+                return
+            except (CorruptShard, TierError) as error:
+                self._strike(findings, tier.name, "", choice, rank, error)
 
-
-class ShardReader:
-    """One local shard file mapped for reading. Close after use; tensors from it must be copied before."""
-
-    def __init__(self, path: str, record: ShardRecord) -> None:
-        self.path = path
-        self.record = record
-        self._map: mmap.mmap | None = None
+    def _read(
+        self,
+        choice: restore_plan.RestorePlan,
+        into: Any,
+        allow_pickle: bool,
+        keys: Callable[[str], bool] | None,
+        began: float,
+    ) -> tuple[Restored | None, _Findings]:
+        """Reads what this rank wants, checking it, and hears what the others found; no result when anybody found
+        damage."""
+        session, findings = self._session, _Findings()
+        readers: list[ShardReader] = []
+        misfit: ConfigError | None = None
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CorruptShard(f"{path}: {error.strerror}", path=path) from error
-        try:
-            self._open()
-        except BaseException:
-            self.close()
-            raise
+            assembly = None
+            try:
+                if self._open(choice, readers, findings):
+                    assembly = ShardAssembler(
+                        readers, rank=self.rank, into=flatten(into).tensors if into is not None else None, keys=keys
+                    )
+                    for rank, ranges in assembly.read(threads=threads_for(len(session.local_ranks))).items():
+                        path = readers[rank].path
+                        error = CorruptShard(
+                            f"{path}: bytes {ranges} do not match their digests", path=path, ranges=ranges
+                        )
+                        self._strike(findings, "local", session.node, choice, rank, error)
+            except ConfigError as error:
+                misfit = error  # the others must not wait for this rank before it gives up
+            findings = self._together("verified", findings)
+            if misfit is not None:
+                raise misfit
+            if findings.strikes or assembly is None:
+                return None, findings
+            faultpoints.hit("restore.load", rank=self.rank)
+            state, per_rank = assembly.result(allow_pickle=allow_pickle)
+        finally:
+            for reader in readers:
+                reader.close()
+        seconds, nbytes = time.monotonic() - began, sum(reader.record.nbytes for reader in readers)
+        local = all(tiers[0] == "local" for tiers in choice.sources[session.node].values())
+        session.events.emit(
+            EventKind.CHECKPOINT_LOADED,
+            step=choice.step.step,
+            duration_s=round(seconds, 6),
+            bytes=nbytes,
+            source="local" if local else "remote",
+            from_attempt=choice.step.attempt,
+            from_world_size=choice.world_size,
+        )
+        record = readers[0].record
+        return Restored(
+            choice.step, state, per_rank, choice.world_size, record.names, record.info, seconds, nbytes
+        ), findings
 
-    def _open(self) -> None:
-        path, record = self.path, self.record
-        if os.fstat(self._fd).st_size != record.nbytes:
-            raise CorruptShard(f"{path}: {os.fstat(self._fd).st_size} bytes instead of {record.nbytes}", path=path)
-        # Private and writable only so that torch accepts it without a warning; nothing is written.
-        self._map = mmap.mmap(self._fd, record.nbytes, access=mmap.ACCESS_COPY)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.header: ShardHeader = parse_header(self._checked_header(), where=path)
-        if (self.header.step, self.header.attempt, self.header.token) != (record.id.step, record.id.attempt, record.id.token):
-            raise CorruptShard(f"{path}: holds step {self.header.step} of attempt {self.header.attempt}, not {record.id}", path=path)
-        self.placed: dict[tuple[str, tuple[int, ...], bool], Placed] = {
-            (p.chunk.key, p.chunk.offsets, p.chunk.per_rank): p for p in self.header.placed
-        }
-
-    def _checked_header(self) -> bytes:
-        """The header, after its blocks were found good: what it says decides what else is read."""
-        assert self._map is not None
-        length, index = 0, 0
-        while index == 0 or self.block(index)[0] < min(length, self.record.nbytes):
-            start, end = self.block(index)
-            if block_digest(self.view(start, end)) != self.record.digests[index]:
-                raise CorruptShard(f"{self.path}: bytes {[(start, end)]} do not match their digests", path=self.path, ranges=[(start, end)])
-            length = length or header_length(self._map[:8], where=self.path)
-            index += 1
-        return self._map[:length]
-
-    def block(self, index: int) -> tuple[int, int]:
-        """Byte range of a block."""
-        return index * self.record.block_bytes, min((index + 1) * self.record.block_bytes, self.record.nbytes)
-
-    def view(self, start: int, end: int) -> memoryview:
-        """Bytes of the file, unchecked."""
-        return view(self._address + start, end - start)
-
-    def take(self, start: int, address: int, nbytes: int, digest: Any) -> None:
-        """Copies bytes of the file to memory and adds them to a digest. Thread: any; without the GIL.
-
-        By reading, not through the mapping: that costs a fault per page (on a ramdisk twice the time in all), and a disk that
-        fails would end the process.
-
-        Raises:
-            OSError: the disk failed.
-        """
-        target = view(address, nbytes)
-        done = 0
-        while done < nbytes:
-            count = os.preadv(self._fd, [target[done:]], start + done)
-            if count == 0:
-                break  # it became shorter: no digest matches that
-            done += count
-        digest.update(target)
-
-    def copy(self, start: int, address: int, nbytes: int) -> None:
-        """Copies bytes of the file to memory."""
-        ctypes.memmove(address, self._address + start, nbytes)
-
-    def tensor(self, chunk: Chunk, placed: Placed) -> Tensor:
-        """The stored chunk as a CPU tensor that aliases the mapping."""
-        dtype = dtype_from_name(chunk.dtype)
-        if placed.end == placed.start:
-            return torch.empty(chunk.sizes, dtype=dtype)
-        assert self._map is not None
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=placed.end - placed.start, offset=placed.start)
-        return raw.view(dtype).view(chunk.sizes)
-
-    def objects(self) -> Any:
-        """The JSON of everything that is not a tensor."""
-        start, end = self.header.objects
-        return json.loads(bytes(self.view(start, end)))
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        mapping, self._map = self._map, None
-        if mapping is None:
-            return
-        try:
-            mapping.close()
-        except BufferError:
-            # A view is still referenced (an exception's frame, say); the mapping goes with it.
-            return
-
-
-def shard_reader(root: str, run: str, record: ShardRecord) -> ShardReader:
-    """Opens a shard of the local tier.
-
-    Raises:
-        CorruptShard: not there, of another size, or not the shard the record speaks of.
-    """
-    return ShardReader(os.path.join(root, step_prefix(run, record.id), record.file), record)
+    def _open(self, choice: restore_plan.RestorePlan, readers: list[ShardReader], findings: _Findings) -> bool:
+        """Opens every shard, which checks its header; False when one is no good."""
+        for rank in range(choice.world_size):
+            try:
+                faultpoints.hit("restore.verify", rank=self.rank)
+                record = read_record(self._tier, self._run, choice.step, rank)
+                readers.append(shard_reader(self._tier.root, self._run, record))
+            except (CorruptShard, TierError, OSError) as error:
+                self._strike(findings, "local", self._session.node, choice, rank, error)
+        return not findings.strikes

@@ -12,15 +12,15 @@ from datetime import timedelta
 
 from resiliency.agent.client import AgentClient
 from resiliency.agent.protocol import AgentConfig, TierSpec
-from resiliency.checkpoint.catalog import run_prefix
-from resiliency.checkpoint.exchange import Exchange
-from resiliency.checkpoint.manifest import EVENTS_DIR, META_DIR, StepId
+from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.tiers._address import local_path
-from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import TierError
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.settings import Environment
+from resiliency.storage.catalog import run_prefix
+from resiliency.storage.manifest import EVENTS_DIR, META_DIR, StepId
+from resiliency.storage.tiers._address import local_path
+from resiliency.storage.tiers.base import Tier
 
 __all__ = ["Session", "open_session"]
 
@@ -86,19 +86,20 @@ def open_session(
     remote_tiers: Sequence[Tier],
     local_tier: Tier,
     run: str,
-    exchange: Exchange,
+    coordinator: Coordinator,
     options: CheckpointerOptions,
     environment: Environment,
     sinks: tuple[EventSink, ...],
 ) -> Session:
-    """Agrees on the attempt and starts or finds the agent. Collective: yes. Blocks: up to ``options.agree`` and a start.
+    """Agrees on the attempt and starts or finds the agent. Collective: yes. Blocks: up to ``options.agree_timeout`` and
+    a start.
 
     Raises:
         Timeout: a rank did not come.
         AgentError: another job uses the directory.
         TierError: the local directory cannot be made or read.
     """
-    rank, world_size = exchange.rank, exchange.world_size
+    rank, world_size = coordinator.rank, coordinator.world_size
     meta = os.path.join(local.directory, META_DIR, run)
     problem = ""
     try:
@@ -115,7 +116,9 @@ def open_session(
             except TierError as error:
                 problem = problem or (f"{tier.root} cannot be listed: {error}" if not error.retryable else "")
     hello = {"node": environment.node, "largest": largest, "token": secrets.token_hex(3), "problem": problem}
-    answers = [json.loads(data) for data in exchange.all("hello", json.dumps(hello).encode(), timeout=options.agree)]
+    answers = [
+        json.loads(data) for data in coordinator.all("hello", json.dumps(hello).encode(), timeout=options.agree_timeout)
+    ]
     problems = [answer["problem"] for answer in answers if answer["problem"]]
     if problems:
         raise TierError("; ".join(dict.fromkeys(problems)), retryable=False)
@@ -130,31 +133,63 @@ def open_session(
                 file.write(str(attempt))
         except OSError as error:
             # The step folders tell it too, once something is saved.
-            logger.warning("%s cannot be written (%s); the attempt is counted from the checkpoints", _attempt_file(local.directory, run), error)
-    shared = _is_shared(local, meta, token, node, nodes, first=rank == local_ranks[0], exchange=exchange, timeout=options.agree)
+            logger.warning(
+                "%s cannot be written (%s); the attempt is counted from the checkpoints",
+                _attempt_file(local.directory, run),
+                error,
+            )
+    shared = _is_shared(
+        local,
+        meta,
+        token,
+        node,
+        nodes,
+        first=rank == local_ranks[0],
+        coordinator=coordinator,
+        timeout=options.agree_timeout,
+    )
     if not shared and not remotes and rank == 0:
         logger.warning(
-            "%s is a different folder on each of %d hosts and there is no other tier: no host will hold a whole checkpoint, so nothing"
-            " could be restored; pass a folder all hosts share, or a remote tier", local.directory, len(set(nodes)),
-        )  # fmt: skip
+            "%s is a different folder on each of %d hosts and there is no other tier: no host will hold a whole"
+            " checkpoint, so nothing"
+            " could be restored; pass a folder all hosts share, or a remote tier",
+            local.directory,
+            len(set(nodes)),
+        )
     events_dir = environment.events_dir or _events_dir(local, remotes, run)
     sink = BackgroundSink(JsonlSink(os.path.join(events_dir, f"rank-{rank:05d}.jsonl")))
     events = EventWriter(run=run, attempt=attempt, rank=rank, host=node, sinks=(sink, *sinks))
     config = AgentConfig(
-        run=run, node=node, attempt=attempt, token=token, world_size=world_size, local_ranks=local_ranks, shared=shared,
-        local=TierSpec(address=local.directory, name="local", keep=local.keep, names_hold=local.names_hold), durable=local.durable,
+        run=run,
+        node=node,
+        attempt=attempt,
+        token=token,
+        world_size=world_size,
+        local_ranks=local_ranks,
+        shared=shared,
+        local=TierSpec(address=local.directory, name="local", keep=local.keep, keep_named=local.keep_named),
+        durable=local.durable,
         remotes=tuple(
-            TierSpec(address=r.address, name=r.name, keep=r.keep, names_hold=r.names_hold, storage_options=r.storage_options) for r in remotes
+            TierSpec(
+                address=r.address, name=r.name, keep=r.keep, keep_named=r.keep_named, storage_options=r.storage_options
+            )
+            for r in remotes
         ),
-        events=os.path.join(events_dir, f"agent-{node}.jsonl"), drain_s=options.drain.total_seconds(),
-    )  # fmt: skip
+        events=os.path.join(events_dir, f"agent-{node}.jsonl"),
+        drain_s=options.drain_timeout.total_seconds(),
+    )
     client = AgentClient(config, rank, events, embedded=options.agent == "embedded")
     try:
         client.open()
         problem = ""
     except Exception as error:  # Boundary: the other ranks must hear of it before this rank gives up.
         problem, failure = f"rank {rank}: {error}", error
-    answers = [json.loads(data) for data in exchange.all("agent", json.dumps({"p": problem, "e": client.embedded}).encode(), timeout=options.agree)]
+    answers = [
+        json.loads(data)
+        for data in coordinator.all(
+            "agent", json.dumps({"p": problem, "e": client.embedded}).encode(), timeout=options.agree_timeout
+        )
+    ]
     if problem:
         raise failure
     problems = [answer["p"] for answer in answers if answer["p"]]
@@ -177,7 +212,15 @@ def _events_dir(local: LocalTierOptions, remotes: Sequence[RemoteTierOptions], r
 
 
 def _is_shared(
-    local: LocalTierOptions, meta: str, token: str, node: str, nodes: Sequence[str], *, first: bool, exchange: Exchange, timeout: timedelta
+    local: LocalTierOptions,
+    meta: str,
+    token: str,
+    node: str,
+    nodes: Sequence[str],
+    *,
+    first: bool,
+    coordinator: Coordinator,
+    timeout: timedelta,
 ) -> bool:
     """Whether all hosts see the same folder, found by each leaving a mark there."""
     if local.shared is not None or len(set(nodes)) == 1:
@@ -186,9 +229,9 @@ def _is_shared(
     if first:
         with open(mine, "w", encoding="ascii"):
             os.utime(mine)
-    exchange.all("probe", b"", timeout=timeout)
+    coordinator.all("probe", b"", timeout=timeout)
     seen = all(os.path.exists(os.path.join(meta, f".probe-{token}-{other}")) for other in nodes)
-    answers = exchange.all("probed", b"1" if seen else b"0", timeout=timeout)
+    answers = coordinator.all("probed", b"1" if seen else b"0", timeout=timeout)
     if first:
         os.unlink(mine)
     return all(answer == b"1" for answer in answers)

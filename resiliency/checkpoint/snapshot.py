@@ -9,11 +9,11 @@ and copied while still there. That makes the digest nearly free (1 GiB on two co
 digesting the file behind the copy, in another process, took the whole to 95 ms).
 
 CPU tensors are copied without the GIL, by one of two ways into the same pages. Stores to the mapping are fastest, on
-ramdisks and where a disk's file has huge pages (256 MiB: 18 to 20 ms on two cores, a bare copy to shared memory 14). With
-small pages a store pays a fault for each 4 KiB after every fsync, which write-protects them (32 to 35 ms). There the copy
-thread uses ``pwrite``, while the thread at the fence stores, as two writers of one file would wait for each other (23 to 28
-ms). Which it is, the threads find out by counting their faults. Pages that are not in memory yet are made first, huge
-where that is possible.
+ramdisks and where a disk's file has huge pages (256 MiB: 18 to 20 ms on two cores, a bare copy to shared memory 14).
+With small pages a store pays a fault for each 4 KiB after every fsync, which write-protects them (32 to 35 ms). There
+the copy thread uses ``pwrite``, while the thread at the fence stores, as two writers of one file would wait for each
+other (23 to 28 ms). Which it is, the threads find out by counting their faults. Pages that are not in memory yet are
+made first, huge where that is possible.
 
 CUDA tensors are copied asynchronously on a side stream into the mapping registered as page-locked memory, where the
 fence makes the compute stream wait, not the CPU; the copy thread digests the mapping afterwards. The idea of
@@ -41,10 +41,10 @@ from resiliency import faultpoints
 from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint._pages import fill, has_small_pages, page_faults, view
 from resiliency.checkpoint.arena import Slot
-from resiliency.checkpoint.manifest import BLOCK_BYTES
 from resiliency.errors import Timeout, TornSnapshot
+from resiliency.storage.manifest import BLOCK_BYTES
 
-__all__ = ["Copier", "Copy", "Snapshot"]
+__all__ = ["Copier", "CopyTask", "Snapshot"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,9 @@ _STRIDE = 512 * 1024
 _HELPER_S = 60.0
 
 
-class Copy(NamedTuple):
-    """``source`` (any strides, CPU or CUDA), named ``key`` in messages, goes to ``nbytes`` bytes at file offset ``start`` in C order."""
+class CopyTask(NamedTuple):
+    """``source`` (any strides, CPU or CUDA), named ``key`` in messages, goes to ``nbytes`` bytes at file offset
+    ``start`` in C order."""
 
     source: Tensor
     start: int
@@ -72,7 +73,7 @@ class _Sources:
         gaps: some bytes of the file have no source here.
     """
 
-    def __init__(self, copies: Sequence[Copy], nbytes: int, *, gaps: bool) -> None:
+    def __init__(self, copies: Sequence[CopyTask], nbytes: int, *, gaps: bool) -> None:
         if copies and copies[-1].start + copies[-1].nbytes > nbytes:
             raise ValueError(f"the last source ends at {copies[-1].start + copies[-1].nbytes}, the file at {nbytes}")
         self._copies, self._gaps = copies, gaps
@@ -90,7 +91,11 @@ class _Sources:
         at, begin = start, max(0, bisect.bisect_right(self._starts, start) - 1)
         for index in range(begin, len(self._copies)):
             copy = self._copies[index]
-            if at >= end or copy.start >= end or (copy.start != at and (copy.start > at or index > begin) and not self._gaps):
+            if (
+                at >= end
+                or copy.start >= end
+                or (copy.start != at and (copy.start > at or index > begin) and not self._gaps)
+            ):
                 break
             first, last = max(at, copy.start), min(copy.start + copy.nbytes, end)
             if last > first:
@@ -105,7 +110,8 @@ class _Sources:
         return [copy.key for copy, before, now in versions if before != now]
 
     def _address(self, index: int) -> int:
-        """Of the first byte of a copy; a tensor that does not lie in C order is put in order when it is wanted first."""
+        """Of the first byte of a copy; a tensor that does not lie in C order is put in order when it is wanted
+        first."""
         tensor = self._copies[index].source
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             with self._lock:
@@ -115,7 +121,7 @@ class _Sources:
         return tensor.data_ptr()
 
 
-def _versions(copies: Sequence[Copy]) -> list[int]:
+def _versions(copies: Sequence[CopyTask]) -> list[int]:
     """Torch's count of in-place changes to each source; 0 for those made in inference mode, which have none."""
     try:
         return [copy.source._version for copy in copies]
@@ -156,7 +162,8 @@ class Snapshot:
         self.digests = [""] * self._blocks_left
 
     def finish_device(self) -> None:
-        """Waits for the GPUs' part, if there is one, and digests the file. Thread: copy, after the last :meth:`work`."""
+        """Waits for the GPUs' part, if there is one, and digests the file. Thread: copy, after the last
+        :meth:`work`."""
         if self.device is None or self._device_waited:
             return
         error: BaseException | None = None
@@ -178,7 +185,9 @@ class Snapshot:
     def wait_blocks(self, timeout_s: float) -> bool:
         """Waits until no thread copies from a tensor on the CPU any more. False when the time is up."""
         with self._lock:
-            return self._lock.wait_for(lambda: self._running == 0 and (self._blocks_left == 0 or self.error is not None), timeout_s)
+            return self._lock.wait_for(
+                lambda: self._running == 0 and (self._blocks_left == 0 or self.error is not None), timeout_s
+            )
 
     def work(self, *, helping: bool = False) -> bool:
         """Copies one block. Returns False when none is left to start. Thread: any, all but one ``helping``."""
@@ -193,7 +202,9 @@ class Snapshot:
             faultpoints.hit("save.block")
             # The first block is always stored, in case the pages have become large.
             stored, faults = self._copy_block(index, by_writes=self.slot.small_pages and not helping and index > 0)
-        except BaseException as failure:  # Boundary: the copy thread must report, not die; the fence's caller hears of it.
+        except (
+            BaseException
+        ) as failure:  # Boundary: the copy thread must report, not die; the fence's caller hears of it.
             logger.exception("copying block %d of a shard file failed", index)
             error = failure
         with self._lock:
@@ -228,7 +239,9 @@ class Snapshot:
         if not changed:
             return None
         what = f"tensor {changed[0]!r} (and {len(changed) - 1} more)" if len(changed) > 1 else f"tensor {changed[0]!r}"
-        return TornSnapshot(f"{what} was changed before the fence, while it was being copied; fence first, or do not copy it lazily")
+        return TornSnapshot(
+            f"{what} was changed before the fence, while it was being copied; fence first, or do not copy it lazily"
+        )
 
     def _finish_if_last(self) -> None:
         with self._lock:
@@ -252,7 +265,8 @@ class Snapshot:
 
 
 def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, digest: Any) -> tuple[int, int]:
-    """Copies (address, file offset, bytes) to the file, or to its mapping at ``base``, and adds them to the digest, if any.
+    """Copies (address, file offset, bytes) to the file, or to its mapping at ``base``, and adds them to the digest, if
+    any.
 
     Returns:
         A sample of the stores: bytes, and page faults they cost.
@@ -291,15 +305,15 @@ class Copier:
 
     def start(
         self,
-        copies: Sequence[Copy],
+        copies: Sequence[CopyTask],
         slot: Slot,
         on_done: Callable[[Snapshot], None],
     ) -> Snapshot:
         """Queues copies and returns at once. Collective: no.
 
         Args:
-            copies: sources in file order, which fill the file without a gap. They must not change before :meth:`fence` has
-                returned.
+            copies: sources in file order, which fill the file without a gap. They must not change before :meth:`fence`
+                has returned.
             slot: the file, which must stay open and mapped until the snapshot is done.
             on_done: called once, with the snapshot, after the last byte or an error.
         """
@@ -364,7 +378,11 @@ class Copier:
             logger.warning("the copy thread did not end within 60 s; it is left behind as a daemon")
 
 
-def _target(copy: Copy, slot: Slot) -> Tensor:
+def _target(copy: CopyTask, slot: Slot) -> Tensor:
     """Where a copy goes, as a tensor over the mapping."""
     source = copy.source
-    return torch.frombuffer(slot.map, dtype=torch.uint8, count=copy.nbytes, offset=copy.start).view(source.dtype).view(source.shape)
+    return (
+        torch.frombuffer(slot.map, dtype=torch.uint8, count=copy.nbytes, offset=copy.start)
+        .view(source.dtype)
+        .view(source.shape)
+    )

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resiliency.checkpoint.codec import decode, encode, join_path, table, table_keys
 from resiliency.errors import ConfigError
+from resiliency.storage.codec import decode, encode, join_path, table, table_keys
 
 __all__ = ["FlatState", "dtype_from_name", "dtype_name", "flatten", "unflatten"]
 
@@ -47,13 +47,17 @@ def dtype_from_name(name: str) -> torch.dtype:
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"the checkpoint holds tensors of dtype {name!r}, which torch {torch.__version__} does not know")
+        raise ConfigError(
+            f"the checkpoint holds tensors of dtype {name!r}, which torch {torch.__version__} does not know"
+        )
     return dtype
 
 
 def _refuse(tensor: Tensor, key: str) -> ConfigError:
     if tensor.layout is not torch.strided:
-        return ConfigError(f"tensor {key!r} has layout {tensor.layout}; only dense tensors can be stored: call .to_dense() first")
+        return ConfigError(
+            f"tensor {key!r} has layout {tensor.layout}; only dense tensors can be stored: call .to_dense() first"
+        )
     if tensor.is_quantized:
         return ConfigError(f"tensor {key!r} is quantized; store its int_repr() and scales instead")
     return ConfigError(f"tensor {key!r} is on the meta device and has no data; materialise the model before saving")
@@ -65,7 +69,8 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def flatten(tree: Any) -> FlatState:
-    """Splits a state tree. No tensor data is read; about 1.5 microseconds a tensor, which is most of what a lazy save costs.
+    """Splits a state tree. No tensor data is read; about 1.5 microseconds a tensor, which is most of what a lazy save
+    costs.
 
     Raises:
         ConfigError: a tensor or object that cannot be stored; names where it is.
@@ -106,7 +111,11 @@ class _Walk:
         at, keys = _table_keys(path, names)
         kept = self._keep(value.values(), keys)
         same = kept == keys
-        return table(at, names, {} if same else {name: is_ for name, is_, key in zip(names, kept, keys, strict=True) if is_ != key})
+        return table(
+            at,
+            names,
+            {} if same else {name: is_ for name, is_, key in zip(names, kept, keys, strict=True) if is_ != key},
+        )
 
     def _keep(self, values: Iterable[Tensor], keys: Sequence[str]) -> list[str]:
         """Adds tensors, except those whose bytes are there already; returns their keys."""
@@ -146,7 +155,9 @@ def _table_keys(path: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, lis
     return at, table_keys(at, names)
 
 
-def unflatten(skeleton: Any, tensors: Mapping[str, Tensor] | Callable[[str], Tensor], *, allow_pickle: bool = False) -> Any:
+def unflatten(
+    skeleton: Any, tensors: Mapping[str, Tensor] | Callable[[str], Tensor], *, allow_pickle: bool = False
+) -> Any:
     """Puts a tree together; ``tensors`` gives the tensor of each key."""
     get = tensors if callable(tensors) else tensors.__getitem__
 
@@ -160,6 +171,8 @@ def unflatten(skeleton: Any, tensors: Mapping[str, Tensor] | Callable[[str], Ten
             return dtype_from_name(item["v"])
         if tag == "device":
             return torch.device(item["v"])
-        raise ConfigError(f"the checkpoint holds an object tagged {tag!r}, written by a newer version; upgrade resiliency")
+        raise ConfigError(
+            f"the checkpoint holds an object tagged {tag!r}, written by a newer version; upgrade resiliency"
+        )
 
     return decode(skeleton, leaf=leaf, allow_pickle=allow_pickle)

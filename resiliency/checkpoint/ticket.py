@@ -63,7 +63,8 @@ class Ticket:
     failed: str | None = None
 
     def wait(self, level: Level = "committed", *, timeout: timedelta = timedelta(minutes=5)) -> None:
-        """Blocks until the save has reached ``level`` on the local tier. Collective: no (but other ranks must save too).
+        """Blocks until the save has reached ``level`` on the local tier. Collective: no (but other ranks must save
+        too).
 
         Raises:
             Timeout: it did not in time.

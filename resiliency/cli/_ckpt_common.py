@@ -12,12 +12,24 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from resiliency.checkpoint.survey import StepView, Target
-    from resiliency.checkpoint.verify import Finding
+    from resiliency.inspection.survey import StepView, Target
+    from resiliency.inspection.verify import Finding
 
-__all__ = ["JsonOption", "PathArgument", "PathsArgument", "RunOption", "check", "console", "errors", "fail", "open_targets"]
+__all__ = [
+    "JsonOption",
+    "PathArgument",
+    "PathsArgument",
+    "RunOption",
+    "check",
+    "console",
+    "errors",
+    "fail",
+    "open_targets",
+]
 
-PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="A folder, a name file, a step folder, or a URL of these.")]
+PathArgument = Annotated[
+    str, typer.Argument(metavar="PATH", help="A folder, a name file, a step folder, or a URL of these.")
+]
 _PATHS_HELP = "Folders, name files, step folders, or URLs of these."
 PathsArgument = Annotated[list[str], typer.Argument(metavar="PATH...", help=_PATHS_HELP)]
 RunOption = Annotated[str | None, typer.Option("--run", help="Only this run.")]
@@ -55,7 +67,7 @@ def console(*, err: bool = False) -> Console:
 @contextmanager
 def open_targets(paths: list[str]) -> Iterator[list[Target]]:
     """What the paths mean; closes connections to object stores at the end."""
-    from resiliency.checkpoint.survey import close_tier, find
+    from resiliency.inspection.survey import close_tier, find
 
     with errors():
         found: list[Target] = []
@@ -71,10 +83,16 @@ def open_targets(paths: list[str]) -> Iterator[list[Target]]:
 def check(views: list[StepView], quiet: bool) -> list[Finding]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from resiliency.checkpoint.verify import bytes_to_check, check_step
+    from resiliency.inspection.verify import bytes_to_check, check_step
 
     stderr = console(err=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     findings = []
     with Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal) as progress:
         task = progress.add_task("verify", total=sum(map(bytes_to_check, views)))

@@ -11,21 +11,26 @@ import typer
 from resiliency.cli._ckpt_common import JsonOption, check, console, fail, open_targets
 
 if TYPE_CHECKING:
-    from resiliency.checkpoint.pruning import Plan
-    from resiliency.checkpoint.survey import Target
+    from resiliency.inspection.pruning import Plan
+    from resiliency.inspection.survey import Target
 
 __all__ = ["prune"]
 
 
 def prune(
     path: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint folder, or the URL of one.")],
-    keep: Annotated[int | None, typer.Option("--keep", min=1, help="Keep this many of the newest steps, named or not.")] = None,
-    unfinished: Annotated[bool, typer.Option("--unfinished", help="Delete what is not whole and older than the newest.")] = False,
+    keep: Annotated[
+        int | None, typer.Option("--keep", min=1, help="Keep this many of the newest steps, named or not.")
+    ] = None,
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Delete what is not whole and older than the newest.")
+    ] = False,
     run: Annotated[str | None, typer.Option("--run", help="Which run; needed when there are several.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     assume_ended: Annotated[
-        bool, typer.Option("--assume-ended", help="You know that no other host is using the folder (or anybody the URL).")
+        bool,
+        typer.Option("--assume-ended", help="You know that no other host is using the folder (or anybody the URL)."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -35,9 +40,9 @@ def prune(
     if as_json and not (yes or dry_run):
         fail("--json does not ask; say --dry-run or --yes with it", 2)
     with open_targets([path]) as targets:
-        from resiliency.checkpoint.catalog import scan
-        from resiliency.checkpoint.pruning import plan as make_plan
         from resiliency.cli import _ckpt_tables as tables
+        from resiliency.inspection.pruning import plan as make_plan
+        from resiliency.storage.catalog import scan
 
         target = targets[0]
         name = _one_run(target, run)
@@ -60,7 +65,7 @@ def prune(
 
 
 def _one_run(target: Target, run: str | None) -> str:
-    from resiliency.checkpoint.survey import runs_of
+    from resiliency.inspection.survey import runs_of
 
     runs = [target.run] if target.run is not None else runs_of([target])
     if run is not None and run not in runs:
@@ -72,22 +77,28 @@ def _one_run(target: Target, run: str | None) -> str:
 
 
 def _must_be_idle(target: Target, run: str, nodes: set[str], assume_ended: bool) -> None:
-    from resiliency.checkpoint.liveness import witnesses
+    from resiliency.inspection.liveness import witnesses
 
     if not target.tier.is_local:
         if not assume_ended:
-            fail(f"nobody can tell from here whether a job is using {target.tier.root}; when none is, say --assume-ended", 1)
+            fail(
+                f"nobody can tell from here whether a job is using {target.tier.root}; when none is, say"
+                " --assume-ended",
+                1,
+            )
         return
     seen = [witness for witness in witnesses(target.tier.root, run, nodes=nodes) if witness.certain or not assume_ended]
     if seen:
         more = "" if any(witness.certain for witness in seen) else ", or say --assume-ended if that rank is gone"
-        texts = "; ".join(witness.text for witness in seen[:3]) + (f"; and {len(seen) - 3} more" if len(seen) > 3 else "")
+        texts = "; ".join(witness.text for witness in seen[:3]) + (
+            f"; and {len(seen) - 3} more" if len(seen) > 3 else ""
+        )
         fail(f"run {run} in {target.tier.root} is in use: {texts}. End the job first{more}", 1)
 
 
 def _newest_must_be_good(target: Target, run: str, plan: Plan, quiet: bool) -> None:
     """Save before delete: an older step may be the only good one."""
-    from resiliency.checkpoint.survey import places_of, survey
+    from resiliency.inspection.survey import places_of, survey
 
     assert plan.newest is not None
     views = [view for view in survey(places_of([target]), run) if view.id == plan.newest.id]
@@ -104,8 +115,8 @@ def _confirmed() -> bool:
 
 
 def _delete(target: Target, run: str, plan: Plan, nodes: set[str], assume_ended: bool, quiet: bool) -> dict[str, Any]:
-    from resiliency.checkpoint.pruning import delete_step
     from resiliency.cli._ckpt_tables import size
+    from resiliency.inspection.pruning import delete_step
 
     deleted, freed = [], 0
     for doomed in plan.doomed:

@@ -12,21 +12,32 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from resiliency.checkpoint.contents import Entry, TensorRow
-from resiliency.checkpoint.layout import ShardHeader
-from resiliency.checkpoint.manifest import Manifest, StepId
-from resiliency.checkpoint.pruning import Plan
-from resiliency.checkpoint.survey import Place, StepView
-from resiliency.checkpoint.verify import Finding
 from resiliency.goodput.table import duration
+from resiliency.inspection.contents import Entry, TensorRow
+from resiliency.inspection.pruning import Plan
+from resiliency.inspection.survey import Place, StepView
+from resiliency.inspection.verify import Finding
+from resiliency.storage.layout import ShardHeader
+from resiliency.storage.manifest import Manifest, StepId
 
 if TYPE_CHECKING:  # it needs torch
-    from resiliency.checkpoint.export import Exported
+    from resiliency.inspection.export import Exported
 
 __all__ = [
-    "exported_json", "finding_json", "inspection_json", "ls_json", "plan_json", "plural", "print_finding", "print_inspection",
-    "print_ls", "print_plan", "size", "step_json", "utc",
-]  # fmt: skip
+    "exported_json",
+    "finding_json",
+    "inspection_json",
+    "ls_json",
+    "plan_json",
+    "plural",
+    "print_finding",
+    "print_inspection",
+    "print_ls",
+    "print_plan",
+    "size",
+    "step_json",
+    "utc",
+]
 
 _COLORS = {"complete": "green", "damaged": "bold red", "unfinished": "yellow"}
 
@@ -64,12 +75,19 @@ def _id(step: StepId) -> dict[str, Any]:
 def step_json(view: StepView) -> dict[str, Any]:
     """A step as ``--json`` shows it."""
     return {
-        **_id(view.id), "run": view.run, "state": view.state, "complete": view.state == "complete", "names": list(view.names),
-        "created": utc(view.created) or None, "nbytes": view.nbytes,
-        "shards_present": len(view.present), "shards_needed": view.needed,
-        "places": [copy.place.label for copy in view.copies], "info": dict(view.manifest.info) if view.manifest else {},
+        **_id(view.id),
+        "run": view.run,
+        "state": view.state,
+        "complete": view.state == "complete",
+        "names": list(view.names),
+        "created": utc(view.created) or None,
+        "nbytes": view.nbytes,
+        "shards_present": len(view.present),
+        "shards_needed": view.needed,
+        "places": [copy.place.label for copy in view.copies],
+        "info": dict(view.manifest.info) if view.manifest else {},
         "notes": view.notes,
-    }  # fmt: skip
+    }
 
 
 def ls_json(places: Sequence[Place], runs: Mapping[str, Sequence[StepView]]) -> dict[str, Any]:
@@ -86,9 +104,7 @@ def _table(*columns: tuple[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def print_ls(
-    console: Console, places: Sequence[Place], runs: Mapping[str, Sequence[StepView]], *, now: float
-) -> None:
+def print_ls(console: Console, places: Sequence[Place], runs: Mapping[str, Sequence[StepView]], *, now: float) -> None:
     """One table for each run, oldest step first."""
     for place in places:
         console.print(f"[bold]{place.label}[/] {escape(place.tier.root)}", soft_wrap=True)
@@ -99,7 +115,9 @@ def print_ls(
         console.print(_ls_table(views, now, dates=console.width >= 100, where=len(places) > 1))
         for view in views:
             for note in view.notes:
-                console.print(f"[{_COLORS[view.state]}]step {view.id.step} (attempt {view.id.attempt})[/]: {escape(note)}")
+                console.print(
+                    f"[{_COLORS[view.state]}]step {view.id.step} (attempt {view.id.attempt})[/]: {escape(note)}"
+                )
 
 
 def _ls_table(views: Sequence[StepView], now: float, *, dates: bool, where: bool) -> Table:
@@ -126,9 +144,14 @@ def _ls_table(views: Sequence[StepView], now: float, *, dates: bool, where: bool
 
 
 def print_inspection(
-    console: Console, view: StepView, headers: Mapping[int, tuple[Place, ShardHeader]], rows: Sequence[TensorRow],
-    tree: Sequence[Entry], *, limit: int | None,
-) -> None:  # fmt: skip
+    console: Console,
+    view: StepView,
+    headers: Mapping[int, tuple[Place, ShardHeader]],
+    rows: Sequence[TensorRow],
+    tree: Sequence[Entry],
+    *,
+    limit: int | None,
+) -> None:
     """Facts of the manifest, shards, tensors, Python objects."""
     _print_facts(console, view)
     if view.manifest is not None:
@@ -161,9 +184,10 @@ def _print_facts(console: Console, view: StepView) -> None:
         "created": utc(view.created),
         "size": size(view.nbytes),
         "written by": f"{plural(view.needed, 'rank') if view.needed else 'ranks'} on {', '.join(nodes) or '?'}",
-        "lies on": ", ".join(copy.place.tier.root for copy in view.copies), "also sent to": ", ".join(tiers),
+        "lies on": ", ".join(copy.place.tier.root for copy in view.copies),
+        "also sent to": ", ".join(tiers),
         "info": ", ".join(f"{key} {value}" for key, value in info.items()),
-    }  # fmt: skip
+    }
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -178,17 +202,24 @@ def _print_facts(console: Console, view: StepView) -> None:
 
 def _shard_table(manifest: Manifest, view: StepView, headers: Mapping[int, tuple[Place, ShardHeader]]) -> Table:
     table = _table(
-        ("shard", {"no_wrap": True}), ("node", {"overflow": "fold"}), ("bytes", {"justify": "right", "no_wrap": True}),
-        ("tensors", {"justify": "right"}), ("blocks", {"justify": "right"}), ("there", {}),
-    )  # fmt: skip
+        ("shard", {"no_wrap": True}),
+        ("node", {"overflow": "fold"}),
+        ("bytes", {"justify": "right", "no_wrap": True}),
+        ("tensors", {"justify": "right"}),
+        ("blocks", {"justify": "right"}),
+        ("there", {}),
+    )
     for record in manifest.shards:
         found = headers.get(record.rank)
         there = "yes" if record.rank in view.present else "[bold red]no[/]"
         table.add_row(
-            record.file, escape(record.node), f"{record.nbytes:,}", str(len(found[1].placed)) if found else "?",
+            record.file,
+            escape(record.node),
+            f"{record.nbytes:,}",
+            str(len(found[1].placed)) if found else "?",
             str(len(record.digests)),
             there if found or record.rank not in view.present else "[bold red]unreadable[/]",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -206,9 +237,12 @@ def _shards(ranks: Sequence[int]) -> str:
 def _tensor_table(rows: Sequence[TensorRow], limit: int | None, width: int) -> Table:
     shown = rows if limit is None else rows[:limit]
     table = _table(
-        ("key", {"overflow": "fold", "max_width": max(20, width - 48)}), ("dtype", {"no_wrap": True}),
-        ("shape", {"no_wrap": True}), ("size", {"justify": "right", "no_wrap": True}), ("shards", {"overflow": "fold"}),
-    )  # fmt: skip
+        ("key", {"overflow": "fold", "max_width": max(20, width - 48)}),
+        ("dtype", {"no_wrap": True}),
+        ("shape", {"no_wrap": True}),
+        ("size", {"justify": "right", "no_wrap": True}),
+        ("shards", {"overflow": "fold"}),
+    )
     for row in shown:
         shape = "x".join(map(str, row.shape)) or "scalar"
         only = f"rank {row.shards[0]} only" if row.per_rank else _shards(row.shards)
@@ -221,9 +255,12 @@ def _tensor_table(rows: Sequence[TensorRow], limit: int | None, width: int) -> T
 
 def _tree_table(tree: Sequence[Entry]) -> Table:
     table = _table(
-        ("entry", {"overflow": "fold"}), ("kind", {"overflow": "fold"}), ("tensors", {"justify": "right"}),
-        ("values", {"justify": "right"}), ("holds", {"overflow": "fold"}),
-    )  # fmt: skip
+        ("entry", {"overflow": "fold"}),
+        ("kind", {"overflow": "fold"}),
+        ("tensors", {"justify": "right"}),
+        ("values", {"justify": "right"}),
+        ("holds", {"overflow": "fold"}),
+    )
     for entry in tree:
         table.add_row(escape(entry.path), escape(entry.kind), str(entry.tensors), str(entry.values), escape(entry.text))
     return table
@@ -235,29 +272,46 @@ def inspection_json(view: StepView, rows: Iterable[TensorRow], tree: Iterable[En
         **step_json(view),
         "shards": [
             {
-                "rank": record.rank, "file": record.file, "node": record.node, "nbytes": record.nbytes,
-                "blocks": len(record.digests), "there": record.rank in view.present,
+                "rank": record.rank,
+                "file": record.file,
+                "node": record.node,
+                "nbytes": record.nbytes,
+                "blocks": len(record.digests),
+                "there": record.rank in view.present,
             }
             for record in shards
         ],
         "tensors": [asdict(row) for row in rows],
         "state": [asdict(entry) for entry in tree],
-    }  # fmt: skip
+    }
 
 
 def exported_json(done: Exported) -> dict[str, Any]:
     return {
-        **_id(done.id), "path": done.path, "format": done.format, "nbytes": done.nbytes, "run": done.run, "tensors": done.tensors,
-        "weights_only": done.weights_only, "unsafe": list(done.unsafe), "plain": [list(pair) for pair in done.plain],
-        "tied": dict(done.tied), "left_out": list(done.left_out),
-    }  # fmt: skip
+        **_id(done.id),
+        "path": done.path,
+        "format": done.format,
+        "nbytes": done.nbytes,
+        "run": done.run,
+        "tensors": done.tensors,
+        "weights_only": done.weights_only,
+        "unsafe": list(done.unsafe),
+        "plain": [list(pair) for pair in done.plain],
+        "tied": dict(done.tied),
+        "left_out": list(done.left_out),
+    }
 
 
 def finding_json(finding: Finding) -> dict[str, Any]:
     return {
-        **_id(finding.id), "run": finding.run, "place": finding.place, "bad": finding.bad, "path": finding.path,
-        "ranges": [list(pair) for pair in finding.ranges], "text": finding.text,
-    }  # fmt: skip
+        **_id(finding.id),
+        "run": finding.run,
+        "place": finding.place,
+        "bad": finding.bad,
+        "path": finding.path,
+        "ranges": [list(pair) for pair in finding.ranges],
+        "text": finding.text,
+    }
 
 
 def print_finding(console: Console, finding: Finding) -> None:
@@ -267,7 +321,9 @@ def print_finding(console: Console, finding: Finding) -> None:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     return {
-        "delete": [{**_id(d.listing.id), "why": d.why, "nbytes": d.nbytes, "names": list(d.names)} for d in plan.doomed],
+        "delete": [
+            {**_id(d.listing.id), "why": d.why, "nbytes": d.nbytes, "names": list(d.names)} for d in plan.doomed
+        ],
         "kept": [{**_id(kept.id), "why": kept.why} for kept in plan.kept],
         "newest": _id(plan.newest.id) if plan.newest is not None else None,
         "nbytes": sum(doomed.nbytes for doomed in plan.doomed),
@@ -277,12 +333,17 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 def print_plan(console: Console, run: str, plan: Plan) -> None:
     """What would go, what stays although one might wonder, and which step is the newest."""
     table = _table(
-        ("step", {"justify": "right", "no_wrap": True}), ("att", {"justify": "right", "no_wrap": True}),
-        ("size", {"justify": "right", "no_wrap": True}), ("why", {"no_wrap": True}), ("names it was given", {"overflow": "fold"}),
-    )  # fmt: skip
+        ("step", {"justify": "right", "no_wrap": True}),
+        ("att", {"justify": "right", "no_wrap": True}),
+        ("size", {"justify": "right", "no_wrap": True}),
+        ("why", {"no_wrap": True}),
+        ("names it was given", {"overflow": "fold"}),
+    )
     for doomed in plan.doomed:
         step = doomed.listing.id
-        table.add_row(str(step.step), str(step.attempt), size(doomed.nbytes), doomed.why, escape(", ".join(doomed.names)))
+        table.add_row(
+            str(step.step), str(step.attempt), size(doomed.nbytes), doomed.why, escape(", ".join(doomed.names))
+        )
     if plan.doomed:
         total = sum(doomed.nbytes for doomed in plan.doomed)
         steps = plural(len(plan.doomed), "step")
@@ -291,6 +352,8 @@ def print_plan(console: Console, run: str, plan: Plan) -> None:
     else:
         console.print(f"[bold]run {escape(run)}[/]: nothing to delete")
     for kept in plan.kept:
-        console.print(f"[yellow]kept[/] step {kept.id.step} (attempt {kept.id.attempt}): {escape(kept.why)}", soft_wrap=True)
+        console.print(
+            f"[yellow]kept[/] step {kept.id.step} (attempt {kept.id.attempt}): {escape(kept.why)}", soft_wrap=True
+        )
     if plan.newest is not None:
         console.print(f"newest step, which stays: {plan.newest.id.step} (attempt {plan.newest.id.attempt})")

@@ -13,29 +13,41 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from resiliency.cli._ckpt_common import JsonOption, PathArgument, PathsArgument, RunOption, check, console, errors, fail, open_targets
+from resiliency.cli._ckpt_common import (
+    JsonOption,
+    PathArgument,
+    PathsArgument,
+    RunOption,
+    check,
+    console,
+    errors,
+    fail,
+    open_targets,
+)
 from resiliency.cli._ckpt_prune import prune
 
 if TYPE_CHECKING:
-    from resiliency.checkpoint.contents import Entry, TensorRow
-    from resiliency.checkpoint.layout import ShardHeader
-    from resiliency.checkpoint.survey import Place, StepView, Target
-    from resiliency.checkpoint.verify import Finding
+    from resiliency.inspection.contents import Entry, TensorRow
+    from resiliency.inspection.survey import Place, StepView, Target
+    from resiliency.inspection.verify import Finding
+    from resiliency.storage.layout import ShardHeader
 
 __all__ = ["app"]
 
 app = typer.Typer(
     help="List, look into, verify, convert and delete checkpoints.",
-    no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
-)  # fmt: skip
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 
 _TENSORS_SHOWN = 20
 
 
 def _surveys(targets: list[Target], run: str | None) -> tuple[list[Place], dict[str, list[StepView]]]:
     """Steps by run over all places, narrowed to the steps that were named."""
-    from resiliency.checkpoint.survey import places_of, runs_of, survey
     from resiliency.errors import NoCheckpointFound
+    from resiliency.inspection.survey import places_of, runs_of, survey
 
     runs = runs_of(targets)
     if run is not None and run not in runs:
@@ -72,11 +84,13 @@ def ls(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = False)
 def inspect(
     path: PathArgument,
     run: RunOption = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help=f"List all tensors, not the {_TENSORS_SHOWN} largest.")] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help=f"List all tensors, not the {_TENSORS_SHOWN} largest.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what is inside one step: the named one, or the newest complete one."""
-    from resiliency.checkpoint.survey import one_step, places_of, survey
+    from resiliency.inspection.survey import one_step, places_of, survey
 
     with open_targets([path]) as targets:
         name, step = one_step(targets[0], run=run)
@@ -98,8 +112,8 @@ def inspect(
 
 def _contents(view: StepView) -> tuple[dict[int, tuple[Place, ShardHeader]], list[TensorRow], list[Entry], list[str]]:
     """Headers by rank, tensors, the top of the state tree, and what could not be read."""
-    from resiliency.checkpoint.contents import entries, read_header, read_objects, tensor_rows
     from resiliency.errors import ResiliencyError
+    from resiliency.inspection.contents import entries, read_header, read_objects, tensor_rows
 
     headers: dict[int, tuple[Place, ShardHeader]] = {}
     tree: list[Entry] = []
@@ -121,7 +135,7 @@ def _contents(view: StepView) -> tuple[dict[int, tuple[Place, ShardHeader]], lis
 @app.command()
 def verify(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = False) -> None:
     """Read every byte of all complete steps (or of the named one) and compare it with what was written."""
-    from resiliency.checkpoint.verify import bytes_to_check
+    from resiliency.inspection.verify import bytes_to_check
 
     with open_targets(paths) as targets:
         places, runs = _surveys(targets, run)
@@ -160,14 +174,19 @@ def _verify_json(
     typer.echo(json.dumps(data, indent=2))
 
 
-def _verify_text(views: list[StepView], findings: list[Finding], bad: set[Any], skipped: list[StepView], figures: str) -> None:
+def _verify_text(
+    views: list[StepView], findings: list[Finding], bad: set[Any], skipped: list[StepView], figures: str
+) -> None:
     from resiliency.cli import _ckpt_tables as tables
 
     out = console()
     for finding in findings:
         tables.print_finding(out, finding)
     for view in skipped:
-        typer.echo(f"skip step {view.id.step} (attempt {view.id.attempt}) of run {view.run}: unfinished, nothing resumes from it")
+        typer.echo(
+            f"skip step {view.id.step} (attempt {view.id.attempt}) of run {view.run}: unfinished, nothing resumes from"
+            " it"
+        )
     if not bad:
         typer.echo(f"all good: {tables.plural(len(views), 'step')}, {figures}")
         return
@@ -183,35 +202,49 @@ def _advice(run: str, views: list[StepView], bad: set[Any]) -> str:
         resume = f"a restart of run {run} resumes from step {good[-1].step}, which is good"
     elif good:
         resume = (
-            f"a restart of run {run} refuses bad copies, takes good ones from the job's other tiers, or else an older step"
+            f"a restart of run {run} refuses bad copies, takes good ones from the job's other tiers, or else an older"
+            " step"
             f" (step {good[-1].step} is good)"
         )
     else:
-        resume = f"no step of run {run} is good here: a restart takes another tier of the job, or names what is damaged and stops"
-    return f"{resume}. Copy the files named above from another tier or a backup and verify again, or delete those step folders"
+        resume = (
+            f"no step of run {run} is good here: a restart takes another tier of the job,"
+            " or names what is damaged and stops"
+        )
+    return (
+        f"{resume}. Copy the files named above from another tier or a backup and verify again,"
+        " or delete those step folders"
+    )
 
 
 @app.command()
 def export(
     path: PathArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: OUT.ckpt or OUT.safetensors.")],
-    format: Annotated[str | None, typer.Option("--format", help="ckpt or safetensors; by default as OUT's suffix says.")] = None,
+    format: Annotated[
+        str | None, typer.Option("--format", help="ckpt or safetensors; by default as OUT's suffix says.")
+    ] = None,
     run: RunOption = None,
-    key: Annotated[str, typer.Option("--key", help="Entry of the state that holds the weights (safetensors).")] = "state_dict",
+    key: Annotated[
+        str, typer.Option("--key", help="Entry of the state that holds the weights (safetensors).")
+    ] = "state_dict",
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Restore objects of your own classes. It can run code: trusted files only.")
+        bool,
+        typer.Option(
+            "--allow-pickle", help="Restore objects of your own classes. It can run code: trusted files only."
+        ),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT when it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a step as a stock torch/Lightning .ckpt, or its weights as .safetensors."""
     with errors():
-        from resiliency.checkpoint.export import export as run_export
-        from resiliency.checkpoint.export import format_of
+        from resiliency.inspection.export import export as run_export
+        from resiliency.inspection.export import format_of
 
         done = run_export(
             path, str(out), format=format_of(out, format), run=run, allow_pickle=allow_pickle, force=force, key=key
-        )  # fmt: skip
+        )
     from resiliency.cli import _ckpt_tables as tables
 
     if as_json:
@@ -220,7 +253,11 @@ def export(
     what = f"{tables.plural(done.tensors, 'tensor')}, {tables.size(done.nbytes)}"
     typer.echo(f"{out}: step {done.id.step} of run {done.run}, {what}, every shard verified")
     if done.format == "ckpt":
-        how = "weights_only=True" if done.weights_only else f"weights_only=False, because it holds {', '.join(done.unsafe)}"
+        how = (
+            "weights_only=True"
+            if done.weights_only
+            else f"weights_only=False, because it holds {', '.join(done.unsafe)}"
+        )
         typer.echo(f"loads with torch.load(..., {how})")
     for where, name in done.plain:
         typer.echo(f"note: {where} was a {name} and is the builtin type it derives from now; --allow-pickle keeps it")

@@ -16,16 +16,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from resiliency.goodput.ledger import Ledger
-    from resiliency.goodput.reader import LogReader
+    from resiliency.telemetry.reader import LogReader
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Say where every second of a run went.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Say where every second of a run went.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
 
 LogOption = Annotated[list[Path] | None, typer.Option("--log", help="Checkpoint folder, events folder or log file.")]
 MoreLogs = Annotated[list[Path] | None, typer.Argument(help="More of the same.", metavar="[DIR|FILE]...")]
 RunOption = Annotated[str | None, typer.Option("--run", "--job-name", help="Only this run.")]
-ReferenceOption = Annotated[float | None, typer.Option("--reference-step-time", min=0.0, help="Seconds a step should take, for the older figure.")]
+ReferenceOption = Annotated[
+    float | None,
+    typer.Option("--reference-step-time", min=0.0, help="Seconds a step should take, for the older figure."),
+]
 CapacityOption = Annotated[int | None, typer.Option("--capacity", min=1, help="Ranks the whole job has.")]
 GpusOption = Annotated[int, typer.Option("--gpus-per-rank", min=1, help="GPUs each rank (or logging host) stands for.")]
 UntilOption = Annotated[str, typer.Option("--until", help="End of the account: last (event), now, or an ISO time.")]
@@ -57,7 +65,7 @@ def _until(text: str) -> float | None:
 
 def _read(paths: list[Path]) -> LogReader:
     from resiliency.errors import ResiliencyError
-    from resiliency.goodput.reader import read_logs
+    from resiliency.telemetry.reader import read_logs
 
     if not paths:
         _fail("say which log to read: --log DIR or --log FILE")
@@ -138,7 +146,10 @@ def compare(
         reader = _read([path])
         ledgers = _ledgers(reader, run, None, None, 1)
         if len(ledgers) > 1:
-            _fail(f"{path} holds several runs ({', '.join(ledger.run for ledger in ledgers)}); choose with --run-a or --run-b")
+            _fail(
+                f"{path} holds several runs ({', '.join(ledger.run for ledger in ledgers)}); choose with --run-a or"
+                " --run-b"
+            )
         both += _summaries(reader, ledgers, None)
     if as_json:
         typer.echo(json.dumps({"a": both[0], "b": both[1]}, indent=2, allow_nan=False))
@@ -163,8 +174,8 @@ def watch(
     from rich.live import Live
 
     from resiliency.errors import ResiliencyError
-    from resiliency.goodput.reader import LogReader, find_logs
     from resiliency.goodput.table import render
+    from resiliency.telemetry.reader import LogReader, find_logs
 
     paths = [*(log or []), *(more or [])]
     reader = _read(paths) if not paths else LogReader()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from resiliency.goodput.facts import Segment, parse_stamp
+from resiliency.telemetry.facts import Segment, parse_stamp
 
 __all__ = ["Attempt", "cluster", "host_offsets"]
 
@@ -54,7 +54,8 @@ def cluster(segments: Sequence[Segment], offsets: dict[str, float]) -> list[Atte
     """Groups segments into attempts, ordered by start.
 
     Segments of one attempt carry one attempt number, start together or overlap, and hold each lane once. A lane that
-    appears twice under one number begins a new attempt (the numbers started over), unless most of the others simply went
+    appears twice under one number begins a new attempt (the numbers started over), unless most of the others simply
+    went
     on: then that rank rejoined a job that never stopped.
     """
     by_number: dict[int | None, list[Segment]] = {}

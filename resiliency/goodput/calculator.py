@@ -1,7 +1,7 @@
 """The older library's goodput calculator: its command line, its class, its figures; without pandas or a cloud account.
 
-``python -m resiliency.goodput.calculator --job-name J --log-file F --reference-step-time S``. With ``--log-file`` (a file or
-a folder, ours or the older library's) nothing else is needed; without it Google Cloud Logging is asked.
+``python -m resiliency.goodput.calculator --job-name J --log-file F --reference-step-time S``. With ``--log-file`` (a
+file or a folder, ours or the older library's) nothing else is needed; without it Google Cloud Logging is asked.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventKind
-from resiliency.goodput.collect import Collector
-from resiliency.goodput.facts import parse_stamp
 from resiliency.goodput.ledger import account
 from resiliency.goodput.summary import summarize
+from resiliency.telemetry.collect import Collector
+from resiliency.telemetry.facts import parse_stamp
 
 __all__ = ["GoodputCalculator", "get_parser", "main"]
 
@@ -81,7 +81,7 @@ class GoodputCalculator:
         return events
 
     def _from_files(self) -> list[dict[str, Any]]:
-        from resiliency.goodput.reader import find_logs
+        from resiliency.telemetry.reader import find_logs
 
         assert self.local_log_path is not None
         try:
@@ -111,14 +111,15 @@ class GoodputCalculator:
             from google import auth
             from google.cloud import logging as cloud
         except ImportError as error:
-            raise ConfigError("no --log-file given and google-cloud-logging is not installed; give --log-file") from error
+            raise ConfigError(
+                "no --log-file given and google-cloud-logging is not installed; give --log-file"
+            ) from error
         try:
             _, project = auth.default()
             client = cloud.Client(project=project)
             since = datetime.now(timezone.utc) - timedelta(days=self.gcloud_logging_lookback_days)
-            query = (
-                f'severity>=INFO AND logName="projects/{client.project}/logs/{self.log_name}" AND timestamp>"{since.strftime("%Y-%m-%dT%H:%M:%SZ")}"'
-            )
+            log = f"projects/{client.project}/logs/{self.log_name}"
+            query = f'severity>=INFO AND logName="{log}" AND timestamp>"{since.strftime("%Y-%m-%dT%H:%M:%SZ")}"'
             self._say(f"Fetching logs with filter: {query}")
             entries = client.list_entries(filter_=query, page_size=500)
             return [dict(entry.payload) for entry in entries if isinstance(getattr(entry, "payload", None), Mapping)]
@@ -127,7 +128,8 @@ class GoodputCalculator:
 
     @staticmethod
     def preprocess_events(events: list[dict[str, Any]], job_name: str | None = None) -> list[dict[str, Any]]:
-        """Events of one job in order, with a stand-in for a missing ``user_scheduled`` and runs of starts and ends merged."""
+        """Events of one job in order, with a stand-in for a missing ``user_scheduled`` and runs of starts and ends
+        merged."""
         if not events:
             return []
         name = job_name or events[0].get("job_name")
@@ -146,7 +148,9 @@ class GoodputCalculator:
             kept.append(event)
         return kept
 
-    def calculate_goodput(self, events: list[dict[str, Any]], reference_step_time: float | None = None) -> dict[str, Any]:
+    def calculate_goodput(
+        self, events: list[dict[str, Any]], reference_step_time: float | None = None
+    ) -> dict[str, Any]:
         """The older figures, and ``badput_seconds``: our account of the same events.
 
         Args:
@@ -187,7 +191,7 @@ class GoodputCalculator:
         """Fills what the older calculator left empty."""
         if self.local_log_path:
             # The files hold more than the six events the older figures are made from.
-            from resiliency.goodput.reader import read_logs
+            from resiliency.telemetry.reader import read_logs
 
             collector = read_logs([self.local_log_path]).collector
         else:
@@ -199,9 +203,16 @@ class GoodputCalculator:
         if run is None:
             return
         summary = summarize(account(run))
-        metrics["badput_seconds"] = {row["bucket"]: row["wall_s"] for row in summary["buckets"] if row["bucket"] != "productive"}
-        metrics["useful_runtime_seconds"] = next(row["wall_s"] for row in summary["buckets"] if row["bucket"] == "productive")
-        metrics["job_intervals"] = [{"start": row["start_utc"], "end_s": row["wall_s"], "outcome": row["outcome"]} for row in summary["attempts"]]
+        metrics["badput_seconds"] = {
+            row["bucket"]: row["wall_s"] for row in summary["buckets"] if row["bucket"] != "productive"
+        }
+        metrics["useful_runtime_seconds"] = next(
+            row["wall_s"] for row in summary["buckets"] if row["bucket"] == "productive"
+        )
+        metrics["job_intervals"] = [
+            {"start": row["start_utc"], "end_s": row["wall_s"], "outcome": row["outcome"]}
+            for row in summary["attempts"]
+        ]
 
     def display_metrics(self, metrics: dict[str, Any]) -> None:
         """Prints the figures."""
@@ -278,7 +289,9 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-file", help="local log: a file, or a folder of logs")
     parser.add_argument("--export", help="write the figures to this JSON file")
     parser.add_argument("--reference-step-time", type=float, default=None, help="seconds a step should take")
-    parser.add_argument("--gcloud-logging-lookback-days", type=float, default=7.0, help="days of Cloud Logging to ask for")
+    parser.add_argument(
+        "--gcloud-logging-lookback-days", type=float, default=7.0, help="days of Cloud Logging to ask for"
+    )
     parser.add_argument("--verbose", action="store_true", help="say what is done, and where the rest of the time went")
     return parser
 

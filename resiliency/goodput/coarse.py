@@ -1,4 +1,5 @@
-"""The account of an attempt whose log has no steps, from starts, loads and saves alone (the older library's six events). Pure."""
+"""The account of an attempt whose log has no steps, from starts, loads and saves alone (the older library's six
+events). Pure."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ def lost_share(timing: Timing) -> float:
 def fill_coarse(lane: Lane, timing: Timing, *, present: bool, pace: float | None, last: bool) -> None:
     """Fills one host's time line.
 
-    After the last save the log is silent. If a later attempt had to start from that save, the work until then is lost; but
-    no more of it than one usual interval between saves, for otherwise there would have been another save: the rest is
+    After the last save the log is silent. If a later attempt had to start from that save, the work until then is lost;
+    but no more of it than one usual interval between saves, for otherwise there would have been another save: the rest
+        is
     detection.
 
     Args:
@@ -63,7 +65,9 @@ def fill_coarse(lane: Lane, timing: Timing, *, present: bool, pace: float | None
         trained = timing.train is not None or bool(timing.saves)
         if trained and timing.noticed is not None:
             silence = noticed - timing.progress
-            lane.until(us(timing.progress + min(silence, pace if pace is not None else silence)), Bucket.LOST_WORK, "train")
+            lane.until(
+                us(timing.progress + min(silence, pace if pace is not None else silence)), Bucket.LOST_WORK, "train"
+            )
             lane.until(us(noticed), Bucket.DETECTION, "detection")
         elif trained:
             silence = stop - timing.progress

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from resiliency.events import EventKind
-from resiliency.goodput.facts import Mark, parse_stamp
 from resiliency.goodput.ledger import Ledger
 from resiliency.goodput.split import SLOW_STEP
 from resiliency.goodput.taxonomy import Bucket
 from resiliency.goodput.timing import NOTICES, Timing
+from resiliency.telemetry.facts import Mark, parse_stamp
 
 __all__ = ["Incident", "incidents"]
 
@@ -158,7 +158,10 @@ def _remedy(timing: Timing, following: Timing | None) -> str:
     if len(after) != len(before):
         seen = f"scaled {'down' if len(after) < len(before) else 'up'} from {len(before)} to {len(after)} ranks"
     else:
-        gone, came = sorted(set(before.values()) - set(after.values())), sorted(set(after.values()) - set(before.values()))
+        gone, came = (
+            sorted(set(before.values()) - set(after.values())),
+            sorted(set(after.values()) - set(before.values())),
+        )
         if gone and came:
             seen = f"swapped {', '.join(gone)} for {', '.join(came)}"
         elif timing.outcome == "rolled back" or all(s.rollback for s in following.attempt.segments):
@@ -200,7 +203,9 @@ def _minor(timing: Timing, mark: Mark) -> Incident:
     remedy = "retried" if retry is True else "not retried" if retry is False else str(mark.fields.get("source") or "")
     what = f"{_SURVIVED[mark.kind]}{at}" + (f": {reason}" if reason else "")
     where = str(mark.fields.get("tier") or mark.host)
-    return Incident(time=mark.time, attempt=timing.index, what=what, where=where, remedy=remedy, gpu_s={}, ended_attempt=False)
+    return Incident(
+        time=mark.time, attempt=timing.index, what=what, where=where, remedy=remedy, gpu_s={}, ended_attempt=False
+    )
 
 
 def _stalls(ledger: Ledger) -> list[Incident]:

@@ -1,7 +1,7 @@
 """The time line of one rank: contiguous intervals over the whole run, each split into buckets that sum to it. Pure.
 
-Integer microseconds throughout: sums are exact by construction, because an interval is only ever made by moving a cursor
-forward, and the split of an interval is made to add up to it.
+Integer microseconds throughout: sums are exact by construction, because an interval is only ever made by moving a
+cursor forward, and the split of an interval is made to add up to it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Interval:
 
 
 def apportion(amounts: dict[Bucket, int], total: int) -> dict[Bucket, int]:
-    """Scales non-negative ``amounts`` to whole numbers that sum to ``total`` (largest remainder); all zero stays empty."""
+    """Scales non-negative ``amounts`` to whole numbers that sum to ``total`` (largest remainder); all zero stays
+    empty."""
     have = sum(amounts.values())
     if have <= 0 or total <= 0:
         return {}
@@ -65,12 +66,14 @@ class Lane:
             self.intervals.append(Interval(self.cursor, stop, self.attempt, phase, {bucket: stop - self.cursor}))
             self.cursor = stop
 
-    def mixed(self, time_us: int, claims: Iterable[tuple[Bucket, float]], rest: Bucket, phase: str, *, whole_us: int = 0) -> None:
+    def mixed(
+        self, time_us: int, claims: Iterable[tuple[Bucket, float]], rest: Bucket, phase: str, *, whole_us: int = 0
+    ) -> None:
         """Splits the time up to ``time_us`` among ``claims`` (seconds), what they leave goes to ``rest``.
 
         Args:
-            whole_us: the length the claims were made for; when the interval is shorter because a newer attempt took over,
-                they shrink with it. 0: the interval's own length.
+            whole_us: the length the claims were made for; when the interval is shorter because a newer attempt took
+                over, they shrink with it. 0: the interval's own length.
         """
         stop = min(time_us, self.limit_us)
         length = stop - self.cursor

@@ -1,9 +1,9 @@
 """The account of a run: every microsecond of every rank in exactly one bucket. Pure: no files, no clock, no torch.
 
-The run's time is cut at the starts of its attempts. Within an attempt each rank goes through start-up, restore, training
-and a tail; training is split by what its steps say, the tail by when somebody noticed. Ranks that are missing while
-others train count as scaled-down capacity. Wall time has the same shares as GPU time: a bucket's wall seconds are its
-GPU-seconds over the number of GPUs, so both tables sum to their whole exactly and never contradict each other.
+The run's time is cut at the starts of its attempts. Within an attempt each rank goes through start-up, restore,
+training and a tail; training is split by what its steps say, the tail by when somebody noticed. Ranks that are missing
+while others train count as scaled-down capacity. Wall time has the same shares as GPU time: a bucket's wall seconds are
+its GPU-seconds over the number of GPUs, so both tables sum to their whole exactly and never contradict each other.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from resiliency.goodput.attempts import Attempt, cluster, host_offsets
 from resiliency.goodput.coarse import fill_coarse
-from resiliency.goodput.facts import RunFacts, Segment
 from resiliency.goodput.lanes import Interval, Lane, apportion, us
 from resiliency.goodput.split import Stragglers, TrainingSplit, merged_typical, split_training, stragglers
-from resiliency.goodput.stepstats import StepStats
 from resiliency.goodput.taxonomy import Bucket, empty
 from resiliency.goodput.timing import Timing, save_pace, time_attempts
+from resiliency.telemetry.facts import RunFacts, Segment
+from resiliency.telemetry.stepstats import StepStats
 
 __all__ = ["LaneAccount", "Ledger", "account"]
 
@@ -95,11 +95,13 @@ class Ledger:
         return self.gpu[bucket] / whole if whole else 0.0
 
 
-def account(run: RunFacts, *, until: float | None = None, capacity: int | None = None, gpus_per_rank: int = 1) -> Ledger:
+def account(
+    run: RunFacts, *, until: float | None = None, capacity: int | None = None, gpus_per_rank: int = 1
+) -> Ledger:
     """Makes the account of one run.
 
     Args:
-        run: what a :class:`~resiliency.goodput.collect.Collector` kept.
+        run: what a :class:`~resiliency.telemetry.collect.Collector` kept.
         until: end of the account in UTC seconds (a running job: now); None: the last event.
         capacity: ranks the job should have; None: the most that any attempt had.
         gpus_per_rank: GPUs each rank (or host, when only launchers logged) stands for.
@@ -168,7 +170,9 @@ def _tells(segments: Sequence[Segment]) -> bool:
     return any(s.started is not None or s.train is not None or s.steps.high >= 0 for s in segments)
 
 
-def _bounds(run: RunFacts, attempts: Sequence[Attempt], offsets: dict[str, float], until: float | None) -> tuple[float, float]:
+def _bounds(
+    run: RunFacts, attempts: Sequence[Attempt], offsets: dict[str, float], until: float | None
+) -> tuple[float, float]:
     times = [attempt.start(offsets) for attempt in attempts] + [attempt.end(offsets) for attempt in attempts]
     times += [t for t in (run.scheduled, run.terminated) if t is not None]
     hosts = set(offsets)
@@ -263,7 +267,9 @@ class _Filler:
         else:
             ended = self._at(segment, segment.end)
             self._restore(segment, ended)
-            lane.until(us(min(timing.progress, ended if ended is not None else timing.progress)), self.start_bucket, "start")
+            lane.until(
+                us(min(timing.progress, ended if ended is not None else timing.progress)), self.start_bucket, "start"
+            )
         if last is None or train is None:
             return None
         part = split_training(segment, timing.usual_step_s, self.late, pieces)
@@ -327,7 +333,9 @@ def lane_of(pieces: Sequence[Segment]) -> int:
     return pieces[0].lane
 
 
-def _notes(run: RunFacts, timings: Sequence[Timing], offsets: dict[str, float], coarse: bool, lanes: Sequence[LaneAccount]) -> list[str]:
+def _notes(
+    run: RunFacts, timings: Sequence[Timing], offsets: dict[str, float], coarse: bool, lanes: Sequence[LaneAccount]
+) -> list[str]:
     """Sentences a reader of the account must know."""
     notes = []
     if coarse and timings:
@@ -336,16 +344,22 @@ def _notes(run: RunFacts, timings: Sequence[Timing], offsets: dict[str, float], 
             "stragglers are inside 'productive', and time after the last save is an estimate."
         )
     if timings and timings[-1].outcome == "open":
-        notes.append("The last attempt has no end in the log; the account stops at its last event (use --until now if it runs).")
+        notes.append(
+            "The last attempt has no end in the log; the account stops at its last event (use --until now if it runs)."
+        )
     for host, seconds in sorted(offsets.items()):
         notes.append(f"The clock of {host} was {abs(seconds):.1f} s {'ahead' if seconds > 0 else 'behind'}; corrected.")
     silent = [t.index for t in timings if t.outcome == "failed" and t.noticed is None]
     if silent:
         listed = ", ".join(str(index + 1) for index in silent[:8])
-        notes.append(f"Nothing in the log says when the failure of attempt {listed} was noticed: detection is inside restart.")
+        notes.append(
+            f"Nothing in the log says when the failure of attempt {listed} was noticed: detection is inside restart."
+        )
     copies = sum(lane.copies for lane in lanes if lane.copies > 1)
     if copies:
-        notes.append(f"{copies} ranks have no log of their own; they are taken to have done what the lowest logging rank did.")
+        notes.append(
+            f"{copies} ranks have no log of their own; they are taken to have done what the lowest logging rank did."
+        )
     if run.quality.get("stamps_without_zone"):
         notes.append("Stamps without a time zone (older library) are read as UTC.")
     return notes

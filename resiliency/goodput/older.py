@@ -33,7 +33,9 @@ def older_figure(ledger: Ledger, reference_step_s: float | None = None) -> Older
     """
     facts = ledger.facts
     reasons: list[str] = []
-    runtime = (facts.last or ledger.end) - (facts.first or ledger.start) if not ledger.offsets else ledger.end - ledger.start
+    runtime = (
+        (facts.last or ledger.end) - (facts.first or ledger.start) if not ledger.offsets else ledger.end - ledger.start
+    )
     given = reference_step_s is not None
     reference = reference_step_s if given else (ledger.usual_step_s or _pace(ledger))
     loaded = facts.min_loaded_step
@@ -42,12 +44,18 @@ def older_figure(ledger: Ledger, reference_step_s: float | None = None) -> Older
         reasons.append(f"no checkpoint was loaded, so steps are counted from {loaded} (its calculator would say 0 %)")
     saved = facts.max_saved_step
     if loaded is None or saved is None or reference is None or runtime <= 0:
-        missing = "a checkpoint_saved event" if saved is None else "a reference step time" if reference is None else "events"
-        return OlderFigure(share=None, steps_kept=0, reference_step_s=reference, runtime_s=runtime, reasons=(f"it needs {missing}",))
+        missing = (
+            "a checkpoint_saved event" if saved is None else "a reference step time" if reference is None else "events"
+        )
+        return OlderFigure(
+            share=None, steps_kept=0, reference_step_s=reference, runtime_s=runtime, reasons=(f"it needs {missing}",)
+        )
     kept = max(0, saved - loaded)
     share = kept * reference / runtime
     reasons += _reasons(ledger, share, kept, loaded, saved, reference, given)
-    return OlderFigure(share=share, steps_kept=kept, reference_step_s=reference, runtime_s=runtime, reasons=tuple(reasons))
+    return OlderFigure(
+        share=share, steps_kept=kept, reference_step_s=reference, runtime_s=runtime, reasons=tuple(reasons)
+    )
 
 
 def _pace(ledger: Ledger) -> float | None:
@@ -61,7 +69,9 @@ def _pace(ledger: Ledger) -> float | None:
     return paces[len(paces) // 2] if paces else None
 
 
-def _reasons(ledger: Ledger, share: float, kept: int, loaded: int, saved: int, reference: float, given: bool) -> list[str]:
+def _reasons(
+    ledger: Ledger, share: float, kept: int, loaded: int, saved: int, reference: float, given: bool
+) -> list[str]:
     """Why it differs from ours, largest causes in points of a percent."""
     difference = (share - ledger.goodput) * 100
     if abs(difference) < 0.1:
@@ -78,7 +88,9 @@ def _reasons(ledger: Ledger, share: float, kept: int, loaded: int, saved: int, r
         reasons.append(f"it leaves out {top - saved:,} steps after the last save ({points:.1f} points)")
     if given and ledger.usual_step_s and abs(reference / ledger.usual_step_s - 1) > 0.01:
         points = kept * (reference - ledger.usual_step_s) / wall * 100
-        reasons.append(f"it takes {reference:.4g} s a step, the log shows {ledger.usual_step_s:.4g} s ({points:+.1f} points)")
+        reasons.append(
+            f"it takes {reference:.4g} s a step, the log shows {ledger.usual_step_s:.4g} s ({points:+.1f} points)"
+        )
     for bucket, words in (
         (Bucket.SCALED_DOWN, "it counts a step the same however many ranks were missing"),
         (Bucket.UNKNOWN, "we leave unexplained time out"),

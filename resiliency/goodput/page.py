@@ -45,7 +45,9 @@ def render_page(runs: Sequence[tuple[dict[str, Any], Ledger]]) -> str:
     except ImportError as error:
         raise ConfigError("the HTML page needs jinja2; install resiliency[goodput] or use --json") from error
     home = resources.files("resiliency.goodput")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     environment.filters.update(duration=duration, precise=precise, figure=figure, clock=lambda time: iso(time)[11:16])
     template = environment.from_string((home / "page.html.j2").read_text(encoding="utf-8"))
     buckets = [{"name": bucket.value, **vars(info)} for bucket, info in BUCKETS.items()]
@@ -76,12 +78,18 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
     listed = []
     for number, row in enumerate(sorted(incidents, key=lambda row: row["time"]), start=1):
         parts = sorted(row["gpu_s"].items(), key=lambda item: -item[1])
-        costs = [{"bucket": name, "label": BUCKETS[Bucket(name)].label, "seconds": seconds} for name, seconds in parts if seconds]
+        costs = [
+            {"bucket": name, "label": BUCKETS[Bucket(name)].label, "seconds": seconds}
+            for name, seconds in parts
+            if seconds
+        ]
         listed.append({**row, "number": number, "left": _percent(row["time"] - start, wall), "costs": costs})
     badput = [row for row in summary["buckets"] if row["bucket"] != Bucket.PRODUCTIVE.value and row["share"] > 0]
     rows, hidden = _rows(ledger, wall)
     attempts = summary["attempts"]
-    shown = attempts if len(attempts) <= MOST_ATTEMPTS else sorted(attempts, key=lambda row: -row["wall_s"])[:MOST_ATTEMPTS]
+    shown = (
+        attempts if len(attempts) <= MOST_ATTEMPTS else sorted(attempts, key=lambda row: -row["wall_s"])[:MOST_ATTEMPTS]
+    )
     worst = max((1.0 - row["shares"].get(Bucket.PRODUCTIVE.value, 0.0) for row in shown), default=0.0)
     return {
         **summary,
@@ -122,7 +130,9 @@ def _ticks(start: float, wall: float) -> list[dict[str, Any]]:
     moment = (int(start) // step + 1) * step
     while moment < start + wall:
         text = iso(moment)
-        label = text[5:10] if step >= 86400 else text[5:16] if wall > 86400 else text[11:16] if step >= 60 else text[11:19]
+        label = (
+            text[5:10] if step >= 86400 else text[5:16] if wall > 86400 else text[11:16] if step >= 60 else text[11:19]
+        )
         ticks.append({"left": _percent(moment - start, wall), "label": label})
         moment += step
     return ticks
@@ -136,7 +146,8 @@ def _main(interval: Interval) -> Bucket:
 
 
 def _rows(ledger: Ledger, wall: float) -> tuple[list[dict[str, Any]], int]:
-    """A row per host: its lowest rank stands for it. Hosts that differ most from the rest come first when there are many."""
+    """A row per host: its lowest rank stands for it. Hosts that differ most from the rest come first when there are
+    many."""
     hosts: dict[str, list[LaneAccount]] = {}
     for lane in ledger.lanes:
         hosts.setdefault(lane.host or f"rank {lane.lane}", []).append(lane)
@@ -176,7 +187,8 @@ def _pieces(lane: LaneAccount, ledger: Ledger, wall: float) -> list[dict[str, An
             "left": _percent(begin / 1e6 - start, wall),
             "width": _percent((end - begin) / 1e6, wall),
             "bucket": bucket.value,
-            "title": f"{BUCKETS[bucket].label} {duration((end - begin) / 1e6)}, {iso(begin / 1e6)[11:]}, attempt {attempt + 1}",
+            "title": f"{BUCKETS[bucket].label} {duration((end - begin) / 1e6)}, {iso(begin / 1e6)[11:]}, attempt"
+            " {attempt + 1}",
         }
         for begin, end, bucket, attempt in cuts
         if end > begin
@@ -236,12 +248,16 @@ def _plot(ledger: Ledger, start: float, wall: float) -> dict[str, Any] | None:
     for one in series:
         points = one["points"]
         lines.append(" ".join(f"{x(p[0])},{y(p[2])}" for p in points))
-        bands.append(" ".join([f"{x(p[0])},{y(p[3])}" for p in points] + [f"{x(p[0])},{y(p[2])}" for p in reversed(points)]))
+        bands.append(
+            " ".join([f"{x(p[0])},{y(p[3])}" for p in points] + [f"{x(p[0])},{y(p[2])}" for p in reversed(points)])
+        )
         before = points[0][0]
         for time, step, _, longest, share in points:
             if share > 0:
                 width = _percent(max(time - before, wall / 1000), wall)
-                flights.append({"left": _percent(before - start, wall), "width": width, "share": round(max(share, 0.08), 2)})
+                flights.append(
+                    {"left": _percent(before - start, wall), "width": width, "share": round(max(share, 0.08), 2)}
+                )
             if longest > top:
                 cut.append({"left": _percent(time - start, wall), "title": f"{duration(longest)} at step {step:,}"})
             before = time

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median, median_low
 
-from resiliency.goodput.facts import Segment
-from resiliency.goodput.stepstats import Histogram, StepStats, middle, typical
+from resiliency.telemetry.facts import Segment
+from resiliency.telemetry.stepstats import Histogram, StepStats, middle, typical
 
 __all__ = ["Stragglers", "TrainingSplit", "merged_typical", "split_training", "stragglers"]
 
@@ -64,7 +64,8 @@ class Stragglers:
 
 
 def merged_typical(stats: list[StepStats]) -> float | None:
-    """Usual step time over several ranks or attempts; the first lines of an attempt count only if there is nothing else."""
+    """Usual step time over several ranks or attempts; the first lines of an attempt count only if there is nothing
+    else."""
     cells: Histogram = {}
     for one in stats:
         for cell, (n, seconds) in one.clean.items():

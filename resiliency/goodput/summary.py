@@ -1,4 +1,5 @@
-"""The account as plain data: what ``--json`` prints and what the table, the page and the comparison are made from. Pure."""
+"""The account as plain data: what ``--json`` prints and what the table, the page and the comparison are made from.
+Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ from datetime import datetime, timezone
 from math import isfinite
 from typing import Any
 
-from resiliency.goodput.facts import parse_stamp
 from resiliency.goodput.incidents import incidents
 from resiliency.goodput.ledger import Ledger
 from resiliency.goodput.older import older_figure
 from resiliency.goodput.split import merged_typical
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
+from resiliency.telemetry.facts import parse_stamp
 
 __all__ = ["iso", "summarize"]
 
@@ -25,7 +26,9 @@ def iso(time: float) -> str:
     return datetime.fromtimestamp(time, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def summarize(ledger: Ledger, *, reference_step_s: float | None = None, torn_lines: int = 0, foreign_lines: int = 0) -> dict[str, Any]:
+def summarize(
+    ledger: Ledger, *, reference_step_s: float | None = None, torn_lines: int = 0, foreign_lines: int = 0
+) -> dict[str, Any]:
     """Everything a report shows, as JSON-ready data; seconds in ``_s``, shares in [0, 1].
 
     Args:
@@ -109,7 +112,13 @@ def _steps(ledger: Ledger) -> dict[str, Any]:
             lost = max(0, timing.top - max(timing.lost_above, timing.position or 0))
         kept += max(0, done - lost)
     top = [timing.top for timing in ledger.timings if timing.top is not None]
-    return {"run": run, "kept": kept, "thrown_away": run - kept, "last": top[-1] if top else None, "usual_s": ledger.usual_step_s}
+    return {
+        "run": run,
+        "kept": kept,
+        "thrown_away": run - kept,
+        "last": top[-1] if top else None,
+        "usual_s": ledger.usual_step_s,
+    }
 
 
 def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
@@ -135,7 +144,9 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
                 "to_step": timing.top,
                 "outcome": timing.outcome,
                 "usual_step_s": timing.usual_step_s,
-                "shares": {bucket.value: amount / whole for bucket, amount in sums[timing.index].items()} if whole else {},
+                "shares": {bucket.value: amount / whole for bucket, amount in sums[timing.index].items()}
+                if whole
+                else {},
                 "gpu_s": {bucket.value: amount / 1e6 for bucket, amount in sums[timing.index].items()},
             }
         )
@@ -169,7 +180,9 @@ def _ranks(ledger: Ledger) -> list[dict[str, Any]]:
     """Step times by rank, the slowest first."""
     rows: list[dict[str, Any]] = []
     for lane in ledger.lanes:
-        segments = [s for timing in ledger.timings for s in timing.attempt.lanes.get(lane.lane, []) if s.steps.high >= 0]
+        segments = [
+            s for timing in ledger.timings for s in timing.attempt.lanes.get(lane.lane, []) if s.steps.high >= 0
+        ]
         usual = merged_typical([segment.steps for segment in segments])
         if usual is None:
             continue
@@ -231,7 +244,9 @@ def step_series(ledger: Ledger) -> list[dict[str, Any]]:
                 if time is None or window.n == 0:
                     continue
                 time = min(max(time - offset, timing.window[0]), timing.window[1])
-                points.append((time, window.last_step, window.step_s / window.n, window.max_s, window.flight_n / window.n))
+                points.append(
+                    (time, window.last_step, window.step_s / window.n, window.max_s, window.flight_n / window.n)
+                )
         if points:
             series.append({"attempt": timing.index + 1, "points": points})
     return series

@@ -76,7 +76,9 @@ def _head(summary: dict[str, Any]) -> Panel:
     text.append(f"{figure(summary['goodput'])} ", style="bold green")
     text.append("goodput", style="green")
     text.append(f"   {duration(summary['wall_s'])} wall", style="default")
-    text.append(f"   {summary['capacity']:,} {_units(summary)}   {duration(summary['gpu_s'])} of {_gpu(summary)} time\n")
+    text.append(
+        f"   {summary['capacity']:,} {_units(summary)}   {duration(summary['gpu_s'])} of {_gpu(summary)} time\n"
+    )
     text.append(f"{summary['start_utc']} to {summary['end_utc']} UTC, {summary['events']:,} events", style="dim")
     return Panel(text, title=f"goodput of {summary['run']}", title_align="left", border_style="dim", expand=False)
 
@@ -133,7 +135,8 @@ def _lines(summary: dict[str, Any]) -> Text:
     else:
         text.append(f"Older library's figure: {figure(older['share'])}", style="default")
         text.append(
-            f" ({older['steps_kept']:,} steps kept x {older['reference_step_s']:.4g} s / {duration(older['runtime_s'])}): ",
+            f" ({older['steps_kept']:,} steps kept x {older['reference_step_s']:.4g} s /"
+            f" {duration(older['runtime_s'])}): ",
             style="dim",
         )
         text.append("; ".join(older["reasons"]) + "\n", style="dim")
@@ -156,10 +159,15 @@ def _attempts(summary: dict[str, Any]) -> Table:
         worst = max(bad, key=lambda name: bad[name]) if bad else ""
         span = "-" if row["to_step"] is None else f"{row['from_step'] or 0:,} to {row['to_step']:,}"
         table.add_row(
-            str(row["attempt"]), row["start_utc"][5:16], duration(row["wall_s"]), f"{row['ranks']:,}", span,
+            str(row["attempt"]),
+            row["start_utc"][5:16],
+            duration(row["wall_s"]),
+            f"{row['ranks']:,}",
+            span,
             figure(row["shares"].get(Bucket.PRODUCTIVE.value, 0.0)),
-            f"{BUCKETS[Bucket(worst)].label} {figure(bad[worst])}" if worst else "-", row["outcome"],
-        )  # fmt: skip
+            f"{BUCKETS[Bucket(worst)].label} {figure(bad[worst])}" if worst else "-",
+            row["outcome"],
+        )
     hidden = len(summary["attempts"]) - len(shown)
     if hidden:
         table.caption = f"{hidden} attempts in between are not shown; --json has all"
@@ -187,10 +195,18 @@ def _incidents(summary: dict[str, Any]) -> Table:
 
 def _stragglers(summary: dict[str, Any]) -> Table:
     table = _table("Stragglers")
-    for name, justify in (("rank", "right"), ("host", "left"), ("cost", "right"), ("slowest in", "right"), ("cause", "left")):
+    for name, justify in (
+        ("rank", "right"),
+        ("host", "left"),
+        ("cost", "right"),
+        ("slowest in", "right"),
+        ("cause", "left"),
+    ):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in summary["stragglers"][:5]:
-        table.add_row(str(row["rank"]), row["host"], duration(row["cost_gpu_s"]), f"{row['steps']:,} steps", row["cause"])
+        table.add_row(
+            str(row["rank"]), row["host"], duration(row["cost_gpu_s"]), f"{row['steps']:,} steps", row["cause"]
+        )
     return table
 
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from resiliency.events import EventKind
 from resiliency.goodput.attempts import Attempt
-from resiliency.goodput.facts import Mark, RunFacts, Segment
+from resiliency.telemetry.facts import Mark, RunFacts, Segment
 
 __all__ = ["ABNORMAL", "Timing", "time_attempts"]
 
@@ -37,8 +37,8 @@ class Timing:
     """One attempt on the job's clock (UTC seconds, host clocks put straight).
 
     Attributes:
-        window: ``[start, stop)`` that this attempt accounts for: from its start (the run's start for the first) until the
-            next attempt begins or the account ends.
+        window: ``[start, stop)`` that this attempt accounts for: from its start (the run's start for the first) until
+            the next attempt begins or the account ends.
         train: first batch of any rank, None when it never trained.
         progress: end of the last step of any rank; its last sign of life when it never trained.
         noticed: when the failure was noticed, None when it ended well or nothing tells.
@@ -117,7 +117,9 @@ def _after(pairs: Sequence[tuple[float, object]], time: float) -> int:
     return bisect_left(pairs, time, key=lambda pair: pair[0])
 
 
-def _marks_of(attempts: Sequence[Attempt], index: int, marks: Sequence[tuple[float, Mark]], begin: float, end: float) -> list[Mark]:
+def _marks_of(
+    attempts: Sequence[Attempt], index: int, marks: Sequence[tuple[float, Mark]], begin: float, end: float
+) -> list[Mark]:
     """Marks within an attempt's window. Its number wins over the clock: a launcher may report a loss late."""
     number = attempts[index].number
     earlier = attempts[index - 1].number if index > 0 else None
@@ -129,7 +131,12 @@ def _marks_of(attempts: Sequence[Attempt], index: int, marks: Sequence[tuple[flo
                 break
             if mark.attempt is None or mark.attempt != number or number == later:
                 continue
-        elif index > 0 and time <= begin + LATE_NOTICE_S and mark.attempt is not None and mark.attempt == earlier != number:
+        elif (
+            index > 0
+            and time <= begin + LATE_NOTICE_S
+            and mark.attempt is not None
+            and mark.attempt == earlier != number
+        ):
             continue
         elif index > 0 and time == begin:
             continue
@@ -137,7 +144,9 @@ def _marks_of(attempts: Sequence[Attempt], index: int, marks: Sequence[tuple[flo
     return found
 
 
-def _time_one(attempt: Attempt, index: int, window: tuple[float, float], offsets: dict[str, float], usual: float | None) -> Timing:
+def _time_one(
+    attempt: Attempt, index: int, window: tuple[float, float], offsets: dict[str, float], usual: float | None
+) -> Timing:
     trains: list[float] = []
     ends: list[float] = []
     for segment in attempt.segments:
@@ -243,5 +252,7 @@ def _lost(timings: list[Timing]) -> None:
 
 def save_pace(timings: Sequence[Timing]) -> float | None:
     """Usual seconds between checkpoints, for logs that have nothing finer."""
-    gaps = [b[0] - a[0] for t in timings for a, b in zip(t.saves, t.saves[1:], strict=False) if b[1] > a[1] and b[0] > a[0]]
+    gaps = [
+        b[0] - a[0] for t in timings for a, b in zip(t.saves, t.saves[1:], strict=False) if b[1] > a[1] and b[0] > a[0]
+    ]
     return median(gaps) if gaps else None

@@ -1,8 +1,9 @@
-"""The older library's goodput tracker: ``GoodputLogger().log_event(...)`` and its command line, which never raise into a job.
+"""The older library's goodput tracker: ``GoodputLogger().log_event(...)`` and its command line, which never raise into
+a job.
 
 ``python -m resiliency.goodput.tracker --event-type user_scheduled`` appends one line to ``./<job>-goodput.log`` when
-``GOODPUT_USE_FILE_TRACKING`` is set, else it goes to Google Cloud Logging; without the cloud library it falls back to the
-file and says so. The job's name is ``JOB_IDENTIFIER``, by default "training-job".
+``GOODPUT_USE_FILE_TRACKING`` is set, else it goes to Google Cloud Logging; without the cloud library it falls back to
+the file and says so. The job's name is ``JOB_IDENTIFIER``, by default "training-job".
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from resiliency.events import Event, EventKind, EventSink, JsonlSink
-from resiliency.goodput.sinks import CloudLoggingSink, cloud_logging_available
 from resiliency.settings import environment
+from resiliency.telemetry.sinks import CloudLoggingSink, cloud_logging_available
 
 __all__ = ["GoodputLogger", "get_parser", "main"]
 
@@ -48,7 +49,9 @@ class GoodputLogger:
         if self.use_gcloud_logging:
             self._sink = CloudLoggingSink(self.log_name)
         else:
-            self._sink = JsonlSink(os.path.join(os.fspath(folder) if folder is not None else "", f"{self.log_name}.log"))
+            self._sink = JsonlSink(
+                os.path.join(os.fspath(folder) if folder is not None else "", f"{self.log_name}.log")
+            )
 
     def log_event(self, event_type: str, **fields: Any) -> None:
         """Writes one event; ``fields`` are the older library's (``step``, ``node_rank``) or any others."""
@@ -60,7 +63,9 @@ class GoodputLogger:
             run=self.job_name,
             attempt=self._restart,
             # Job-wide events have no rank: they must not look like a trainer's.
-            rank=-1 if event_type in (EventKind.USER_SCHEDULED, EventKind.USER_TERMINATED) or "node_rank" in fields else self._rank,
+            rank=-1
+            if event_type in (EventKind.USER_SCHEDULED, EventKind.USER_TERMINATED) or "node_rank" in fields
+            else self._rank,
             host=self._host,
             step=step,
             fields=fields,

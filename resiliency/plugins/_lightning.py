@@ -1,7 +1,7 @@
 """Every touch of Lightning's private parts that saving and resuming need, in one place.
 
 Works on the trainer object alone, so that both namespaces and all versions from 2.2 are served. (What exact resume
-needs of the loops is in :mod:`resiliency.plugins._rank_state`.)
+needs of the loops is in :mod:`resiliency.plugins.resume.rank_state`.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resiliency.checkpoint.reader import load_path, locate
+from resiliency.inspection.by_path import load_path, locate
 
 __all__ = [
     "LivePointers",
@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 
 #: Strategies whose ``dump_checkpoint`` gives every rank the whole, unsharded state as live aliases.
 _SUPPORTED = frozenset({"SingleDeviceStrategy", "DDPStrategy"})
-_UNSUPPORTED = frozenset({"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "MegatronStrategy"})
+_UNSUPPORTED = frozenset(
+    {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "MegatronStrategy"}
+)
 
 
 def is_supported(strategy: Any) -> bool:
@@ -47,7 +49,7 @@ def is_supported(strategy: Any) -> bool:
     return bool(names & _SUPPORTED) and not names & _UNSUPPORTED
 
 
-# -- saving ---------------------------------------------------------------------------------------------------------------
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
 def dump_checkpoint(trainer: Any, weights_only: bool) -> dict[str, Any]:
@@ -130,7 +132,10 @@ def live_pointers(trainer: Any) -> LivePointers:
     for optimizer in trainer.optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
-                in_backward |= bool(getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(parameter, "_in_backward_optimizers"))
+                in_backward |= bool(
+                    getattr(parameter, "_post_accumulate_grad_hooks", None)
+                    or hasattr(parameter, "_in_backward_optimizers")
+                )
                 if parameter.requires_grad:
                     lazy.add(parameter.data_ptr())
         for state in getattr(optimizer, "state", {}).values():
@@ -151,7 +156,9 @@ def expected_tensors(trainer: Any) -> dict[str, Tensor]:
         parameters: Iterable[Tensor] = (p for group in optimizer.param_groups for p in group["params"])
         for position, parameter in enumerate(parameters):
             for name in _moments(optimizer):
-                tensors[f"optimizer_states/{index}/state/{position}/{name}"] = torch.empty_like(parameter, device="meta")
+                tensors[f"optimizer_states/{index}/state/{position}/{name}"] = torch.empty_like(
+                    parameter, device="meta"
+                )
     return tensors
 
 
@@ -169,7 +176,7 @@ def _moments(optimizer: Any) -> list[str]:
     return []
 
 
-# -- resuming -------------------------------------------------------------------------------------------------------------
+# -- resuming ----------------------------------------------------------------------------------------------------------
 
 
 def intercept_resume(trainer: Any, decide: Callable[[Any], Any]) -> Callable[[], None]:
@@ -197,7 +204,8 @@ def intercept_resume(trainer: Any, decide: Callable[[Any], Any]) -> Callable[[],
 
 
 def install_loading(trainer: Any, load: Callable[[str, bool | None], dict[str, Any] | None]) -> None:
-    """Makes the strategy's CheckpointIO ask ``load(path, weights_only)`` first; when it returns None the user's own loads."""
+    """Makes the strategy's CheckpointIO ask ``load(path, weights_only)`` first; when it returns None the user's own
+    loads."""
     io = trainer.strategy.checkpoint_io
     # One plugin object may serve several trainers, one after the other.
     original = getattr(io, "_resiliency_original_load", None) or io.load_checkpoint
@@ -211,7 +219,8 @@ def install_loading(trainer: Any, load: Callable[[str, bool | None], dict[str, A
 
 
 def quiet_mid_epoch_warning(trainer: Any) -> None:
-    """Keeps Lightning from warning, at the restart that follows, that the middle of an epoch cannot be resumed: here it can."""
+    """Keeps Lightning from warning, at the restart that follows, that the middle of an epoch cannot be resumed: here it
+    can."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if "reset" in epoch_loop.__dict__:
         return
@@ -220,7 +229,9 @@ def quiet_mid_epoch_warning(trainer: Any) -> None:
     def reset() -> None:
         del epoch_loop.reset  # only for this restart
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+            warnings.filterwarnings(
+                "ignore", message="You're resuming from a checkpoint that ended before the epoch ended"
+            )
             original()
 
     epoch_loop.reset = reset
@@ -237,14 +248,21 @@ def teach_load_from_checkpoint(namespace: str) -> None:
         return
 
     def pl_load(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
-        located = locate(os.fspath(path_or_url)) if isinstance(path_or_url, (str, os.PathLike)) and _may_be_ours(path_or_url) else None
+        located = (
+            locate(os.fspath(path_or_url))
+            if isinstance(path_or_url, (str, os.PathLike)) and _may_be_ours(path_or_url)
+            else None
+        )
         if located is None:
             return original(path_or_url, *args, **kwargs)
         state, _ = load_path(located, allow_pickle=kwargs.get("weights_only") is False)
         device = args[0] if args else kwargs.get("map_location")
         if isinstance(device, (str, torch.device)) and "state_dict" in state:
             # The module goes where its tensors are.
-            state["state_dict"] = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in state["state_dict"].items()}
+            state["state_dict"] = {
+                key: value.to(device) if isinstance(value, Tensor) else value
+                for key, value in state["state_dict"].items()
+            }
         return state
 
     pl_load._resiliency = True  # type: ignore[attr-defined]

@@ -17,10 +17,10 @@ from datetime import timedelta
 from typing import Any
 
 from resiliency.checkpoint.checkpointer import Checkpointer, Ticket
-from resiliency.checkpoint.manifest import META_DIR, NameFile
 from resiliency.checkpoint.options import CheckpointerOptions
-from resiliency.checkpoint.reader import load_path, locate
 from resiliency.errors import ConfigError
+from resiliency.inspection.by_path import load_path, locate
+from resiliency.storage.manifest import META_DIR, NameFile
 
 __all__ = ["TieredCheckpointIO", "build"]  # noqa: F822 - TieredCheckpointIO is built on first use
 
@@ -33,18 +33,22 @@ class TieredIO:
     Args:
         run: name of the run, see :class:`Checkpointer`.
         options: of the engine.
-        flush: how long :meth:`teardown` waits for the disk.
+        flush_timeout: how long :meth:`teardown` waits for the disk.
 
     Threads: training thread. Blocks: ``save_checkpoint`` for the copy; ``load_checkpoint`` for reading and checking.
     """
 
     def __init__(
-        self, *, run: str | None = None, options: CheckpointerOptions | None = None, flush: timedelta = timedelta(minutes=10)
+        self,
+        *,
+        run: str | None = None,
+        options: CheckpointerOptions | None = None,
+        flush_timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         super().__init__()
         self._run = run
         self._options = options
-        self._flush = flush
+        self._flush_timeout = flush_timeout
         self._engines: dict[str, Checkpointer] = {}
         self._latest: dict[str, Ticket | None] = {}  # directory -> its latest save; None: that one was skipped
         self._put_off: dict[str, list[str]] = {}  # directory -> names to delete once a save succeeds again
@@ -59,7 +63,7 @@ class TieredIO:
             if self._at_end is None:
                 # trainer.save_checkpoint() after fit has no teardown behind it. Made here, not in the constructor,
                 # because strategies that spawn processes pickle the plugin.
-                self._at_end = weakref.finalize(self, _close, self._engines, self._flush)
+                self._at_end = weakref.finalize(self, _close, self._engines, self._flush_timeout)
         return engine
 
     def _place(self, path: str | os.PathLike[str]) -> tuple[str, str]:
@@ -90,7 +94,7 @@ class TieredIO:
         engine = self._engine(directory)
         step = _step_of(checkpoint, engine)
         ticket = engine.save(step, checkpoint, names=[name])
-        if ticket is None and engine.flush("committed", timeout=self._flush):
+        if ticket is None and engine.flush("committed", timeout=self._flush_timeout):
             # A callback that called us takes this save for done, and may delete others for it: skipping must be rare.
             ticket = engine.save(step, checkpoint, names=[name])
         self._latest[directory] = ticket
@@ -120,13 +124,18 @@ class TieredIO:
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a checkpoint once everything saved before this call is committed. Blocks: no, except for a stock file.
+        """Deletes a checkpoint once everything saved before this call is committed. Blocks: no, except for a stock
+        file.
 
         After a save that was skipped, deletion waits for the next one that is not.
         """
         directory, name = self._place(path)
         full = os.path.join(directory, name)
-        if directory not in self._engines and not os.path.isdir(os.path.join(directory, META_DIR)) and not os.path.lexists(full):
+        if (
+            directory not in self._engines
+            and not os.path.isdir(os.path.join(directory, META_DIR))
+            and not os.path.lexists(full)
+        ):
             return
         if os.path.lexists(full) and not os.path.islink(full) and not _is_ours(full):
             self._remove_stock(directory, full)
@@ -145,23 +154,24 @@ class TieredIO:
         _stock(self).remove_checkpoint(path)
 
     def _commit_all(self) -> None:
-        """What was saved by this plugin can be found by its path from here on. Blocks: up to ``flush``."""
+        """What was saved by this plugin can be found by its path from here on. Blocks: up to ``flush_timeout``."""
         for directory, engine in self._engines.items():
-            if not engine.flush("committed", timeout=self._flush):
-                logger.warning("not every checkpoint of %s was committed within %s", directory, self._flush)
+            if not engine.flush("committed", timeout=self._flush_timeout):
+                logger.warning("not every checkpoint of %s was committed within %s", directory, self._flush_timeout)
 
     def teardown(self) -> None:
-        """Waits until everything is on disk and leaves the agent. Blocks: up to ``flush``. Saving again afterwards is fine."""
-        _close(self._engines, self._flush)
+        """Waits until everything is on disk and leaves the agent. Blocks: up to ``flush_timeout``. Saving again
+        afterwards is fine."""
+        _close(self._engines, self._flush_timeout)
         if self._at_end is not None:
             self._at_end.detach()
             self._at_end = None
 
 
-def _close(engines: dict[str, Checkpointer], flush: timedelta) -> None:
+def _close(engines: dict[str, Checkpointer], flush_timeout: timedelta) -> None:
     while engines:
         _, engine = engines.popitem()
-        engine.close(timeout=flush)
+        engine.close(timeout=flush_timeout)
 
 
 def _step_of(checkpoint: Mapping[str, Any], engine: Checkpointer) -> int:
@@ -198,7 +208,8 @@ def _stock_load(io: TieredIO, path: Any, map_location: Any, weights_only: bool |
 
 @functools.cache
 def build(namespace: str) -> type[Any]:
-    """The plugin class for ``lightning.pytorch`` or ``pytorch_lightning``; always the same one for the same namespace."""
+    """The plugin class for ``lightning.pytorch`` or ``pytorch_lightning``; always the same one for the same
+    namespace."""
     base = importlib.import_module(f"{namespace}.plugins.io").CheckpointIO
     members = {"__module__": __name__, "__doc__": TieredIO.__doc__, "namespace": namespace}
     return type("TieredCheckpointIO", (TieredIO, base), members)

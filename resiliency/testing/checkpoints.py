@@ -1,4 +1,5 @@
-"""Small checkpoints for tests: states to save, ranks in threads, series of steps on two tiers, and damage to their files.
+"""Small checkpoints for tests: states to save, ranks in threads, series of steps on two tiers, and damage to their
+files.
 
 Ranks are threads of one process that talk over a ``HashStore``; the agent is embedded, so that a save, a load and the
 end of both take some tens of milliseconds.
@@ -16,17 +17,27 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not declare it as exported
 
-from resiliency.checkpoint.catalog import step_prefix
 from resiliency.checkpoint.checkpointer import Checkpointer, Restored
-from resiliency.checkpoint.exchange import Exchange, StoreExchange
-from resiliency.checkpoint.manifest import META_DIR, STEPS_DIR, StepId
+from resiliency.checkpoint.coordinator import Coordinator, StoreCoordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
+from resiliency.storage.catalog import step_prefix
+from resiliency.storage.manifest import META_DIR, STEPS_DIR, StepId
 
 __all__ = [
-    "QUICK", "RUN", "Series", "bytes_of", "differences", "flip_bits", "make_checkpointer", "make_series", "make_state", "run_ranks", "step_dirs",
-]  # fmt: skip
+    "QUICK",
+    "RUN",
+    "Series",
+    "bytes_of",
+    "differences",
+    "flip_bits",
+    "make_checkpointer",
+    "make_series",
+    "make_state",
+    "run_ranks",
+    "step_dirs",
+]
 
 T = TypeVar("T")
 
@@ -34,12 +45,17 @@ RUN = "run"
 
 #: Everything in one process; every tensor of a KiB is shared out between ranks; nobody waits for long.
 QUICK = CheckpointerOptions(
-    agent="embedded", lazy_bytes=1024, agree=timedelta(seconds=20), fence=timedelta(seconds=20), busy_wait=timedelta(seconds=10)
+    agent="embedded",
+    lazy_bytes=1024,
+    agree_timeout=timedelta(seconds=20),
+    fence_timeout=timedelta(seconds=20),
+    previous_save_timeout=timedelta(seconds=10),
 )
 
 
 def make_state(seed: int, *, rows: int = 96) -> dict[str, Any]:
-    """A state with large and small tensors, tied ones, several dtypes and Python objects; differs in every tensor by ``seed``."""
+    """A state with large and small tensors, tied ones, several dtypes and Python objects; differs in every tensor by
+    ``seed``."""
     made = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, 16, generator=made)
     return {
@@ -50,7 +66,10 @@ def make_state(seed: int, *, rows: int = 96) -> dict[str, Any]:
             "ids": torch.randint(0, 1 << 40, (rows, 4), generator=made),
             "flag": torch.tensor([True, False, bool(seed % 2)]),
         },
-        "optimizer": {"state": {0: {"step": torch.tensor(float(seed)), "exp_avg": torch.randn(rows, 16, generator=made)}}, "lr": 1e-3 * seed},
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(float(seed)), "exp_avg": torch.randn(rows, 16, generator=made)}},
+            "lr": 1e-3 * seed,
+        },
         "loops": {"step": seed, "history": [(seed, "a"), (seed + 1, "b")]},
     }
 
@@ -78,12 +97,14 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
     if isinstance(one, list | tuple):
         if len(one) != len(other):
             return [f"{where}: {len(one)} and {len(other)} items"]
-        return [text for i, (a, b) in enumerate(zip(one, other, strict=True)) for text in differences(a, b, f"{where}/{i}")]
+        return [
+            text for i, (a, b) in enumerate(zip(one, other, strict=True)) for text in differences(a, b, f"{where}/{i}")
+        ]
     return [] if one == other else [f"{where}: {one!r} and {other!r}"]
 
 
-def run_ranks(world_size: int, work: Callable[[int, Exchange], T], *, timeout_s: float = 60) -> list[T]:
-    """Calls ``work(rank, exchange)`` for every rank at once, each on a thread of its own.
+def run_ranks(world_size: int, work: Callable[[int, Coordinator], T], *, timeout_s: float = 60) -> list[T]:
+    """Calls ``work(rank, coordinator)`` for every rank at once, each on a thread of its own.
 
     Returns:
         What each returned, by rank.
@@ -95,31 +116,45 @@ def run_ranks(world_size: int, work: Callable[[int, Exchange], T], *, timeout_s:
     store = HashStore()
     pool = ThreadPoolExecutor(world_size, thread_name_prefix="rank")
     try:
-        futures = [pool.submit(work, rank, StoreExchange(store, rank=rank, world_size=world_size, prefix="ranks")) for rank in range(world_size)]
+        futures = [
+            pool.submit(work, rank, StoreCoordinator(store, rank=rank, world_size=world_size, prefix="ranks"))
+            for rank in range(world_size)
+        ]
         late = wait(futures, timeout=timeout_s).not_done
         if late:
-            raise TimeoutError(f"rank(s) {[rank for rank, future in enumerate(futures) if future in late]} did not return in {timeout_s:.0f} s")
+            raise TimeoutError(
+                f"rank(s) {[rank for rank, future in enumerate(futures) if future in late]} did not return in"
+                f" {timeout_s:.0f} s"
+            )
         return [future.result() for future in futures]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def make_checkpointer(
-    directory: str | Path | LocalTierOptions, exchange: Exchange | None = None, *, run: str = RUN,
-    options: CheckpointerOptions = QUICK, **further: Any,
-) -> Checkpointer:  # fmt: skip
+    directory: str | Path | LocalTierOptions,
+    coordinator: Coordinator | None = None,
+    *,
+    run: str = RUN,
+    options: CheckpointerOptions = QUICK,
+    **further: Any,
+) -> Checkpointer:
     """A Checkpointer that does not look at the environment."""
     target = directory if isinstance(directory, LocalTierOptions) else str(directory)
-    rank, world_size = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
-    return Checkpointer(target, run=run, rank=rank, world_size=world_size, exchange=exchange, options=options, **further)
+    rank, world_size = (0, 1) if coordinator is None else (coordinator.rank, coordinator.world_size)
+    return Checkpointer(
+        target, run=run, rank=rank, world_size=world_size, coordinator=coordinator, options=options, **further
+    )
 
 
 @dataclass(frozen=True)
 class Series:
-    """Steps saved by several ranks below ``root``: a local tier in ``root/local`` and, maybe, a remote one in ``root/remote``.
+    """Steps saved by several ranks below ``root``: a local tier in ``root/local`` and, maybe, a remote one in
+    ``root/remote``.
 
     Attributes:
-        steps: step numbers, oldest first; the state of step N is ``make_state(N)``, the per-rank part ``per_rank(N, rank)``.
+        steps: step numbers, oldest first; the state of step N is ``make_state(N)``, the per-rank part ``per_rank(N,
+            rank)``.
     """
 
     root: Path
@@ -147,15 +182,17 @@ class Series:
         shutil.copytree(self.root, root)
         return Series(root, self.world_size, self.steps, self.remote)
 
-    def open(self, exchange: Exchange | None, **options: Any) -> Checkpointer:
+    def open(self, coordinator: Coordinator | None, **options: Any) -> Checkpointer:
         remotes = [RemoteTierOptions(address=str(self.remote_dir), keep=None)] if self.remote else []
-        return make_checkpointer(LocalTierOptions(directory=str(self.local_dir), keep=None), exchange, remotes=remotes, **options)
+        return make_checkpointer(
+            LocalTierOptions(directory=str(self.local_dir), keep=None), coordinator, remotes=remotes, **options
+        )
 
     def load(self, **arguments: Any) -> list[Restored | None]:
         """Loads with fresh checkpointers on ``world_size`` ranks; returns what each got."""
 
-        def work(rank: int, exchange: Exchange) -> Restored | None:
-            checkpointer = self.open(exchange)
+        def work(rank: int, coordinator: Coordinator) -> Restored | None:
+            checkpointer = self.open(coordinator)
             try:
                 return checkpointer.load(**arguments)
             finally:
@@ -175,10 +212,12 @@ def make_series(root: Path, *, steps: Sequence[int] = (10, 20, 30), world_size: 
     """Saves the steps on ``world_size`` ranks and waits until they are on every tier."""
     series = Series(root, world_size, tuple(steps), remote)
 
-    def work(rank: int, exchange: Exchange) -> None:
-        with series.open(exchange) as checkpointer:
+    def work(rank: int, coordinator: Coordinator) -> None:
+        with series.open(coordinator) as checkpointer:
             for step in steps:
-                ticket = checkpointer.save(step, make_state(step), per_rank=series.per_rank(step, rank), names=[f"step={step}.ckpt"])
+                ticket = checkpointer.save(
+                    step, make_state(step), per_rank=series.per_rank(step, rank), names=[f"step={step}.ckpt"]
+                )
                 assert ticket is not None
                 ticket.wait("committed", timeout=timedelta(seconds=20))
 

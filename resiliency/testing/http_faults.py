@@ -81,19 +81,25 @@ class FaultProxy:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"state": state}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="fault-proxy", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="fault-proxy", daemon=True
+        )
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._state.stopped.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(self._state.deadline_s)
 
-    def fail(self, pattern: str, fault: HttpFault | int, *, times: int = 1, skip: int = 0, body: str = "injected") -> None:
+    def fail(
+        self, pattern: str, fault: HttpFault | int, *, times: int = 1, skip: int = 0, body: str = "injected"
+    ) -> None:
         """Arms a fault.
 
         Args:

@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, TypeVar
 
-from resiliency.checkpoint.manifest import BLOCK_BYTES
-from resiliency.checkpoint.tiers.base import ObjectInfo, Tier
 from resiliency.errors import TierError
+from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.tiers.base import ObjectInfo, Tier
 
 __all__ = ["Call", "Fault", "FaultyTier", "RecordingTier", "SlowTier", "Verb", "WrappedTier"]
 
@@ -41,7 +41,12 @@ class WrappedTier:
         self.around("put_bytes", key, lambda: self.inner.put_bytes(key, data))
 
     def put_file(
-        self, key: str, path: str, *, check: Callable[[bytes], None] | None = None, progress: Callable[[int], None] | None = None
+        self,
+        key: str,
+        path: str,
+        *,
+        check: Callable[[bytes], None] | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         self.around("put_file", key, lambda: self.inner.put_file(key, path, check=check, progress=progress))
 
@@ -112,10 +117,17 @@ class FaultyTier(WrappedTier):
         return self._run(verb, key, call, lambda: _flipped(call()))
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        self._run("put_bytes", key, lambda: self.inner.put_bytes(key, data), lambda: self.inner.put_bytes(key, _flip(data)))
+        self._run(
+            "put_bytes", key, lambda: self.inner.put_bytes(key, data), lambda: self.inner.put_bytes(key, _flip(data))
+        )
 
     def put_file(
-        self, key: str, path: str, *, check: Callable[[bytes], None] | None = None, progress: Callable[[int], None] | None = None
+        self,
+        key: str,
+        path: str,
+        *,
+        check: Callable[[bytes], None] | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         def rotten() -> None:
             # The rot sets in behind the check, as it would on the way or in the store.
@@ -200,7 +212,12 @@ class SlowTier(WrappedTier):
         super().put_bytes(key, data)
 
     def put_file(
-        self, key: str, path: str, *, check: Callable[[bytes], None] | None = None, progress: Callable[[int], None] | None = None
+        self,
+        key: str,
+        path: str,
+        *,
+        check: Callable[[bytes], None] | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         def slow(block: bytes) -> None:
             if check is not None:
@@ -215,7 +232,9 @@ class SlowTier(WrappedTier):
 
     def _wait(self, seconds: float, key: str) -> None:
         if self._pause(seconds):
-            raise TierError(f"{self.name} tier {self.root}: stopped while waiting for {key!r} (injected)", retryable=True)
+            raise TierError(
+                f"{self.name} tier {self.root}: stopped while waiting for {key!r} (injected)", retryable=True
+            )
 
 
 @dataclass(frozen=True)

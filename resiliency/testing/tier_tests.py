@@ -23,9 +23,9 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.checkpoint.manifest import BLOCK_BYTES
-from resiliency.checkpoint.tiers.base import Tier
 from resiliency.errors import TierError
+from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.tiers.base import Tier
 
 __all__ = ["TierTests"]
 
@@ -93,9 +93,9 @@ class TierTests:
         tier.put_file("a/big", str(source), check=blocks.append, progress=told.append)
         assert self.raw_get(tier, "a/big") == data
         assert tier.read("a/big") == data
-        assert [len(block) for block in blocks] == [BLOCK_BYTES] * (nbytes // BLOCK_BYTES) + [nbytes % BLOCK_BYTES] * bool(
+        assert [len(block) for block in blocks] == [BLOCK_BYTES] * (nbytes // BLOCK_BYTES) + [
             nbytes % BLOCK_BYTES
-        )
+        ] * bool(nbytes % BLOCK_BYTES)
         assert b"".join(blocks) == data
         assert told == sorted(told) and (told[-1:] == [nbytes] or nbytes == 0)
         assert source.read_bytes() == data
@@ -220,7 +220,22 @@ class TierTests:
             return {o.key: o.nbytes for o in found}
 
         assert listed("") == sizes
-        for prefix in ("a", "ab", "ab/", "ab/y", "ab/y/", "ab/y/deep/", "ab/x", "abc/", "b", "b/", "zz", "zz/", "ab/zz/", "a/"):
+        for prefix in (
+            "a",
+            "ab",
+            "ab/",
+            "ab/y",
+            "ab/y/",
+            "ab/y/deep/",
+            "ab/x",
+            "abc/",
+            "b",
+            "b/",
+            "zz",
+            "zz/",
+            "ab/zz/",
+            "a/",
+        ):
             assert listed(prefix) == {key: n for key, n in sizes.items() if key.startswith(prefix)}, prefix
 
     def test_an_empty_tier_lists_nothing(self, tier: Tier) -> None:
@@ -241,7 +256,9 @@ class TierTests:
 
     @pytest.mark.parametrize("old", [None, b"old"], ids=["new", "replaced"])
     @pytest.mark.parametrize("bad_block", [0, 1, 2])
-    def test_a_check_that_raises_leaves_no_trace(self, tier: Tier, tmp_path: Path, bad_block: int, old: bytes | None) -> None:
+    def test_a_check_that_raises_leaves_no_trace(
+        self, tier: Tier, tmp_path: Path, bad_block: int, old: bytes | None
+    ) -> None:
         if old is not None:
             self.raw_put(tier, "a/k", old)
         refusal = Refusal()

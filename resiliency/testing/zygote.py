@@ -68,8 +68,14 @@ class Zygote:
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "resiliency.testing.zygote", json.dumps(list(preload))],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, start_new_session=True, env=env, text=True, bufsize=1,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                start_new_session=True,
+                env=env,
+                text=True,
+                bufsize=1,
+            )
         self._workers: dict[int, Worker] = {}
         self._started: list[int] = []
         self._starting = threading.Lock()
@@ -79,13 +85,17 @@ class Zygote:
         self._reader = threading.Thread(target=self._read, name="zygote-reader", daemon=True)
         self._reader.start()
 
-    def start(self, target: str, arguments: Mapping[str, Any], *, env: Mapping[str, str] | None = None, timeout_s: float = 60) -> Worker:
+    def start(
+        self, target: str, arguments: Mapping[str, Any], *, env: Mapping[str, str] | None = None, timeout_s: float = 60
+    ) -> Worker:
         """Forks a worker that calls ``target`` ("module:function") with keyword arguments, in a session of its own."""
         assert self._process.stdin is not None
         # One order at a time: its answer is told from that of another thread's order by nothing else.
         with self._starting, self._changed:
             before = len(self._started)
-            self._process.stdin.write(json.dumps({"target": target, "arguments": dict(arguments), "env": dict(env or {})}) + "\n")
+            self._process.stdin.write(
+                json.dumps({"target": target, "arguments": dict(arguments), "env": dict(env or {})}) + "\n"
+            )
             self._changed.wait_for(lambda: len(self._started) > before or self._ended, timeout_s)
             if len(self._started) == before:
                 what = "has ended" if self._ended else f"forked nothing within {timeout_s:.0f} s"

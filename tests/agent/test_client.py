@@ -24,7 +24,7 @@ from resiliency.errors import ResiliencyError
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state
 
 SOON = timedelta(seconds=20)
-PROCESS = replace(QUICK, agent="process", drain=timedelta(seconds=10))
+PROCESS = replace(QUICK, agent="process", drain_timeout=timedelta(seconds=10))
 
 
 @pytest.fixture
@@ -97,7 +97,9 @@ def test_agent_lives_as_long_as_the_job_and_no_longer(local: Path) -> None:
     assert loads(local) == 1
 
 
-def test_a_killed_agent_is_replaced_and_the_save_in_flight_is_committed(local: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_agent_is_replaced_and_the_save_in_flight_is_committed(
+    local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with make_checkpointer(local, options=PROCESS) as checkpointer:
         assert save(checkpointer, 1)
         ticket = checkpointer.save(2, make_state(2), lazy=True)
@@ -156,7 +158,9 @@ def test_two_jobs_with_embedded_agents_are_kept_apart(local: Path, monkeypatch: 
         assert save(third, 2)
 
 
-def test_an_agent_that_never_listens_costs_one_deadline(local: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_agent_that_never_listens_costs_one_deadline(
+    local: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     deaf = tmp_path / "python"
     deaf.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nexec sleep 600\n")
     deaf.chmod(0o755)
@@ -171,9 +175,11 @@ def test_an_agent_that_never_listens_costs_one_deadline(local: Path, monkeypatch
     assert loads(local) == 1
 
 
-def test_a_stopped_agent_does_not_stop_training(local: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_agent_does_not_stop_training(
+    local: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(checkpointer_module, "_HUNG_S", 0.5)
-    options = replace(PROCESS, busy_wait=timedelta(seconds=0.2))
+    options = replace(PROCESS, previous_save_timeout=timedelta(seconds=0.2))
     checkpointer = make_checkpointer(local, options=options)
     stopped = None
     try:
@@ -190,7 +196,16 @@ def test_a_stopped_agent_does_not_stop_training(local: Path, monkeypatch: pytest
                 break
         assert longest < 2.5, f"a save blocked training for {longest:.1f} s"
         assert any(not taken for taken in results), "no save was skipped"
-        assert len([entry for entry in caplog.records if "no checkpoint at step" in entry.getMessage() and entry.levelno >= logging.WARNING]) == 1
+        assert (
+            len(
+                [
+                    entry
+                    for entry in caplog.records
+                    if "no checkpoint at step" in entry.getMessage() and entry.levelno >= logging.WARNING
+                ]
+            )
+            == 1
+        )
         assert until(lambda: checkpointer.session.client.embedded)
         assert save(checkpointer, 50)
         # The stopped agent comes back and finds that it has been replaced.
@@ -205,7 +220,9 @@ def test_a_stopped_agent_does_not_stop_training(local: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("how", ["ends at once", "never listens"])
-def test_an_agent_that_cannot_start(local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str) -> None:
+def test_an_agent_that_cannot_start(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\n" + ("exit 1\n" if how == "ends at once" else "exec sleep 60\n"))
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
@@ -231,7 +248,10 @@ def test_two_jobs_on_one_directory(local: Path, monkeypatch: pytest.MonkeyPatch)
     from resiliency.agent import server
 
     assert server._OLD_CLIENTS_S <= 30, "the second job waits too long for its refusal"
-    with make_checkpointer(local, options=PROCESS, run="one") as one, make_checkpointer(local, options=PROCESS, run="two") as two:
+    with (
+        make_checkpointer(local, options=PROCESS, run="one") as one,
+        make_checkpointer(local, options=PROCESS, run="two") as two,
+    ):
         assert save(one, 1) and save(two, 2)
         assert len(running()) == 2
     assert until(lambda: not agents())

@@ -18,13 +18,21 @@ from resiliency.agent import core
 from resiliency.agent.core import HostAgent
 from resiliency.agent.protocol import AgentConfig, TierSpec
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.checkpoint.exchange import Exchange
-from resiliency.checkpoint.manifest import META_DIR
+from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.tiers.local import LocalTier
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
-from resiliency.testing.checkpoints import RUN, differences, flip_bits, make_checkpointer, make_state, run_ranks, step_dirs
+from resiliency.storage.manifest import META_DIR
+from resiliency.storage.tiers.local import LocalTier
+from resiliency.testing.checkpoints import (
+    RUN,
+    differences,
+    flip_bits,
+    make_checkpointer,
+    make_state,
+    run_ranks,
+    step_dirs,
+)
 from resiliency.testing.tier_doubles import RecordingTier
 
 SOON = timedelta(seconds=20)
@@ -42,10 +50,12 @@ def local(tmp_path: Path) -> Path:
 
 
 def keeping(local: Path, keep: int | None, **further: Any) -> Checkpointer:
-    exchange = further.pop("exchange", None)
+    coordinator = further.pop("coordinator", None)
     remotes = further.pop("remotes", ())
     run = further.pop("run", RUN)
-    return make_checkpointer(LocalTierOptions(directory=str(local), keep=keep, **further), exchange, remotes=remotes, run=run)
+    return make_checkpointer(
+        LocalTierOptions(directory=str(local), keep=keep, **further), coordinator, remotes=remotes, run=run
+    )
 
 
 def save(checkpointer: Checkpointer, *steps: int, level: Any = "durable", **further: Any) -> None:
@@ -150,19 +160,29 @@ def test_order_of_the_fsyncs_and_the_first_deletion(local: Path, monkeypatch: py
     first = next(i for i, (verb, _) in enumerate(seen) if verb == "delete")
     synced = [os.path.relpath(path, local) for verb, path in seen[:first]]
     inside = os.path.relpath(new, local)
-    assert {f"{inside}/{name}" for name in ("manifest.json", "shard-00000.json", "shard-00000.safetensors")} <= set(synced)
-    assert synced.index(inside) > synced.index(f"{inside}/manifest.json"), "the folder is synced last, or the names are not safe"
+    assert {f"{inside}/{name}" for name in ("manifest.json", "shard-00000.json", "shard-00000.safetensors")} <= set(
+        synced
+    )
+    assert synced.index(inside) > synced.index(f"{inside}/manifest.json"), (
+        "the folder is synced last, or the names are not safe"
+    )
     assert seen[first][1].endswith("manifest.json"), "the manifest goes first, so that what is half deleted is no step"
 
 
 def test_manifest_first_then_records_then_shards(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[str] = []
     real = faultpoints.hit
-    monkeypatch.setattr(core.faultpoints, "hit", lambda name, **further: (passed.append(name), real(name, **further))[1])
+    monkeypatch.setattr(
+        core.faultpoints, "hit", lambda name, **further: (passed.append(name), real(name, **further))[1]
+    )
     with keeping(local, 1) as checkpointer:
         save(checkpointer, 1, 2)
         settle(checkpointer)
-    assert [name for name in passed if "prune" in name] == ["agent.prune.manifest", "agent.prune.record", "agent.prune.shard"]
+    assert [name for name in passed if "prune" in name] == [
+        "agent.prune.manifest",
+        "agent.prune.record",
+        "agent.prune.shard",
+    ]
 
 
 @pytest.mark.parametrize("point", ["agent.prune.manifest", "agent.prune.record", "agent.prune.shard"])
@@ -241,15 +261,15 @@ def test_steps_of_a_run_started_again_from_an_older_step_are_kept(local: Path) -
 def test_two_embedded_agents_leave_each_others_unfinished_step_alone(local: Path) -> None:
     """Ranks on their own agents, out of order: a step half recorded is no leftover."""
 
-    def first(rank: int, exchange: Exchange) -> None:
-        with keeping(local, None, exchange=exchange) as checkpointer:
+    def first(rank: int, coordinator: Coordinator) -> None:
+        with keeping(local, None, coordinator=coordinator) as checkpointer:
             save(checkpointer, 30, level="committed")
 
-    def second(rank: int, exchange: Exchange) -> list[str]:
-        with keeping(local, None, exchange=exchange) as checkpointer:
+    def second(rank: int, coordinator: Coordinator) -> list[str]:
+        with keeping(local, None, coordinator=coordinator) as checkpointer:
             if rank == 1:
                 faultpoints.arm("agent.shard.rename:delay=0.5,rank=1")
-            exchange.all("armed", b"", timeout=SOON)
+            coordinator.all("armed", b"", timeout=SOON)
             ticket = checkpointer.save(20, make_state(20))
             assert ticket is not None
             checkpointer.delete("nothing.ckpt")  # makes the agent look for what may go
@@ -310,7 +330,9 @@ def test_delete_right_after_a_restart(local: Path) -> None:
         assert numbers(local) == [2]
 
 
-def test_a_deletion_while_the_step_is_still_being_sent_is_not_forgotten(local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_while_the_step_is_still_being_sent_is_not_forgotten(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from resiliency.agent import uploader
 
     free = threading.Event()
@@ -387,7 +409,9 @@ def test_many_names(local: Path) -> None:
 # ---- remote tiers
 
 
-def test_remote_deletes_only_after_the_newer_manifest(local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_deletes_only_after_the_newer_manifest(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from resiliency.agent import uploader
 
     tier = RecordingTier(LocalTier(tmp_path / "remote", name="object_store"))
@@ -418,12 +442,14 @@ def test_remote_is_pruned_whichever_rank_is_last(local: Path, tmp_path: Path, sl
     remote = tmp_path / "remote"
     faultpoints.arm(f"agent.upload.shard:delay=0.15@*,rank={slow}")
 
-    def work(rank: int, exchange: Exchange) -> None:
-        with keeping(local, 1, exchange=exchange, remotes=[RemoteTierOptions(address=str(remote), keep=1)]) as checkpointer:
+    def work(rank: int, coordinator: Coordinator) -> None:
+        with keeping(
+            local, 1, coordinator=coordinator, remotes=[RemoteTierOptions(address=str(remote), keep=1)]
+        ) as checkpointer:
             for step in (1, 2, 3, 4):
                 save(checkpointer, step, level="committed")
             settle(checkpointer)
-            exchange.all("sent", b"", timeout=SOON)
+            coordinator.all("sent", b"", timeout=SOON)
             save(checkpointer, 5, level="committed")
             settle(checkpointer)
 
@@ -448,10 +474,12 @@ def test_deleted_names_go_from_the_remote_tier_too(local: Path, tmp_path: Path) 
 
 def test_a_step_of_a_failed_interval_is_made_up_for(local: Path, tmp_path: Path) -> None:
     """The first save of a block of steps fails; the next one of the same block must go to the store instead."""
-    from resiliency.checkpoint.policy import Interval
+    from resiliency.storage.interval import Interval
 
     remote = tmp_path / "remote"
-    with keeping(local, 3, remotes=[RemoteTierOptions(address=str(remote), interval=Interval(steps=10))]) as checkpointer:
+    with keeping(
+        local, 3, remotes=[RemoteTierOptions(address=str(remote), interval=Interval(steps=10))]
+    ) as checkpointer:
         save(checkpointer, 1)
         faultpoints.arm("agent.record.write:full")
         ticket = checkpointer.save(10, make_state(10))
@@ -478,7 +506,9 @@ def test_no_file_descriptor_thread_or_file_is_lost_over_many_saves(local: Path, 
         save(checkpointer, *range(11, 61), names=["last.ckpt"])
         settle(checkpointer)
         after = count()
-        assert after[0] <= before[0] + 2 and after[1] <= before[1] + 2, f"descriptors, mappings: {before} became {after}"
+        assert after[0] <= before[0] + 2 and after[1] <= before[1] + 2, (
+            f"descriptors, mappings: {before} became {after}"
+        )
         assert threading.active_count() <= threads
         assert sum(1 for _ in local.rglob("*")) <= files + 2
     assert str(local) not in Path("/proc/self/maps").read_text(), "mappings outlive the checkpointer"
@@ -500,15 +530,33 @@ def test_shard_files_are_recycled(local: Path) -> None:
 
 def agent_for(local: Path, events: list[Any], **values: Any) -> HostAgent:
     config = AgentConfig(
-        run=RUN, node="n", attempt=1, token="0a0b0c", world_size=values.pop("world_size", 1), local_ranks=(0,), shared=True,
-        local=TierSpec(address=str(local), name="local", keep=3), durable=True, **values,
-    )  # fmt: skip
-    return HostAgent(config, lambda rank, message: events.append((rank, message)), EventWriter(run=RUN, attempt=1, rank=-1, host="n", sinks=()))
+        run=RUN,
+        node="n",
+        attempt=1,
+        token="0a0b0c",
+        world_size=values.pop("world_size", 1),
+        local_ranks=(0,),
+        shared=True,
+        local=TierSpec(address=str(local), name="local", keep=3),
+        durable=True,
+        **values,
+    )
+    return HostAgent(
+        config,
+        lambda rank, message: events.append((rank, message)),
+        EventWriter(run=RUN, attempt=1, rank=-1, host="n", sinks=()),
+    )
 
 
 def seal(path: Path, **values: Any) -> dict[str, Any]:
     """What a rank says of a shard it has filled."""
-    about = {"path": str(path), "inode": path.stat().st_ino if path.exists() else 1, "nbytes": 100, "digests": ["0" * 16], "plan": "p"}
+    about = {
+        "path": str(path),
+        "inode": path.stat().st_ino if path.exists() else 1,
+        "nbytes": 100,
+        "digests": ["0" * 16],
+        "plan": "p",
+    }
     more = {"names": [], "supersedes": [], "created": time.time(), "info": {}, "tiers": []}
     return {"t": "seal", "step": 1, "serial": 0, **about, **more, **values}
 

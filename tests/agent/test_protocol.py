@@ -13,16 +13,29 @@ from hypothesis import strategies as st
 
 from resiliency.agent import protocol
 from resiliency.agent.protocol import AgentConfig, Framer, TierSpec, pack, step_token
-from resiliency.checkpoint.manifest import StepId
 from resiliency.errors import AgentError, ConfigError
+from resiliency.storage.manifest import StepId
 
 CONFIG = AgentConfig(
-    run="run", node="n0", attempt=3, token="0a0b0c", world_size=4, local_ranks=(0, 1), shared=False,
-    local=TierSpec(address="/ckpts", name="local", keep=3), durable=True,
-    remotes=(TierSpec(address="gs://b/j", name="store", keep=None, names_hold=False, storage_options={"token": "anon"}),),
-    events="/ckpts/e.jsonl", drain_s=1.5,
-)  # fmt: skip
-values = st.recursive(st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False), lambda inner: st.lists(inner, max_size=3))
+    run="run",
+    node="n0",
+    attempt=3,
+    token="0a0b0c",
+    world_size=4,
+    local_ranks=(0, 1),
+    shared=False,
+    local=TierSpec(address="/ckpts", name="local", keep=3),
+    durable=True,
+    remotes=(
+        TierSpec(address="gs://b/j", name="store", keep=None, keep_named=False, storage_options={"token": "anon"}),
+    ),
+    events="/ckpts/e.jsonl",
+    drain_s=1.5,
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3),
+)
 
 
 def test_config_survives_the_way() -> None:
@@ -39,13 +52,17 @@ def test_one_address_for_each_directory_run_and_node(tmp_path: Path) -> None:
     spec = dataclasses.replace(CONFIG.local, address=str(tmp_path))
     base = dataclasses.replace(CONFIG, local=spec)
     others = [
-        dataclasses.replace(base, run="other"), dataclasses.replace(base, node="n1"),
+        dataclasses.replace(base, run="other"),
+        dataclasses.replace(base, node="n1"),
         dataclasses.replace(base, local=dataclasses.replace(spec, address=str(tmp_path / "x"))),
-    ]  # fmt: skip
+    ]
     assert len({base.address(), *(other.address() for other in others)}) == 4
     # The same folder by another path, and the next attempt, mean the same agent.
     (tmp_path / "link").symlink_to(tmp_path)
-    assert dataclasses.replace(base, local=dataclasses.replace(spec, address=str(tmp_path / "link"))).address() == base.address()
+    assert (
+        dataclasses.replace(base, local=dataclasses.replace(spec, address=str(tmp_path / "link"))).address()
+        == base.address()
+    )
     assert dataclasses.replace(base, attempt=4, token="ffffff").address() == base.address()
     assert base.address().startswith("\0") and len(base.address()) < 100
 
@@ -63,11 +80,15 @@ def test_messages_survive_any_cutting(messages: list[dict[str, object]], data: s
     stream = b"".join(map(pack, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     framer = Framer()
-    got = [message for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True) for message in framer.feed(stream[a:b])]
+    got = [
+        message for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True) for message in framer.feed(stream[a:b])
+    ]
     assert got == messages
 
 
-@pytest.mark.parametrize("line", [b"", b"x", b"{}", b"[]", b"3", b"null", b'"t"', b'{"T":1}', b"\xff\xfe", b"GET / HTTP/1.1\r", b'{"t":'])
+@pytest.mark.parametrize(
+    "line", [b"", b"x", b"{}", b"[]", b"3", b"null", b'"t"', b'{"T":1}', b"\xff\xfe", b"GET / HTTP/1.1\r", b'{"t":']
+)
 def test_anything_else_is_refused(line: bytes) -> None:
     with pytest.raises(AgentError):
         list(Framer().feed(line + b"\n"))

@@ -18,18 +18,26 @@ from resiliency.agent import server, uploader
 from resiliency.agent.client import AgentClient
 from resiliency.agent.protocol import PROTOCOL_VERSION, AgentConfig, Framer, TierSpec, pack
 from resiliency.agent.server import EXIT_TAKEN, AgentServer
-from resiliency.checkpoint.tiers.local import LocalTier
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
+from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import SlowTier
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> AgentConfig:
     return AgentConfig(
-        run="run", node="n", attempt=1, token="0a0b0c", world_size=2, local_ranks=(0, 1), shared=True,
-        local=TierSpec(address=str(tmp_path / "local"), name="local", keep=3), durable=True, drain_s=5.0,
-    )  # fmt: skip
+        run="run",
+        node="n",
+        attempt=1,
+        token="0a0b0c",
+        world_size=2,
+        local_ranks=(0, 1),
+        shared=True,
+        local=TierSpec(address=str(tmp_path / "local"), name="local", keep=3),
+        durable=True,
+        drain_s=5.0,
+    )
 
 
 @pytest.fixture
@@ -83,12 +91,25 @@ def seal(config: AgentConfig, step: int = 1, tiers: tuple[str, ...] = ()) -> dic
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"x" * 100)
     return {
-        "t": "seal", "step": step, "serial": 0, "path": str(path), "inode": path.stat().st_ino, "nbytes": 100, "plan": "p", "names": [],
-        "digests": ["0" * 16], "supersedes": [], "created": time.time(), "info": {}, "tiers": list(tiers),
-    }  # fmt: skip
+        "t": "seal",
+        "step": step,
+        "serial": 0,
+        "path": str(path),
+        "inode": path.stat().st_ino,
+        "nbytes": 100,
+        "plan": "p",
+        "names": [],
+        "digests": ["0" * 16],
+        "supersedes": [],
+        "created": time.time(),
+        "info": {},
+        "tiers": list(tiers),
+    }
 
 
-def test_welcome_and_the_end_after_the_last_rank(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
+def test_welcome_and_the_end_after_the_last_rank(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]
+) -> None:
     thread = serve(config)
     with dial(config) as first, dial(config) as second:
         first.sendall(hello(config, 0))
@@ -122,7 +143,9 @@ def test_one_agent_for_each_directory(config: AgentConfig, serve: Callable[[Agen
         assert answer(connection) is not None
 
 
-def test_another_job_on_the_same_directory_is_refused_with_advice(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
+def test_another_job_on_the_same_directory_is_refused_with_advice(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]
+) -> None:
     serve(config)
     mine = client_of(config)
     mine.open()
@@ -164,14 +187,19 @@ def test_the_next_attempt_waits_for_the_one_before_to_leave(
 
 
 def test_a_new_attempt_joins_an_agent_that_is_still_sending(
-    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: AgentConfig,
+    serve: Callable[[AgentConfig], threading.Thread],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     from datetime import timedelta
 
     free = threading.Event()
     remote = SlowTier(LocalTier(tmp_path / "remote", name="store"), delay=timedelta(seconds=30), pause=free.wait)
     monkeypatch.setattr(uploader, "open_tier", lambda *_, **__: remote)
-    config = dataclasses.replace(config, world_size=1, local_ranks=(0,), remotes=(TierSpec(address=str(tmp_path / "remote"), name="store"),))
+    config = dataclasses.replace(
+        config, world_size=1, local_ranks=(0,), remotes=(TierSpec(address=str(tmp_path / "remote"), name="store"),)
+    )
     thread = serve(config)
     old = client_of(config)
     old.open()
@@ -193,12 +221,21 @@ def test_a_new_attempt_joins_an_agent_that_is_still_sending(
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, b"\n", b"[]\n", b'{"t":"seal"}\n', b'{"t":"hello"}\n', b'{"t":"hello","v":1,"rank":0,"config":"{}"}\n',
-        b'{"t":"hello","v":1,"rank":0,"config":5}\n', b'{"t":"hello","v":1,"rank":"x","config":"[]"}\n',
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 100,
+        b"\n",
+        b"[]\n",
+        b'{"t":"seal"}\n',
+        b'{"t":"hello"}\n',
+        b'{"t":"hello","v":1,"rank":0,"config":"{}"}\n',
+        b'{"t":"hello","v":1,"rank":0,"config":5}\n',
+        b'{"t":"hello","v":1,"rank":"x","config":"[]"}\n',
         b'{"t":"hello","v":1,"rank":0,"config":"{\\"local_ranks\\":[0],\\"local\\":{},\\"remotes\\":[]}"}\n',
     ],
-)  # fmt: skip
-def test_garbage_on_the_socket_harms_nobody(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], data: bytes) -> None:
+)
+def test_garbage_on_the_socket_harms_nobody(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], data: bytes
+) -> None:
     serve(config)
     rank = client_of(config)
     rank.open()
@@ -217,11 +254,16 @@ def test_garbage_on_the_socket_harms_nobody(config: AgentConfig, serve: Callable
 @pytest.mark.parametrize(
     "message",
     [
-        {"t": "seal"}, {"t": "seal", "step": "x", "serial": 0}, {"t": "delete", "names": [["a"]], "after": 1}, {"t": "delete", "names": 3, "after": 1},
-        {"t": "flush"}, {"t": "complete"}, {"t": "seal", "step": 1, "serial": 0, "nbytes": 1, "digests": []},
+        {"t": "seal"},
+        {"t": "seal", "step": "x", "serial": 0},
+        {"t": "delete", "names": [["a"]], "after": 1},
+        {"t": "delete", "names": 3, "after": 1},
+        {"t": "flush"},
+        {"t": "complete"},
+        {"t": "seal", "step": 1, "serial": 0, "nbytes": 1, "digests": []},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_malformed_message_of_one_rank_does_not_harm_another(
     config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], message: dict[str, Any]
 ) -> None:
@@ -239,7 +281,9 @@ def test_a_malformed_message_of_one_rank_does_not_harm_another(
         good.close()
 
 
-def test_another_version_of_the_protocol_is_told(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
+def test_another_version_of_the_protocol_is_told(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]
+) -> None:
     serve(config)
     with dial(config) as connection:
         connection.sendall(hello(config, v=99))
@@ -263,14 +307,18 @@ def test_another_user_is_not_heard(config: AgentConfig, serve: Callable[[AgentCo
         "sys.exit(0 if said == b'' else 7)\n"
     )
     arguments = [config.address().encode().hex(), hello(config).decode().strip()]
-    done = subprocess.run([sys.executable, "-S", "-c", script, *arguments], timeout=30, capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script, *arguments], timeout=30, capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stderr.decode()
     with dial(config) as connection:
         connection.sendall(hello(config))
         assert (answer(connection) or {})["t"] == "welcome"
 
 
-def test_a_local_tier_that_cannot_be_read_is_told(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], tmp_path: Path) -> None:
+def test_a_local_tier_that_cannot_be_read_is_told(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], tmp_path: Path
+) -> None:
     steps = tmp_path / "local" / ".resiliency" / "run"
     steps.mkdir(parents=True)
     (steps / "steps").symlink_to("steps")  # a link to itself: ELOOP
@@ -288,7 +336,9 @@ def test_a_local_tier_that_cannot_be_read_is_told(config: AgentConfig, serve: Ca
         assert (answer(connection) or {})["t"] == "welcome"
 
 
-def test_a_rank_that_comes_again_replaces_itself(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
+def test_a_rank_that_comes_again_replaces_itself(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]
+) -> None:
     """Its old connection may be noticed as broken only later; that must not take the new one down."""
     serve(config)
     with dial(config) as old:

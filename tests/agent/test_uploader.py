@@ -13,10 +13,10 @@ import pytest
 from resiliency.agent import uploader as uploader_module
 from resiliency.agent.protocol import AgentConfig, TierSpec
 from resiliency.agent.uploader import Uploader
-from resiliency.checkpoint.catalog import block_digest, scan, step_prefix
-from resiliency.checkpoint.manifest import ShardRecord, StepId
-from resiliency.checkpoint.tiers.local import LocalTier
 from resiliency.events import EventWriter
+from resiliency.storage.catalog import block_digest, scan, step_prefix
+from resiliency.storage.manifest import ShardRecord, StepId
+from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import Fault, FaultyTier
 
 STEP = StepId(7, 1, "0a0b0c00")
@@ -30,14 +30,25 @@ class Host:
         self.reports: list[tuple[str, str]] = []
         spec = TierSpec(address=str(root / "remote"), name="store", keep=1)
         config = AgentConfig(
-            run="r", node=f"n{rank}", attempt=1, token="0a0b0c", world_size=world_size, local_ranks=(rank,), shared=False,
-            local=TierSpec(address=str(self.local), name="local"), durable=True, remotes=(spec,),
-        )  # fmt: skip
+            run="r",
+            node=f"n{rank}",
+            attempt=1,
+            token="0a0b0c",
+            world_size=world_size,
+            local_ranks=(rank,),
+            shared=False,
+            local=TierSpec(address=str(self.local), name="local"),
+            durable=True,
+            remotes=(spec,),
+        )
         self.world_size = world_size
         self.uploader = Uploader(
-            config, spec, lambda step, file: str(self.local / step_prefix("r", step) / file), lambda s, i, outcome, why: self.reports.append((outcome, why)),
+            config,
+            spec,
+            lambda step, file: str(self.local / step_prefix("r", step) / file),
+            lambda s, i, outcome, why: self.reports.append((outcome, why)),
             EventWriter(run="r", attempt=1, rank=-1, host="h", sinks=()),
-        )  # fmt: skip
+        )
 
     def record(self, step: StepId = STEP, plan: str = "p") -> ShardRecord:
         data = f"{step} of {self.rank}".encode() * 50
@@ -45,9 +56,17 @@ class Host:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         return ShardRecord(
-            id=step, run="r", rank=self.rank, world_size=self.world_size, node="n", nbytes=len(data), block_bytes=8 << 20,
-            digests=(block_digest(data),), plan=plan, names=("a.ckpt",),
-        )  # fmt: skip
+            id=step,
+            run="r",
+            rank=self.rank,
+            world_size=self.world_size,
+            node="n",
+            nbytes=len(data),
+            block_bytes=8 << 20,
+            digests=(block_digest(data),),
+            plan=plan,
+            names=("a.ckpt",),
+        )
 
     def send(self, *records: ShardRecord, **further: Any) -> str:
         """Sends and waits; returns the outcome."""
@@ -92,7 +111,9 @@ def test_both_at_once(hosts: list[Host], remote: FaultyTier) -> None:
         barrier = threading.Barrier(2)
         outcomes: list[str] = []
 
-        def work(host: Host, record: ShardRecord, barrier: threading.Barrier = barrier, outcomes: list[str] = outcomes) -> None:
+        def work(
+            host: Host, record: ShardRecord, barrier: threading.Barrier = barrier, outcomes: list[str] = outcomes
+        ) -> None:
             barrier.wait(10)
             outcomes.append(host.send(record))
 
@@ -150,7 +171,9 @@ def test_a_file_of_another_length_is_not_sent_on(hosts: list[Host], remote: Faul
     assert not [info for info in remote.list("") if info.key.endswith(".json")]
 
 
-def test_closing_ends_the_waiting_at_once(hosts: list[Host], remote: FaultyTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_the_waiting_at_once(
+    hosts: list[Host], remote: FaultyTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(uploader_module, "_FIRST_PAUSE_S", 60.0)
     told = threading.Event()
     remote.fail("put_file", Fault.BUSY, times=10**9)

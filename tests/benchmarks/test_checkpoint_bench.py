@@ -31,9 +31,15 @@ def one_round(**changes: object) -> dict[str, object]:
     save = {"call_s": 0.1, "stall_s": 0.2, "committed_s": 0.3, "durable_s": 0.4}
     beside = {"call_s": 0.1, "fence_s": 0.0, "stall_s": 0.1, "compute_ratio": 0.9, "in_flight_s": 1.0}
     result = {
-        "bytes": 10, "flush": "own fsync", "setup_s": 1.0, "first": {**save, "stall_s": 0.6}, "warm": [save, save],
-        "overlapped": [beside], "ram_x_state": 2.0, "restore_s": [0.5],
-    }  # fmt: skip
+        "bytes": 10,
+        "flush": "own fsync",
+        "setup_s": 1.0,
+        "first": {**save, "stall_s": 0.6},
+        "warm": [save, save],
+        "overlapped": [beside],
+        "ram_x_state": 2.0,
+        "restore_s": [0.5],
+    }
     return {**result, **changes}
 
 
@@ -44,7 +50,19 @@ def one_round(**changes: object) -> dict[str, object]:
 def test_table_and_json_are_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     only = ["torch-save", "dcp-sync", "bound-digest", "bound-file", "ours-lazy"]
     target = tmp_path / "result.json"
-    arguments = ["--quick", "--part", "isolated", "--sizes", "4x4", "--saves", "1", "--threads", "1", "--dir", str(tmp_path)]
+    arguments = [
+        "--quick",
+        "--part",
+        "isolated",
+        "--sizes",
+        "4x4",
+        "--saves",
+        "1",
+        "--threads",
+        "1",
+        "--dir",
+        str(tmp_path),
+    ]
     code = checkpoint.main([*arguments, "--json", str(target), "--only", *only])
     printed = capsys.readouterr().out
     found = json.loads(target.read_text())
@@ -72,7 +90,10 @@ def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks._loop"]
     entry = next(entry for entry in LOOP if entry.name == "ours")
     result = run_contender(
-        launcher, {**spec, "module": entry.module, "attribute": entry.attribute}, folder=tmp_path, deadline=timedelta(seconds=150)
+        launcher,
+        {**spec, "module": entry.module, "attribute": entry.attribute},
+        folder=tmp_path,
+        deadline=timedelta(seconds=150),
     )
     row = summarize_loop([result], segment=2)
     assert row["status"] == "ok", row
@@ -200,7 +221,14 @@ def test_a_cycle_that_was_cut_short_is_not_counted() -> None:
 
 def test_targets_are_ratios_of_the_rows() -> None:
     floor = summarize_isolated([one_round()])
-    own = {**floor, "beside_stall_s": 0.019, "stall_s": 0.21, "first_stall_s": 0.4, "restore_s": 0.1, "ram_x_state": 2.4}
+    own = {
+        **floor,
+        "beside_stall_s": 0.019,
+        "stall_s": 0.21,
+        "first_stall_s": 0.4,
+        "restore_s": 0.1,
+        "ram_x_state": 2.4,
+    }
     rows = {"floor-copy": floor, "floor-write": floor, "dcp-sync": floor, "ours-lazy": own}
     by_text = {target.text.split(":")[0].split(" /")[0]: target for target in isolated_targets(rows, where="here")}
     met = {text: target.met for text, target in by_text.items()}
@@ -236,11 +264,15 @@ def test_loop_target_is_against_the_best_peer_that_lost_anything() -> None:
 # ---- names
 
 
-@pytest.mark.parametrize("entry", [*ISOLATED, *LOOP], ids=lambda entry: f"{entry.module.rpartition('.')[2]}-{entry.name}")
+@pytest.mark.parametrize(
+    "entry", [*ISOLATED, *LOOP], ids=lambda entry: f"{entry.module.rpartition('.')[2]}-{entry.name}"
+)
 def test_every_entry_is_where_it_says(entry: Entry) -> None:
     # read, not imported: the contenders import torch, Lightning or a peer that may be missing
     source = Path(checkpoint.__file__).parent.parent.joinpath(*entry.module.split(".")).with_suffix(".py")
-    definitions = [node for node in ast.parse(source.read_text()).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    definitions = [
+        node for node in ast.parse(source.read_text()).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    ]
     assert entry.attribute in [node.name for node in definitions]
 
 

@@ -35,17 +35,33 @@ class Raising(pl.Callback):
 
 
 def train(
-    *, directory: str, result: str, max_steps: int, own: bool = True, uneven: bool = False, ckpt_path: str | None = None, raising: int = -1,
+    *,
+    directory: str,
+    result: str,
+    max_steps: int,
+    own: bool = True,
+    uneven: bool = False,
+    ckpt_path: str | None = None,
+    raising: int = -1,
     arguments: dict[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Trains and writes what this rank knows at the end, also when it fails."""
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    given: dict[str, Any] = {"every_n_train_steps": 3, "monitor": "step", "mode": "max", "save_top_k": 2, "filename": "{step}", "save_last": True}
+    given: dict[str, Any] = {
+        "every_n_train_steps": 3,
+        "monitor": "step",
+        "mode": "max",
+        "save_top_k": 2,
+        "filename": "{step}",
+        "save_last": True,
+    }
     callback = (ours if own else lambda ns, d, **k: stock(ns)(d, **k))(PL, directory, **(given | (arguments or {})))
     callbacks = [callback, *([Uneven(rank)] if uneven else []), *([Raising()] if raising == rank else [])]
     strategy = pl.strategies.DDPStrategy(process_group_backend="gloo")
-    trainer = make_trainer(PL, callbacks, root=Path(directory), devices=world_size, strategy=strategy, max_steps=max_steps, max_epochs=-1)
+    trainer = make_trainer(
+        PL, callbacks, root=Path(directory), devices=world_size, strategy=strategy, max_steps=max_steps, max_epochs=-1
+    )
     net = make_net(PL, width=200, dropout=0.2)
     torch.manual_seed(100 + rank)
     error = ""
@@ -57,7 +73,12 @@ def train(
     for tensor in net.state_dict().values():
         digest.update(tensor.numpy().tobytes())
     answer = {
-        "error": error, "hash": digest.hexdigest(), "step": trainer.global_step, "best": callback.best_model_path,
-        "best_k": sorted(callback.best_k_models), "last": callback.last_model_path, "names": sorted(names(Path(directory))),
-    }  # fmt: skip
+        "error": error,
+        "hash": digest.hexdigest(),
+        "step": trainer.global_step,
+        "best": callback.best_model_path,
+        "best_k": sorted(callback.best_k_models),
+        "last": callback.last_model_path,
+        "names": sorted(names(Path(directory))),
+    }
     Path(f"{result}.{rank}").write_text(json.dumps(answer))

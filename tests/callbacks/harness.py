@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resiliency.callbacks.model_checkpoint import build
-from resiliency.checkpoint.catalog import scan
-from resiliency.checkpoint.manifest import META_DIR
 from resiliency.checkpoint.options import CheckpointerOptions
-from resiliency.checkpoint.reader import load_path, locate
-from resiliency.checkpoint.tiers.local import LocalTier
+from resiliency.inspection.by_path import load_path, locate
+from resiliency.storage.catalog import scan
+from resiliency.storage.manifest import META_DIR
+from resiliency.storage.tiers.local import LocalTier
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 EMBEDDED = CheckpointerOptions(agent="embedded")
@@ -31,7 +31,9 @@ def stock(namespace: str) -> type[Any]:
     return found
 
 
-def make_net(namespace: str, *, manual: str = "", width: int = 8, dropout: float = 0.0, hparams: Mapping[str, Any] | None = None) -> Any:
+def make_net(
+    namespace: str, *, manual: str = "", width: int = 8, dropout: float = 0.0, hparams: Mapping[str, Any] | None = None
+) -> Any:
     """A module with dropout, BatchNorm, Adam and a scheduler. ``manual``: "wrapped" or "raw" optimizer, stepped by hand."""
     lightning = importlib.import_module(namespace)
 
@@ -39,7 +41,9 @@ def make_net(namespace: str, *, manual: str = "", width: int = 8, dropout: float
         def __init__(self, **kwargs: Any) -> None:
             super().__init__()
             self.save_hyperparameters(dict(hparams or {}))
-            self.layers = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(dropout), nn.Linear(width, 1))
+            self.layers = nn.Sequential(
+                nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(dropout), nn.Linear(width, 1)
+            )
             self.automatic_optimization = not manual
             self.ran = 0  # batches this object was trained on
 
@@ -69,7 +73,10 @@ def make_net(namespace: str, *, manual: str = "", width: int = 8, dropout: float
             optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
             if manual:
                 return optimizer
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"},
+            }
 
     torch.manual_seed(5)
     return Net()
@@ -83,9 +90,14 @@ def loader(*, batches: int = BATCHES, shuffle: bool = False) -> DataLoader[Any]:
 def make_trainer(namespace: str, callbacks: Iterable[Any], *, root: Path, **settings: Any) -> Any:
     lightning = importlib.import_module(namespace)
     quiet = {
-        "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "num_sanity_val_steps": 0, "max_epochs": 2,
-    }  # fmt: skip
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 2,
+    }
     return lightning.Trainer(default_root_dir=root, callbacks=list(callbacks), **(quiet | settings))
 
 
@@ -125,14 +137,23 @@ def rank_state(path: Path, *, rank: int = 0) -> Any:
 
 def steps(directory: Path, run: str = "default") -> list[int]:
     """Complete steps of a run, oldest first."""
-    return [listing.id.step for listing in scan(LocalTier(str(directory), durable=False), run) if listing.manifest is not None]
+    return [
+        listing.id.step
+        for listing in scan(LocalTier(str(directory), durable=False), run)
+        if listing.manifest is not None
+    ]
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
     """Where two trees differ, in type, value or bits; empty when they are equal."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8) if a.dim() else a,
-                                                                         b.contiguous().view(torch.uint8) if b.dim() else b)  # fmt: skip
+        same = (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(
+                a.contiguous().view(torch.uint8) if a.dim() else a, b.contiguous().view(torch.uint8) if b.dim() else b
+            )
+        )
         return [] if same else [f"{where}: {a!r} is not {b!r}"]
     if type(a) is not type(b):
         return [f"{where}: {type(a).__name__} is not {type(b).__name__} ({a!r}, {b!r})"]

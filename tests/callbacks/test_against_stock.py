@@ -32,12 +32,28 @@ CASES: dict[str, Case] = {
     "every_steps_all": ([{"every_n_train_steps": 5, "save_top_k": -1}], {}, {}),
     "nothing": ([{"save_top_k": 0, "every_n_train_steps": 2}], {}, {}),
     "nothing_but_last": ([{"save_top_k": 0, "save_last": True, "every_n_train_steps": 2}], {}, {}),
-    "max_one": ([{"monitor": "step", "mode": "max", "save_top_k": 1, "every_n_train_steps": 5, "filename": "{step}"}], {}, {}),
-    "min_best": ([{"monitor": "wave", "save_top_k": 2, "every_n_train_steps": 1, "filename": "{step}-{wave:.1f}"}], {}, {}),
-    "max_best_last": ([{"monitor": "wave", "mode": "max", "save_top_k": 3, "every_n_train_steps": 1, "save_last": True}], {}, {}),
+    "max_one": (
+        [{"monitor": "step", "mode": "max", "save_top_k": 1, "every_n_train_steps": 5, "filename": "{step}"}],
+        {},
+        {},
+    ),
+    "min_best": (
+        [{"monitor": "wave", "save_top_k": 2, "every_n_train_steps": 1, "filename": "{step}-{wave:.1f}"}],
+        {},
+        {},
+    ),
+    "max_best_last": (
+        [{"monitor": "wave", "mode": "max", "save_top_k": 3, "every_n_train_steps": 1, "save_last": True}],
+        {},
+        {},
+    ),
     "all_monitored": ([{"monitor": "wave", "save_top_k": -1, "every_n_train_steps": 4}], {}, {}),
     "epochs": ([{"every_n_epochs": 2, "save_top_k": -1}], {"max_epochs": 4}, {}),
-    "epoch_end": ([{"monitor": "train_loss", "save_on_train_epoch_end": True, "save_last": True}], {"max_epochs": 3}, {}),
+    "epoch_end": (
+        [{"monitor": "train_loss", "save_on_train_epoch_end": True, "save_last": True}],
+        {"max_epochs": 3},
+        {},
+    ),
     "not_epoch_end": ([{"save_on_train_epoch_end": False, "every_n_epochs": 1, "save_top_k": -1}], {}, {}),
     "clock": ([{"train_time_interval": timedelta(0), "save_top_k": -1}], {}, {}),
     "clock_never": ([{"train_time_interval": timedelta(days=1), "save_last": True}], {}, {}),
@@ -45,40 +61,73 @@ CASES: dict[str, Case] = {
     "link": ([{"every_n_train_steps": 3, "save_last": "link", "save_top_k": 1}], {}, {}),
     "link_best": ([{"monitor": "wave", "every_n_train_steps": 1, "save_last": "link", "save_top_k": 2}], {}, {}),
     "link_epochs": ([{"save_last": "link", "save_top_k": -1}], {"max_epochs": 3}, {}),
-    "validation_metric": ([{"monitor": "val_wave", "mode": "max", "save_top_k": 2, "save_last": True}], {"max_epochs": 4}, {}),
+    "validation_metric": (
+        [{"monitor": "val_wave", "mode": "max", "save_top_k": 2, "save_last": True}],
+        {"max_epochs": 4},
+        {},
+    ),
     "validation_deferred": (
         [{"monitor": "val_wave", "every_n_train_steps": 2, "save_top_k": 2, "save_last": True}],
-        {"val_check_interval": 3, "max_epochs": 3}, {},
+        {"val_check_interval": 3, "max_epochs": 3},
+        {},
     ),
     "validation_in_between": ([{"save_top_k": -1, "save_last": True}], {"val_check_interval": 2}, {}),
     "validation_every_second": ([{"save_top_k": -1}], {"check_val_every_n_epoch": 2, "max_epochs": 4}, {}),
-    "template": ([{"filename": "e-{epoch:02d}-{train_loss:.3f}-{missing:d}", "every_n_train_steps": 4, "save_top_k": -1}], {}, {}),
+    "template": (
+        [{"filename": "e-{epoch:02d}-{train_loss:.3f}-{missing:d}", "every_n_train_steps": 4, "save_top_k": -1}],
+        {},
+        {},
+    ),
     "template_plain": (
-        [{"filename": "e{epoch}_s{step}", "auto_insert_metric_name": False, "every_n_train_steps": 4, "save_top_k": -1}], {}, {},
+        [
+            {
+                "filename": "e{epoch}_s{step}",
+                "auto_insert_metric_name": False,
+                "every_n_train_steps": 4,
+                "save_top_k": -1,
+            }
+        ],
+        {},
+        {},
     ),
     "same_name": ([{"filename": "same", "every_n_train_steps": 2, "save_top_k": -1, "save_last": True}], {}, {}),
     "same_name_over": (
-        [{"filename": "same", "every_n_train_steps": 2, "enable_version_counter": False, "save_last": True}], {}, {},
+        [{"filename": "same", "every_n_train_steps": 2, "enable_version_counter": False, "save_last": True}],
+        {},
+        {},
     ),
     "same_name_best": ([{"filename": "x", "monitor": "wave", "every_n_train_steps": 1, "save_top_k": 3}], {}, {}),
     "weights_only": ([{"save_weights_only": True, "every_n_train_steps": 4, "save_last": True}], {}, {}),
     "manual_wrapped": ([{"every_n_train_steps": 4, "save_top_k": -1}], {}, {"manual": "wrapped"}),
-    "accumulate": ([{"every_n_train_steps": 1, "save_top_k": -1, "save_last": True}], {"accumulate_grad_batches": 4}, {}),
+    "accumulate": (
+        [{"every_n_train_steps": 1, "save_top_k": -1, "save_last": True}],
+        {"accumulate_grad_batches": 4},
+        {},
+    ),
     "max_steps": ([{"every_n_train_steps": 2, "save_last": True}], {"max_steps": 7, "max_epochs": -1}, {}),
     "two_dirs": ([{"every_n_train_steps": 2}, {"dirpath": "other", "monitor": "wave", "save_top_k": 2}], {}, {}),
     "two_in_one": (
-        [{"every_n_train_steps": 2, "filename": "a-{step}"}, {"monitor": "wave", "filename": "b-{step}", "save_top_k": 2, "every_n_train_steps": 1}],
-        {}, {},
+        [
+            {"every_n_train_steps": 2, "filename": "a-{step}"},
+            {"monitor": "wave", "filename": "b-{step}", "save_top_k": 2, "every_n_train_steps": 1},
+        ],
+        {},
+        {},
     ),
-    "two_same_names": ([{"every_n_train_steps": 3, "save_top_k": -1}, {"every_n_epochs": 1, "save_top_k": -1, "save_last": True}], {}, {}),
+    "two_same_names": (
+        [{"every_n_train_steps": 3, "save_top_k": -1}, {"every_n_epochs": 1, "save_top_k": -1, "save_last": True}],
+        {},
+        {},
+    ),
     "weights_beside_full": (
         [
             {"every_n_train_steps": 3, "save_last": True},
             {"every_n_train_steps": 2, "save_weights_only": True, "filename": "w-{step}", "save_top_k": -1},
         ],
-        {}, {},
+        {},
+        {},
     ),
-}  # fmt: skip
+}
 
 
 def train(namespace: str, root: Path, case: Case, *, own: bool, **more: Any) -> tuple[Any, list[Any], Any]:
@@ -95,7 +144,9 @@ def train(namespace: str, root: Path, case: Case, *, own: bool, **more: Any) -> 
     return trainer, callbacks, net
 
 
-def pair(namespace: str, tmp_path: Path, case: Case) -> tuple[tuple[Any, list[Any], Any], tuple[Any, list[Any], Any], Path, Path]:
+def pair(
+    namespace: str, tmp_path: Path, case: Case
+) -> tuple[tuple[Any, list[Any], Any], tuple[Any, list[Any], Any], Path, Path]:
     """Both trainings, each in a folder of the same name: paths are part of what is compared."""
     root, kept = tmp_path / "run", tmp_path / "stock"
     root.mkdir()
@@ -132,7 +183,9 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_pre_optimizer_weights_of_manual_optimisation_are_saved_as_stock_saves_them(namespace: str, tmp_path: Path) -> None:
+def test_pre_optimizer_weights_of_manual_optimisation_are_saved_as_stock_saves_them(
+    namespace: str, tmp_path: Path
+) -> None:
     """Since 2.6 the stock class saves weights the module put aside before its optimizer step."""
 
     def training(net: Any) -> Any:
@@ -140,7 +193,9 @@ def test_pre_optimizer_weights_of_manual_optimisation_are_saved_as_stock_saves_t
 
         def keep(batch: Any, batch_idx: int) -> Any:
             net.layer, net.saved_models = net.layers, getattr(net, "saved_models", {})
-            net.saved_models[net.trainer.global_step] = {k: v.detach().clone() for k, v in net.layers.state_dict().items()}
+            net.saved_models[net.trainer.global_step] = {
+                k: v.detach().clone() for k, v in net.layers.state_dict().items()
+            }
             return step(batch, batch_idx)
 
         net.training_step = keep
@@ -149,7 +204,9 @@ def test_pre_optimizer_weights_of_manual_optimisation_are_saved_as_stock_saves_t
     results = []
     for own in (False, True):
         root = tmp_path / "run"
-        callback = (ours if own else lambda ns, d, **k: stock(ns)(d, **k))(namespace, root, every_n_train_steps=4, save_top_k=-1)
+        callback = (ours if own else lambda ns, d, **k: stock(ns)(d, **k))(
+            namespace, root, every_n_train_steps=4, save_top_k=-1
+        )
         trainer = make_trainer(namespace, [callback], root=root)
         torch.manual_seed(1)
         trainer.fit(training(make_net(namespace, manual="wrapped")), loader())

@@ -13,15 +13,26 @@ import pytest
 import torch
 
 from resiliency.callbacks.model_checkpoint import build
-from resiliency.checkpoint.policy import Interval
 from resiliency.errors import ConfigError
+from resiliency.storage.interval import Interval
 from tests.callbacks.harness import EMBEDDED, NAMESPACES, loader, make_net, make_trainer, names, stock
 
 GUIDE: dict[str, Any] = {
-    "save_last": False, "monitor": "step", "save_top_k": 1, "mode": "max", "save_weights_only": False, "every_n_train_steps": 5,
-    "save_on_train_epoch_end": True, "save_optim_on_train_ends": True, "always_save_context": False, "filename": "{step}",
-    "enable_version_counter": False, "use_in_cluster_local_ckpts": None, "enable_high_scale_ckpt": False, "preprocess_files": True,
-}  # fmt: skip
+    "save_last": False,
+    "monitor": "step",
+    "save_top_k": 1,
+    "mode": "max",
+    "save_weights_only": False,
+    "every_n_train_steps": 5,
+    "save_on_train_epoch_end": True,
+    "save_optim_on_train_ends": True,
+    "always_save_context": False,
+    "filename": "{step}",
+    "enable_version_counter": False,
+    "use_in_cluster_local_ckpts": None,
+    "enable_high_scale_ckpt": False,
+    "preprocess_files": True,
+}
 
 
 @pytest.mark.parametrize("spelling", ["save_optim_on_train_end", "save_optim_on_train_ends"])
@@ -104,7 +115,9 @@ def test_state_key_and_type_are_those_of_the_stock_class(namespace: str) -> None
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_copies_and_pickles_stay_of_their_namespace(namespace: str, tmp_path: Path) -> None:
-    callback = build(namespace)(dirpath=tmp_path, monitor="x", save_top_k=2, persist=Interval(steps=5), options=EMBEDDED)
+    callback = build(namespace)(
+        dirpath=tmp_path, monitor="x", save_top_k=2, persist=Interval(steps=5), options=EMBEDDED
+    )
     callback.best_k_models = {"a": torch.tensor(1.0)}
     for twin in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
         assert type(twin) is build(namespace)

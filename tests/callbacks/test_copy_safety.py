@@ -17,7 +17,17 @@ import pytest
 import torch
 
 from resiliency.checkpoint.snapshot import Copier
-from tests.callbacks.harness import ALL_LATE, NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours
+from tests.callbacks.harness import (
+    ALL_LATE,
+    NAMESPACES,
+    content,
+    differences,
+    loader,
+    make_net,
+    make_trainer,
+    names,
+    ours,
+)
 
 PL = "lightning.pytorch"
 
@@ -47,7 +57,9 @@ def reference(namespace: str, path: Callable[[Any], str], hook: str = "on_train_
         if path(trainer) in self.taken:
             return  # a step is saved once, at the first occasion
         state = trainer._checkpoint_connector.dump_checkpoint(False)
-        self.taken[path(trainer)] = _clone({key: state[key] for key in ("state_dict", "optimizer_states", "lr_schedulers")})
+        self.taken[path(trainer)] = _clone(
+            {key: state[key] for key in ("state_dict", "optimizer_states", "lr_schedulers")}
+        )
 
     def __init__(self: Any) -> None:
         self.taken = {}
@@ -82,7 +94,9 @@ def every_step(tmp_path: Path, namespace: str = PL, **more: Any) -> Any:
     return ours(namespace, tmp_path, **(arguments | more))
 
 
-def train(tmp_path: Path, callbacks: list[Any], net: Any, namespace: str = PL, val: bool = False, **settings: Any) -> Any:
+def train(
+    tmp_path: Path, callbacks: list[Any], net: Any, namespace: str = PL, val: bool = False, **settings: Any
+) -> Any:
     trainer = make_trainer(namespace, callbacks, root=tmp_path, **settings)
     trainer.fit(net, loader(), loader(batches=1) if val else None)
     return trainer
@@ -97,24 +111,31 @@ def test_batchnorm_and_adam_by_every_kind_of_optimisation(namespace: str, manual
         net = make_net(namespace, manual="raw")
         net.on_train_batch_start = lambda batch, batch_idx: setattr(net, "seen", getattr(net, "seen", 0) + 1)
         callback = every_step(tmp_path, namespace)
-        callback.__class__ = type("ModelCheckpoint", (type(callback),), {
-            "on_train_batch_end": lambda self, trainer, module, *a: _save_now(self, trainer, f"step={net.seen}.ckpt")})  # fmt: skip
+        callback.__class__ = type(
+            "ModelCheckpoint",
+            (type(callback),),
+            {"on_train_batch_end": lambda self, trainer, module, *a: _save_now(self, trainer, f"step={net.seen}.ckpt")},
+        )
         witness = reference(namespace, lambda trainer: f"step={net.seen}.ckpt")
     else:
-        net, callback, witness = make_net(namespace, manual=manual), every_step(tmp_path, namespace), reference(namespace, step_name)
+        net, callback, witness = (
+            make_net(namespace, manual=manual),
+            every_step(tmp_path, namespace),
+            reference(namespace, step_name),
+        )
     train(tmp_path, [witness, callback], net, namespace)
     check(tmp_path, witness, at_least=12)
 
 
 def _save_now(callback: Any, trainer: Any, name: str) -> None:
-    callback._attachment.take_news()
+    callback._session.take_news()
     with callback._collect(trainer, overlap=True):
         callback._save_checkpoint(trainer, str(Path(callback.dirpath) / name))
 
 
 def test_copies_are_late_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the fences every test here must fail: this one shows that they would."""
-    monkeypatch.setattr("resiliency.callbacks._attach.Attachment.fence", lambda self: 0.0)
+    monkeypatch.setattr("resiliency.callbacks._trainer_session.TrainerSession.fence", lambda self: 0.0)
     witness = reference(PL, step_name)
     train(tmp_path, [witness, every_step(tmp_path)], make_net(PL), max_epochs=1)
     with pytest.raises(AssertionError):
@@ -165,8 +186,11 @@ def test_a_raw_optimizer_with_a_closure(tmp_path: Path) -> None:
 
     net.training_step = training_step
     callback = every_step(tmp_path)
-    callback.__class__ = type("ModelCheckpoint", (type(callback),), {
-        "on_train_batch_end": lambda self, trainer, module, *a: _save_now(self, trainer, f"step={net.seen}.ckpt")})  # fmt: skip
+    callback.__class__ = type(
+        "ModelCheckpoint",
+        (type(callback),),
+        {"on_train_batch_end": lambda self, trainer, module, *a: _save_now(self, trainer, f"step={net.seen}.ckpt")},
+    )
     witness = reference(PL, lambda trainer: f"step={net.seen}.ckpt")
     train(tmp_path, [witness, callback], net)
     check(tmp_path, witness, at_least=12)
@@ -192,10 +216,27 @@ def test_stochastic_weight_averaging(tmp_path: Path) -> None:
     check(tmp_path, witness, at_least=18)
 
 
-CALLBACK_HOOKS = ["on_train_batch_end", "on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end",
-                  "on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_save_checkpoint"]  # fmt: skip
-MODULE_HOOKS = ["on_train_batch_end", "on_validation_start", "on_validation_end", "on_validation_model_eval", "on_train_epoch_start",
-                "on_train_epoch_end", "on_train_end", "on_validation_model_zero_grad"]  # fmt: skip
+CALLBACK_HOOKS = [
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_save_checkpoint",
+]
+MODULE_HOOKS = [
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_model_eval",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_validation_model_zero_grad",
+]
 
 
 def spoil(module: Any, how: str) -> None:
@@ -227,18 +268,27 @@ def test_hooks_that_change_weights_by_the_back_door(when: str, own_batch_end: bo
         setattr(net, hook, lambda original=original: (spoil(net, "data"), original(net)))
 
     more = {
-        "batch_end": {}, "validation_end": {"save_on_train_epoch_end": False, "every_n_train_steps": None},
+        "batch_end": {},
+        "validation_end": {"save_on_train_epoch_end": False, "every_n_train_steps": None},
         "epoch_end": {"save_on_train_epoch_end": True, "every_n_train_steps": None},
-    }[when]  # fmt: skip
-    hook = {"batch_end": "on_train_batch_end", "validation_end": "on_validation_end", "epoch_end": "on_train_epoch_end"}[when]
+    }[when]
+    hook = {
+        "batch_end": "on_train_batch_end",
+        "validation_end": "on_validation_end",
+        "epoch_end": "on_train_epoch_end",
+    }[when]
     witness = reference(PL, step_name, hook)
-    changer.on_save_checkpoint = lambda *args, **kwargs: None  # called for the witness too; nobody can expect two equal results
+    changer.on_save_checkpoint = lambda *args, **kwargs: (
+        None
+    )  # called for the witness too; nobody can expect two equal results
     train(tmp_path, [changer, witness, every_step(tmp_path, **more)], net, val=True, val_check_interval=3, max_epochs=3)
     check(tmp_path, witness, at_least=3)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_after_backward"])  # in between, torch itself refuses
-def test_weights_changed_between_batch_and_step_are_noticed(hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_changed_between_batch_and_step_are_noticed(
+    hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Not promised to be safe: such a save is given up with a warning, and later ones are copied at once."""
     changer = importlib.import_module(f"{PL}.callbacks").Callback()
     setattr(changer, hook, lambda trainer, module, *args: spoil(module, "in place"))
@@ -297,7 +347,11 @@ def test_scaler_like_tensors_in_a_precision_plugin(tmp_path: Path) -> None:
     """A loss scale changes in the optimizer step, and would be saved by reference."""
     precision = importlib.import_module(f"{PL}.plugins.precision").Precision
     scale = torch.full((40_000,), 1.0)
-    kind = type("Scaling", (precision,), {"state_dict": lambda self: {"scale": scale}, "load_state_dict": lambda self, state: None})
+    kind = type(
+        "Scaling",
+        (precision,),
+        {"state_dict": lambda self: {"scale": scale}, "load_state_dict": lambda self, state: None},
+    )
     net = make_net(PL)
     net.on_before_zero_grad = lambda optimizer: scale.add_(1.0)
     trainer = make_trainer(PL, [every_step(tmp_path)], root=tmp_path, plugins=[kind()])

@@ -14,7 +14,14 @@ from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import content, differences, names, rank_state
 from tests.e2e.driver import free_port
 
-PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "tests.callbacks.ddp_job", "resiliency.checkpoint.checkpointer", "asyncio"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "lightning.pytorch",
+    "tests.callbacks.ddp_job",
+    "resiliency.checkpoint.checkpointer",
+    "asyncio",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +36,22 @@ def run(zygote: Zygote, directory: Path, *, deadline_s: float = 60, **arguments:
     port, result = str(free_port()), directory.parent / f"{directory.name}-{time.monotonic_ns()}"
     workers = [
         zygote.start(
-            "tests.callbacks.ddp_job:train", {"directory": str(directory), "result": str(result), **arguments},
+            "tests.callbacks.ddp_job:train",
+            {"directory": str(directory), "result": str(result), **arguments},
             env={
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "callbacks", "NODE_RANK": "0", "GROUP_RANK": "0",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "TORCHELASTIC_RUN_ID": "callbacks",
+                "NODE_RANK": "0",
+                "GROUP_RANK": "0",
             },
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     deadline = time.monotonic() + deadline_s
     try:
         for worker in workers:
@@ -58,7 +73,11 @@ def test_unequal_states_both_files_and_exact_resume(zygote: Zygote, tmp_path: Pa
     assert first[0]["best"] == first[1]["best"] == str(directory / "step=6.ckpt")
     assert first[0]["best_k"] == first[1]["best_k"]
     for folder in (directory / ".resiliency/default/steps").iterdir():
-        assert {path.name for path in folder.iterdir()} >= {"shard-00000.safetensors", "shard-00001.safetensors", "manifest.json"}
+        assert {path.name for path in folder.iterdir()} >= {
+            "shard-00000.safetensors",
+            "shard-00001.safetensors",
+            "manifest.json",
+        }
     uneven = next(value for key, value in content(directory / "last.ckpt")["callbacks"].items() if "Uneven" in key)
     assert list(uneven) == ["0"] and uneven["0"].tolist() == [0.0], "of rank 0, as the stock class saves it"
     own = [rank_state(directory / "last.ckpt", rank=rank)["rank_state"] for rank in (0, 1)]

@@ -28,7 +28,11 @@ EVERY: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename":
 
 
 def events(directory: Path, kind: str, run: str = "default") -> list[dict[str, Any]]:
-    lines = [line for path in (directory / f".resiliency/{run}/events").glob("*.jsonl") for line in path.read_text().splitlines()]
+    lines = [
+        line
+        for path in (directory / f".resiliency/{run}/events").glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     return [event for event in map(json.loads, lines) if event["event_type"] == kind]
 
 
@@ -44,7 +48,11 @@ class At(pl.Callback):
 
 
 def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("resiliency")]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and record.name.startswith("resiliency")
+    ]
 
 
 @pytest.mark.parametrize("point", ["agent.record.write", "agent.manifest.write", "agent.shard.rename"])
@@ -60,7 +68,9 @@ def test_a_full_disk_in_the_middle(point: str, tmp_path: Path, caplog: pytest.Lo
     assert events(tmp_path, "checkpoint_failed")
 
 
-def test_no_room_for_shard_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_room_for_shard_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     full = threading.Event()
     full.set()
     original = os.posix_fallocate
@@ -89,13 +99,20 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptu
     trainer.fit(make_net(PL), loader())
     assert trainer.global_step == 12
     assert len(warnings_of_ours(caplog)) == 1, "one warning"
-    assert names(directory) == {"step=8.ckpt", "step=10.ckpt", "step=12.ckpt"}  # tried again at the 1st, 2nd, 4th missed save
+    assert names(directory) == {
+        "step=8.ckpt",
+        "step=10.ckpt",
+        "step=12.ckpt",
+    }  # tried again at the 1st, 2nd, 4th missed save
 
 
 def test_a_directory_that_can_be_read_but_not_written_is_still_resumed_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_trainer(PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path, max_steps=8, max_epochs=-1).fit(make_net(PL), loader())
+    make_trainer(PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path, max_steps=8, max_epochs=-1).fit(
+        make_net(PL), loader()
+    )
+
     def refuse(path: Any, mode: str = "r", **more: Any) -> Any:
         if "w" in mode:
             raise OSError(30, "Read-only file system", path)
@@ -147,7 +164,12 @@ def failing(error: type[BaseException], at: int) -> Any:
 
 
 def test_save_on_exception_and_resume_from_it(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"save_on_exception": True, "every_n_train_steps": 4, "filename": "{step}", "save_last": True}
+    arguments: dict[str, Any] = {
+        "save_on_exception": True,
+        "every_n_train_steps": 4,
+        "filename": "{step}",
+        "save_last": True,
+    }
     trainer = make_trainer(PL, [ours(PL, tmp_path, **arguments)], root=tmp_path)
     with pytest.raises(Oops, match="on purpose"):
         trainer.fit(failing(Oops, at=7), loader())
@@ -177,15 +199,21 @@ def test_nothing_is_left_behind(how: str, agent: Any, tmp_path: Path) -> None:
     before, descriptors = hooks(), len(os.listdir("/proc/self/fd"))
     handler = signal.getsignal(signal.SIGINT)
     options = CheckpointerOptions(agent=agent)
-    callbacks: list[Any] = [ours(PL, tmp_path / str(n), options=options, every_n_train_steps=n, save_top_k=-1) for n in (1, 2)]
+    callbacks: list[Any] = [
+        ours(PL, tmp_path / str(n), options=options, every_n_train_steps=n, save_top_k=-1) for n in (1, 2)
+    ]
     trainer = make_trainer(PL, callbacks, root=tmp_path)
     connector, epoch_loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
-    net = {"exception": lambda: failing(Oops, 5), "interrupt": lambda: failing(KeyboardInterrupt, 5)}.get(how, lambda: make_net(PL))()
+    net = {"exception": lambda: failing(Oops, 5), "interrupt": lambda: failing(KeyboardInterrupt, 5)}.get(
+        how, lambda: make_net(PL)
+    )()
     if how == "setup":  # Lightning calls the module's after those of callbacks
         net.setup = lambda stage: (_ for _ in ()).throw(Oops("on purpose"))
     if how == "step":
         # The optimizer raises after the fence of its hook, with a save in flight.
-        net.on_before_optimizer_step = lambda optimizer, module=net: module.trainer.global_step == 3 and (_ for _ in ()).throw(Oops("on purpose"))
+        net.on_before_optimizer_step = lambda optimizer, module=net: (
+            module.trainer.global_step == 3 and (_ for _ in ()).throw(Oops("on purpose"))
+        )
     try:
         trainer.fit(net, loader())
     except (Oops, SystemExit):
@@ -221,7 +249,7 @@ def test_a_trainer_used_only_to_evaluate_can_be_collected(tmp_path: Path) -> Non
 def test_the_last_save_waits_for_the_one_before(tmp_path: Path) -> None:
     """Others are skipped when the disk is slow; the last one would be lost for good."""
     faultpoints.arm("agent.record.write:delay=0.6@*")
-    options = CheckpointerOptions(agent="embedded", busy_wait=timedelta(milliseconds=1))
+    options = CheckpointerOptions(agent="embedded", previous_save_timeout=timedelta(milliseconds=1))
     callback = ours(PL, tmp_path, options=options, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     make_trainer(PL, [callback], root=tmp_path, max_steps=3, max_epochs=-1).fit(make_net(PL), loader())
     assert "step=3.ckpt" in names(tmp_path)
@@ -269,7 +297,11 @@ def test_steps_are_in_the_log_once_whatever_the_number_of_callbacks(namespace: s
     trainer.fit(net, loader(), loader(batches=1))
     for directory, count in (("a", 6), ("b", 0)):
         assert [event["step"] for event in events(tmp_path / directory, "step")] == list(range(1, count + 1))
-        assert len(events(tmp_path / directory, "train_started")) == len(events(tmp_path / directory, "train_ended")) == (count > 0)
+        assert (
+            len(events(tmp_path / directory, "train_started"))
+            == len(events(tmp_path / directory, "train_ended"))
+            == (count > 0)
+        )
     assert any(event["stall_s"] > 0 for event in events(tmp_path / "a", "step"))
 
     trainer.fit_loop.max_epochs = 2

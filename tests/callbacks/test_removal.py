@@ -18,7 +18,13 @@ from resiliency.errors import TierError
 from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, stock
 
 PL = "lightning.pytorch"
-NEWEST: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 1, "every_n_train_steps": 1, "filename": "{step}"}
+NEWEST: dict[str, Any] = {
+    "monitor": "step",
+    "mode": "max",
+    "save_top_k": 1,
+    "every_n_train_steps": 1,
+    "filename": "{step}",
+}
 
 
 class Log:
@@ -67,7 +73,9 @@ def at_batch_start(step: int, do: Callable[[], None]) -> Any:
 
 
 @pytest.mark.parametrize("last", [None, True, "link"])
-def test_nothing_is_deleted_or_repointed_before_the_newer_commit(last: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_deleted_or_repointed_before_the_newer_commit(
+    last: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = Held(monkeypatch, after=1)
     seen: list[tuple[set[str], int]] = []
     callback = ours(PL, tmp_path, save_last=last, **NEWEST)
@@ -79,7 +87,9 @@ def test_nothing_is_deleted_or_repointed_before_the_newer_commit(last: Any, tmp_
         assert len(log.heard) <= 1
         held.go.set()
 
-    trainer = make_trainer(PL, [at_batch_start(2, look), callback], root=tmp_path, max_steps=4, max_epochs=-1, logger=log)
+    trainer = make_trainer(
+        PL, [at_batch_start(2, look), callback], root=tmp_path, max_steps=4, max_epochs=-1, logger=log
+    )
     trainer.fit(make_net(PL), loader())
     extra = {"last.ckpt"} if last else set()
     # The second save has been asked for, and its removal of the first; the commit is held back.
@@ -87,7 +97,9 @@ def test_nothing_is_deleted_or_repointed_before_the_newer_commit(last: Any, tmp_
     assert names(tmp_path) == {"step=4.ckpt"} | extra
     assert len(log.heard) == 4, "each commit is announced once"
     newest = [max(int(name[5:-5]) for name in there if name.startswith("step=")) for there in log.heard]
-    assert all(there >= step for step, there in enumerate(newest, start=1)), "announced only when it, or a newer one, exists"
+    assert all(there >= step for step, there in enumerate(newest, start=1)), (
+        "announced only when it, or a newer one, exists"
+    )
 
 
 def test_a_kill_between_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +165,9 @@ def test_a_save_that_is_skipped_deletes_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_stock_files_it_replaces_go_after_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_trainer(PL, [stock(PL)(tmp_path, **NEWEST)], root=tmp_path, max_steps=2, max_epochs=-1).fit(make_net(PL), loader())
+    make_trainer(PL, [stock(PL)(tmp_path, **NEWEST)], root=tmp_path, max_steps=2, max_epochs=-1).fit(
+        make_net(PL), loader()
+    )
     (tmp_path / "step=2.ckpt").rename(tmp_path / "first.ckpt")
     held = Held(monkeypatch, after=0)
     callback = ours(PL, tmp_path, auto_resume=False, **NEWEST)
@@ -164,8 +178,9 @@ def test_stock_files_it_replaces_go_after_the_commit(tmp_path: Path, monkeypatch
         held.go.set()
 
     net = make_net(PL)
-    net.on_train_start = lambda: callback.best_k_models.update({str(tmp_path / "first.ckpt"): callback.kth_value}) or setattr(
-        callback, "kth_best_model_path", str(tmp_path / "first.ckpt")
+    net.on_train_start = lambda: (
+        callback.best_k_models.update({str(tmp_path / "first.ckpt"): callback.kth_value})
+        or setattr(callback, "kth_best_model_path", str(tmp_path / "first.ckpt"))
     )
     trainer = make_trainer(PL, [at_batch_start(1, look), callback], root=tmp_path, max_steps=3, max_epochs=-1)
     trainer.fit(net, loader())
@@ -187,10 +202,14 @@ def test_loggers_hear_once_per_commit_of_each_callback(tmp_path: Path) -> None:
 
 
 def test_files_of_other_runs_and_other_people_stay(tmp_path: Path) -> None:
-    make_trainer(PL, [ours(PL, tmp_path, run="other", **NEWEST)], root=tmp_path, max_steps=2, max_epochs=-1).fit(make_net(PL), loader())
+    make_trainer(PL, [ours(PL, tmp_path, run="other", **NEWEST)], root=tmp_path, max_steps=2, max_epochs=-1).fit(
+        make_net(PL), loader()
+    )
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "theirs.ckpt").write_bytes(b"\x80not ours")
-    make_trainer(PL, [ours(PL, tmp_path, **NEWEST)], root=tmp_path, max_steps=4, max_epochs=-1).fit(make_net(PL), loader())
+    make_trainer(PL, [ours(PL, tmp_path, **NEWEST)], root=tmp_path, max_steps=4, max_epochs=-1).fit(
+        make_net(PL), loader()
+    )
     assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "theirs.ckpt"}
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert content(tmp_path / "step=2.ckpt")["global_step"] == 2

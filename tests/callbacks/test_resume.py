@@ -29,7 +29,9 @@ PL = "lightning.pytorch"
 EVERY: dict[str, Any] = {"every_n_train_steps": 4, "save_top_k": -1, "filename": "{step}", "save_last": True}
 
 
-def fit(namespace: str, directory: Path, callback: Any, *, max_steps: int, net: Any = None, **more: Any) -> tuple[Any, Any]:
+def fit(
+    namespace: str, directory: Path, callback: Any, *, max_steps: int, net: Any = None, **more: Any
+) -> tuple[Any, Any]:
     """Trains with dropout and shuffling to ``max_steps``; returns trainer and module."""
     trainer = make_trainer(namespace, [callback], root=directory, max_steps=max_steps, max_epochs=-1)
     net = net or make_net(namespace, dropout=0.3)
@@ -49,7 +51,13 @@ def test_every_way_to_resume_gives_the_uninterrupted_run(how: str, namespace: st
     directory = tmp_path / "run"
     fit(namespace, directory, ours(namespace, directory, **EVERY), max_steps=8)
     folder = next((directory / ".resiliency/default/steps").glob("*0008-*"))
-    path = {"nothing": None, "last": "last", "name": str(directory / "step=8.ckpt"), "folder": str(folder), "directory": str(directory)}[how]
+    path = {
+        "nothing": None,
+        "last": "last",
+        "name": str(directory / "step=8.ckpt"),
+        "folder": str(folder),
+        "directory": str(directory),
+    }[how]
 
     # Warnings are errors here: "resuming from a checkpoint that ended before the epoch ended" would be wrong.
     trainer, net = fit(namespace, directory, ours(namespace, directory, **EVERY), max_steps=14, ckpt_path=path)
@@ -139,8 +147,13 @@ def test_evaluation_in_a_fresh_trainer_and_of_the_best(namespace: str, tmp_path:
     trainer = make_trainer(namespace, [callback], root=tmp_path)
     trainer.fit(make_net(namespace), loader())
     best = callback.best_model_path
-    expected = float(sum(v.double().abs().sum() for k, v in content(Path(best))["state_dict"].items()
-                         if not k.endswith(("mean", "var", "tracked"))))  # fmt: skip
+    expected = float(
+        sum(
+            v.double().abs().sum()
+            for k, v in content(Path(best))["state_dict"].items()
+            if not k.endswith(("mean", "var", "tracked"))
+        )
+    )
 
     assert trainer.test(dataloaders=loader(batches=1), ckpt_path="best")[0]["weights"] == pytest.approx(expected)
     assert len(trainer.predict(dataloaders=loader(batches=2), ckpt_path="best")) == 2
@@ -173,8 +186,16 @@ class Settings:
 
 @pytest.mark.parametrize("weights_only", [True, False, None])
 def test_stock_checkpoints_still_load(weights_only: bool | None, tmp_path: Path) -> None:
-    trainer = make_trainer(PL, [stock(PL)(tmp_path / "stock", every_n_train_steps=4, filename="{step}", save_top_k=-1)], root=tmp_path, max_epochs=2)
-    trainer.fit(make_net(PL, hparams={"root": tmp_path, "settings": Settings()} if weights_only is False else {"x": 1}), loader())
+    trainer = make_trainer(
+        PL,
+        [stock(PL)(tmp_path / "stock", every_n_train_steps=4, filename="{step}", save_top_k=-1)],
+        root=tmp_path,
+        max_epochs=2,
+    )
+    trainer.fit(
+        make_net(PL, hparams={"root": tmp_path, "settings": Settings()} if weights_only is False else {"x": 1}),
+        loader(),
+    )
     file = tmp_path / "stock" / "step=12.ckpt"
     before = file.read_bytes()
 
@@ -201,7 +222,13 @@ def test_hyper_parameters_with_paths_and_dataclasses_resume(weights_only: bool |
 
 def test_a_stock_run_in_the_same_folder_is_continued_by_its_path_and_replaced_when_due(tmp_path: Path) -> None:
     """A user changes the import in the middle of a run: `last` and the best of before are found and looked after."""
-    arguments: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 1, "every_n_train_steps": 4, "filename": "{step}"}
+    arguments: dict[str, Any] = {
+        "monitor": "step",
+        "mode": "max",
+        "save_top_k": 1,
+        "every_n_train_steps": 4,
+        "filename": "{step}",
+    }
     fit(PL, tmp_path, stock(PL)(tmp_path, save_last=True, **arguments), max_steps=8)
     assert names(tmp_path) == {"step=8.ckpt", "last.ckpt"}
     with warnings.catch_warnings():
@@ -215,7 +242,13 @@ def test_a_stock_run_in_the_same_folder_is_continued_by_its_path_and_replaced_wh
 def test_what_the_user_resumed_from_is_never_deleted(inside: bool, tmp_path: Path) -> None:
     """By name, and by step folder, from the directory that is written to or from another one."""
     first = tmp_path / "first"
-    arguments: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 1, "every_n_train_steps": 4, "filename": "{step}"}
+    arguments: dict[str, Any] = {
+        "monitor": "step",
+        "mode": "max",
+        "save_top_k": 1,
+        "every_n_train_steps": 4,
+        "filename": "{step}",
+    }
     fit(PL, first, ours(PL, first, **arguments), max_steps=4)
     directory = first if inside else tmp_path / "second"
     path = first / "step=4.ckpt" if inside else next((first / ".resiliency/default/steps").iterdir())
@@ -230,7 +263,13 @@ def test_what_the_user_resumed_from_is_never_deleted(inside: bool, tmp_path: Pat
 
 
 def test_a_step_folder_that_was_named_keeps_its_names(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 1, "every_n_train_steps": 4, "filename": "{step}"}
+    arguments: dict[str, Any] = {
+        "monitor": "step",
+        "mode": "max",
+        "save_top_k": 1,
+        "every_n_train_steps": 4,
+        "filename": "{step}",
+    }
     fit(PL, tmp_path, ours(PL, tmp_path, **arguments), max_steps=4)
     folder = next((tmp_path / ".resiliency/default/steps").iterdir())
     fit(PL, tmp_path, ours(PL, tmp_path, **arguments), max_steps=12, ckpt_path=str(folder))
@@ -241,12 +280,21 @@ def test_a_path_that_is_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         fit(PL, tmp_path, ours(PL, tmp_path), max_steps=2, ckpt_path=str(tmp_path / "no.ckpt"))
     with pytest.raises(NoCheckpointFound):
-        fit(PL, tmp_path, ours(PL, tmp_path), max_steps=2, ckpt_path=str(tmp_path / ".resiliency/default/steps/0000000007-a0001-abcdef00"))
+        fit(
+            PL,
+            tmp_path,
+            ours(PL, tmp_path),
+            max_steps=2,
+            ckpt_path=str(tmp_path / ".resiliency/default/steps/0000000007-a0001-abcdef00"),
+        )
 
 
 def test_the_newest_of_several_directories_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def callbacks() -> list[Any]:
-        return [ours(PL, tmp_path / "a", every_n_train_steps=3), ours(PL, tmp_path / "b", every_n_train_steps=4, save_last=True)]
+        return [
+            ours(PL, tmp_path / "a", every_n_train_steps=3),
+            ours(PL, tmp_path / "b", every_n_train_steps=4, save_last=True),
+        ]
 
     make_trainer(PL, callbacks(), root=tmp_path, max_steps=5, max_epochs=-1).fit(make_net(PL), loader())
     for path in (None, "last"):

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
-from resiliency.checkpoint.catalog import step_prefix
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.checkpoint.exchange import StoreExchange
-from resiliency.checkpoint.manifest import META_DIR, StepId
+from resiliency.checkpoint.coordinator import StoreCoordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions
-from resiliency.checkpoint.tiers import open_tier
+from resiliency.storage.catalog import step_prefix
+from resiliency.storage.manifest import META_DIR, StepId
+from resiliency.storage.tiers import open_tier
 
 EMBEDDED = CheckpointerOptions(agent="embedded")
 DEADLINE_S = 30.0
@@ -30,20 +30,29 @@ def state(step: int, *, ranks: int = 1) -> dict[str, Any]:
     return {
         "epoch": 3,
         "global_step": step,
-        "state_dict": {"net.weight": weight, "head.weight": weight, "big": torch.randn(rows, 1024, generator=generator)},
+        "state_dict": {
+            "net.weight": weight,
+            "head.weight": weight,
+            "big": torch.randn(rows, 1024, generator=generator),
+        },
         "optimizer_states": [{"state": {0: {"step": torch.tensor(float(step)), "exp_avg": torch.full((6, 4), 0.5)}}}],
     }
 
 
-def solo(directory: Path, *steps: int, run: str = "solo", named: bool = True, what: Any = None, keep: int | None = None) -> None:
+def solo(
+    directory: Path, *steps: int, run: str = "solo", named: bool = True, what: Any = None, keep: int | None = None
+) -> None:
     """Steps written by one rank."""
     folder = LocalTierOptions(directory=str(directory), keep=keep)
     with Checkpointer(folder, run=run, rank=0, world_size=1, options=EMBEDDED) as checkpointer:
         for step in steps:
             ticket = checkpointer.save(
-                step, state(step) if what is None else what, per_rank={"rng": torch.arange(5)},
-                names=[f"step={step}.ckpt"] if named else [], info={"epoch": 3, "val_loss": 0.25},
-            )  # fmt: skip
+                step,
+                state(step) if what is None else what,
+                per_rank={"rng": torch.arange(5)},
+                names=[f"step={step}.ckpt"] if named else [],
+                info={"epoch": 3, "val_loss": 0.25},
+            )
             assert ticket is not None
             ticket.wait("durable")
 
@@ -53,15 +62,19 @@ def duo(directory: Path, *steps: int, run: str = "duo", what: Any = None) -> Non
     store, failures = HashStore(), []
 
     def rank(number: int) -> None:
-        exchange = StoreExchange(store, rank=number, world_size=2, prefix="duo")
+        coordinator = StoreCoordinator(store, rank=number, world_size=2, prefix="duo")
         folder = LocalTierOptions(directory=str(directory), keep=None)
         try:
-            with Checkpointer(folder, run=run, rank=number, world_size=2, exchange=exchange, options=EMBEDDED) as checkpointer:
+            with Checkpointer(
+                folder, run=run, rank=number, world_size=2, coordinator=coordinator, options=EMBEDDED
+            ) as checkpointer:
                 for step in steps:
                     ticket = checkpointer.save(
-                        step, state(step, ranks=2) if what is None else what, per_rank={"rng": torch.arange(5) + number},
+                        step,
+                        state(step, ranks=2) if what is None else what,
+                        per_rank={"rng": torch.arange(5) + number},
                         names=[f"{run}={step}.ckpt"],
-                    )  # fmt: skip
+                    )
                     assert ticket is not None
                     ticket.wait("durable")
         except BaseException as error:

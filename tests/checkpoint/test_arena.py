@@ -152,7 +152,9 @@ def test_what_was_touched_is_not_fresh(arena: Arena, folder: Path, tmp_path: Pat
     again.close()
 
 
-def test_a_disk_that_fails_while_pages_are_touched_leaves_nothing(arena: Arena, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_while_pages_are_touched_leaves_nothing(
+    arena: Arena, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(fd: int, start: int, end: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -183,7 +185,9 @@ def test_forgetting_a_file_whose_number_went_to_a_new_one(arena: Arena) -> None:
     os.unlink(old.path)
     arena.grow(PAGE)
     filling = taken(arena)
-    arena._slots[old.inode] = arena._slots.pop(filling.inode)  # the same number, also where this file system gave another
+    arena._slots[old.inode] = arena._slots.pop(
+        filling.inode
+    )  # the same number, also where this file system gave another
     arena.forget(old.inode)
     assert not filling.map.closed, "the mapping of the save in progress is gone"
 

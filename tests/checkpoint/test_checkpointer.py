@@ -17,9 +17,9 @@ import torch
 
 from resiliency import faultpoints
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, snapshot
-from resiliency.checkpoint._draft import Drafter
-from resiliency.checkpoint.exchange import Exchange
+from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
+from resiliency.checkpoint.shard_plan import ShardPlanner
 from resiliency.errors import ConfigError, NoCheckpointFound, ResiliencyError, Timeout
 from resiliency.testing.checkpoints import QUICK, RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
 
@@ -57,10 +57,14 @@ def load(checkpointer: Checkpointer, **arguments: Any) -> Restored:
 @pytest.mark.parametrize(
     ("step", "error", "word"),
     [
-        (-1, ValueError, "0 or more"), (1.0, TypeError, "int"), ("5", TypeError, "int"), (None, TypeError, "int"), (True, TypeError, "int"),
+        (-1, ValueError, "0 or more"),
+        (1.0, TypeError, "int"),
+        ("5", TypeError, "int"),
+        (None, TypeError, "int"),
+        (True, TypeError, "int"),
         (torch.tensor(3), TypeError, "int"),
     ],
-)  # fmt: skip
+)
 def test_wrong_steps(checkpointer: Checkpointer, step: Any, error: type[Exception], word: str) -> None:
     with pytest.raises(error, match=word):
         checkpointer.save(step, {})
@@ -104,7 +108,11 @@ def test_wrong_deletions(checkpointer: Checkpointer, names: Any) -> None:
     assert checkpointer.flush(timeout=SOON)
 
 
-@pytest.mark.parametrize("info", [{"a": object()}, {"a": torch.tensor(1)}, {"a": {1, 2}}, 3, [1]], ids=["object", "tensor", "set", "number", "list"])
+@pytest.mark.parametrize(
+    "info",
+    [{"a": object()}, {"a": torch.tensor(1)}, {"a": {1, 2}}, 3, [1]],
+    ids=["object", "tensor", "set", "number", "list"],
+)
 def test_wrong_info(checkpointer: Checkpointer, info: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="info"):
         checkpointer.save(1, {}, info=info)
@@ -112,7 +120,9 @@ def test_wrong_info(checkpointer: Checkpointer, info: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [{"f": lambda: 0}, {"lock": threading.Lock()}, {"x": torch.empty(1, device="meta")}], ids=["function", "lock", "meta"]
+    "state",
+    [{"f": lambda: 0}, {"lock": threading.Lock()}, {"x": torch.empty(1, device="meta")}],
+    ids=["function", "lock", "meta"],
 )
 @pytest.mark.parametrize("where", ["state", "per_rank"])
 def test_states_that_cannot_be_stored(checkpointer: Checkpointer, state: Any, where: str) -> None:
@@ -143,14 +153,23 @@ def test_wrong_levels(checkpointer: Checkpointer, level: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "error", "word"),
     [
-        ({"directory": 5}, TypeError, "path"), ({"directory": ""}, ValueError, "path"), ({"directory": "gs://bucket/job"}, ValueError, "remotes"),
-        ({"run": "a/b"}, ValueError, "folder name"), ({"run": ".."}, ValueError, "folder name"), ({"rank": 2, "world_size": 2}, ValueError, "world_size"),
-        ({"rank": -1, "world_size": 2}, ValueError, "world_size"), ({"remotes": [RemoteTierOptions(address="/x"), RemoteTierOptions(address="/y")]}, ValueError, "same name"),
-        ({"remotes": "gs://bucket"}, (TypeError, ValueError), "RemoteTierOptions"), ({"remotes": ["gs://bucket"]}, (TypeError, ValueError), "RemoteTierOptions"),
-        ({"remotes": RemoteTierOptions(address="/x")}, (TypeError, ValueError), "RemoteTierOptions"), ({"options": {"agent": "embedded"}}, (TypeError, ValueError), "CheckpointerOptions"),
+        ({"directory": 5}, TypeError, "path"),
+        ({"directory": ""}, ValueError, "path"),
+        ({"directory": "gs://bucket/job"}, ValueError, "remotes"),
+        ({"run": "a/b"}, ValueError, "folder name"),
+        ({"run": ".."}, ValueError, "folder name"),
+        ({"rank": 2, "world_size": 2}, ValueError, "world_size"),
+        ({"rank": -1, "world_size": 2}, ValueError, "world_size"),
+        ({"remotes": [RemoteTierOptions(address="/x"), RemoteTierOptions(address="/y")]}, ValueError, "same name"),
+        ({"remotes": "gs://bucket"}, (TypeError, ValueError), "RemoteTierOptions"),
+        ({"remotes": ["gs://bucket"]}, (TypeError, ValueError), "RemoteTierOptions"),
+        ({"remotes": RemoteTierOptions(address="/x")}, (TypeError, ValueError), "RemoteTierOptions"),
+        ({"options": {"agent": "embedded"}}, (TypeError, ValueError), "CheckpointerOptions"),
     ],
-)  # fmt: skip
-def test_wrong_constructions(tmp_path: Path, values: dict[str, Any], error: Any, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+)
+def test_wrong_constructions(
+    tmp_path: Path, values: dict[str, Any], error: Any, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=word):
         Checkpointer(**{"directory": str(tmp_path / "c"), "run": RUN, "rank": 0, "world_size": 1, **values})
@@ -168,10 +187,14 @@ def test_a_remote_tier_that_is_the_local_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"agent": "thread"}, "embedded"), ({"fence": 5}, "timedelta"), ({"busy_wait": timedelta(seconds=-1)}, "zero or more"), ({"agree": None}, "timedelta"),
-        ({"lazy_bytes": -1}, "lazy_bytes"), ({"lazy_bytes": "1M"}, "lazy_bytes"),
+        ({"agent": "thread"}, "embedded"),
+        ({"fence_timeout": 5}, "timedelta"),
+        ({"previous_save_timeout": timedelta(seconds=-1)}, "zero or more"),
+        ({"agree_timeout": None}, "timedelta"),
+        ({"lazy_bytes": -1}, "lazy_bytes"),
+        ({"lazy_bytes": "1M"}, "lazy_bytes"),
     ],
-)  # fmt: skip
+)
 def test_wrong_options(values: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         CheckpointerOptions(**values)
@@ -180,12 +203,16 @@ def test_wrong_options(values: dict[str, Any], word: str) -> None:
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: LocalTierOptions(directory="/x", keep=0), "1 or more"), (lambda: LocalTierOptions(directory="/x", keep=None, names_hold=False), "keep=1"),
-        (lambda: LocalTierOptions(directory="s3://b/x"), "remotes"), (lambda: LocalTierOptions(directory=None), "path"),  # type: ignore[arg-type]
-        (lambda: RemoteTierOptions(address=""), "gs://"), (lambda: RemoteTierOptions(address="/x", name="local"), "another"),
-        (lambda: RemoteTierOptions(address="/x", keep=0), "1 or more"), (lambda: LocalTierOptions(directory="/x", keep=2.5), "keep"),  # type: ignore[arg-type]
+        (lambda: LocalTierOptions(directory="/x", keep=0), "1 or more"),
+        (lambda: LocalTierOptions(directory="/x", keep=None, keep_named=False), "keep=1"),
+        (lambda: LocalTierOptions(directory="s3://b/x"), "remotes"),
+        (lambda: LocalTierOptions(directory=None), "path"),  # type: ignore[arg-type]
+        (lambda: RemoteTierOptions(address=""), "gs://"),
+        (lambda: RemoteTierOptions(address="/x", name="local"), "another"),
+        (lambda: RemoteTierOptions(address="/x", keep=0), "1 or more"),
+        (lambda: LocalTierOptions(directory="/x", keep=2.5), "keep"),  # type: ignore[arg-type]
     ],
-)  # fmt: skip
+)
 def test_wrong_tiers(make: Any, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         make()
@@ -219,14 +246,34 @@ def test_a_path_object_and_the_home_directory(tmp_path: Path, monkeypatch: pytes
 
 def test_everything_that_was_saved(checkpointer: Checkpointer) -> None:
     state = {
-        **make_state(3), "odd": {"nan": float("nan"), "big": 10**300, "bytes": b"\0\xff", "set": {1, 2}, "np": np.arange(3)},
-        "views": [torch.arange(4000.0).view(40, 100).t(), torch.arange(10)[::2], torch.tensor([1 + 2j]).conj(), torch.empty(0, 5), torch.tensor(7)],
-        "dtypes": {str(d): torch.zeros(700).to(d) for d in (torch.float8_e4m3fn, torch.float16, torch.uint16, torch.complex128, torch.bool)},
-    }  # fmt: skip
-    save(checkpointer, 3, state, per_rank={"rng": torch.get_rng_state(), "x": (1, 2)}, info={"loss": 0.5}, names=["a.ckpt"])
+        **make_state(3),
+        "odd": {"nan": float("nan"), "big": 10**300, "bytes": b"\0\xff", "set": {1, 2}, "np": np.arange(3)},
+        "views": [
+            torch.arange(4000.0).view(40, 100).t(),
+            torch.arange(10)[::2],
+            torch.tensor([1 + 2j]).conj(),
+            torch.empty(0, 5),
+            torch.tensor(7),
+        ],
+        "dtypes": {
+            str(d): torch.zeros(700).to(d)
+            for d in (torch.float8_e4m3fn, torch.float16, torch.uint16, torch.complex128, torch.bool)
+        },
+    }
+    save(
+        checkpointer,
+        3,
+        state,
+        per_rank={"rng": torch.get_rng_state(), "x": (1, 2)},
+        info={"loss": 0.5},
+        names=["a.ckpt"],
+    )
     got = load(checkpointer)
     assert (got.step, got.names, got.world_size) == (3, ("a.ckpt",), 1) and got.info["loss"] == 0.5
-    assert differences({k: v for k, v in got.state.items() if k != "odd"}, {k: v for k, v in state.items() if k != "odd"}) == []
+    assert (
+        differences({k: v for k, v in got.state.items() if k != "odd"}, {k: v for k, v in state.items() if k != "odd"})
+        == []
+    )
     assert got.state["odd"]["bytes"] == b"\0\xff" and got.state["odd"]["nan"] != got.state["odd"]["nan"]
     assert torch.equal(got.per_rank["rng"], torch.get_rng_state()) and got.per_rank["x"] == (1, 2)
 
@@ -241,10 +288,18 @@ def test_states_of_any_kind(checkpointer: Checkpointer, state: Any) -> None:
 
 @pytest.mark.parametrize("key", ["!objects", "__metadata__", "w@0,0", "!rank/rng", "a/b", "ü", "", "x" * 300])
 def test_keys_of_any_kind(checkpointer: Checkpointer, key: str) -> None:
-    state = {key: torch.arange(3000.0), "w": torch.arange(9.0).view(3, 3), "rng": torch.ones(3), "sub": {key: torch.ones(2)}}
+    state = {
+        key: torch.arange(3000.0),
+        "w": torch.arange(9.0).view(3, 3),
+        "rng": torch.ones(3),
+        "sub": {key: torch.ones(2)},
+    }
     save(checkpointer, 1, state, per_rank={"rng": torch.zeros(5), key: torch.ones(3)})
     got = load(checkpointer)
-    assert differences(got.state, state) == [] and differences(got.per_rank, {"rng": torch.zeros(5), key: torch.ones(3)}) == []
+    assert (
+        differences(got.state, state) == []
+        and differences(got.per_rank, {"rng": torch.zeros(5), key: torch.ones(3)}) == []
+    )
 
 
 def test_the_state_may_change_right_after_an_eager_save(checkpointer: Checkpointer) -> None:
@@ -261,7 +316,12 @@ def test_the_state_may_change_right_after_an_eager_save(checkpointer: Checkpoint
 def test_lazy_tensors_may_change_after_the_fence_and_the_rest_at_once(checkpointer: Checkpointer) -> None:
     for step in range(1, 6):
         state = make_state(step)
-        ticket = checkpointer.save(step, state, lazy=lambda key, tensor: key.startswith("model/weight"), per_rank={"x": torch.full((4000,), step)})
+        ticket = checkpointer.save(
+            step,
+            state,
+            lazy=lambda key, tensor: key.startswith("model/weight"),
+            per_rank={"x": torch.full((4000,), step)},
+        )
         assert ticket is not None
         state["optimizer"]["state"][0]["exp_avg"].fill_(-1)
         state["model"]["half"].fill_(-1)
@@ -291,7 +351,7 @@ def test_into_a_state_that_does_not_fit(checkpointer: Checkpointer) -> None:
 
 
 def test_a_step_that_is_not_there(checkpointer: Checkpointer) -> None:
-    from resiliency.checkpoint.manifest import StepId
+    from resiliency.storage.manifest import StepId
 
     assert checkpointer.load() is None
     save(checkpointer, 1)
@@ -323,7 +383,7 @@ def test_out_of_order_and_repeated_steps(tmp_path: Path) -> None:
 def test_a_save_that_must_not_wait_is_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from dataclasses import replace
 
-    options = replace(QUICK, busy_wait=timedelta(0))
+    options = replace(QUICK, previous_save_timeout=timedelta(0))
     with make_checkpointer(tmp_path, options=options) as checkpointer:
         save(checkpointer, 1)
         faultpoints.arm("agent.shard.rename:delay=0.5")
@@ -332,7 +392,16 @@ def test_a_save_that_must_not_wait_is_skipped_and_counted(tmp_path: Path, caplog
         assert checkpointer.save(4, make_state(4)) is None
         assert checkpointer.skipped == 2
         assert [outcome.step for outcome in checkpointer.poll() if outcome.kind == "failed"] == [3, 4]
-        assert len([entry for entry in caplog.records if "no checkpoint at step" in entry.getMessage() and entry.levelname == "WARNING"]) == 1
+        assert (
+            len(
+                [
+                    entry
+                    for entry in caplog.records
+                    if "no checkpoint at step" in entry.getMessage() and entry.levelname == "WARNING"
+                ]
+            )
+            == 1
+        )
         assert checkpointer.flush(timeout=SOON)
         save(checkpointer, 5)
         assert load(checkpointer).step == 5
@@ -361,20 +430,30 @@ def test_a_state_changed_before_the_fence_is_not_committed(
 def test_python_objects_that_grow_between_saves(checkpointer: Checkpointer) -> None:
     """The layout is kept from save to save, and the room for what is no tensor with it, until that is too small."""
     for step, length in enumerate((10, 100_000, 50, 1_000_000), 1):
-        save(checkpointer, step, {"w": torch.full((5000,), float(step)), "notes": "x" * length, "list": list(range(length // 100))})
+        save(
+            checkpointer,
+            step,
+            {"w": torch.full((5000,), float(step)), "notes": "x" * length, "list": list(range(length // 100))},
+        )
         restored = load(checkpointer)
         assert restored.state["notes"] == "x" * length and len(restored.state["list"]) == length // 100
         assert restored.state["w"][0] == step
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_memory_for_gpus_is_locked_once_per_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+def test_memory_for_gpus_is_locked_once_per_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
     """A stand-in for CUDA. What the driver refused once is not asked for, and warned of, at every save."""
     locked, freed = [], []
-    monkeypatch.setattr("resiliency.checkpoint.checkpointer.pin", lambda address, nbytes: (locked.append(address), allowed)[1])
+    monkeypatch.setattr(
+        "resiliency.checkpoint.checkpointer.pin", lambda address, nbytes: (locked.append(address), allowed)[1]
+    )
     monkeypatch.setattr("resiliency.checkpoint.arena.unpin", freed.append)
-    real = Drafter.draft
-    monkeypatch.setattr(Drafter, "draft", lambda *args, **further: dataclasses.replace(real(*args, **further), on_cuda=True))
+    real = ShardPlanner.plan
+    monkeypatch.setattr(
+        ShardPlanner, "plan", lambda *args, **further: dataclasses.replace(real(*args, **further), on_cuda=True)
+    )
     with make_checkpointer(LocalTierOptions(directory=str(tmp_path), keep=1)) as checkpointer:
         for step in range(1, 7):
             save(checkpointer, step)
@@ -416,7 +495,11 @@ def test_outcomes_say_what_happened_to_each_save(tmp_path: Path) -> None:
         save(checkpointer, 1, names=["a.ckpt"])
         assert checkpointer.flush("uploaded", timeout=SOON)
         told = [(outcome.kind, outcome.tier, outcome.names) for outcome in checkpointer.poll()]
-        assert sorted(told) == [("committed", "local", ("a.ckpt",)), ("durable", "local", ("a.ckpt",)), ("durable", "object_store", ("a.ckpt",))]
+        assert sorted(told) == [
+            ("committed", "local", ("a.ckpt",)),
+            ("durable", "local", ("a.ckpt",)),
+            ("durable", "object_store", ("a.ckpt",)),
+        ]
         assert checkpointer.poll() == []
 
 
@@ -447,19 +530,26 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 
     from torch.distributed import HashStore
 
-    from resiliency.checkpoint.exchange import StoreExchange
+    from resiliency.checkpoint.coordinator import StoreCoordinator
 
-    exchange = StoreExchange(HashStore(), rank=0, world_size=2, prefix="p")
-    checkpointer = make_checkpointer(tmp_path, exchange, options=replace(QUICK, agree=timedelta(seconds=0.3)))
+    coordinator = StoreCoordinator(HashStore(), rank=0, world_size=2, prefix="p")
+    checkpointer = make_checkpointer(
+        tmp_path, coordinator, options=replace(QUICK, agree_timeout=timedelta(seconds=0.3))
+    )
     with pytest.raises(Timeout, match=r"\[1\] of 2"):
         checkpointer.open()
     checkpointer.close()
 
 
 def test_small_and_unreplicated_tensors_come_from_rank_0(tmp_path: Path) -> None:
-    def work(rank: int, exchange: Exchange) -> Any:
-        with make_checkpointer(tmp_path, exchange) as checkpointer:
-            state = {"small": torch.tensor(float(rank)), "same": torch.ones(2000), "own": torch.full((2000,), float(rank)), "python": rank}
+    def work(rank: int, coordinator: Coordinator) -> Any:
+        with make_checkpointer(tmp_path, coordinator) as checkpointer:
+            state = {
+                "small": torch.tensor(float(rank)),
+                "same": torch.ones(2000),
+                "own": torch.full((2000,), float(rank)),
+                "python": rank,
+            }
             ticket = checkpointer.save(1, state, replicated=lambda key, tensor: key != "own")
             assert ticket is not None
             ticket.wait(timeout=SOON)
@@ -467,12 +557,17 @@ def test_small_and_unreplicated_tensors_come_from_rank_0(tmp_path: Path) -> None
             return restored and restored.state
 
     for state in run_ranks(2, work):
-        assert differences(state, {"small": torch.tensor(0.0), "same": torch.ones(2000), "own": torch.zeros(2000), "python": 0}) == []
+        assert (
+            differences(
+                state, {"small": torch.tensor(0.0), "same": torch.ones(2000), "own": torch.zeros(2000), "python": 0}
+            )
+            == []
+        )
 
 
 def test_all_ranks_get_the_same_attempt_and_no_two_starts_the_same(tmp_path: Path) -> None:
-    def work(rank: int, exchange: Exchange) -> tuple[int, str]:
-        with make_checkpointer(tmp_path, exchange) as checkpointer:
+    def work(rank: int, coordinator: Coordinator) -> tuple[int, str]:
+        with make_checkpointer(tmp_path, coordinator) as checkpointer:
             return checkpointer.session.attempt, checkpointer.session.token
 
     first, second = run_ranks(3, work), run_ranks(2, work)
@@ -511,11 +606,11 @@ def test_a_rank_that_leaves_first_and_takes_the_store_with_it(tmp_path: Path) ->
     """Rank 0 holds the store of a job without a launcher of its own; the others' last save must still become whole."""
     from torch.distributed import HashStore
 
-    from resiliency.checkpoint.exchange import StoreExchange
+    from resiliency.checkpoint.coordinator import StoreCoordinator
 
     store, gone, counted = HashStore(), threading.Event(), threading.Event()
 
-    class Leaving(StoreExchange):
+    class Leaving(StoreCoordinator):
         def count(self, topic: str, amount: int) -> int:
             if self.rank == 1:
                 counted.set()
@@ -523,10 +618,10 @@ def test_a_rank_that_leaves_first_and_takes_the_store_with_it(tmp_path: Path) ->
                 raise torch.distributed.DistNetworkError("connection reset")
             return super().count(topic, amount)
 
-    def work(rank: int, _: Exchange) -> None:
-        exchange = Leaving(store, rank=rank, world_size=2, prefix="leaving")
+    def work(rank: int, _: Coordinator) -> None:
+        coordinator = Leaving(store, rank=rank, world_size=2, prefix="leaving")
         remotes = [RemoteTierOptions(address=str(tmp_path / "r"))]
-        checkpointer = make_checkpointer(tmp_path / "c", exchange, remotes=remotes)
+        checkpointer = make_checkpointer(tmp_path / "c", coordinator, remotes=remotes)
         checkpointer.open()
         try:
             if rank == 0:

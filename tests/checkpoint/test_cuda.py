@@ -36,5 +36,7 @@ def test_the_fence_does_not_block_the_cpu(tmp_path: Path) -> None:
         assert ticket is not None
         assert "copied" not in ticket.reached
         checkpointer.fence()
-        assert "copied" not in ticket.reached, "1 GiB cannot have crossed the bus yet: the fence must not have waited for it"
+        assert "copied" not in ticket.reached, (
+            "1 GiB cannot have crossed the bus yet: the fence must not have waited for it"
+        )
         ticket.wait("committed")

@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from resiliency.checkpoint import plan
-from resiliency.checkpoint.catalog import scan
 from resiliency.checkpoint.checkpointer import Restored
-from resiliency.checkpoint.layout import header_length
-from resiliency.checkpoint.manifest import MANIFEST, ShardRecord
-from resiliency.checkpoint.reader import load_path, locate
-from resiliency.checkpoint.tiers.local import LocalTier
 from resiliency.errors import CorruptShard, NoCheckpointFound, ResiliencyError
+from resiliency.inspection.by_path import load_path, locate
+from resiliency.storage.catalog import scan
+from resiliency.storage.layout import header_length
+from resiliency.storage.manifest import MANIFEST, ShardRecord
+from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import RUN, Series, flip_bits, make_series, step_dirs
 
 STEPS = (10, 20, 30)
@@ -94,7 +94,9 @@ def test_without_damage_the_newest(copy: Series) -> None:
 SHARD_DAMAGE: dict[str, Callable[[Path], None]] = {
     "first byte": lambda path: flip_bits(path, [(0, 1)]),
     "header": lambda path: flip_bits(path, [(200, 210)]),
-    "stamp": lambda path: flip_bits(path, [(path.read_bytes().index(b'"stamp":"') + 20, path.read_bytes().index(b'"stamp":"') + 28)]),
+    "stamp": lambda path: flip_bits(
+        path, [(path.read_bytes().index(b'"stamp":"') + 20, path.read_bytes().index(b'"stamp":"') + 28)]
+    ),
     "first tensor byte": lambda path: flip_bits(path, [(header_length(path.read_bytes()[:8], where=""), None)]),  # type: ignore[list-item]
     "last byte": lambda path: flip_bits(path, [(-1, 1 << 40)]),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]) and None,
@@ -180,12 +182,29 @@ def test_only_an_unreadable_remote_manifest_is_an_error_too(tmp_path: Path, dama
 @pytest.mark.parametrize(
     "values",
     [
-        {"world_size": 1}, {"world_size": 3}, {"world_size": 10**7}, {"nbytes": 0, "digests": []}, {"nbytes": float("inf")}, {"block_bytes": 1 << 60},
-        {"digests": ["0" * 16]}, {"rank": 1}, {"step": 20}, {"attempt": 2}, {"token": "00000000"}, {"run": "another"}, {"plan": "0" * 16},
-        {"version": 99}, {"nbytes": -1}, {"rank": -1}, {"info": 3}, {"info": {"exact": False}}, {"created": "soon"}, {"names": 3},
+        {"world_size": 1},
+        {"world_size": 3},
+        {"world_size": 10**7},
+        {"nbytes": 0, "digests": []},
+        {"nbytes": float("inf")},
+        {"block_bytes": 1 << 60},
+        {"digests": ["0" * 16]},
+        {"rank": 1},
+        {"step": 20},
+        {"attempt": 2},
+        {"token": "00000000"},
+        {"run": "another"},
+        {"plan": "0" * 16},
+        {"version": 99},
+        {"nbytes": -1},
+        {"rank": -1},
+        {"info": 3},
+        {"info": {"exact": False}},
+        {"created": "soon"},
+        {"names": 3},
     ],
     ids=lambda values: ",".join(f"{key}={value}"[:30] for key, value in values.items()),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("manifest", ["good", "missing"])
 @pytest.mark.parametrize("remote", ["with remote", "alone"])
 def test_other_values_in_a_record(copy: Series, values: dict[str, Any], manifest: str, remote: str) -> None:
@@ -211,7 +230,9 @@ def test_one_record_left_that_claims_to_be_all(copy: Series) -> None:
     assert restored_from(copy) == 20
 
 
-def test_a_world_size_that_is_too_small_never_gives_half_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_size_that_is_too_small_never_gives_half_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Large tensors are cut between ranks: without rank 1's rows the rest would be whatever was in memory."""
     monkeypatch.setattr(plan, "_CUT_BYTES", 512)
     series = make_series(tmp_path / "s", steps=(10,), remote=False)
@@ -257,16 +278,20 @@ def test_files_of_another_step_copied_in(copy: Series, files: str) -> None:
     copy = alone(copy)
     source, target = folder_of(copy.local_dir, 20), folder_of(copy.local_dir, 30)
     chosen = {
-        "shard": ["shard-00001.safetensors"], "shard and record": ["shard-00001.safetensors", "shard-00001.json"],
-        "everything": [path.name for path in source.iterdir()], "manifest": [MANIFEST],
-    }[files]  # fmt: skip
+        "shard": ["shard-00001.safetensors"],
+        "shard and record": ["shard-00001.safetensors", "shard-00001.json"],
+        "everything": [path.name for path in source.iterdir()],
+        "manifest": [MANIFEST],
+    }[files]
     for name in chosen:
         shutil.copy(source / name, target / name)
     # With the manifest alone exchanged the records still prove the step.
     assert restored_from(copy) == (30 if files == "manifest" else 20)
 
 
-@pytest.mark.parametrize("files", [[MANIFEST], ["shard-00000.json"], ["shard-00000.safetensors", "shard-00000.json", MANIFEST]])
+@pytest.mark.parametrize(
+    "files", [[MANIFEST], ["shard-00000.json"], ["shard-00000.safetensors", "shard-00000.json", MANIFEST]]
+)
 def test_files_of_another_run_copied_in(copy: Series, other_run: Series, files: list[str]) -> None:
     copy = alone(copy)
     source, target = folder_of(other_run.local_dir, 30), folder_of(copy.local_dir, 30)
@@ -374,11 +399,29 @@ def test_damage_found_by_one_rank_only_counts_for_all(copy: Series) -> None:
 
 
 _TARGETS = ["shard-00000.safetensors", "shard-00001.safetensors", "shard-00000.json", "shard-00001.json", MANIFEST]
-_KEYS = ["version", "step", "attempt", "token", "run", "rank", "world_size", "nbytes", "block_bytes", "digests", "plan", "names", "created", "info"]
+_KEYS = [
+    "version",
+    "step",
+    "attempt",
+    "token",
+    "run",
+    "rank",
+    "world_size",
+    "nbytes",
+    "block_bytes",
+    "digests",
+    "plan",
+    "names",
+    "created",
+    "info",
+]
 _VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 40), st.sampled_from([10**6, -(10**20), 8388608, 1.5, float("nan"), float("inf"), [], {}, "", "0", "run"]),
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 40),
+    st.sampled_from([10**6, -(10**20), 8388608, 1.5, float("nan"), float("inf"), [], {}, "", "0", "run"]),
     st.lists(st.sampled_from(["0" * 16, "f" * 16]), max_size=3),
-)  # fmt: skip
+)
 
 
 @st.composite
@@ -386,7 +429,23 @@ def damages(draw: st.DrawFn) -> tuple[Any, ...]:
     """(kind, tier, step, file, details): one act of damage."""
     place = (draw(st.integers(0, 1)), draw(st.sampled_from(STEPS)), draw(st.sampled_from(_TARGETS)))
     kind = draw(
-        st.sampled_from(["flip", "flip", "cut", "delete", "empty", "grow", "json", "json", "from step", "from tier", "from rank", "zero", "tree"])
+        st.sampled_from(
+            [
+                "flip",
+                "flip",
+                "cut",
+                "delete",
+                "empty",
+                "grow",
+                "json",
+                "json",
+                "from step",
+                "from tier",
+                "from rank",
+                "zero",
+                "tree",
+            ]
+        )
     )
     if kind == "flip":
         starts = draw(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=3))
@@ -438,7 +497,9 @@ def strike(series: Series, damage: tuple[Any, ...]) -> None:
             "from tier": lambda: folder_of_or_none(series.tiers[1 - tier], step),
             "from rank": lambda: path.parent,
         }.get(kind, lambda: None)()
-        other = name.replace("00000", "X").replace("00001", "00000").replace("X", "00001") if kind == "from rank" else name
+        other = (
+            name.replace("00000", "X").replace("00001", "00000").replace("X", "00001") if kind == "from rank" else name
+        )
         if source is not None and (source / other).is_file():
             path.write_bytes((source / other).read_bytes())
 
@@ -492,10 +553,14 @@ def test_any_damage_is_survived_or_refused(series: Series, scratch: Path, acts: 
             assert best is None, f"step {best} is whole, but nothing was restored"
             assert all(one is None for one in restored)
             left = [path for tier in copy.tiers for folder in step_dirs(tier).values() for path in folder.iterdir()]
-            assert not any(path.name == MANIFEST for path in left), "committed checkpoints are there, but training starts from scratch"
+            assert not any(path.name == MANIFEST for path in left), (
+                "committed checkpoints are there, but training starts from scratch"
+            )
             return
         found = [one for one in restored if one is not None]
-        assert len(found) == 2 and found[0].id == found[1].id, f"the ranks restored {[one and one.id for one in restored]}"
+        assert len(found) == 2 and found[0].id == found[1].id, (
+            f"the ranks restored {[one and one.id for one in restored]}"
+        )
         event("restored the newest" if found[0].step == STEPS[-1] else "restored an older one")
         for rank, one in enumerate(found):
             assert series.problems(one, rank) == []
@@ -504,7 +569,9 @@ def test_any_damage_is_survived_or_refused(series: Series, scratch: Path, acts: 
 
 @settings(SETTINGS, max_examples=40)
 @given(acts=st.lists(damages(), min_size=1, max_size=5), step=st.sampled_from(STEPS))
-def test_loading_by_path_is_right_or_refused(series: Series, scratch: Path, acts: list[tuple[Any, ...]], step: int) -> None:
+def test_loading_by_path_is_right_or_refused(
+    series: Series, scratch: Path, acts: list[tuple[Any, ...]], step: int
+) -> None:
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         copy = series.copy_to(Path(folder, "s"))
         for act in acts:

@@ -19,11 +19,11 @@ from resiliency import faultpoints
 from resiliency.agent import uploader
 from resiliency.checkpoint import snapshot
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.checkpoint.exchange import Exchange
+from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.tiers.base import Tier
-from resiliency.checkpoint.tiers.local import LocalTier
 from resiliency.errors import CorruptShard, ResiliencyError, TierError
+from resiliency.storage.tiers.base import Tier
+from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
 from resiliency.testing.tier_doubles import Fault, FaultyTier, SlowTier, Verb
 
@@ -42,7 +42,9 @@ def local(tmp_path: Path) -> Path:
 
 
 def events(local: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [line for log in local.parent.rglob(".resiliency/*/events/*.jsonl") for line in log.read_text().splitlines()]
+    lines = [
+        line for log in local.parent.rglob(".resiliency/*/events/*.jsonl") for line in log.read_text().splitlines()
+    ]
     return [event for event in map(json.loads, lines) if event["event_type"] == kind]
 
 
@@ -84,7 +86,9 @@ def loads(directory: Path, **further: Any) -> int | None:
 @pytest.mark.parametrize(
     "point", ["agent.shard.rename", "agent.record.write", "agent.manifest.write", "agent.name.write", "agent.fsync"]
 )
-def test_one_save_fails_and_the_next_works(local: Path, caplog: pytest.LogCaptureFixture, point: str, action: str) -> None:
+def test_one_save_fails_and_the_next_works(
+    local: Path, caplog: pytest.LogCaptureFixture, point: str, action: str
+) -> None:
     with make_checkpointer(local) as checkpointer:
         assert saved(checkpointer, 1, names=["a.ckpt"])
         faultpoints.arm(f"{point}:{action}@*")
@@ -124,7 +128,9 @@ def test_an_error_in_the_middle_of_a_save_does_not_end_checkpointing(local: Path
         faultpoints.arm("")
         began = time.monotonic()
         assert saved(checkpointer, 3)
-        assert checkpointer.flush("uploaded", timeout=timedelta(seconds=5)), "the agent still waits for the save that raised"
+        assert checkpointer.flush("uploaded", timeout=timedelta(seconds=5)), (
+            "the agent still waits for the save that raised"
+        )
         assert time.monotonic() - began < 5
     finally:
         checkpointer.close(timeout=timedelta(seconds=1))
@@ -282,8 +288,8 @@ def test_read_only_at_the_start_is_said_by_every_rank_at_once(disk: Path, before
             assert saved(checkpointer, 1)
     mount("-o", "remount,ro", str(disk))
 
-    def work(rank: int, exchange: Exchange) -> str:
-        checkpointer = make_checkpointer(disk, exchange)
+    def work(rank: int, coordinator: Coordinator) -> str:
+        checkpointer = make_checkpointer(disk, coordinator)
         with pytest.raises(TierError) as caught:
             checkpointer.open()
         return str(caught.value)
@@ -315,13 +321,20 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tier], None]:
 
 
 def with_remote(local: Path, remote: Tier, **further: Any) -> Checkpointer:
-    return make_checkpointer(LocalTierOptions(directory=str(local), keep=1), remotes=[RemoteTierOptions(address=remote.root, **further)])
+    return make_checkpointer(
+        LocalTierOptions(directory=str(local), keep=1), remotes=[RemoteTierOptions(address=remote.root, **further)]
+    )
 
 
 @pytest.mark.parametrize("fault", [Fault.BUSY, Fault.FULL, Fault.LOST_ANSWER], ids=lambda fault: fault.name)
 @pytest.mark.parametrize("verb", ["put_file", "put_bytes"])
 def test_a_store_that_is_down_is_tried_again(
-    local: Path, remote: LocalTier, opened: Callable[[Tier], None], caplog: pytest.LogCaptureFixture, fault: Fault, verb: Verb
+    local: Path,
+    remote: LocalTier,
+    opened: Callable[[Tier], None],
+    caplog: pytest.LogCaptureFixture,
+    fault: Fault,
+    verb: Verb,
 ) -> None:
     faulty = FaultyTier(remote)
     faulty.fail(verb, fault, times=5)
@@ -352,7 +365,9 @@ def test_a_store_that_refuses_fails_that_step_and_gets_the_next(
         assert saved(checkpointer, 1)
         assert checkpointer.flush("uploaded", timeout=SOON)
         failed = [outcome for outcome in checkpointer.poll() if outcome.kind == "failed"]
-        assert [(outcome.step, outcome.tier) for outcome in failed] == [(1, "object_store")] and "injected" in failed[0].reason
+        assert [(outcome.step, outcome.tier) for outcome in failed] == [(1, "object_store")] and "injected" in failed[
+            0
+        ].reason
         assert not failed[0].retrying
         assert len(warnings(caplog)) == 1
         assert loads_nothing(remote)
@@ -366,7 +381,9 @@ def loads_nothing(tier: Tier) -> bool:
     return not any(info.key.endswith("manifest.json") for info in tier.list(""))
 
 
-def test_bits_that_rot_on_the_way_are_not_restored(local: Path, tmp_path: Path, remote: LocalTier, opened: Callable[[Tier], None]) -> None:
+def test_bits_that_rot_on_the_way_are_not_restored(
+    local: Path, tmp_path: Path, remote: LocalTier, opened: Callable[[Tier], None]
+) -> None:
     faulty = FaultyTier(remote)
     opened(faulty)
     with with_remote(local, remote, keep=None) as checkpointer:
@@ -420,7 +437,9 @@ def test_a_slow_store_does_not_slow_training(local: Path, remote: LocalTier, ope
     assert loads(Path(remote.root)) == 5
 
 
-def test_an_upload_cut_off_is_resumed_at_the_next_start(local: Path, remote: LocalTier, opened: Callable[[Tier], None]) -> None:
+def test_an_upload_cut_off_is_resumed_at_the_next_start(
+    local: Path, remote: LocalTier, opened: Callable[[Tier], None]
+) -> None:
     faulty = FaultyTier(remote)
     faulty.fail("put_file", Fault.BUSY, times=10**9)
     opened(faulty)
@@ -437,10 +456,12 @@ def test_an_upload_cut_off_is_resumed_at_the_next_start(local: Path, remote: Loc
 
 
 @pytest.mark.parametrize("later", [1, 2])
-def test_an_upload_cut_off_is_resumed_by_a_job_of_another_size(local: Path, remote: LocalTier, opened: Callable[[Tier], None], later: int) -> None:
+def test_an_upload_cut_off_is_resumed_by_a_job_of_another_size(
+    local: Path, remote: LocalTier, opened: Callable[[Tier], None], later: int
+) -> None:
     def attempt(world_size: int, step: int | None) -> None:
-        def work(rank: int, exchange: Exchange) -> None:
-            checkpointer = make_checkpointer(local, exchange, remotes=[RemoteTierOptions(address=remote.root)])
+        def work(rank: int, coordinator: Coordinator) -> None:
+            checkpointer = make_checkpointer(local, coordinator, remotes=[RemoteTierOptions(address=remote.root)])
             checkpointer.open()
             if step is not None:
                 ticket = checkpointer.save(step, make_state(step))
@@ -465,14 +486,14 @@ def test_an_upload_cut_off_is_resumed_by_a_job_of_another_size(local: Path, remo
 def test_one_rank_fails_and_nobody_waits_for_it_at_the_end(local: Path) -> None:
     """Rank 1 has no room for step 2; step 3 is whole, so rank 0 has nothing left to wait for."""
 
-    def work(rank: int, exchange: Exchange) -> tuple[bool, float]:
-        checkpointer = make_checkpointer(local, exchange)
+    def work(rank: int, coordinator: Coordinator) -> tuple[bool, float]:
+        checkpointer = make_checkpointer(local, coordinator)
         try:
             for step in (1, 2, 3):
-                exchange.all("step", b"", timeout=SOON)
+                coordinator.all("step", b"", timeout=SOON)
                 if rank == 0:
                     faultpoints.arm("agent.record.write:full@*,rank=1" if step == 2 else "")
-                exchange.all("armed", b"", timeout=SOON)
+                coordinator.all("armed", b"", timeout=SOON)
                 ticket = checkpointer.save(step, make_state(step))
                 assert ticket is not None
                 if step == 2 and rank == 1:
@@ -488,8 +509,8 @@ def test_one_rank_fails_and_nobody_waits_for_it_at_the_end(local: Path) -> None:
     for done, seconds in run_ranks(2, work):
         assert done and seconds < 3, "flush waited for a step that can never be whole"
 
-    def load(rank: int, exchange: Exchange) -> int | None:
-        with make_checkpointer(local, exchange) as checkpointer:
+    def load(rank: int, coordinator: Coordinator) -> int | None:
+        with make_checkpointer(local, coordinator) as checkpointer:
             restored = checkpointer.load()
             return None if restored is None else restored.step
 
@@ -497,13 +518,13 @@ def test_one_rank_fails_and_nobody_waits_for_it_at_the_end(local: Path) -> None:
 
 
 def test_ranks_with_different_tensors_are_told(local: Path) -> None:
-    def work(rank: int, exchange: Exchange) -> list[str]:
-        with make_checkpointer(local, exchange) as checkpointer:
+    def work(rank: int, coordinator: Coordinator) -> list[str]:
+        with make_checkpointer(local, coordinator) as checkpointer:
             ticket = checkpointer.save(1, {"w": torch.zeros(1000 + rank, 2)})
             assert ticket is not None
             checkpointer.flush(timeout=timedelta(seconds=3))
             told = [outcome.reason for outcome in checkpointer.poll() if outcome.kind == "failed"]
-            exchange.all("told", b"", timeout=SOON)
+            coordinator.all("told", b"", timeout=SOON)
             ticket = checkpointer.save(2, {"w": torch.zeros(1000, 2)})
             assert ticket is not None
             ticket.wait(timeout=SOON)
@@ -512,8 +533,8 @@ def test_ranks_with_different_tensors_are_told(local: Path) -> None:
     told = run_ranks(2, work)
     assert any("per_rank" in reason for reasons in told for reason in reasons)
 
-    def load(rank: int, exchange: Exchange) -> int | None:
-        with make_checkpointer(local, exchange) as checkpointer:
+    def load(rank: int, coordinator: Coordinator) -> int | None:
+        with make_checkpointer(local, coordinator) as checkpointer:
             restored = checkpointer.load()
             return None if restored is None else restored.step
 

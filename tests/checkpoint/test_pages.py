@@ -14,9 +14,13 @@ from resiliency.checkpoint._pages import fill, has_small_pages, page_faults, vie
 MIB = 1024 * 1024
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 5000), (0, 2 * MIB), (2 * MIB, 5 * MIB + 17), (4 * MIB, 4 * MIB), (0, 8 * MIB)])
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, 1), (0, 5000), (0, 2 * MIB), (2 * MIB, 5 * MIB + 17), (4 * MIB, 4 * MIB), (0, 8 * MIB)]
+)
 @pytest.mark.parametrize("short", [False, True])
-def test_exactly_the_range_is_zeroed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, end: int, short: bool) -> None:
+def test_exactly_the_range_is_zeroed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, end: int, short: bool
+) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\xaa" * (9 * MIB))
     real, wrote = os.pwrite, []
@@ -34,7 +38,9 @@ def test_exactly_the_range_is_zeroed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data = path.read_bytes()
     assert data[start:end] == bytes(end - start)
     assert data[:start] == b"\xaa" * start and data[end:] == b"\xaa" * (9 * MIB - end)
-    assert all(at // (2 * MIB) == (at + nbytes - 1) // (2 * MIB) for at, nbytes in wrote), "a write across a huge page makes small ones"
+    assert all(at // (2 * MIB) == (at + nbytes - 1) // (2 * MIB) for at, nbytes in wrote), (
+        "a write across a huge page makes small ones"
+    )
 
 
 def test_a_disk_that_fails_is_said() -> None:
@@ -60,7 +66,8 @@ def test_faults_are_those_of_touching_pages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "nbytes", "small"), [(0, 0, False), (0, MIB, False), (256, MIB, True), (1, 2 * MIB, False), (16, MIB, False), (17, MIB, True)]
+    ("faults", "nbytes", "small"),
+    [(0, 0, False), (0, MIB, False), (256, MIB, True), (1, 2 * MIB, False), (16, MIB, False), (17, MIB, True)],
 )
 def test_what_small_means(faults: int, nbytes: int, small: bool) -> None:
     assert has_small_pages(faults, nbytes) is small

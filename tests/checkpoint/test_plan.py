@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.checkpoint import plan as plan_module
-from resiliency.checkpoint.layout import Chunk
 from resiliency.checkpoint.plan import describe, fingerprint, plan_reads, plan_replicated, plan_writes
 from resiliency.errors import ConfigError
+from resiliency.storage.layout import Chunk
 
 SETTINGS = settings(deadline=None, database=None, max_examples=60, suppress_health_check=list(HealthCheck))
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
@@ -42,15 +42,23 @@ def chunks_of(tensors: dict[str, torch.Tensor], world_size: int) -> list[tuple[C
 def covers_once(tensors: dict[str, torch.Tensor], ranks: list[tuple[Chunk, ...]]) -> None:
     seen = {key: np.zeros(tuple(tensor.shape), dtype=np.int8) for key, tensor in tensors.items()}
     for chunk in (chunk for chunks in ranks for chunk in chunks):
-        assert chunk.shape == tuple(tensors[chunk.key].shape) and f"torch.{chunk.dtype}" == str(tensors[chunk.key].dtype)
+        assert chunk.shape == tuple(tensors[chunk.key].shape) and f"torch.{chunk.dtype}" == str(
+            tensors[chunk.key].dtype
+        )
         seen[chunk.key][tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
     for key, counts in seen.items():
         assert (counts == 1).all(), f"{key} is not covered exactly once"
-    assert {chunk.key for chunks in ranks for chunk in chunks} == set(tensors), "a tensor without elements must be stored too"
+    assert {chunk.key for chunks in ranks for chunk in chunks} == set(tensors), (
+        "a tensor without elements must be stored too"
+    )
 
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
-states = st.dictionaries(st.text(st.characters(codec="utf-8"), min_size=1, max_size=6), st.tuples(shapes, st.sampled_from(DTYPES)), max_size=8)
+states = st.dictionaries(
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=6),
+    st.tuples(shapes, st.sampled_from(DTYPES)),
+    max_size=8,
+)
 
 
 @SETTINGS
@@ -65,8 +73,12 @@ def test_every_element_once(state: dict[str, tuple[tuple[int, ...], torch.dtype]
 def test_balance(world_size: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "_CUT_BYTES", 16 * 1024)
     chance = random.Random(world_size)
-    sizes = {"many": [chance.randint(10, 2000) for _ in range(100)], "few large": [80_000, 120_011, 39_973], "one": [160_000],
-             "skewed": [500] + [9] * 100 * world_size}[kind]  # fmt: skip
+    sizes = {
+        "many": [chance.randint(10, 2000) for _ in range(100)],
+        "few large": [80_000, 120_011, 39_973],
+        "one": [160_000],
+        "skewed": [500] + [9] * 100 * world_size,
+    }[kind]
     tensors = {f"t{i}": meta((rows, 8)) for i, rows in enumerate(sizes)}
     ranks = chunks_of(tensors, world_size)
     covers_once(tensors, ranks)
@@ -93,9 +105,14 @@ def test_the_plan_is_a_function_of_the_descriptions() -> None:
     tensors = {f"t{i}": meta((i * 37 % 400, 3)) for i in range(20)}
     mine = describe(tensors, world_size=4)
     first = plan_writes([mine] * 4, rank=2)
-    assert plan_writes([json.loads(json.dumps(mine))] * 4, rank=2) == first, "what was sent over the store gives another plan"
+    assert plan_writes([json.loads(json.dumps(mine))] * 4, rank=2) == first, (
+        "what was sent over the store gives another plan"
+    )
     assert plan_writes([describe(tensors, world_size=4)] * 4, rank=2) == first
-    assert plan_writes([mine] * 4, rank=1).digest == first.digest and plan_writes([mine] * 4, rank=1).chunks != first.chunks
+    assert (
+        plan_writes([mine] * 4, rank=1).digest == first.digest
+        and plan_writes([mine] * 4, rank=1).chunks != first.chunks
+    )
 
 
 @pytest.mark.parametrize("other", [{"w": meta((11, 4))}, {"w": meta((10, 4), torch.bfloat16)}])
@@ -120,8 +137,9 @@ def test_another_shape_gives_another_digest() -> None:
 
 def boxes(key: str, pieces: list[tuple[int, int]], rows: int) -> list[dict[str, Any]]:
     return [
-        {"key": key, "offsets": [a, 0], "sizes": [b - a, 4], "shape": [rows, 4], "dtype": "float32", "shard": True} for a, b in pieces
-    ]  # fmt: skip
+        {"key": key, "offsets": [a, 0], "sizes": [b - a, 4], "shape": [rows, 4], "dtype": "float32", "shard": True}
+        for a, b in pieces
+    ]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +147,9 @@ def boxes(key: str, pieces: list[tuple[int, int]], rows: int) -> list[dict[str, 
     [([(0, 4)], [(5, 10)]), ([(0, 6)], [(5, 10)]), ([(0, 5)], [(5, 9)]), ([(0, 5)], [(5, 12)])],
     ids=["hole", "overlap", "short", "beyond"],
 )
-def test_shards_that_do_not_make_a_whole_are_refused(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+def test_shards_that_do_not_make_a_whole_are_refused(
+    first: list[tuple[int, int]], second: list[tuple[int, int]]
+) -> None:
     with pytest.raises(ConfigError):
         plan_writes([boxes("w", first, 10), boxes("w", second, 10)], rank=0)
 
@@ -161,7 +181,8 @@ def test_reads_with_a_piece_missing_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "word"), [({"v": torch.zeros(3)}, "'v' is not in the checkpoint"), ({"w": torch.zeros(4)}, r"\(4,\) here but \(3,\)")]
+    ("wanted", "word"),
+    [({"v": torch.zeros(3)}, "'v' is not in the checkpoint"), ({"w": torch.zeros(4)}, r"\(4,\) here but \(3,\)")],
 )
 def test_reads_that_do_not_fit(wanted: dict[str, torch.Tensor], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
@@ -172,5 +193,10 @@ def test_fingerprint_changes_with_the_structure_only() -> None:
     base = {"w": torch.zeros(3), "v": torch.zeros(2, 2)}
     mark = fingerprint(base)
     assert fingerprint({key: tensor + 1 for key, tensor in base.items()}) == mark
-    for other in ({"w": torch.zeros(4), "v": base["v"]}, {"w": base["w"]}, {"w": base["w"].int(), "v": base["v"]}, {"v": base["v"], "x": base["w"]}):
+    for other in (
+        {"w": torch.zeros(4), "v": base["v"]},
+        {"w": base["w"]},
+        {"w": base["w"].int(), "v": base["v"]},
+        {"v": base["v"], "x": base["w"]},
+    ):
         assert fingerprint(other) != mark

@@ -15,7 +15,7 @@ import torch
 
 from resiliency.checkpoint import plan as plan_module
 from resiliency.checkpoint.checkpointer import Restored
-from resiliency.checkpoint.exchange import Exchange
+from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, run_ranks
 
 SOON = timedelta(seconds=30)
@@ -35,8 +35,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         for world_size in (1, 2, 3, 4):
             directory = tmp_path_factory.mktemp(f"world{world_size}") / "c"
 
-            def work(rank: int, exchange: Exchange, directory: Path = directory) -> None:
-                with make_checkpointer(directory, exchange) as checkpointer:
+            def work(rank: int, coordinator: Coordinator, directory: Path = directory) -> None:
+                with make_checkpointer(directory, coordinator) as checkpointer:
                     state = {**make_state(7), "odd": torch.arange(1013 * 3).view(1013, 3)}
                     ticket = checkpointer.save(7, state, per_rank={"rank": rank, "rng": torch.full((9,), rank)})
                     assert ticket is not None
@@ -51,9 +51,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @pytest.mark.parametrize("now", [1, 2, 3, 4])
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 def test_any_world_size(saved: dict[int, Path], before: int, now: int, into: bool) -> None:
-    def work(rank: int, exchange: Exchange) -> tuple[Restored | None, Any]:
+    def work(rank: int, coordinator: Coordinator) -> tuple[Restored | None, Any]:
         target = {**make_state(1), "odd": torch.zeros(1013, 3, dtype=torch.int64)} if into else None
-        checkpointer = make_checkpointer(saved[before], exchange)
+        checkpointer = make_checkpointer(saved[before], coordinator)
         try:
             return checkpointer.load(into=target), target
         finally:
@@ -65,7 +65,10 @@ def test_any_world_size(saved: dict[int, Path], before: int, now: int, into: boo
         assert differences(restored.state, wanted) == []
         assert restored.state["model"]["weight"] is restored.state["model"]["tied"]
         if into:
-            assert restored.state["model"]["weight"] is target["model"]["weight"] or differences(target["model"], wanted["model"]) == []
+            assert (
+                restored.state["model"]["weight"] is target["model"]["weight"]
+                or differences(target["model"], wanted["model"]) == []
+            )
             assert restored.state["odd"].data_ptr() == target["odd"].data_ptr()
         if rank < before:
             assert differences(restored.per_rank, {"rank": rank, "rng": torch.full((9,), rank)}) == []
@@ -84,7 +87,9 @@ def test_into_tensors_with_other_strides(saved: dict[int, Path]) -> None:
     target["model"]["ids"] = torch.zeros(96, 8, dtype=torch.int64)[:, ::2]
     with make_checkpointer(saved[3]) as checkpointer:
         checkpointer.load(into=target)
-    assert torch.equal(target["odd"], torch.arange(1013 * 3).view(1013, 3)) and torch.equal(target["model"]["ids"], make_state(7)["model"]["ids"])
+    assert torch.equal(target["odd"], torch.arange(1013 * 3).view(1013, 3)) and torch.equal(
+        target["model"]["ids"], make_state(7)["model"]["ids"]
+    )
 
 
 def test_only_some_keys(saved: dict[int, Path]) -> None:
@@ -139,9 +144,11 @@ def _two(work: str, directory: Path) -> None:
 
 
 WHOLE = {
-    "even": torch.arange(64 * 8, dtype=torch.float32).view(64, 8), "uneven": torch.arange(7 * 5, dtype=torch.float64).view(7, 5),
-    "one row": torch.arange(40.0).view(1, 40), "plain": torch.arange(3000),
-}  # fmt: skip
+    "even": torch.arange(64 * 8, dtype=torch.float32).view(64, 8),
+    "uneven": torch.arange(7 * 5, dtype=torch.float64).view(7, 5),
+    "one row": torch.arange(40.0).view(1, 40),
+    "plain": torch.arange(3000),
+}
 
 
 def _dtensors(placement: Any) -> dict[str, Any]:
@@ -149,7 +156,10 @@ def _dtensors(placement: Any) -> dict[str, Any]:
     from torch.distributed.tensor import distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
-    return {key: tensor.clone() if key == "plain" else distribute_tensor(tensor.clone(), mesh, [placement]) for key, tensor in WHOLE.items()}
+    return {
+        key: tensor.clone() if key == "plain" else distribute_tensor(tensor.clone(), mesh, [placement])
+        for key, tensor in WHOLE.items()
+    }
 
 
 def _save_sharded(rank: int, directory: str) -> None:

@@ -15,9 +15,9 @@ import torch
 
 from resiliency.checkpoint import snapshot as snapshot_module
 from resiliency.checkpoint.arena import Slot
-from resiliency.checkpoint.catalog import block_digest
-from resiliency.checkpoint.snapshot import Copier, Copy, Snapshot
+from resiliency.checkpoint.snapshot import Copier, CopyTask, Snapshot
 from resiliency.errors import Timeout, TornSnapshot
+from resiliency.storage.catalog import block_digest
 from resiliency.testing.checkpoints import bytes_of
 
 
@@ -56,20 +56,28 @@ class File:
         self.map = mmap.mmap(fd, max(nbytes, 1))
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.slot = Slot(
-            inode=0, path="", fd=fd, map=self.map, nbytes=nbytes, capacity=nbytes, address=self.address, in_memory=self.way == "stores",
-            fresh=self.way == "fresh", small_pages=self.way == "writes",
-        )  # fmt: skip
+            inode=0,
+            path="",
+            fd=fd,
+            map=self.map,
+            nbytes=nbytes,
+            capacity=nbytes,
+            address=self.address,
+            in_memory=self.way == "stores",
+            fresh=self.way == "fresh",
+            small_pages=self.way == "writes",
+        )
         self.finished: list[Snapshot] = []
 
-    def start(self, copier: Copier, copies: list[Copy]) -> Snapshot:
+    def start(self, copier: Copier, copies: list[CopyTask]) -> Snapshot:
         return copier.start(copies, self.slot, self.finished.append)
 
 
-def copy_of(tensor: torch.Tensor, start: int) -> Copy:
-    return Copy(tensor, start, tensor.numel() * tensor.element_size())
+def copy_of(tensor: torch.Tensor, start: int) -> CopyTask:
+    return CopyTask(tensor, start, tensor.numel() * tensor.element_size())
 
 
-def laid_out(tensors: list[torch.Tensor]) -> tuple[list[Copy], int]:
+def laid_out(tensors: list[torch.Tensor]) -> tuple[list[CopyTask], int]:
     copies, at = [], 0
     for tensor in tensors:
         copies.append(copy_of(tensor, at))
@@ -80,12 +88,25 @@ def laid_out(tensors: list[torch.Tensor]) -> tuple[list[Copy], int]:
 base = torch.arange(120, dtype=torch.float32).view(4, 5, 6)
 complexes = torch.view_as_complex(torch.arange(40, dtype=torch.float32).view(20, 2))
 ODD = {
-    "contiguous": base, "transposed": base.transpose(0, 2), "slice": base[1:3, ::2, 1], "expanded": torch.tensor([1.0, 2.0]).expand(7, 2),
-    "scalar": torch.tensor(3), "empty": torch.empty(0, 4), "conj": complexes.conj(), "neg": complexes.conj().imag, "offset": base.view(-1)[7:50],
-    "flipped": torch.flip(base, (0,)), "bfloat16": base.to(torch.bfloat16).t() if base.ndim == 2 else base.to(torch.bfloat16)[:, 0],
-    "float8": base.to(torch.float8_e5m2), "bool": base[..., 0] > 3, "strided out": torch.as_strided(base, (3, 4), (1, 30)), "one": base[0, 0, :1],
-    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "large": torch.randn(3000), "large strided": torch.randn(100, 60)[:, ::2],
-}  # fmt: skip
+    "contiguous": base,
+    "transposed": base.transpose(0, 2),
+    "slice": base[1:3, ::2, 1],
+    "expanded": torch.tensor([1.0, 2.0]).expand(7, 2),
+    "scalar": torch.tensor(3),
+    "empty": torch.empty(0, 4),
+    "conj": complexes.conj(),
+    "neg": complexes.conj().imag,
+    "offset": base.view(-1)[7:50],
+    "flipped": torch.flip(base, (0,)),
+    "bfloat16": base.to(torch.bfloat16).t() if base.ndim == 2 else base.to(torch.bfloat16)[:, 0],
+    "float8": base.to(torch.float8_e5m2),
+    "bool": base[..., 0] > 3,
+    "strided out": torch.as_strided(base, (3, 4), (1, 30)),
+    "one": base[0, 0, :1],
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "large": torch.randn(3000),
+    "large strided": torch.randn(100, 60)[:, ::2],
+}
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -124,7 +145,14 @@ def test_the_digests_are_those_of_the_file(copier: Copier, fenced: bool) -> None
 
 @pytest.mark.parametrize(
     ("starts", "nbytes", "missing"),
-    [((0, 5), 9, "4 to 9"), ((0, 3), 7, "4 to 7"), ((0, 4), 9, "8 to 9"), ((1, 5), 9, "0 to 9"), ((0, 4096), 4100, "4 to 4096"), ((4096,), 4100, "0 to 4096")],
+    [
+        ((0, 5), 9, "4 to 9"),
+        ((0, 3), 7, "4 to 7"),
+        ((0, 4), 9, "8 to 9"),
+        ((1, 5), 9, "0 to 9"),
+        ((0, 4096), 4100, "4 to 4096"),
+        ((4096,), 4100, "0 to 4096"),
+    ],
 )
 def test_bytes_with_no_source_or_two_are_refused(copier: Copier, starts: list[int], nbytes: int, missing: str) -> None:
     """They would be those of an older step, and no digest would know them."""
@@ -141,7 +169,9 @@ def test_a_source_beyond_the_file_is_refused(copier: Copier) -> None:
 
 
 @pytest.mark.parametrize("fenced", [True, False])
-def test_changes_right_after_the_fence_do_not_show(copier: Copier, monkeypatch: pytest.MonkeyPatch, fenced: bool) -> None:
+def test_changes_right_after_the_fence_do_not_show(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, fenced: bool
+) -> None:
     """And without the fence they do: the test can fail."""
     real = snapshot_module._copy
     go_on = threading.Event()
@@ -164,7 +194,9 @@ def test_changes_right_after_the_fence_do_not_show(copier: Copier, monkeypatch: 
 
 
 @pytest.mark.parametrize("changed", [True, False])
-def test_changes_are_noticed_beside_tensors_that_cannot_count_them(copier: Copier, monkeypatch: pytest.MonkeyPatch, changed: bool) -> None:
+def test_changes_are_noticed_beside_tensors_that_cannot_count_them(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
     real, go_on = snapshot_module._copy, threading.Event()
     monkeypatch.setattr(snapshot_module, "_copy", lambda *args: (go_on.wait(10), real(*args))[1])
     with torch.inference_mode():
@@ -273,9 +305,13 @@ def test_pages_are_found_to_be_small_or_large(copier: Copier, monkeypatch: pytes
     assert not file.slot.small_pages and file.map[:] == bytes_of(tensor)
 
 
-def test_fresh_pages_are_made_once_and_before_the_copy(copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_fresh_pages_are_made_once_and_before_the_copy(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     filled, real = [], snapshot_module.fill
-    monkeypatch.setattr(snapshot_module, "fill", lambda fd, start, end: (filled.append((start, end)), real(fd, start, end)))
+    monkeypatch.setattr(
+        snapshot_module, "fill", lambda fd, start, end: (filled.append((start, end)), real(fd, start, end))
+    )
     file = File(10_000)
     for tensor in (torch.randn(2500), torch.randn(2500)):
         copier.fence(file.start(copier, [copy_of(tensor, 0)]), deadline_s=10)
@@ -439,11 +475,15 @@ class Device:
             raise RuntimeError(self.failure)
 
 
-def begin(copier: Copier, monkeypatch: pytest.MonkeyPatch, device: Device, copies: list[Copy], nbytes: int) -> Snapshot:
+def begin(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, device: Device, copies: list[CopyTask], nbytes: int
+) -> Snapshot:
     """A snapshot whose first tensor, which is no tensor of this process, is on the device."""
     real = snapshot_module.Snapshot
     sources = snapshot_module._Sources(copies, nbytes, gaps=True)
-    monkeypatch.setattr(snapshot_module, "Snapshot", lambda _, slot, on_done, none: real(sources, slot, on_done, device))
+    monkeypatch.setattr(
+        snapshot_module, "Snapshot", lambda _, slot, on_done, none: real(sources, slot, on_done, device)
+    )
     return copier.start(copies, device.file.slot, device.file.finished.append)
 
 
@@ -470,7 +510,9 @@ def test_a_device_that_fails_fails_the_save(copier: Copier, monkeypatch: pytest.
     assert "device-side assert" in str(snapshot.error) and file.finished == [snapshot]
 
 
-def test_the_file_is_not_given_back_while_the_device_writes_to_it(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_not_given_back_while_the_device_writes_to_it(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The CPU's part fails; until the device is done the next save must not get the file."""
     file = File(8192)
     device = Device(file, b"x" * 4096)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resiliency.checkpoint.codec import expand
-from resiliency.checkpoint.contents import tensor_keys
 from resiliency.checkpoint.state import dtype_from_name, dtype_name, flatten, unflatten
 from resiliency.errors import ConfigError
+from resiliency.inspection.contents import tensor_keys
+from resiliency.storage.codec import expand
 from resiliency.testing.checkpoints import differences
 
 
@@ -39,7 +39,13 @@ def test_tied_tensors_are_stored_once_and_tied_again() -> None:
 
 def test_views_of_the_same_memory_that_differ_are_not_ties() -> None:
     base = torch.arange(12.0)
-    tree = {"all": base, "head": base[:6], "matrix": base.view(3, 4), "turned": base.view(3, 4).t(), "bits": base.view(torch.int32)}
+    tree = {
+        "all": base,
+        "head": base[:6],
+        "matrix": base.view(3, 4),
+        "turned": base.view(3, 4).t(),
+        "bits": base.view(torch.int32),
+    }
     assert differences(through(tree), tree) == []
 
 
@@ -48,7 +54,9 @@ def test_conjugate_and_negative_views_are_not_ties() -> None:
     base = torch.tensor([1 + 2j, 3 - 4j])
     tree = {"base": base, "conj": base.conj(), "imag": base.imag, "neg": base.conj().imag}
     flat = flatten(tree)
-    got = unflatten(flat.skeleton, {key: tensor.resolve_conj().resolve_neg().clone() for key, tensor in flat.tensors.items()})
+    got = unflatten(
+        flat.skeleton, {key: tensor.resolve_conj().resolve_neg().clone() for key, tensor in flat.tensors.items()}
+    )
     assert differences(got, tree) == []
 
 
@@ -61,10 +69,25 @@ def test_empty_tensors_are_never_ties() -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        ["a/b", "a"], ["a%2Fb", "a/b"], ["a~", "a"], [1, "1"], [1, "1", "1~"], ["1~", "1", 1], ["", "/"], ["!objects", "!rank/x"], ["__metadata__"],
-        ["w@0,0", "w"], [(1, 2), "(1, 2)"], [None, "None"], ["ü", "日本"], ["a" * 500, "a" * 499], [True, "True"], [b"x", "b'x'"], [0.5, "0.5"],
+        ["a/b", "a"],
+        ["a%2Fb", "a/b"],
+        ["a~", "a"],
+        [1, "1"],
+        [1, "1", "1~"],
+        ["1~", "1", 1],
+        ["", "/"],
+        ["!objects", "!rank/x"],
+        ["__metadata__"],
+        ["w@0,0", "w"],
+        [(1, 2), "(1, 2)"],
+        [None, "None"],
+        ["ü", "日本"],
+        ["a" * 500, "a" * 499],
+        [True, "True"],
+        [b"x", "b'x'"],
+        [0.5, "0.5"],
     ],
-)  # fmt: skip
+)
 def test_any_keys(keys: list[Any]) -> None:
     tree = {key: {"t": torch.tensor([float(i)])} for i, key in enumerate(keys)}
     tree["nested"] = {key: torch.tensor([10.0 + i]) for i, key in enumerate(keys)}
@@ -74,10 +97,16 @@ def test_any_keys(keys: list[Any]) -> None:
 
 
 names = st.text(st.sampled_from("ab/%~!.k0"), max_size=3)
-tensors = st.sampled_from([torch.zeros(2), torch.ones(2), torch.arange(6.0)[:2], torch.empty(0), torch.nn.Parameter(torch.ones(1))])
+tensors = st.sampled_from(
+    [torch.zeros(2), torch.ones(2), torch.arange(6.0)[:2], torch.empty(0), torch.nn.Parameter(torch.ones(1))]
+)
 trees = st.recursive(
     tensors | st.integers() | st.none(),
-    lambda inner: st.dictionaries(names, tensors, max_size=4) | st.dictionaries(names, inner, max_size=4) | st.lists(inner, max_size=3),
+    lambda inner: (
+        st.dictionaries(names, tensors, max_size=4)
+        | st.dictionaries(names, inner, max_size=4)
+        | st.lists(inner, max_size=3)
+    ),
     max_leaves=25,
 )
 
@@ -93,7 +122,11 @@ def test_any_tree_of_tensors_some_of_them_tied(tree: Any) -> None:
 def test_a_dict_of_tensors_is_a_list_of_names() -> None:
     """A placeholder for each costs four times as long, while the training thread waits."""
     weight = torch.zeros(3)
-    tree = {"m": {"a": weight, "b/c": torch.zeros(1), "tied": weight}, "m/b": {"c": torch.ones(1)}, "mixed": {"t": torch.ones(2), "n": 1}}
+    tree = {
+        "m": {"a": weight, "b/c": torch.zeros(1), "tied": weight},
+        "m/b": {"c": torch.ones(1)},
+        "mixed": {"t": torch.ones(2), "n": 1},
+    }
     skeleton = flatten(tree).skeleton
     assert skeleton == {
         "m": {"!": "tensors", "at": "m", "k": ["a", "b/c", "tied"], "as": {"tied": "m/a"}},
@@ -101,8 +134,10 @@ def test_a_dict_of_tensors_is_a_list_of_names() -> None:
         "mixed": {"t": {"!": "tensor", "k": "mixed/t"}, "n": 1},
     }
     assert expand(skeleton)["m"] == {
-        "a": {"!": "tensor", "k": "m/a"}, "b/c": {"!": "tensor", "k": "m/b%2Fc"}, "tied": {"!": "tensor", "k": "m/a"},
-    }  # fmt: skip
+        "a": {"!": "tensor", "k": "m/a"},
+        "b/c": {"!": "tensor", "k": "m/b%2Fc"},
+        "tied": {"!": "tensor", "k": "m/a"},
+    }
 
 
 def test_a_lone_tensor_and_no_tensor() -> None:
@@ -124,21 +159,31 @@ def test_nothing_is_copied_or_changed() -> None:
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda: torch.eye(3).to_sparse(), "to_dense"), (lambda: torch.eye(3).to_sparse_csr(), "to_dense"), (lambda: torch.empty(3, device="meta"), "meta"),
+        (lambda: torch.eye(3).to_sparse(), "to_dense"),
+        (lambda: torch.eye(3).to_sparse_csr(), "to_dense"),
+        (lambda: torch.empty(3, device="meta"), "meta"),
         (lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8), "quantized"),
     ],
     ids=["sparse", "csr", "meta", "quantized"],
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore")  # torch says of sparse and quantized tensors that they are in beta, or going away
 def test_what_has_no_plain_bytes_is_refused_by_name(make: Callable[[], torch.Tensor], word: str) -> None:
-    for tree, key in (({"model": {"bad/one": [make()]}}, "model/bad%2Fone/0"), ({"model": {"a": torch.ones(1), "bad/one": make()}}, "model/bad%2Fone")):
+    for tree, key in (
+        ({"model": {"bad/one": [make()]}}, "model/bad%2Fone/0"),
+        ({"model": {"a": torch.ones(1), "bad/one": make()}}, "model/bad%2Fone"),
+    ):
         with pytest.raises(ConfigError) as caught:
             flatten(tree)
         assert word in str(caught.value) and repr(key) in str(caught.value)
 
 
 def test_torch_objects_that_are_no_tensors() -> None:
-    tree = {"size": torch.Size([1, 2]), "dtype": torch.bfloat16, "device": torch.device("cpu"), "nested": [(torch.float8_e4m3fn,)]}
+    tree = {
+        "size": torch.Size([1, 2]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "nested": [(torch.float8_e4m3fn,)],
+    }
     assert through(tree) == tree and isinstance(through(tree)["size"], torch.Size)
 
 

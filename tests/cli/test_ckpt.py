@@ -18,16 +18,16 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from resiliency.checkpoint.catalog import scan
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.checkpoint.liveness import agent_address, witnesses
-from resiliency.checkpoint.manifest import EVENTS_DIR
-from resiliency.checkpoint.pruning import Doomed, delete_step, plan
-from resiliency.checkpoint.tiers import open_tier
-from resiliency.checkpoint.tiers.local import LocalTier
 from resiliency.cli.ckpt import app
 from resiliency.events import EventKind, EventWriter, JsonlSink
+from resiliency.inspection.liveness import agent_address, witnesses
+from resiliency.inspection.pruning import Doomed, delete_step, plan
 from resiliency.settings import environment
+from resiliency.storage.catalog import scan
+from resiliency.storage.manifest import EVENTS_DIR
+from resiliency.storage.tiers import open_tier
+from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import RecordingTier
 from tests.checkpoint.made import EMBEDDED, duo, flip, folder_of, same, solo, state, steps_of, upload
 
@@ -86,7 +86,12 @@ def test_ls_shows_all_steps_of_all_runs(made: Path) -> None:
     assert found["places"] == {"local": str(made)}
     assert numbers(found) == {"duo": [1, 2], "solo": [10, 20, 30]}
     step = found["runs"]["duo"][1]
-    assert (step["complete"], step["shards_present"], step["shards_needed"], step["names"]) == (True, 2, 2, ["duo=2.ckpt"])
+    assert (step["complete"], step["shards_present"], step["shards_needed"], step["names"]) == (
+        True,
+        2,
+        2,
+        ["duo=2.ckpt"],
+    )
     assert step["nbytes"] == sum(path.stat().st_size for path in folder_of(made, "duo", 2).glob("*.safetensors"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", step["created"])
     text = run("ls", made).stdout
@@ -98,7 +103,9 @@ def test_ls_shows_all_steps_of_all_runs(made: Path) -> None:
 def test_ls_fits_the_terminal(made: Path, monkeypatch: pytest.MonkeyPatch, columns: int, dates: bool) -> None:
     from rich.console import Console
 
-    monkeypatch.setattr("resiliency.cli.ckpt.console", lambda **_: Console(width=columns, file=sys.stdout, highlight=False))
+    monkeypatch.setattr(
+        "resiliency.cli.ckpt.console", lambda **_: Console(width=columns, file=sys.stdout, highlight=False)
+    )
     lines = run("ls", made, "--run", "solo").stdout.splitlines()[1:]  # the first names the folder, whatever its length
     assert max(map(len, lines)) <= columns
     assert ("created (UTC)" in "\n".join(lines)) is dates
@@ -107,7 +114,9 @@ def test_ls_fits_the_terminal(made: Path, monkeypatch: pytest.MonkeyPatch, colum
 @pytest.mark.parametrize("what", ["name", "step", "run", "shard"])
 def test_ls_of_a_part(made: Path, what: str) -> None:
     folder = folder_of(made, "solo", 20)
-    path = {"name": made / "step=20.ckpt", "step": folder, "run": folder.parents[1], "shard": folder / "manifest.json"}[what]
+    path = {"name": made / "step=20.ckpt", "step": folder, "run": folder.parents[1], "shard": folder / "manifest.json"}[
+        what
+    ]
     steps = [10, 20, 30] if what == "run" else [20]
     assert numbers(data("ls", path)) == {"solo": steps}
 
@@ -122,8 +131,12 @@ def test_ls_tells_what_is_wrong(ck: Path) -> None:
     (folder_of(ck, "solo", 30) / "manifest.json").write_text("{")
     found = {step["step"]: step for steps in data("ls", ck)["runs"].values() for step in steps}
     assert {step: facts["state"] for step, facts in found.items()} == {
-        1: "damaged", 2: "damaged", 10: "unfinished", 20: "complete", 30: "complete",
-    }  # fmt: skip
+        1: "damaged",
+        2: "damaged",
+        10: "unfinished",
+        20: "complete",
+        30: "complete",
+    }
     assert found[1]["notes"] == ["shard-00001.safetensors is missing"]
     assert re.fullmatch(r"shard-00000\.safetensors has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
     assert (found[10]["shards_present"], found[10]["shards_needed"]) == (0, None)
@@ -142,8 +155,10 @@ def test_ls_merges_places_as_tiers(ck: Path) -> None:
     assert found["places"] == {"local": str(ck), "memory": address}
     step = found["runs"]["duo"][1]
     assert (step["state"], step["places"], step["notes"]) == (
-        "complete", ["local", "memory"], ["local: shard-00001.safetensors is missing"],
-    )  # fmt: skip
+        "complete",
+        ["local", "memory"],
+        ["local: shard-00001.safetensors is missing"],
+    )
 
 
 def test_ls_counts_the_parts_of_several_hosts(ck: Path, tmp_path: Path) -> None:
@@ -195,11 +210,17 @@ def test_inspect_shows_shards_tensors_and_objects(made: Path) -> None:
     found = data("inspect", made / "duo=2.ckpt")
     assert (found["run"], found["step"], found["attempt"], found["state"][0]["path"]) == ("duo", 2, 1, "epoch")
     assert [(row["rank"], row["file"], row["there"]) for row in found["shards"]] == [
-        (0, "shard-00000.safetensors", True), (1, "shard-00001.safetensors", True),
-    ]  # fmt: skip
+        (0, "shard-00000.safetensors", True),
+        (1, "shard-00001.safetensors", True),
+    ]
     rows = {(row["key"], tuple(row["shards"])): row for row in found["tensors"]}
     big = rows["state_dict/big", (0, 1)]
-    assert (big["dtype"], big["shape"], big["nbytes"], big["per_rank"]) == ("float32", [2100, 1024], 4 * 2100 * 1024, False)
+    assert (big["dtype"], big["shape"], big["nbytes"], big["per_rank"]) == (
+        "float32",
+        [2100, 1024],
+        4 * 2100 * 1024,
+        False,
+    )
     assert big["boxes"] > 1
     assert rows["rng", (1,)]["per_rank"] is True
     assert ("state_dict/head.weight", (0,)) not in rows  # tied: stored once
@@ -244,8 +265,10 @@ def test_verify_of_good_steps(made: Path, remote: bool) -> None:
 
 
 @pytest.mark.parametrize(("remote", "blocks"), [(False, 1), (True, 2), (True, 8)])
-def test_verify_names_the_shard_and_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool, blocks: int) -> None:
-    monkeypatch.setattr("resiliency.checkpoint.verify._TASK_BLOCKS", blocks)  # ranges are joined over tasks, too
+def test_verify_names_the_shard_and_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool, blocks: int
+) -> None:
+    monkeypatch.setattr("resiliency.inspection.verify._TASK_BLOCKS", blocks)  # ranges are joined over tasks, too
     solo(tmp_path, 1, 2, what={"state_dict": {"w": torch.zeros(5, 1024, 1024)}})
     flip(shard(tmp_path, "solo", 2), 8 * 1024 * 1024 + 5)
     flip(shard(tmp_path, "solo", 2), shard(tmp_path, "solo", 2).stat().st_size - 1)
@@ -271,7 +294,10 @@ def test_verify_tells_what_is_missing(ck: Path) -> None:
     for path in folder_of(ck, "solo", 30).glob("*.json"):
         path.unlink()
     found = data("verify", ck, status=1)
-    texts = {(finding["step"], Path(finding["path"]).name): (finding["bad"], finding["text"]) for finding in found["findings"]}
+    texts = {
+        (finding["step"], Path(finding["path"]).name): (finding["bad"], finding["text"])
+        for finding in found["findings"]
+    }
     assert texts[2, "shard-00001.safetensors"] == (True, "is missing")
     assert texts[1, "shard-00001.json"] == (False, "is missing; the manifest's copy stands in for it")
     assert texts[10, "manifest.json"] == (False, "is missing; the shards' records stand in for it")
@@ -326,7 +352,9 @@ def test_export(made: Path, tmp_path: Path) -> None:
     text = run("export", made / "duo=2.ckpt", tmp_path / "out.ckpt").stdout
     assert "step 2 of run duo, 4 tensors" in text and "weights_only=True" in text
     assert same(torch.load(tmp_path / "out.ckpt", weights_only=True), state(2, ranks=2))
-    assert "exists; choose another name or say --force" in told("export", made / "duo=2.ckpt", tmp_path / "out.ckpt", status=2)
+    assert "exists; choose another name or say --force" in told(
+        "export", made / "duo=2.ckpt", tmp_path / "out.ckpt", status=2
+    )
     run("export", made / "duo=1.ckpt", tmp_path / "out.ckpt", "--force")
     assert same(torch.load(tmp_path / "out.ckpt", weights_only=True), state(1, ranks=2))
     found = data("export", made, tmp_path / "weights", "--format", "safetensors", "--run", "solo")
@@ -413,7 +441,9 @@ def test_prune_leaves_what_it_cannot_judge(ck: Path) -> None:
 
 def test_prune_does_not_trade_good_steps_for_a_rotten_one(ck: Path) -> None:
     flip(shard(ck, "solo", 30), 100_000)
-    assert "the newest step, 30, is not good" in told("prune", ck, "--keep", "1", "--run", "solo", "--yes", "--json", status=1)
+    assert "the newest step, 30, is not good" in told(
+        "prune", ck, "--keep", "1", "--run", "solo", "--yes", "--json", status=1
+    )
     assert left(ck, "solo") == [10, 20, 30]
 
 
@@ -440,9 +470,13 @@ def test_delete_goes_manifest_first_and_names_last(ck: Path) -> None:
     assert delete_step(tier, "duo", Doomed(listing, "older")) == ["duo=1.ckpt"]
     deleted = [call.key.rpartition("/")[2] for call in tier.calls("delete")]
     assert deleted == [
-        "manifest.json", "shard-00000.json", "shard-00001.json", "shard-00000.safetensors", "shard-00001.safetensors",
+        "manifest.json",
+        "shard-00000.json",
+        "shard-00001.json",
+        "shard-00000.safetensors",
+        "shard-00001.safetensors",
         "duo=1.ckpt",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_plan_is_pure_and_never_takes_the_newest(ck: Path) -> None:
@@ -488,7 +522,9 @@ def test_a_real_agent_is_seen(tmp_path: Path) -> None:
         seen = [witness.text for witness in witnesses(str(tmp_path), "solo")]
         assert any("its checkpoint agent" in text for text in seen), seen
         assert witnesses(str(tmp_path), "another") == []
-    assert not any("is running" in witness.text for witness in witnesses(str(tmp_path), "solo") if "agent" not in witness.text)
+    assert not any(
+        "is running" in witness.text for witness in witnesses(str(tmp_path), "solo") if "agent" not in witness.text
+    )
 
 
 def test_prune_is_refused_while_a_trainer_with_an_embedded_agent_runs(ck: Path) -> None:
@@ -520,7 +556,9 @@ def test_prune_is_refused_while_another_host_may_be_at_work(ck: Path, log: Log) 
 
 
 def test_ranks_that_ended_or_died_here_are_no_witnesses(ck: Path, log: Log) -> None:
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, timeout=60
+    )
     log(EventKind.JOB_STARTED, EventKind.JOB_TERMINATED, host="elsewhere", pid=1, rank=5)
     log(EventKind.JOB_STARTED, EventKind.STEP, host=environment().node, pid=int(ended.stdout), rank=6)
     log(EventKind.STEP, host="elsewhere", rank=7)

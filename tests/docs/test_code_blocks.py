@@ -16,7 +16,9 @@ import yaml
 from tests.docs.blocks import Block, blocks_of, must_run, parse_python, run_in_child
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+FILES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+)
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 #: Every block says what it is, so that none escapes by having no name.
 KNOWN = {"python", "bash", "console", "json", "toml", "yaml", "text", "diff", "mermaid"}

@@ -13,11 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from resiliency.checkpoint.catalog import scan
-from resiliency.checkpoint.tiers.local import LocalTier
+from resiliency.storage.catalog import scan
+from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.zygote import Worker, Zygote
 
-PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "tests.e2e.job", "resiliency.checkpoint.checkpointer", "asyncio"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "lightning.pytorch",
+    "tests.e2e.job",
+    "resiliency.checkpoint.checkpointer",
+    "asyncio",
+]
 
 
 def make_zygote(log: Path) -> Zygote:
@@ -63,13 +70,26 @@ class Job:
         workers = []
         for rank in range(self.world_size):
             env = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "kill-test", "NODE_RANK": "0", "GROUP_RANK": "0",
-                "RESILIENCY_FAULTS": (rank_faults or {}).get(rank, faults), **self.env, **self.rank_env.get(rank, {}),
-            }  # fmt: skip
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_WORLD_SIZE": str(self.world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "TORCHELASTIC_RUN_ID": "kill-test",
+                "NODE_RANK": "0",
+                "GROUP_RANK": "0",
+                "RESILIENCY_FAULTS": (rank_faults or {}).get(rank, faults),
+                **self.env,
+                **self.rank_env.get(rank, {}),
+            }
             arguments = {
-                "directory": str(self.directory), "steps": self.steps, "every": self.every, "result": str(self.result),
-                **self.arguments, **self.rank_arguments.get(rank, {}),
+                "directory": str(self.directory),
+                "steps": self.steps,
+                "every": self.every,
+                "result": str(self.result),
+                **self.arguments,
+                **self.rank_arguments.get(rank, {}),
             }
             workers.append(self.zygote.start("tests.e2e.job:train", arguments, env=env))
         return workers
@@ -129,7 +149,9 @@ class Job:
 
     def resumed_from(self) -> list[int]:
         """Step each attempt of rank 0 resumed from, oldest first."""
-        return [event["step"] for event in self.events("rank-00000.jsonl") if event["event_type"] == "checkpoint_loaded"]
+        return [
+            event["step"] for event in self.events("rank-00000.jsonl") if event["event_type"] == "checkpoint_loaded"
+        ]
 
 
 def _alive(pid: int) -> bool:

@@ -24,7 +24,11 @@ class Net(pl.LightningModule):
         super().__init__()
         self.fail_at = fail_at
         self.layers = torch.nn.Sequential(
-            torch.nn.Linear(16, 1200), torch.nn.BatchNorm1d(1200), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(1200, 16)
+            torch.nn.Linear(16, 1200),
+            torch.nn.BatchNorm1d(1200),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(1200, 16),
         )
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
@@ -38,7 +42,10 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 7), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 7), "interval": "step"},
+        }
 
 
 def weights_hash(module: torch.nn.Module) -> str:
@@ -50,26 +57,49 @@ def weights_hash(module: torch.nn.Module) -> str:
 
 
 def train(
-    *, directory: str, steps: int, every: int, result: str, accumulate: int = 2, validate: int | None = 5, fail_at: int | None = None,
+    *,
+    directory: str,
+    steps: int,
+    every: int,
+    result: str,
+    accumulate: int = 2,
+    validate: int | None = 5,
+    fail_at: int | None = None,
     **checkpoint: Any,
-) -> None:  # fmt: skip
+) -> None:
     """One rank of one attempt. Writes the final hash to ``result`` when it gets that far."""
     torch.set_num_threads(1)
     pl.seed_everything(11)
     data = torch.randn(96, 16)
     module = Net(fail_at)
     callback = ModelCheckpoint(
-        dirpath=directory, filename="{step}", every_n_train_steps=every, save_top_k=1, monitor="step", mode="max", save_last=True,
-        enable_version_counter=False, **checkpoint,
-    )  # fmt: skip
+        dirpath=directory,
+        filename="{step}",
+        every_n_train_steps=every,
+        save_top_k=1,
+        monitor="step",
+        mode="max",
+        save_last=True,
+        enable_version_counter=False,
+        **checkpoint,
+    )
     world_size = int(os.environ["WORLD_SIZE"])
     trainer = pl.Trainer(
-        max_steps=steps, max_epochs=-1, accumulate_grad_batches=accumulate, accelerator="cpu", devices=world_size, logger=False,
-        strategy=pl.strategies.DDPStrategy(process_group_backend="gloo") if world_size > 1 else "auto", callbacks=[callback],
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, val_check_interval=validate,
+        max_steps=steps,
+        max_epochs=-1,
+        accumulate_grad_batches=accumulate,
+        accelerator="cpu",
+        devices=world_size,
+        logger=False,
+        strategy=pl.strategies.DDPStrategy(process_group_backend="gloo") if world_size > 1 else "auto",
+        callbacks=[callback],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        val_check_interval=validate,
         check_val_every_n_epoch=None if validate else 1,
         limit_val_batches=1 if validate else 0,
-    )  # fmt: skip
+    )
     loader = DataLoader(TensorDataset(data), batch_size=4, shuffle=True)
     trainer.fit(module, loader, DataLoader(TensorDataset(data[:8]), batch_size=4))
     if trainer.global_rank == 0:

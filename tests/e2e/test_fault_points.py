@@ -42,7 +42,9 @@ def _resumes_right(job: Job, committed: int, reference: str) -> None:
 @pytest.mark.parametrize("point", IN_RANK)
 def test_rank_killed_at(point: str, victim: int, zygote: Zygote, reference: str, tmp_path: Path) -> None:
     job = Job(zygote, tmp_path / "run", steps=STEPS)
-    assert job.attempt(victim, rank_faults={victim: f"{point}:kill@3"}) == [-9], "the fault point was not passed three times"
+    assert job.attempt(victim, rank_faults={victim: f"{point}:kill@3"}) == [-9], (
+        "the fault point was not passed three times"
+    )
     committed = job.newest_complete()
     assert committed > 0, "nothing was committed before the third save"
     _resumes_right(job, committed, reference)

@@ -40,9 +40,16 @@ def _sockets(*directories: Path) -> set[str]:
     ours = set()
     for directory in directories:
         config = AgentConfig(
-            run="default", node=socket.gethostname(), attempt=1, token="000000", world_size=2, local_ranks=(0, 1), shared=True,
-            local=TierSpec(address=str(directory), name="local"), durable=True,
-        )  # fmt: skip
+            run="default",
+            node=socket.gethostname(),
+            attempt=1,
+            token="000000",
+            world_size=2,
+            local_ranks=(0, 1),
+            shared=True,
+            local=TierSpec(address=str(directory), name="local"),
+            durable=True,
+        )
         ours.add("@" + config.address()[1:])
     with open("/proc/net/unix", encoding="ascii") as file:
         return {line.split()[-1] for line in file} & ours

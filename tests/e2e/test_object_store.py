@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.checkpoint.catalog import scan
-from resiliency.checkpoint.tiers import open_tier
+from resiliency.storage.catalog import scan
+from resiliency.storage.tiers import open_tier
 from resiliency.testing.gcs_server import FakeGcs
 from resiliency.testing.zygote import Zygote
 from tests.e2e.driver import Job, make_zygote

@@ -16,6 +16,7 @@ KILLS = 104
 #: Long enough that most attempts are killed before they end, and the next one goes on from there.
 STEPS = 300
 
+
 class _Tally:
     def __init__(self) -> None:
         self.kills = 0
@@ -55,7 +56,9 @@ def _kill_and_restart(job: _KilledJob, seed: int, window_s: float, tally: _Tally
                 wait_ended(workers, seconds=30)
                 _check_attempt(job, before, tally)
                 if job.outcome()["hash"] != job.reference:
-                    tally.problems.append(f"wrong weights in {job.directory} after {tally.kills} kills, resumed from {job.resumed_from()}")
+                    tally.problems.append(
+                        f"wrong weights in {job.directory} after {tally.kills} kills, resumed from {job.resumed_from()}"
+                    )
                 job.renew()
                 continue
             victim = random.choice(["rank 0", "rank 1", "agent", "all", "all and agent"])

@@ -60,6 +60,7 @@ def test_own_folders_and_a_common_tier(zygote: Zygote, reference: str, tmp_path:
     shutil.rmtree(tmp_path / "fast-1")
     assert job.run_to_end()["hash"] == reference
     resumed = {
-        rank: [e["step"] for e in job.events(f"rank-{rank:05d}.jsonl") if e["event_type"] == "checkpoint_loaded"][-1] for rank in HOSTS
+        rank: [e["step"] for e in job.events(f"rank-{rank:05d}.jsonl") if e["event_type"] == "checkpoint_loaded"][-1]
+        for rank in HOSTS
     }
     assert resumed[0] == resumed[1] >= stored

@@ -42,10 +42,20 @@ class Browser:
         to_child, self._write = os.pipe()
         self._read, from_child = os.pipe()
         flags = [
-            "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-            "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
-            f"--user-data-dir={self._profile}", "--remote-debugging-pipe", "about:blank",
-        ]  # fmt: skip
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            f"--user-data-dir={self._profile}",
+            "--remote-debugging-pipe",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             [sys.executable, "-c", TO_3_AND_4, str(to_child), str(from_child), path, *flags],
             pass_fds=(to_child, from_child),

@@ -30,9 +30,15 @@ class Demo(Job):
             for rank in range(self.alive):
                 busy = 1.1 + rng.gauss(0, 0.01) + (late if rank == slow else 0.0)
                 self.emit(
-                    EventKind.STEP, rank, step=self.step, step_s=round(took, 6), data_wait_s=data, stall_s=stall,
-                    save_in_flight=in_flight, busy_s=round(busy, 6),
-                )  # fmt: skip
+                    EventKind.STEP,
+                    rank,
+                    step=self.step,
+                    step_s=round(took, 6),
+                    data_wait_s=data,
+                    stall_s=stall,
+                    save_in_flight=in_flight,
+                    busy_s=round(busy, 6),
+                )
             if self.step % 20 == 0:
                 self.saved()
 
@@ -40,10 +46,22 @@ class Demo(Job):
         for rank in range(0, self.alive, self.ranks_per_host):
             for tier in ("local", "peer"):
                 self.emit(EventKind.CHECKPOINT_SAVED, rank, step=self.step, tier=tier, bytes=9_000_000_000)
-            self.emit(EventKind.CHECKPOINT_DURABLE, rank, step=self.step, tier="local", seconds_s=round(1.4 + self.rng.random(), 3))
+            self.emit(
+                EventKind.CHECKPOINT_DURABLE,
+                rank,
+                step=self.step,
+                tier="local",
+                duration_s=round(1.4 + self.rng.random(), 3),
+            )
         if self.step % 100 == 0:
             self.emit(EventKind.CHECKPOINT_SAVED, 0, step=self.step, tier="gcs", bytes=36_000_000_000)
-            self.emit(EventKind.CHECKPOINT_DURABLE, 0, step=self.step, tier="gcs", seconds_s=round(40 + 20 * self.rng.random(), 2))
+            self.emit(
+                EventKind.CHECKPOINT_DURABLE,
+                0,
+                step=self.step,
+                tier="gcs",
+                duration_s=round(40 + 20 * self.rng.random(), 2),
+            )
 
 
 def demo() -> Demo:
@@ -59,7 +77,9 @@ def demo() -> Demo:
     job.noisy(600, warm=9)
     job.noisy(186, slow=9)
     job.fail(detection=47, kind=EventKind.HANG_DETECTED, worker=9, quiet_s=45.0)
-    job.fail(detection=0, kind=EventKind.RESTART_REQUESTED, worker=9, remedy="swap host", reason="rank 9 hangs in all_reduce")
+    job.fail(
+        detection=0, kind=EventKind.RESTART_REQUESTED, worker=9, remedy="swap host", reason="rank 9 hangs in all_reduce"
+    )
     job.hosts.update({rank: "spare-0" for rank in (8, 9, 10, 11)})
     job.advance(26, Bucket.RESTART)
     job.start(startup=22, restore=6, load=2000)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from resiliency.events import Event, EventKind
-from resiliency.goodput.collect import Collector
 from resiliency.goodput.ledger import Ledger, account
-from resiliency.goodput.reader import LogReader
 from resiliency.goodput.taxonomy import Bucket
+from resiliency.telemetry.collect import Collector
+from resiliency.telemetry.reader import LogReader
 
 START = 1_760_000_000.0
 STEP_S = 2.0
@@ -64,7 +64,9 @@ class Job:
             self.truth[bucket] += seconds * (self.ranks - count)
         self.now += seconds
 
-    def start(self, *, ranks: int | None = None, startup: float = 30.0, restore: float = 0.0, load: int | None = None) -> None:
+    def start(
+        self, *, ranks: int | None = None, startup: float = 30.0, restore: float = 0.0, load: int | None = None
+    ) -> None:
         """A new attempt: start-up, maybe a restore, then training begins."""
         self.attempt += 1
         self.alive = self.ranks if ranks is None else ranks
@@ -78,7 +80,7 @@ class Job:
                 self.emit(EventKind.RESTORE_STARTED, rank)
             self.advance(restore, Bucket.RESTORE)
             for rank in range(self.alive):
-                self.emit(EventKind.CHECKPOINT_LOADED, rank, step=load, seconds_s=restore, source="local")
+                self.emit(EventKind.CHECKPOINT_LOADED, rank, step=load, duration_s=restore, source="local")
             self.step = load
         for rank in range(self.alive):
             self.emit(EventKind.TRAIN_STARTED, rank, step=self.step, world_size=self.alive)

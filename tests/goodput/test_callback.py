@@ -12,8 +12,8 @@ import torch
 
 from resiliency.callbacks.goodput import build
 from resiliency.goodput.ledger import account
-from resiliency.goodput.reader import find_logs, read_logs
 from resiliency.goodput.taxonomy import Bucket
+from resiliency.telemetry.reader import find_logs, read_logs
 
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 
@@ -46,10 +46,17 @@ def make_model(pl: Any, *, fail_at: int | None = None) -> Any:
 
 def trainer(pl: Any, root: Path, callback: Any, **kwargs: Any) -> Any:
     options: dict[str, Any] = {
-        "max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": root, "callbacks": [callback],
+        "max_epochs": 2,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": root,
+        "callbacks": [callback],
         "num_sanity_val_steps": 1,
-    }  # fmt: skip
+    }
     return pl.Trainer(**{**options, **kwargs})
 
 
@@ -58,7 +65,9 @@ def loader() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
-def test_a_fit_leaves_an_account_and_shows_its_goodput(pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_leaves_an_account_and_shows_its_goodput(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JOB_IDENTIFIER", "fit-job")
     callback = build(pl.__name__)()
     assert isinstance(callback, pl.Callback)
@@ -85,7 +94,9 @@ def test_a_fit_leaves_an_account_and_shows_its_goodput(pl: Any, tmp_path: Path, 
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
-def test_an_exception_is_told_and_the_next_attempt_is_seen(pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_is_told_and_the_next_attempt_is_seen(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(RuntimeError, match="planned"):
         trainer(pl, tmp_path, build(pl.__name__)()).fit(make_model(pl, fail_at=15), loader())
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -124,7 +135,12 @@ def test_with_a_checkpoint_callback_events_are_written_once(pl: Any, tmp_path: P
     ranks = [log for log in find_logs([tmp_path]) if log.name == "rank-00000.jsonl"]
     assert len(ranks) == 1
     kinds = [json.loads(line)["event_type"] for line in ranks[0].read_text().splitlines()]
-    assert [kinds.count(kind) for kind in ("job_started", "train_started", "train_ended", "job_terminated")] == [1, 1, 1, 1]
+    assert [kinds.count(kind) for kind in ("job_started", "train_started", "train_ended", "job_terminated")] == [
+        1,
+        1,
+        1,
+        1,
+    ]
     ledger = account(read_logs([tmp_path]).collector.runs["default"])
     (timing,) = ledger.timings
     assert (timing.top, timing.outcome) == (20, "finished")

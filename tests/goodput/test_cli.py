@@ -37,7 +37,15 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_report_prints_every_bucket_and_the_sum(logs: Path) -> None:
     result = run(app, ["report", "--log", str(logs)])
     assert result.exit_code == 0, result.output
-    for text in ("goodput of job", "Productive", "Lost work redone", "Unknown", "Sum", "100.0 %", "Older library's figure"):
+    for text in (
+        "goodput of job",
+        "Productive",
+        "Lost work redone",
+        "Unknown",
+        "Sum",
+        "100.0 %",
+        "Older library's figure",
+    ):
         assert text in result.output
     assert "restarted at step 100 from local" in result.output
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resiliency.events import EventKind
-from resiliency.goodput.collect import Collector
 from resiliency.goodput.ledger import Ledger, account
-from resiliency.goodput.reader import LogReader
 from resiliency.goodput.summary import summarize
+from resiliency.telemetry.collect import Collector
+from resiliency.telemetry.reader import LogReader
 
 from .scripted import START
 from .test_ledger_truth import crash, scale_down
@@ -27,7 +27,9 @@ seconds = st.one_of(
 )
 times = st.one_of(
     st.floats(min_value=0, max_value=500).map(lambda offset: START + offset),
-    st.sampled_from([0, -5.0, 1e300, float("nan"), None, "2025-10-09T08:53:20", "2025-10-09T08:53:20.5+02:00", "soon", START + 1e8]),
+    st.sampled_from(
+        [0, -5.0, 1e300, float("nan"), None, "2025-10-09T08:53:20", "2025-10-09T08:53:20.5+02:00", "soon", START + 1e8]
+    ),
 )
 
 
@@ -48,7 +50,7 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
         "stall_s": seconds,
         "busy_s": seconds,
         "eval_s": seconds,
-        "seconds_s": seconds,
+        "duration_s": seconds,
         "save_in_flight": st.booleans(),
         "count": st.one_of(st.integers(min_value=1, max_value=20), st.sampled_from([0, -1, 10**9])),
         "step_max_s": seconds,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from resiliency.events import Event, EventKind
-from resiliency.goodput.collect import Collector
 from resiliency.goodput.incidents import incidents
 from resiliency.goodput.ledger import Ledger, account
-from resiliency.goodput.reader import LogReader
 from resiliency.goodput.taxonomy import Bucket
+from resiliency.telemetry.collect import Collector
+from resiliency.telemetry.reader import LogReader
 
 from .scripted import START, STEP_S, Job, assert_matches
 from .test_ledger_truth import crash
@@ -48,9 +48,15 @@ def slow_rank_that_nobody_waits_for_inside_the_step() -> Job:
         for rank in range(4):
             slow = 0.0 if rank == 2 else 0.5
             job.emit(
-                EventKind.STEP, rank, step=job.step, at=job.now - slow,
-                step_s=STEP_S + 0.5 - slow, data_wait_s=0.0, stall_s=0.0, save_in_flight=False,
-            )  # fmt: skip
+                EventKind.STEP,
+                rank,
+                step=job.step,
+                at=job.now - slow,
+                step_s=STEP_S + 0.5 - slow,
+                data_wait_s=0.0,
+                stall_s=0.0,
+                save_in_flight=False,
+            )
     job.finish()
     return job
 
@@ -65,9 +71,15 @@ def slow_rank_that_everyone_waits_for_inside_the_step() -> Job:
         job.advance(0.5, Bucket.STRAGGLER)
         for rank in range(4):
             job.emit(
-                EventKind.STEP, rank, step=job.step, step_s=STEP_S + 0.5, data_wait_s=0.0, stall_s=0.0,
-                save_in_flight=False, busy_s=1.5 if rank == 2 else 1.0,
-            )  # fmt: skip
+                EventKind.STEP,
+                rank,
+                step=job.step,
+                step_s=STEP_S + 0.5,
+                data_wait_s=0.0,
+                stall_s=0.0,
+                save_in_flight=False,
+                busy_s=1.5 if rank == 2 else 1.0,
+            )
     job.finish()
     return job
 
@@ -84,9 +96,14 @@ def slow_loader_that_everyone_waits_for() -> Job:
         job.truth[Bucket.STRAGGLER] += 1.5
         for rank in range(4):
             job.emit(
-                EventKind.STEP, rank, step=job.step, step_s=STEP_S + 0.5, data_wait_s=0.5 if rank == 2 else 0.0,
-                stall_s=0.0, save_in_flight=False,
-            )  # fmt: skip
+                EventKind.STEP,
+                rank,
+                step=job.step,
+                step_s=STEP_S + 0.5,
+                data_wait_s=0.5 if rank == 2 else 0.0,
+                stall_s=0.0,
+                save_in_flight=False,
+            )
     job.finish()
     return job
 
@@ -309,9 +326,15 @@ def test_overlapping_attempts_count_each_second_once() -> None:
     job.attempt = 0
     for extra in range(1, 16):
         job.emit(
-            EventKind.STEP, 3, step=zombie_step + extra, at=zombie_from + extra * STEP_S,
-            step_s=STEP_S, data_wait_s=0.0, stall_s=0.0, save_in_flight=False,
-        )  # fmt: skip
+            EventKind.STEP,
+            3,
+            step=zombie_step + extra,
+            at=zombie_from + extra * STEP_S,
+            step_s=STEP_S,
+            data_wait_s=0.0,
+            stall_s=0.0,
+            save_in_flight=False,
+        )
     job.attempt = number
     ledger = job.ledger()
     assert sum(ledger.gpu.values()) == ledger.capacity * ledger.wall_us
@@ -382,7 +405,7 @@ def test_going_back_in_the_same_process_is_lost_work() -> None:
         job.emit(EventKind.RESTORE_STARTED, rank, at=job.now + 0.001)
     job.advance(8, Bucket.RESTORE)
     for rank in range(4):
-        job.emit(EventKind.CHECKPOINT_LOADED, rank, step=40, seconds_s=8.0)
+        job.emit(EventKind.CHECKPOINT_LOADED, rank, step=40, duration_s=8.0)
     job.training, job.step = True, 40
     job.steps(60)
     job.finish()
@@ -406,9 +429,13 @@ def test_aggregated_steps_give_the_same_account() -> None:
         group = pending.pop(key, [])
         if group:
             fields = {
-                "step_s": sum(event.fields["step_s"] for event in group), "data_wait_s": 0.0, "stall_s": 0.0,
-                "save_in_flight": False, "count": len(group), "step_max_s": STEP_S,
-            }  # fmt: skip
+                "step_s": sum(event.fields["step_s"] for event in group),
+                "data_wait_s": 0.0,
+                "stall_s": 0.0,
+                "save_in_flight": False,
+                "count": len(group),
+                "step_max_s": STEP_S,
+            }
             merged.append(Event(**{**_as_dict(group[-1]), "fields": fields}))
 
     for event in job.events:
@@ -488,4 +515,8 @@ def test_what_all_ranks_of_a_host_tell_is_one_incident() -> None:
     job.steps(20)
     job.finish()
     found = [incident for incident in incidents(job.ledger()) if incident.what == "Host agent lost"]
-    assert [(incident.where, round(incident.time - START)) for incident in found] == [("host-0", 70), ("host-1", 70), ("host-0", 110)]
+    assert [(incident.where, round(incident.time - START)) for incident in found] == [
+        ("host-0", 70),
+        ("host-1", 70),
+        ("host-0", 110),
+    ]

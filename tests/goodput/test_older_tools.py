@@ -14,7 +14,7 @@ from resiliency.goodput import calculator, tracker
 from resiliency.goodput.calculator import GoodputCalculator
 from resiliency.goodput.ledger import account
 from resiliency.goodput.older import older_figure
-from resiliency.goodput.reader import read_logs
+from resiliency.telemetry.reader import read_logs
 
 from .scripted import Job
 from .test_ledger_truth import crash
@@ -70,9 +70,20 @@ def run_module(module: str, *args: str, cwd: Path, **env: str) -> subprocess.Com
 def test_the_calculators_command_line(tmp_path: Path) -> None:
     log = older_log(tmp_path / "event_log.log")
     result = run_module(
-        "resiliency.goodput.calculator", "--job-name", "job-a", "--log-file", str(log), "--export", "out.json",
-        "--reference-step-time", "12.5", "--gcloud-logging-lookback-days", "7.0", "--verbose", cwd=tmp_path,
-    )  # fmt: skip
+        "resiliency.goodput.calculator",
+        "--job-name",
+        "job-a",
+        "--log-file",
+        str(log),
+        "--export",
+        "out.json",
+        "--reference-step-time",
+        "12.5",
+        "--gcloud-logging-lookback-days",
+        "7.0",
+        "--verbose",
+        cwd=tmp_path,
+    )
     assert result.returncode == 0, result.stderr
     assert "50.00%" in result.stdout
     assert json.loads((tmp_path / "out.json").read_text())["goodput_percentage"] == pytest.approx(50.0)

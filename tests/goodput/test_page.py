@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from resiliency.goodput.collect import Collector
 from resiliency.goodput.ledger import account
 from resiliency.goodput.page import MOST_PIECES, render_page, write_page
 from resiliency.goodput.summary import summarize
 from resiliency.goodput.taxonomy import BUCKETS
+from resiliency.telemetry.collect import Collector
 
 from .browser import HOW_TO_INSTALL, NAMES, Browser
 from .demo import demo
@@ -43,7 +43,14 @@ def test_the_page_stands_alone(page: Path) -> None:
     assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", text)
     assert "@import" not in text
     assert "http" not in text.lower().replace("http-equiv", "")
-    for heading in ("Timeline", "Badput by attempt", "Step time", "Incidents and remedies", "Checkpoint tiers", "Stragglers"):
+    for heading in (
+        "Timeline",
+        "Badput by attempt",
+        "Step time",
+        "Incidents and remedies",
+        "Checkpoint tiers",
+        "Stragglers",
+    ):
         assert f"<h2>{heading}</h2>" in text
     for info in BUCKETS.values():
         assert info.label in text
@@ -172,9 +179,13 @@ def test_the_theme_switch_and_the_tooltip_work(browser: Browser, page: Path) -> 
     before = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     browser.evaluate("document.getElementById('theme').click()")
     assert browser.evaluate("getComputedStyle(document.body).backgroundColor") != before
-    x, y = browser.evaluate("(({ x, y }) => [x + 5, y + 5])(document.querySelector('.stack i').getBoundingClientRect())")
+    x, y = browser.evaluate(
+        "(({ x, y }) => [x + 5, y + 5])(document.querySelector('.stack i').getBoundingClientRect())"
+    )
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    tip = browser.evaluate("[getComputedStyle(document.getElementById('tip')).display, document.getElementById('tip').textContent]")
+    tip = browser.evaluate(
+        "[getComputedStyle(document.getElementById('tip')).display, document.getElementById('tip').textContent]"
+    )
     assert tip[0] == "block"
     assert tip[1].startswith("Productive: ")
     assert browser.errors == []

@@ -49,7 +49,9 @@ def test_a_clean_test_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["serial", "xdist"])
-def test_gpu_tests_are_counted_where_there_is_no_gpu(tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_tests_are_counted_where_there_is_no_gpu(
+    tmp_path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code = "import pytest\n@pytest.mark.gpu\ndef test_a(): pass\n@pytest.mark.gpu\ndef test_b(): pass\ndef test_c(): pass\n"
     result = run_pytest(tmp_path, code, *options)

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 BREACHES = {
     "agent/__init__.py": "import torch",
-    "goodput/__init__.py": "import resiliency.checkpoint.manifest",
-    "checkpoint/manifest.py": "def f():\n    import lightning.pytorch",
+    "goodput/__init__.py": "import resiliency.storage.manifest",
+    "storage/manifest.py": "def f():\n    import lightning.pytorch",
     "errors.py": "import resiliency.settings",
     "plugins/__init__.py": "import resiliency.callbacks",
     "cli/main.py": "import nemo",
@@ -25,7 +25,9 @@ BREACHES = {
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     code = "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
     env = os.environ | {"PYTHONPATH": str(folder)}
-    return subprocess.run([sys.executable, "-P", "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,26 @@ import resiliency
 
 ROOT = Path(resiliency.__file__).parent
 #: Modules that must load without these: they run in the agent, on login nodes, in the report.
-HEAVY = ("torch", "lightning", "pytorch_lightning", "kubernetes", "nemo", "google", "gcsfs", "jinja2", "typer", "rich", "numpy")
+HEAVY = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "kubernetes",
+    "nemo",
+    "google",
+    "gcsfs",
+    "jinja2",
+    "typer",
+    "rich",
+    "numpy",
+)
 LIGHT_MODULES = [
     "resiliency",
     "resiliency.agent",
     "resiliency.callbacks",
     "resiliency.checkpoint",
-    "resiliency.checkpoint.manifest",
-    "resiliency.checkpoint.tiers.base",
+    "resiliency.storage.manifest",
+    "resiliency.storage.tiers.base",
     "resiliency.cli.main",
     "resiliency.errors",
     "resiliency.events",
@@ -71,14 +83,33 @@ def test_help_is_quick_and_imports_no_torch() -> None:
 
 PINNED = {
     "resiliency": [
-        "AgentError", "Checkpointer", "CheckpointerOptions", "ConfigError", "CorruptShard", "ModelCheckpoint",
-        "NoCheckpointFound", "ResiliencyError", "Restored", "Ticket", "TierError", "Timeout", "TornSnapshot", "__version__",
+        "AgentError",
+        "Checkpointer",
+        "CheckpointerOptions",
+        "ConfigError",
+        "CorruptShard",
+        "ModelCheckpoint",
+        "NoCheckpointFound",
+        "ResiliencyError",
+        "Restored",
+        "Ticket",
+        "TierError",
+        "Timeout",
+        "TornSnapshot",
+        "__version__",
     ],
     "resiliency.checkpoint": ["Checkpointer", "CheckpointerOptions", "Restored", "Ticket"],
     "resiliency.errors": [
-        "AgentError", "ConfigError", "CorruptShard", "NoCheckpointFound", "ResiliencyError", "TierError", "Timeout", "TornSnapshot",
+        "AgentError",
+        "ConfigError",
+        "CorruptShard",
+        "NoCheckpointFound",
+        "ResiliencyError",
+        "TierError",
+        "Timeout",
+        "TornSnapshot",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("module", PINNED)
@@ -94,7 +125,9 @@ def test_public_names_are_pinned_and_there(module: str) -> None:
 
 
 def all_modules() -> list[str]:
-    return sorted(info.name for info in pkgutil.walk_packages([str(ROOT)], "resiliency.") if not info.name.endswith("__main__"))
+    return sorted(
+        info.name for info in pkgutil.walk_packages([str(ROOT)], "resiliency.") if not info.name.endswith("__main__")
+    )
 
 
 def module_file(name: str) -> Path:

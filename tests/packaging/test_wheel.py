@@ -53,8 +53,11 @@ def test_base_requirements_are_few_and_loose(wheel: Path) -> None:
     extras = {"lightning", "gcs", "gcp", "goodput", "k8s", "nemo", "nvrx", "tensorboard", "dev"}
     assert set(fields.get_all("Provides-Extra")) == extras
     assert (archive.read(metadata.replace("METADATA", "entry_points.txt")).decode().split()) == [
-        "[console_scripts]", "resiliency", "=", "resiliency.cli.main:main",
-    ]  # fmt: skip
+        "[console_scripts]",
+        "resiliency",
+        "=",
+        "resiliency.cli.main:main",
+    ]
 
 
 def test_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
@@ -73,5 +76,7 @@ def test_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
     assert run(str(python), "-c", "import resiliency; print(resiliency.__file__)").strip().startswith(str(site))
     assert run(str(tmp_path / "venv" / "bin" / "resiliency"), "--version").startswith("resiliency ")
     # With its requirements, pip still finds all it needs and would fetch nothing, torch least of all.
-    report = run(*PIP, "--python", str(python), "install", "--dry-run", "--no-index", "--report", "-", "--quiet", str(wheel))
+    report = run(
+        *PIP, "--python", str(python), "install", "--dry-run", "--no-index", "--report", "-", "--quiet", str(wheel)
+    )
     assert [item["metadata"]["name"] for item in json.loads(report)["install"]] == []

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.checkpoint.codec import Opaque
 from resiliency.checkpoint.options import CheckpointerOptions
-from resiliency.checkpoint.reader import load_path, locate
 from resiliency.errors import ConfigError
+from resiliency.inspection.by_path import load_path, locate
 from resiliency.plugins import checkpoint_io
 from resiliency.plugins.checkpoint_io import build
+from resiliency.storage.codec import Opaque
 
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 EMBEDDED = CheckpointerOptions(agent="embedded")
@@ -83,9 +83,15 @@ def make_trainer(namespace: str, folder: Path, plugin: Any, *, steps: int, **set
     callback = importlib.import_module(f"{namespace}.callbacks").ModelCheckpoint
     wanted = {"save_top_k": -1, "every_n_train_steps": 1, "filename": "{step}"} | settings
     return lightning.Trainer(
-        default_root_dir=folder, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        max_steps=steps, callbacks=[callback(dirpath=folder / "ck", **wanted)], plugins=[plugin] if plugin is not None else [],
-    )  # fmt: skip
+        default_root_dir=folder,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_steps=steps,
+        callbacks=[callback(dirpath=folder / "ck", **wanted)],
+        plugins=[plugin] if plugin is not None else [],
+    )
 
 
 class Batches:
@@ -110,7 +116,9 @@ class Batches:
         self.start = state["at"]
 
 
-def fit(namespace: str, folder: Path, *, steps: int = 4, model: Any = None, ckpt: str | None = None, **settings: Any) -> Any:
+def fit(
+    namespace: str, folder: Path, *, steps: int = 4, model: Any = None, ckpt: str | None = None, **settings: Any
+) -> Any:
     """A finished trainer whose checkpoints went through the plugin."""
     trainer = make_trainer(namespace, folder, build(namespace)(options=EMBEDDED), steps=steps, **settings)
     torch.manual_seed(1)
@@ -182,7 +190,9 @@ def test_stock_checkpoints_still_load_and_are_removed_by_their_callback(namespac
     best = {"save_top_k": 2, "monitor": "score"}
     make_trainer(namespace, tmp_path, None, steps=2, **best).fit(make_model(namespace), Batches())
     assert torch.load(tmp_path / "ck" / "step=1.ckpt", weights_only=False)["global_step"] == 1
-    resumed = fit(namespace, tmp_path, steps=4, ckpt=str(tmp_path / "ck" / "step=2.ckpt"), model=make_model(namespace), **best)
+    resumed = fit(
+        namespace, tmp_path, steps=4, ckpt=str(tmp_path / "ck" / "step=2.ckpt"), model=make_model(namespace), **best
+    )
     assert resumed.global_step == 4
     # Lightning itself keeps the file it resumed from.
     assert files(tmp_path / "ck") == ["step=2.ckpt", "step=3.ckpt", "step=4.ckpt"]
@@ -200,7 +210,9 @@ def test_hyper_parameters_of_own_classes(namespace: str, tmp_path: Path) -> None
         assert isinstance(hparams["settings"], Opaque)  # nothing is unpickled
         assert hparams["data"] == Path("/data")
     trainer = make_trainer(namespace, tmp_path, plugin, steps=3)
-    trusting = {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}  # Lightning >= 2.6
+    trusting = (
+        {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+    )  # Lightning >= 2.6
     trainer.fit(make_model(namespace, **own), Batches(), ckpt_path=str(path), **trusting)
     assert trainer.global_step == 3
 
@@ -225,7 +237,9 @@ io.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(3)}}, "one.
 def test_a_save_without_teardown_is_committed_when_the_process_ends(tmp_path: Path) -> None:
     """As after ``trainer.save_checkpoint()`` at the end of a script."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", SAVES_AND_ENDS], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", SAVES_AND_ENDS], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     assert torch.equal(read(tmp_path / "one.ckpt")["state_dict"]["w"], torch.ones(3))
     log = (tmp_path / ".resiliency" / "default" / "events" / "rank-00000.jsonl").read_text()
@@ -285,16 +299,18 @@ def test_a_removal_waits_for_the_newer_commit(io: Any, tmp_path: Path, monkeypat
     assert [path.name[:10] for path in tmp_path.glob(".resiliency/default/steps/*")] == ["0000000002"]
 
 
-def test_a_stock_file_is_removed_after_the_newer_commit(io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stock_file_is_removed_after_the_newer_commit(
+    io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.save(checkpoint(1), tmp_path / "1.ckpt")
     assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1
-    io._flush = timedelta(milliseconds=50)
+    io._flush_timeout = timedelta(milliseconds=50)
     released = hold(monkeypatch)
     io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
     io.remove_checkpoint(tmp_path / "1.ckpt")
     assert files(tmp_path) == ["1.ckpt"]
     released.set()
-    io._flush = timedelta(seconds=30)
+    io._flush_timeout = timedelta(seconds=30)
     io.remove_checkpoint(tmp_path / "1.ckpt")
     assert files(tmp_path) == ["2.ckpt"]
 
@@ -320,7 +336,9 @@ def test_a_save_that_comes_too_soon_waits_for_the_one_before(tmp_path: Path, mon
     """The engine would skip it; a callback could not be told."""
     import threading
 
-    plugin = build("lightning.pytorch")(options=CheckpointerOptions(agent="embedded", busy_wait=timedelta(0)))
+    plugin = build("lightning.pytorch")(
+        options=CheckpointerOptions(agent="embedded", previous_save_timeout=timedelta(0))
+    )
     released = hold(monkeypatch)
     plugin.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
     timer = threading.Timer(0.2, released.set)
@@ -346,7 +364,7 @@ def test_many_saves_of_one_step_stay_apart(io: Any, tmp_path: Path) -> None:
     """As when a user calls ``trainer.save_checkpoint`` again and again between two steps."""
     for number in range(70):
         io.save_checkpoint(checkpoint(7, float(number)), tmp_path / f"{number}.ckpt")
-    io._flush = timedelta(seconds=20)
+    io._flush_timeout = timedelta(seconds=20)
     for number in (0, 63, 64, 65, 69):
         assert io.load_checkpoint(tmp_path / f"{number}.ckpt")["state_dict"]["w"][0, 0] == number
 

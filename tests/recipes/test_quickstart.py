@@ -34,7 +34,9 @@ def test_kills_are_drawn_from_the_seed_and_hit_everyone() -> None:
     kills = draw_kills(seed=3, count=6, steps=200, ranks=2)
     assert kills == draw_kills(seed=3, count=6, steps=200, ranks=2)
     assert kills != draw_kills(seed=4, count=6, steps=200, ranks=2)
-    assert {(kill.victim, kill.in_save) for kill in kills} == {(victim, flag) for victim in Victim for flag in (True, False)}
+    assert {(kill.victim, kill.in_save) for kill in kills} == {
+        (victim, flag) for victim in Victim for flag in (True, False)
+    }
     steps = [kill.after_step for kill in kills]
     assert steps == sorted(steps) and 0 < steps[0] and steps[-1] < 200
 
@@ -56,7 +58,12 @@ def test_follower_knows_the_newest_attempt_and_skips_torn_lines(tmp_path: Path) 
     assert [one["event_type"] for one in follower.poll()] == ["job_started", "step"]
     assert (follower.attempt, follower.step, follower.workers) == (1, 1, {0: 10})
     write(tmp_path, record("job_started", 3.0, attempt=2, pid=11), tail="")  # completes a torn line: that one is lost
-    write(tmp_path, record("job_started", 3.5, attempt=2, pid=12, rank=1), record("step", 9.0, step=9), name="rank-1.jsonl")
+    write(
+        tmp_path,
+        record("job_started", 3.5, attempt=2, pid=12, rank=1),
+        record("step", 9.0, step=9),
+        name="rank-1.jsonl",
+    )
     follower.poll()
     assert (follower.attempt, follower.workers, follower.moved) == (2, {1: 12}, False)
 
@@ -113,7 +120,7 @@ def test_figures() -> None:
     assert figures.stall_share == pytest.approx(0.03 / 4)
     assert figures.in_save == 1
     assert figures.recoveries[1].redone == 1
-    assert figures.recoveries[1].seconds_s == pytest.approx(5.5)
+    assert figures.recoveries[1].duration_s == pytest.approx(5.5)
     with pytest.raises(ValueError, match="did not go on after the kill at step 3"):
         figures_of(records[:6], shots[1:])
 
@@ -128,7 +135,9 @@ def test_killed_training_ends_with_the_weights_of_the_undisturbed_one(tmp_path: 
     assert result.returncode == 0, result.stdout + result.stderr
     assert "The weights are equal to the last bit." in result.stdout
     assert result.stdout.count("SIGKILL to") == 2
-    hashes = [json.loads((tmp_path / "demo" / name / "result.json").read_text())["hash"] for name in ("undisturbed", "killed")]
+    hashes = [
+        json.loads((tmp_path / "demo" / name / "result.json").read_text())["hash"] for name in ("undisturbed", "killed")
+    ]
     assert hashes[0] == hashes[1]
     assert re.search(r"checkpoints committed\W+8\W+\d", result.stdout)
     assert "<html" in (tmp_path / "demo" / "goodput.html").read_text()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from resiliency.checkpoint.manifest import BLOCK_BYTES
-from resiliency.checkpoint.tiers.base import Tier
-from resiliency.checkpoint.tiers.local import LocalTier
 from resiliency.errors import TierError
+from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.tiers.base import Tier
+from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import Call, Fault, FaultyTier, RecordingTier, SlowTier, Verb
 from resiliency.testing.tier_tests import TierTests
 

@@ -1,0 +1,164 @@
+"""Whether somebody is using a run right now. Asked before files are deleted by hand. No torch.
+
+Three witnesses, because none sees everything: the socket of a host agent (this host, this user), the process ids in
+the run's event logs (this host), and ranks on other hosts that wrote an event lately and have not said they ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import socket
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from resiliency.agent.protocol import AgentConfig, TierSpec
+from resiliency.events import EventKind
+from resiliency.settings import environment
+from resiliency.storage.manifest import EVENTS_DIR, META_DIR
+
+__all__ = ["Witness", "agent_address", "witnesses"]
+
+#: Every job takes a checkpoint, and so writes an event, at least this often; one that was quiet for longer is gone.
+_QUIET_S = 24 * 3600.0
+_CONNECT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Witness:
+    """Evidence that a run is in use.
+
+    Attributes:
+        text: what was seen, in words.
+        certain: True for what runs on this host; False for a rank elsewhere that may have been killed unheard.
+    """
+
+    text: str
+    certain: bool
+
+
+def agent_address(directory: str, run: str, node: str) -> str:
+    """Address of the host agent that serves a run of this user in a directory on a node. Pure but for the user's id."""
+    return AgentConfig(
+        run=run,
+        node=node,
+        attempt=0,
+        token="",
+        world_size=1,
+        local_ranks=(0,),
+        shared=True,
+        local=TierSpec(address=directory, name="local"),
+        durable=False,
+    ).address()
+
+
+def witnesses(directory: str, run: str, *, nodes: Collection[str] = (), now: float | None = None) -> list[Witness]:
+    """Who is using the run. Blocks: up to 2 s for each node's agent; reads the logs from their ends.
+
+    Args:
+        directory: root of the local tier.
+        nodes: names of nodes known to have written there; this host's own names are always asked.
+        now: UTC seconds since the epoch (tests).
+    """
+    here = {environment().node, socket.gethostname()}
+    found = []
+    for node in sorted({*nodes, *here, *_logged_nodes(directory, run)}):
+        if _listens(agent_address(directory, run, node)):
+            found.append(Witness(f"its checkpoint agent (node {node}) is running on this host", True))
+    return found + _ranks(directory, run, here, time.time() if now is None else now)
+
+
+def _logged_nodes(directory: str, run: str) -> set[str]:
+    """Nodes whose agents left a log: jobs may be given other node names than this shell."""
+    meta = Path(directory, META_DIR, run)
+    return {path.stem.removeprefix("agent-") for room in ("logs", EVENTS_DIR) for path in meta.glob(f"{room}/agent-*")}
+
+
+def _listens(address: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.settimeout(_CONNECT_S)
+        try:
+            probe.connect(address)
+        except OSError as error:
+            # Anything else, such as a full queue of connections, means that somebody is there.
+            return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+    return True
+
+
+def _ranks(directory: str, run: str, here: Collection[str], now: float) -> list[Witness]:
+    folders = {str(Path(directory, META_DIR, run, EVENTS_DIR)), environment().events_dir or ""} - {""}
+    logs = [log for folder in sorted(folders) for log in sorted(Path(folder).glob("rank-*.jsonl"))]
+    found = []
+    for log in logs:
+        start = _last(log, run, only=EventKind.JOB_STARTED)
+        last = _last(log, run)
+        if start is None or last is None or last["event_type"] == EventKind.JOB_TERMINATED:
+            continue
+        who = f"rank {start['rank']} of attempt {start['attempt']} on {start['host']}"
+        if start["host"] in here:
+            if _runs(start.get("pid"), _seconds(start)):
+                found.append(Witness(f"{who} (process {start['pid']}) is running", True))
+        elif now - _seconds(last) < _QUIET_S:
+            found.append(
+                Witness(f"{who} wrote an event {now - _seconds(last):.0f} s ago and has not said that it ended", False)
+            )
+    return found
+
+
+def _last(log: Path, run: str, *, only: str | None = None) -> dict[str, Any] | None:
+    """The log's last event of the run (of one kind), or None. Torn and foreign lines are passed over."""
+    for line in _backwards(log, b"" if only is None else only.encode()):
+        try:
+            event = json.loads(line)
+            _seconds(event)
+            if (
+                event["job_name"] == run
+                and {"rank", "attempt", "host"} <= event.keys()
+                and only in (None, event["event_type"])
+            ):
+                return dict(event)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return None
+
+
+def _backwards(log: Path, word: bytes) -> Iterator[bytes]:
+    """Lines that contain ``word``, last one first, without reading what lies before the one that is wanted."""
+    try:
+        with open(log, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            end = len(view)
+            while end > 0:
+                start = view.rfind(b"\n", 0, end - 1) + 1
+                if word:
+                    hit = view.rfind(word, 0, end)
+                    if hit < 0:
+                        return
+                    start = view.rfind(b"\n", 0, hit) + 1
+                    stop = view.find(b"\n", hit)
+                    yield view[start : stop if stop >= 0 else len(view)]
+                else:
+                    yield view[start:end]
+                end = start
+    except (OSError, ValueError):
+        return  # gone, unreadable or empty (which mmap refuses): no witness
+
+
+def _seconds(event: dict[str, Any]) -> float:
+    return datetime.fromisoformat(event["timestamp"]).timestamp()
+
+
+def _runs(pid: object, since: float) -> bool:
+    """Whether the process lives and is not a later one with the same number."""
+    import psutil
+
+    try:
+        return isinstance(pid, int) and psutil.Process(pid).create_time() <= since + 1.0
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True

@@ -1,0 +1,153 @@
+"""Checks every byte of steps against what was recorded when they were written. No torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from resiliency.errors import TierError
+from resiliency.inspection.survey import StepView, StoredCopy, unreadable
+from resiliency.storage.catalog import StepListing, step_prefix, verify_shard
+from resiliency.storage.manifest import MANIFEST, ShardRecord, StepId, record_file
+from resiliency.storage.tiers.base import Tier
+
+__all__ = ["Finding", "bytes_to_check", "check_step"]
+
+#: Blocks one task reads, and how many tasks read at a time: enough for a disk or a bucket, harmless for a small host.
+_TASK_BLOCKS = 8
+_READERS = 4
+
+_Task = tuple[ShardRecord, int, int]  # blocks [first, last) of a shard
+_Result = tuple[list[tuple[int, int]], str]  # byte ranges that differ, and why it could not be read
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong with (``bad``), or worth knowing of, one copy of a step.
+
+    Attributes:
+        run, id, place: which copy.
+        bad: False for what does not keep the step from being restored.
+        path: file or object it is about.
+        ranges: byte ranges that differ, half open; empty when it is not about single bytes.
+        text: what is wrong, in words, without the path.
+    """
+
+    run: str
+    id: StepId
+    place: str
+    bad: bool
+    path: str
+    ranges: tuple[tuple[int, int], ...]
+    text: str
+
+
+def bytes_to_check(view: StepView) -> int:
+    """How many bytes :func:`check_step` will read."""
+    return sum(record.nbytes for copy in view.copies for record in _readable(copy.listing))
+
+
+def _readable(listing: StepListing) -> list[ShardRecord]:
+    """Shards whose bytes can be compared at all: there, and in full length."""
+    return [record for record in listing.records.values() if listing.sizes.get(record.file) == record.nbytes]
+
+
+def check_step(view: StepView, *, advance: Callable[[int], None] = lambda _: None) -> list[Finding]:
+    """Reads all shards of all copies of a step.
+
+    Thread: any; reads on threads of its own, which have ended at return. Blocks: for reading everything.
+
+    Args:
+        advance: called with the number of bytes that were checked since the last call; from any thread, one at a time.
+    """
+    findings: list[Finding] = []
+    for copy in view.copies:
+        findings += _metadata(view, copy)
+        findings += _bytes(view, copy, advance)
+    return findings
+
+
+def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
+    listing, tier = copy.listing, copy.place.tier
+    folder = f"{tier.root}/{step_prefix(view.run, view.id)}"
+
+    def finding(bad: bool, file: str, text: str) -> Finding:
+        return Finding(view.run, view.id, copy.place.label, bad, folder + file, (), text)
+
+    found = []
+    for text in unreadable(copy, view.run):
+        file, _, rest = text.partition(": ")
+        found.append(
+            finding(True, file, f"cannot be used: {rest}") if file in listing.sizes else finding(True, "", text)
+        )
+    if MANIFEST not in listing.sizes:
+        if not tier.is_local:
+            # Restore counts a remote step only with its manifest, because its records may still be on their way.
+            found.append(finding(True, MANIFEST, "is missing; without it the step is not restored from here"))
+        elif listing.manifest is not None:
+            found.append(finding(False, MANIFEST, "is missing; the shards' records stand in for it"))
+    for record in listing.records.values():
+        if record_file(record.rank) not in listing.sizes:
+            found.append(finding(False, record_file(record.rank), "is missing; the manifest's copy stands in for it"))
+        size = listing.sizes.get(record.file)
+        if size is None:
+            found.append(finding(True, record.file, "is missing"))
+        elif size != record.nbytes:
+            found.append(finding(True, record.file, f"has {size:,} bytes instead of {record.nbytes:,}"))
+    if listing.manifest is None and view.needed is not None:
+        for rank in sorted(set(range(view.needed)) - set(listing.records)):
+            found.append(finding(True, record_file(rank), "is missing, so nothing is known of its shard here"))
+    return found
+
+
+def _bytes(view: StepView, copy: StoredCopy, advance: Callable[[int], None]) -> list[Finding]:
+    lock = threading.Lock()
+    tasks: list[_Task] = []
+    for record in sorted(_readable(copy.listing), key=lambda record: record.rank):
+        blocks = len(record.digests)
+        tasks += [(record, first, min(first + _TASK_BLOCKS, blocks)) for first in range(0, blocks, _TASK_BLOCKS)]
+
+    def check(task: _Task) -> _Result:
+        record, first, last = task
+        try:
+            return verify_shard(copy.place.tier, view.run, record, first_block=first, last_block=last), ""
+        except TierError as error:
+            return [], str(error)
+        finally:
+            with lock:
+                advance(min(last * record.block_bytes, record.nbytes) - first * record.block_bytes)
+
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="verify") as pool:
+        results = list(pool.map(check, tasks))
+    return _fold(view, copy, tasks, results)
+
+
+def _fold(view: StepView, copy: StoredCopy, tasks: Sequence[_Task], results: Sequence[_Result]) -> list[Finding]:
+    """One finding per bad shard, ranges that touch joined."""
+    tier: Tier = copy.place.tier
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    failures: dict[int, str] = {}
+    for (record, _, _), (bad, failure) in zip(tasks, results, strict=True):
+        known = ranges.setdefault(record.rank, [])
+        for start, end in bad:
+            if known and start <= known[-1][1]:
+                known[-1] = (known[-1][0], max(end, known[-1][1]))
+            else:
+                known.append((start, end))
+        if failure:
+            failures.setdefault(record.rank, failure)
+    found = []
+    for rank in sorted(ranges):
+        path = f"{tier.root}/{step_prefix(view.run, view.id)}{copy.listing.records[rank].file}"
+        if rank in failures:
+            found.append(
+                Finding(view.run, view.id, copy.place.label, True, path, (), f"could not be read: {failures[rank]}")
+            )
+        if ranges[rank]:
+            text = "differs from its digests in " + ", ".join(
+                f"bytes {start:,} to {end:,}" for start, end in ranges[rank]
+            )
+            found.append(Finding(view.run, view.id, copy.place.label, True, path, tuple(ranges[rank]), text))
+    return found

@@ -1,0 +1,75 @@
+"""Random number generators of this process: taken as plain data, put back exactly.
+
+Covers ``random``, ``numpy.random`` (only when numpy is already imported), torch on the CPU and, once CUDA is in use,
+every visible CUDA device. Taking never advances a generator.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Rng", "preserved", "restore", "snapshot"]
+
+#: Plain data: str keys; tensors (uint8, CPU), bytes, numbers and None below them.
+Rng = dict[str, Any]
+
+_WORD = "I"  # Python's and numpy's Mersenne Twister hold 32-bit words
+
+
+def snapshot() -> Rng:
+    """The state of every generator, as a copy that nothing else will change.
+
+    Thread: the one that trains. Collective: no. Blocks: about 40 microseconds on the CPU (10 KB), plus 2 per CUDA
+        device.
+    """
+    version, words, gauss = random.getstate()
+    rng: Rng = {"torch": torch.get_rng_state(), "python": (version, array(_WORD, words).tobytes(), gauss)}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state(legacy=False)
+        if state["bit_generator"] == "MT19937":  # anything else was put there by hand and has its own layout
+            inner = state["state"]
+            rng["numpy"] = (inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"]))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # generators live on the host: this opens no context on the devices of other ranks
+        rng["cuda"] = {"own": torch.cuda.current_device(), "states": torch.cuda.get_rng_state_all()}
+    return rng
+
+
+def restore(rng: Rng) -> None:
+    """Puts back what :func:`snapshot` took.
+
+    CUDA states go to the devices of the same number; the one of the rank's own device follows the rank when its number
+    changed. What this process does not have (numpy not imported, fewer devices) is left out.
+
+    Thread: the one that trains. Collective: no. Blocks: microseconds.
+    """
+    torch.set_rng_state(rng["torch"])
+    version, words, gauss = rng["python"]
+    random.setstate((version, tuple(array(_WORD, words)), gauss))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in rng:
+        key, position, has_gauss, cached = rng["numpy"]
+        numpy.random.set_state(("MT19937", numpy.frombuffer(key, dtype=numpy.uint32), position, has_gauss, cached))
+    if "cuda" in rng and torch.cuda.is_available():
+        own, states = rng["cuda"]["own"], rng["cuda"]["states"]
+        for device, state in enumerate(states[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, device)
+        torch.cuda.set_rng_state(states[own], torch.cuda.current_device())
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Whatever the body draws, the generators are afterwards as they were before."""
+    before = snapshot()
+    try:
+        yield
+    finally:
+        restore(before)

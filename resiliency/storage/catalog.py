@@ -1,0 +1,213 @@
+"""What a tier holds: listing steps, reading manifests, resolving names, checking bytes. No torch.
+
+Used by the agent, the restore and the command line. Everything read is checked; what cannot be read is reported in the
+listing instead of raised, so that one broken file never hides the good steps beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import xxhash
+
+from resiliency.errors import CorruptShard, TierError
+from resiliency.storage.manifest import (
+    MANIFEST,
+    META_DIR,
+    STEPS_DIR,
+    Manifest,
+    NameFile,
+    ShardRecord,
+    StepId,
+    manifest_from_records,
+    record_file,
+)
+from resiliency.storage.tiers.base import Tier
+
+__all__ = [
+    "StepListing",
+    "block_digest",
+    "find_runs",
+    "read_name",
+    "read_record",
+    "run_prefix",
+    "scan",
+    "step_prefix",
+    "verify_shard",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def run_prefix(run: str) -> str:
+    """Key prefix of a run's steps."""
+    return f"{META_DIR}/{run}/{STEPS_DIR}/"
+
+
+def step_prefix(run: str, step: StepId) -> str:
+    """Key prefix of one step."""
+    return f"{run_prefix(run)}{step.dirname}/"
+
+
+def block_digest(data: bytes | memoryview) -> str:
+    """Digest of one block: xxh3_64, 16 hex digits. Not cryptographic: it finds damage, not malice."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+@dataclass
+class StepListing:
+    """One step folder of a tier.
+
+    Attributes:
+        id: the step.
+        records: rank -> record found (or taken from the manifest).
+        manifest: the manifest on the tier or the one the records make; None while shards are missing.
+        committed: True when a manifest file was there.
+        sizes: file name -> bytes, of everything in the folder.
+        problems: what could not be read, in words.
+    """
+
+    id: StepId
+    records: dict[int, ShardRecord] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    committed: bool = False
+    sizes: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def missing_files(self) -> list[str]:
+        """Shards the records promise but the folder lacks, or holds in another size."""
+        return [r.file for r in self.records.values() if self.sizes.get(r.file) != r.nbytes]
+
+
+def find_runs(tier: Tier) -> list[str]:
+    """Names of the runs that left something on the tier.
+
+    Raises:
+        TierError: the tier cannot be listed.
+    """
+    runs = {info.key.split("/")[1] for info in tier.list(f"{META_DIR}/") if f"/{STEPS_DIR}/" in info.key}
+    return sorted(runs)
+
+
+def _group(tier: Tier, run: str) -> Iterator[tuple[StepId, dict[str, int]]]:
+    prefix = run_prefix(run)
+    folders: dict[str, dict[str, int]] = {}
+    for info in tier.list(prefix):
+        folder, _, name = info.key.removeprefix(prefix).partition("/")
+        if name:
+            folders.setdefault(folder, {})[name] = info.nbytes
+    for folder, sizes in folders.items():
+        step = StepId.parse(folder)
+        if step is not None:
+            yield step, sizes
+
+
+def scan(tier: Tier, run: str) -> list[StepListing]:
+    """Lists a run's steps on a tier, oldest first. Reads manifests and records, not shards.
+
+    Raises:
+        TierError: the tier cannot be listed.
+    """
+    listings = []
+    for step, sizes in _group(tier, run):
+        listings.append(_read_step(tier, run, StepListing(step, sizes=sizes)))
+    return sorted(listings, key=lambda listing: listing.id)
+
+
+def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
+    prefix = step_prefix(run, listing.id)
+    if MANIFEST in listing.sizes:
+        where = prefix + MANIFEST
+        try:
+            manifest = Manifest.from_json(tier.read(where), where=f"{tier.root}/{where}")
+            if manifest.id != listing.id or manifest.run != run:
+                raise CorruptShard(
+                    f"{tier.root}/{where}: manifest of {manifest.run} {manifest.id} lies in the wrong folder",
+                    path=where,
+                )
+            listing.manifest, listing.committed = manifest, True
+            listing.records = {shard.rank: shard for shard in manifest.shards}
+            return listing
+        except (CorruptShard, TierError, FileNotFoundError) as error:
+            listing.problems.append(str(error))
+    for name in sorted(listing.sizes):
+        if not (name.startswith("shard-") and name.endswith(".json")):
+            continue
+        where = f"{tier.root}/{prefix}{name}"
+        try:
+            record = ShardRecord.from_dict(json.loads(tier.read(prefix + name)), where=where)
+            if record.id != listing.id or record.run != run:
+                raise CorruptShard(f"{where}: record of {record.run} {record.id} lies in the wrong folder", path=where)
+            listing.records[record.rank] = record
+        except (CorruptShard, TierError, FileNotFoundError, ValueError, RecursionError) as error:
+            listing.problems.append(str(error))
+    listing.manifest = manifest_from_records(listing.records.values())
+    return listing
+
+
+def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
+    """A shard's record, from its own file or from the manifest.
+
+    Raises:
+        CorruptShard: neither can be read.
+        TierError: the tier cannot be read.
+    """
+    prefix = step_prefix(run, step)
+    where = f"{tier.root}/{prefix}{record_file(rank)}"
+    try:
+        record = ShardRecord.from_dict(json.loads(tier.read(prefix + record_file(rank))), where=where)
+        if record.id == step and record.rank == rank and record.run == run:
+            return record
+        logger.warning("%s is the record of another shard; using the manifest's copy", where)
+    except (FileNotFoundError, ValueError, RecursionError, CorruptShard) as error:
+        logger.warning("%s cannot be read (%s); using the manifest's copy", where, error)
+    try:
+        manifest = Manifest.from_json(tier.read(prefix + MANIFEST), where=f"{tier.root}/{prefix}{MANIFEST}")
+    except FileNotFoundError:
+        raise CorruptShard(f"{where}: no readable record and no manifest", path=where) from None
+    if manifest.id != step or rank >= len(manifest.shards):
+        raise CorruptShard(f"{tier.root}/{prefix}{MANIFEST}: manifest of another step", path=where)
+    return manifest.shards[rank]
+
+
+def read_name(tier: Tier, name: str) -> NameFile | None:
+    """The step a name file on the tier points to; None when there is no such file or it is not ours.
+
+    Raises:
+        TierError: the tier cannot be read.
+    """
+    try:
+        head = tier.read_range(name, 0, 65536)
+    except FileNotFoundError:
+        return None
+    return NameFile.from_json(head)
+
+
+def verify_shard(
+    tier: Tier, run: str, record: ShardRecord, *, first_block: int = 0, last_block: int | None = None
+) -> list[tuple[int, int]]:
+    """Reads a shard and returns the byte ranges that do not match its record (empty: all good).
+
+    Args:
+        first_block, last_block: only check blocks ``[first_block, last_block)``.
+
+    Raises:
+        TierError: the tier cannot be read.
+    """
+    key = step_prefix(run, record.id) + record.file
+    bad: list[tuple[int, int]] = []
+    for index in range(first_block, len(record.digests) if last_block is None else last_block):
+        start, end = index * record.block_bytes, min((index + 1) * record.block_bytes, record.nbytes)
+        try:
+            data = tier.read_range(key, start, end)
+        except FileNotFoundError:
+            return [(0, record.nbytes)]
+        if len(data) != end - start or block_digest(data) != record.digests[index]:
+            if bad and bad[-1][1] == start:
+                bad[-1] = (bad[-1][0], end)
+            else:
+                bad.append((start, end))
+    return bad

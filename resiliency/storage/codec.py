@@ -1,0 +1,306 @@
+"""Python objects <-> JSON, without executing anything that was stored.
+
+Tensors are not handled here: :mod:`resiliency.checkpoint.state` replaces them by placeholders through ``leaf``.
+What JSON cannot say is tagged: ``{"!": "tuple", "v": [...]}``. Objects of unknown classes are pickled into the text
+but only unpickled when the reader says so (``allow_pickle``); otherwise a subclass of a builtin degrades to that
+builtin and everything else becomes :class:`Opaque`.
+
+A dict that holds nothing but tensors, which is most of a state, is one :func:`table` of names instead of a placeholder
+for
+each: it is written at every save, while the training thread waits.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import datetime
+import pathlib
+import pickle
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from resiliency.errors import ConfigError
+
+__all__ = ["Opaque", "decode", "encode", "expand", "join_path", "table", "table_keys"]
+
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    "list": list,
+    "dict": dict,
+    "set": set,
+    "int": int,
+    "float": float,
+    "str": str,
+    "tuple": tuple,
+}
+
+
+#: Larger integers are written in hexadecimal: Python refuses to print or read very long decimal ones.
+_JSON_INT = 1 << 64
+
+
+class Opaque:
+    """Stands for a stored object of a class that may not be unpickled here; pass ``weights_only=False`` to get it."""
+
+    def __init__(self, type_name: str) -> None:
+        self.type_name = type_name
+
+    def __repr__(self) -> str:
+        return f"Opaque({self.type_name!r})"
+
+
+def join_path(parts: Sequence[str]) -> str:
+    """Keys from the root as one text; different paths may give the same (which callers must look out for)."""
+    return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in parts)
+
+
+def table_keys(at: str, names: Sequence[str]) -> list[str]:
+    """Keys of tensors called ``names`` in a dict whose own key is ``at`` ("" for the root)."""
+    prefix = f"{at}/" if at else ""
+    return [prefix + join_path((name,)) or "value" for name in names]
+
+
+def table(at: str, names: Sequence[str], otherwise: Mapping[str, str]) -> dict[str, Any]:
+    """What stands for a dict of tensors.
+
+    Args:
+        at: key of the dict.
+        names: its keys.
+        otherwise: name -> key of the tensors that are stored under another key than :func:`table_keys` gives.
+    """
+    made: dict[str, Any] = {"!": "tensors", "at": at, "k": list(names)}
+    if otherwise:
+        made["as"] = dict(otherwise)
+    return made
+
+
+def expand(value: Any) -> Any:
+    """JSON from :func:`encode` with every table as a dict of placeholders, for those who walk through it."""
+    if isinstance(value, list):
+        return [expand(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("!") != "tensors":
+        return {key: expand(item) for key, item in value.items()}
+    otherwise = value.get("as", {})
+    items = {
+        name: {"!": "tensor", "k": otherwise.get(name, key)}
+        for name, key in zip(value["k"], table_keys(value["at"], value["k"]), strict=True)
+    }
+    return items if "!" not in items else {"!": "dict", "v": [[name, item] for name, item in items.items()]}
+
+
+def encode(value: Any, *, leaf: Callable[[Any, tuple[str, ...]], Any]) -> Any:
+    """Turns ``value`` into what :func:`json.dumps` accepts.
+
+    Args:
+        value: any tree of Python objects. Not changed; nothing in the result aliases it.
+        leaf: called as ``leaf(object, keys from the root)`` for every dict and every object that is not a plain Python
+            value; returns a JSON value to use instead, or ``NotImplemented`` to let this module handle it.
+
+    Raises:
+        ConfigError: an object that can be neither encoded nor pickled; names where it is.
+    """
+    try:
+        return _encode(value, leaf, ())
+    except RecursionError:
+        raise ConfigError("the state is nested too deeply, or contains itself; store a plain tree") from None
+
+
+def _encode(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, float, str):
+        return value
+    if kind is int:
+        return value if -_JSON_INT < value < _JSON_INT else {"!": "int", "v": hex(value)}
+    if kind is list:
+        return [_encode(item, leaf, (*path, str(i))) for i, item in enumerate(value)]
+    if kind is tuple:
+        return {"!": "tuple", "v": [_encode(item, leaf, (*path, str(i))) for i, item in enumerate(value)]}
+    if kind is dict:
+        return _encode_dict(value, leaf, path)
+    replaced = leaf(value, path)
+    if replaced is not NotImplemented:
+        return replaced
+    return _encode_other(value, leaf, path)
+
+
+def _encode_dict(value: dict[Any, Any], leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
+    replaced = leaf(value, path)
+    if replaced is not NotImplemented:
+        return replaced
+    if all(type(key) is str and key != "!" for key in value):
+        return {key: _encode(item, leaf, (*path, key)) for key, item in value.items()}
+    return {
+        "!": "dict",
+        "v": [[_encode(k, leaf, path), _encode(v, leaf, (*path, str(k)))] for k, v in value.items()],
+    }
+
+
+def _encode_other(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
+    kind = type(value)
+
+    def items(values: Any) -> list[Any]:
+        return [_encode(item, leaf, (*path, str(i))) for i, item in enumerate(values)]
+
+    if kind in (bytes, bytearray):
+        return {"!": kind.__name__, "v": base64.b64encode(value).decode()}
+    if kind in (set, frozenset):
+        return {"!": kind.__name__, "v": items(value)}
+    if kind is complex:
+        return {"!": "complex", "v": [value.real, value.imag]}
+    if kind is range:
+        return {"!": "range", "v": [value.start, value.stop, value.step]}
+    if kind is slice:
+        return {"!": "slice", "v": items((value.start, value.stop, value.step))}
+    if kind is collections.OrderedDict or kind is collections.Counter:
+        tagged = {"!": kind.__name__, "v": _encode_dict(dict(value), leaf, path)}
+        if vars(value):  # torch keeps the versions of modules as an attribute of a state_dict
+            tagged["a"] = _encode_dict(dict(vars(value)), leaf, path)
+        return tagged
+    if kind is collections.defaultdict:
+        factory = getattr(value.default_factory, "__name__", None)
+        if value.default_factory is None or _FACTORIES.get(str(factory)) is value.default_factory:
+            return {"!": "defaultdict", "f": factory, "v": _encode_dict(dict(value), leaf, path)}
+    if kind is collections.deque:
+        return {"!": "deque", "n": value.maxlen, "v": items(value)}
+    if isinstance(value, pathlib.PurePath):
+        return {"!": "path", "v": str(value)}
+    if kind is datetime.datetime:
+        return {"!": "datetime", "v": value.isoformat()}
+    if kind is datetime.date:
+        return {"!": "date", "v": value.isoformat()}
+    if kind is datetime.timedelta:
+        return {"!": "timedelta", "v": [value.days, value.seconds, value.microseconds]}
+    if kind is types.SimpleNamespace:
+        return {"!": "namespace", "v": _encode_dict(vars(value), leaf, path)}
+    if (
+        kind.__module__ == "numpy"
+        and hasattr(value, "dtype")
+        and hasattr(value, "tobytes")
+        and _is_plain_dtype(value.dtype)
+    ):
+        tag = "ndarray" if kind.__name__ == "ndarray" else "npscalar"
+        data = base64.b64encode(value.tobytes()).decode()
+        dtype = value.dtype.str if value.dtype.names is None else [list(part) for part in value.dtype.descr]
+        return {"!": tag, "d": dtype, "s": list(value.shape), "v": data}
+    return _encode_pickle(value, leaf, path)
+
+
+def _is_plain_dtype(dtype: Any) -> bool:
+    """True when its description is plain data: no objects, and no fields within fields."""
+    flat = dtype.names is None or all(dtype[name].names is None for name in dtype.names)
+    return not dtype.hasobject and dtype.subdtype is None and flat
+
+
+def _encode_pickle(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple[str, ...]) -> Any:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    try:
+        data = base64.b64encode(pickle.dumps(value)).decode()
+    except Exception as error:  # Boundary: __reduce__ of a user's class may raise anything.
+        raise ConfigError(
+            f"the object at {'/'.join(path) or 'the root'} is a {name}, which cannot be stored ({error}); "
+            "remove it from the state (for hyper-parameters: save_hyperparameters(ignore=[...]))"
+        ) from error
+    result: dict[str, Any] = {"!": "pickle", "t": name, "v": data}
+    plain = _as_builtin(value)
+    if plain is not None:
+        result["plain"] = _encode(plain, leaf, path)
+    return result
+
+
+def _as_builtin(value: Any) -> Any:
+    """An instance of a builtin's subclass (an enum of strings, a named tuple) as that builtin; None for others."""
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (list, tuple)):
+        return list(value) if isinstance(value, list) else tuple(value)
+    return dict(value.items()) if isinstance(value, dict) else None
+
+
+def decode(value: Any, *, leaf: Callable[[dict[str, Any]], Any], allow_pickle: bool = False) -> Any:
+    """Turns JSON written by :func:`encode` back into objects.
+
+    Args:
+        leaf: called with tagged dicts this module does not know.
+        allow_pickle: unpickle objects of unknown classes. Only for files you trust: it can run code.
+    """
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, list):
+            return [walk(v) for v in item]
+        if not isinstance(item, dict):
+            return item
+        tag = item.get("!")
+        if tag is None:
+            return {k: walk(v) for k, v in item.items()}
+        return _decode_tagged(tag, item, walk, leaf, allow_pickle)
+
+    return walk(value)
+
+
+def _decode_tagged(
+    tag: str,
+    item: dict[str, Any],
+    walk: Callable[[Any], Any],
+    leaf: Callable[[dict[str, Any]], Any],
+    allow_pickle: bool,
+) -> Any:
+    v = item.get("v")
+    if tag == "tensors":
+        return walk(expand(item))
+    if tag == "int":
+        return int(str(v), 16)
+    if tag == "tuple":
+        return tuple(walk(v))
+    if tag == "dict":
+        return {walk(k): walk(x) for k, x in v or ()}
+    if tag in ("bytes", "bytearray"):
+        raw = base64.b64decode(v or "")
+        return raw if tag == "bytes" else bytearray(raw)
+    if tag in ("set", "frozenset"):
+        return {"set": set, "frozenset": frozenset}[tag](walk(v))
+    if tag == "complex":
+        return complex(*v) if v else 0j
+    if tag == "range":
+        return range(*v) if v else range(0)
+    if tag == "slice":
+        return slice(*walk(v))
+    if tag in ("OrderedDict", "Counter"):
+        made = getattr(collections, tag)(walk(v))
+        for name, attribute in walk(item.get("a", {})).items():
+            setattr(made, str(name), attribute)
+        return made
+    if tag == "defaultdict":
+        name = item.get("f")
+        return collections.defaultdict(_FACTORIES[name] if name else None, walk(v))
+    if tag == "deque":
+        return collections.deque(walk(v), maxlen=item.get("n"))
+    if tag == "path":
+        return pathlib.Path(str(v))
+    if tag == "datetime":
+        return datetime.datetime.fromisoformat(str(v))
+    if tag == "date":
+        return datetime.date.fromisoformat(str(v))
+    if tag == "timedelta":
+        return datetime.timedelta(*v) if v else datetime.timedelta()
+    if tag == "namespace":
+        return types.SimpleNamespace(**walk(v))
+    if tag in ("ndarray", "npscalar"):
+        import numpy
+
+        dtype = (
+            item["d"]
+            if isinstance(item["d"], str)
+            else [(str(n), str(k), *map(tuple, shape)) for n, k, *shape in item["d"]]
+        )
+        array = numpy.frombuffer(base64.b64decode(v or ""), dtype=numpy.dtype(dtype)).reshape(item["s"])
+        return array.copy() if tag == "ndarray" else array[()]
+    if tag == "pickle":
+        if allow_pickle:
+            return pickle.loads(base64.b64decode(v or ""))  # noqa: S301 - the caller vouches for the file
+        return walk(item["plain"]) if "plain" in item else Opaque(str(item.get("t")))
+    return leaf(item)

@@ -1,0 +1,92 @@
+"""A shard brought from a slower tier into the local one, checked block by block on the way.
+
+What is on its way lies in a folder named after this process, so that the next start can tell what a killed restore has
+left behind (files as large as shards) from what another process is still fetching.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from resiliency.errors import CorruptShard, TierError
+from resiliency.storage.catalog import block_digest, read_record, run_prefix, step_prefix
+from resiliency.storage.manifest import META_DIR, ShardRecord, StepId, record_file
+from resiliency.storage.tiers.base import Tier
+
+__all__ = ["fetch_shard", "remove_dead_fetches"]
+
+logger = logging.getLogger(__name__)
+
+FETCH_DIR = "fetch"
+
+
+def fetch_shard(source: Tier, run: str, step: StepId, rank: int, target_root: str, *, node: str) -> ShardRecord:
+    """Copies a shard and its record from a tier into the local tier, checking every block.
+
+    Args:
+        node: of this process.
+
+    Raises:
+        CorruptShard: bytes differ from the record; nothing is left behind.
+        TierError: a tier failed.
+    """
+    record = read_record(source, run, step, rank)
+    folder = Path(target_root, run_prefix(run), step.dirname)
+    scratch = Path(target_root, META_DIR, run, FETCH_DIR, f"{node}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    try:
+        scratch.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        _copy_checked(source, step_prefix(run, step) + record.file, record, scratch / record.file)
+        (scratch / record_file(rank)).write_text(json.dumps(record.to_dict()))
+        for name in (record.file, record_file(rank)):
+            os.replace(scratch / name, folder / name)
+    except OSError as error:
+        raise TierError(f"shard {rank} of {step} cannot be written to {folder}: {error}", retryable=False) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return record
+
+
+def _copy_checked(source: Tier, key: str, record: ShardRecord, target: Path) -> None:
+    with open(target, "wb") as out:
+        for index, digest in enumerate(record.digests):
+            start, end = index * record.block_bytes, min((index + 1) * record.block_bytes, record.nbytes)
+            try:
+                data = source.read_range(key, start, end)
+            except FileNotFoundError:
+                data = b""
+            if len(data) != end - start or block_digest(data) != digest:
+                where = f"{source.root}/{key}"
+                raise CorruptShard(
+                    f"{where}: bytes {start} to {end} do not match their digest", path=where, ranges=((start, end),)
+                )
+            out.write(data)
+
+
+def remove_dead_fetches(root: str, run: str, node: str) -> int:
+    """Removes what processes of this node that are gone were fetching; returns how many left something."""
+    removed = 0
+    for folder in Path(root, META_DIR, run, FETCH_DIR).glob(f"{glob.escape(node)}-*"):
+        pid = folder.name.removeprefix(f"{node}-").split("-")[0]
+        if not pid.isdigit() or _alive(int(pid)):
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        removed += 1
+        logger.info("%s was left behind by a restore that was killed; it is removed", folder)
+    return removed
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

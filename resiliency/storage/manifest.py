@@ -1,0 +1,348 @@
+"""What is on disk and what complete means. Pure: no torch, no I/O.
+
+Layout below a tier's root, the same on every tier::
+
+    <root>/
+      <name>.ckpt                                   name file: small JSON that points to a step (written after commit)
+      .resiliency/<run>/
+        steps/0000000100-a0003-7f3c9b21/            one folder per step AND attempt: never overwritten in place
+          shard-00000.safetensors                   one file per rank; a valid safetensors file
+          shard-00000.json                          its record: size and digests; written after the shard
+          manifest.json                             written last; the step exists when this does
+        arena/                                      local tier only: recycled shard files waiting for their next step
+        events/                                     event logs
+
+A step is *complete* when its manifest exists, or when records of all its shards are known (the manifest of a tier
+that is split over hosts is the union of what the hosts hold). Names and modification times prove nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import total_ordering
+from typing import Any
+
+import xxhash
+
+from resiliency.errors import CorruptShard
+
+__all__ = [
+    "BLOCK_BYTES",
+    "FORMAT_VERSION",
+    "Manifest",
+    "ShardRecord",
+    "StepId",
+    "manifest_from_records",
+    "newest_complete",
+]
+
+#: Version of everything written below ``.resiliency``. A reader refuses a larger one and says so.
+FORMAT_VERSION = 1
+
+#: Bytes covered by one digest of a shard (the last block may be shorter).
+BLOCK_BYTES = 8 * 1024 * 1024
+
+META_DIR = ".resiliency"
+STEPS_DIR = "steps"
+ARENA_DIR = "arena"
+EVENTS_DIR = "events"
+MANIFEST = "manifest.json"
+
+_STEP_DIR = re.compile(r"^(\d{10,})-a(\d{4,})-([0-9a-f]{8})$")
+
+
+@total_ordering
+@dataclass(frozen=True)
+class StepId:
+    """Identity of one checkpoint: the step, and which attempt of the run wrote it.
+
+    Ordered by attempt first: what a later start of the job saved is newer than anything an earlier start left, even
+        when
+    the later one went back to an older step (because the newest was damaged, or because the user wanted to).
+
+    Attributes:
+        step: optimizer step (Lightning's ``global_step``), >= 0.
+        attempt: 1 for the first start of the run, counted up at each start.
+        token: 8 hex digits drawn at the start of the attempt, so that two starts never share a folder.
+    """
+
+    step: int
+    attempt: int
+    token: str
+
+    @property
+    def dirname(self) -> str:
+        return f"{self.step:010d}-a{self.attempt:04d}-{self.token}"
+
+    @classmethod
+    def parse(cls, dirname: str) -> StepId | None:
+        """The identity a folder name spells, or None when it is not a step folder."""
+        match = _STEP_DIR.match(dirname)
+        return cls(int(match[1]), int(match[2]), match[3]) if match else None
+
+    def __lt__(self, other: StepId) -> bool:
+        return (self.attempt, self.step, self.token) < (other.attempt, other.step, other.token)
+
+    def __str__(self) -> str:
+        return f"step {self.step} (attempt {self.attempt}, {self.token})"
+
+
+def shard_file(rank: int) -> str:
+    """File name of the shard that ``rank`` wrote."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def record_file(rank: int) -> str:
+    """File name of that shard's record."""
+    return f"shard-{rank:05d}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """What one rank wrote of one step. Written after its bytes are final.
+
+    Attributes:
+        id: the step.
+        run: name of the run.
+        rank: writer's global rank.
+        world_size: number of shards the step has.
+        node: failure domain that wrote it.
+        nbytes: size of the shard file.
+        block_bytes: bytes per digest.
+        digests: xxh3_64 of each block, 16 hex digits each, in file order.
+        plan: digest of the global plan; equal in all records of a step, or the step is refused.
+        names: names users know the step by, relative to the tier's root ("step=100.ckpt").
+        supersedes: names that may be deleted once this step is committed.
+        created: UTC seconds since the epoch when the save began.
+        info: whatever the writer wants a listing to show (epoch, monitored score).
+    """
+
+    id: StepId
+    run: str
+    rank: int
+    world_size: int
+    node: str
+    nbytes: int
+    block_bytes: int
+    digests: tuple[str, ...]
+    plan: str
+    names: tuple[str, ...] = ()
+    supersedes: tuple[str, ...] = ()
+    created: float = 0.0
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def file(self) -> str:
+        return shard_file(self.rank)
+
+    def to_dict(self) -> dict[str, Any]:
+        data = self._fields()
+        return {**data, "check": _check(data)}
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "version": FORMAT_VERSION,
+            "step": self.id.step,
+            "attempt": self.id.attempt,
+            "token": self.id.token,
+            "run": self.run,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "node": self.node,
+            "nbytes": self.nbytes,
+            "block_bytes": self.block_bytes,
+            "digests": list(self.digests),
+            "plan": self.plan,
+            "names": list(self.names),
+            "supersedes": list(self.supersedes),
+            "created": self.created,
+            "info": dict(self.info),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, where: str) -> ShardRecord:
+        """Reads a record; every field is checked, because the file may be anything.
+
+        Args:
+            data: parsed JSON.
+            where: path for the error message.
+
+        Raises:
+            CorruptShard: a field is missing, of the wrong type, or the digests do not cover ``nbytes``.
+        """
+        try:
+            _check_version(data["version"], where)
+            fields = {key: value for key, value in data.items() if key != "check"}
+            if data["check"] != _check(fields):
+                raise CorruptShard(f"{where}: the record does not match its own check sum", path=where)
+            record = cls(
+                id=StepId(int(data["step"]), int(data["attempt"]), str(data["token"])),
+                run=str(data["run"]),
+                rank=int(data["rank"]),
+                world_size=int(data["world_size"]),
+                node=str(data["node"]),
+                nbytes=int(data["nbytes"]),
+                block_bytes=int(data["block_bytes"]),
+                digests=tuple(str(d) for d in data["digests"]),
+                plan=str(data["plan"]),
+                names=tuple(str(n) for n in data["names"]),
+                supersedes=tuple(str(n) for n in data["supersedes"]),
+                created=float(data["created"]),
+                info=dict(data["info"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CorruptShard(f"{where}: not a shard record ({type(error).__name__}: {error})", path=where) from error
+        if StepId.parse(record.id.dirname) != record.id:
+            raise CorruptShard(f"{where}: {record.id} is no identity of a step", path=where)
+        blocks = -(-record.nbytes // record.block_bytes) if record.block_bytes > 0 else -1
+        if record.nbytes < 0 or blocks != len(record.digests) or not 0 <= record.rank < record.world_size:
+            raise CorruptShard(
+                f"{where}: record does not add up (rank {record.rank} of {record.world_size}, {record.nbytes} bytes,"
+                f" {len(record.digests)} digests of {record.block_bytes} bytes)",
+                path=where,
+            )
+        return record
+
+
+def _check_version(version: Any, where: str) -> None:
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CorruptShard(
+            f"{where}: format version {version!r} is newer than {FORMAT_VERSION}; upgrade resiliency to read it",
+            path=where,
+        )
+
+
+def _check(fields: Mapping[str, Any]) -> str:
+    """Check sum of a record: nothing else vouches for what it says about the shard."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A complete step: the records of all its shards, by rank."""
+
+    id: StepId
+    run: str
+    world_size: int
+    shards: tuple[ShardRecord, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for shard in self.shards for name in shard.names))
+
+    @property
+    def supersedes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for shard in self.shards for name in shard.supersedes))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def created(self) -> float:
+        return min((shard.created for shard in self.shards), default=0.0)
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        return self.shards[0].info if self.shards else {}
+
+    def to_json(self) -> str:
+        """Deterministic: every writer of the same step writes the same bytes."""
+        return json.dumps(
+            {
+                "version": FORMAT_VERSION,
+                "step": self.id.step,
+                "attempt": self.id.attempt,
+                "token": self.id.token,
+                "run": self.run,
+                "world_size": self.world_size,
+                "shards": [shard.to_dict() for shard in self.shards],
+            },
+            indent=1,
+            sort_keys=True,
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str) -> Manifest:
+        """Reads a manifest.
+
+        Raises:
+            CorruptShard: not JSON, not a manifest, or not complete.
+        """
+        try:
+            data = json.loads(text)
+            _check_version(data["version"], where)
+            shards = [ShardRecord.from_dict(item, where=where) for item in data["shards"]]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptShard(f"{where}: not a manifest ({type(error).__name__}: {error})", path=where) from error
+        manifest = manifest_from_records(shards)
+        if manifest is None:
+            raise CorruptShard(
+                f"{where}: manifest lists {len(shards)} shards that do not make one complete step", path=where
+            )
+        return manifest
+
+
+def manifest_from_records(records: Iterable[ShardRecord]) -> Manifest | None:
+    """The manifest these records make, or None while a shard is missing or they do not belong together.
+
+    They belong together when run, step, attempt, token, world size and plan digest are equal.
+    """
+    by_rank: dict[int, ShardRecord] = {}
+    for record in records:
+        by_rank.setdefault(record.rank, record)
+    if not by_rank:
+        return None
+    first = next(iter(by_rank.values()))
+    if len({(r.id, r.run, r.world_size, r.plan) for r in by_rank.values()}) != 1:
+        return None
+    if len(by_rank) != first.world_size or set(by_rank) != set(range(first.world_size)):
+        return None
+    return Manifest(
+        id=first.id,
+        run=first.run,
+        world_size=first.world_size,
+        shards=tuple(by_rank[r] for r in range(first.world_size)),
+    )
+
+
+def newest_complete(manifests: Iterable[Manifest], *, exclude: Sequence[StepId] = ()) -> Manifest | None:
+    """The manifest to resume from: the largest (step, attempt) that is not excluded."""
+    return max((m for m in manifests if m.id not in exclude), key=lambda m: m.id, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameFile:
+    """Content of ``<root>/<name>.ckpt``: a small JSON that tells people and us which step the name means."""
+
+    run: str
+    id: StepId
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "format": "resiliency-checkpoint",
+                "version": FORMAT_VERSION,
+                "run": self.run,
+                "step": self.id.step,
+                "attempt": self.id.attempt,
+                "token": self.id.token,
+                "at": f"{META_DIR}/{self.run}/{STEPS_DIR}/{self.id.dirname}",
+                "export": "resiliency ckpt export THIS_FILE OUT.ckpt writes a stock torch/Lightning checkpoint",
+            },
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> NameFile | None:
+        """The pointer, or None when ``text`` is something else (a stock checkpoint, say)."""
+        try:
+            data = json.loads(text)
+            if data["format"] != "resiliency-checkpoint":
+                return None
+            return cls(run=str(data["run"]), id=StepId(int(data["step"]), int(data["attempt"]), str(data["token"])))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None

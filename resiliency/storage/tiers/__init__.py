@@ -1,0 +1,33 @@
+"""Where checkpoints lie: the contract (:mod:`.base`), folders (:mod:`.local`) and object stores
+(:mod:`.object_store`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from resiliency.storage.tiers.base import ObjectInfo, Tier
+
+__all__ = ["ObjectInfo", "Tier", "open_tier"]
+
+
+def open_tier(address: str, **options: Any) -> Tier:
+    """The tier an address names. Opens no connection and touches no disk before the first verb.
+
+    Args:
+        address: "/folder", "folder" or "file:///folder" give a :class:`~.local.LocalTier`; every other scheme
+            ("gs://bucket/job", "memory://x") an :class:`~.object_store.ObjectStoreTier`.
+        options: passed to the class (``durable``, ``name``; ``storage_options``, ``deadline``, ``attempts``, ``name``).
+
+    Raises:
+        ConfigError: the address is empty or malformed, or its scheme needs a package that is not installed.
+    """
+    from resiliency.storage.tiers._address import local_path
+
+    path = local_path(address)
+    if path is not None:
+        from resiliency.storage.tiers.local import LocalTier
+
+        return LocalTier(path, **options)
+    from resiliency.storage.tiers.object_store import ObjectStoreTier
+
+    return ObjectStoreTier(address, **options)

@@ -1,0 +1,71 @@
+"""What every tier accepts as a key, and the names it keeps for files that are still being written. Pure."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from resiliency.errors import TierError
+
+__all__ = ["check_key", "check_prefix", "check_range", "is_partial", "partial_name"]
+
+# Independent of the key's own name, so that a key of the longest name a file system takes still has a temp sibling.
+_PARTIAL = re.compile(r"^\.resiliency-[0-9a-f]{32}\.partial$")
+
+
+def partial_name() -> str:
+    """A fresh file name for an object in flight; no listing shows it and no key may have it."""
+    return f".resiliency-{uuid.uuid4().hex}.partial"
+
+
+def is_partial(basename: str) -> bool:
+    """True for names made by :func:`partial_name`."""
+    return _PARTIAL.match(basename) is not None
+
+
+def check_key(key: str, *, tier: str) -> None:
+    """Refuses keys that would leave the root, vanish from listings or cannot be stored everywhere.
+
+    Raises:
+        TierError: not retryable; the message names the rule.
+    """
+    parts = key.split("/")
+    rule = None
+    if not key or "" in parts:
+        rule = "it is empty, begins or ends with '/', or has '//' in it"
+    elif "." in parts or ".." in parts:
+        rule = "'.' and '..' are not allowed as parts of a key"
+    elif is_partial(parts[-1]):
+        rule = "the name is reserved for files in flight"
+    else:
+        rule = _bad_text(key)
+    if rule is not None:
+        raise TierError(f"{tier}: key {key!r} refused: {rule}; pass a path relative to the root", retryable=False)
+
+
+def check_prefix(prefix: str, *, tier: str) -> None:
+    """As :func:`check_key`, for listings: empty (everything), a folder ("a/") or the beginning of a key ("a/b")."""
+    parts = prefix.split("/")
+    if "" in parts[:-1] or "." in parts[:-1] or ".." in parts or _bad_text(prefix) is not None:
+        raise TierError(
+            f"{tier}: prefix {prefix!r} refused; pass a path relative to the root (a folder ends in one '/')",
+            retryable=False,
+        )
+
+
+def check_range(key: str, start: int, end: int, *, tier: str) -> None:
+    """Refuses ranges that mean nothing (Python's negative indices are not supported)."""
+    if not 0 <= start <= end:
+        raise TierError(
+            f"{tier}: byte range [{start}, {end}) of {key!r} refused; pass 0 <= start <= end", retryable=False
+        )
+
+
+def _bad_text(key: str) -> str | None:
+    if any(character in key for character in "\0\r\n"):
+        return "NUL and line breaks are not allowed"
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return "it is not valid Unicode"
+    return None

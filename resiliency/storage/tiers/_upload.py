@@ -1,0 +1,82 @@
+"""One object streamed to a store through an fsspec file handle, so that no failed part makes the whole start again.
+
+fsspec's buffered files keep what a failed flush could not send; sending the same part again is safe on resumable
+(GCS) and multipart (S3) uploads. The object becomes visible in :meth:`Upload.finish` and not before.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Any
+
+from resiliency.storage.tiers._failures import SessionLost
+
+__all__ = ["Upload"]
+
+logger = logging.getLogger(__name__)
+
+
+class Upload:
+    """Thread: one at a time. Every method but :meth:`abort` may be called again after it raised, to go on.
+
+    Args:
+        handle: an ``fsspec.spec.AbstractBufferedFile`` opened "wb".
+
+    Attributes:
+        spoilt: True when the object became visible with bytes that are not those sent; it must be deleted.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.spoilt = False
+        self._handle = handle
+
+    def add(self, block: bytes) -> None:
+        """Buffers ``block``; :meth:`send` sends it when a part is full."""
+        # Not write(): that would send as well, and after a failure nobody could tell whether it had buffered.
+        self._handle.buffer.write(block)
+        self._handle.loc += len(block)
+
+    def send(self) -> None:
+        """Sends what is buffered when it makes a part."""
+        self._flush(force=False)
+
+    def finish(self) -> None:
+        """Sends the rest and makes the object visible."""
+        self._flush(force=True)
+        self._handle.close()
+
+    def abort(self) -> None:
+        """Ends the upload without an object. Never raises; a session the store could not be told about expires
+        there."""
+        try:
+            self._handle.discard()
+        except Exception:  # Boundary: the error that led here is the one to report.
+            logger.debug(
+                "upload of %s could not be cancelled; the store drops it in time", self._handle.path, exc_info=True
+            )
+        finally:
+            # An open handle would send and publish its buffer when it is collected.
+            self._handle.closed = True
+
+    def _flush(self, *, force: bool) -> None:
+        handle = self._handle
+        try:
+            handle.flush(force=force)
+        except Exception as error:
+            # The failed call's frames hold views of the buffer, and a viewed buffer can neither grow nor be freed
+            # quietly.
+            traceback.clear_frames(error.__traceback__)
+            if force:
+                handle.forced = False
+            if handle.closed:
+                # The session could not be opened: fsspec gives the handle up, but its buffer is whole.
+                handle.closed = False
+                handle.offset = None
+                raise
+            # gcsfs asserts that an unfinished session tells how far it got; it checks digests when the object is there.
+            self.spoilt = type(error).__name__ == "ChecksumError"
+            gone = isinstance(error, (FileNotFoundError, AssertionError)) or str(getattr(error, "code", "")) == "410"
+            if gone or self.spoilt:
+                raise SessionLost(f"{type(error).__name__}: {error}") from error
+            raise

@@ -1,0 +1,78 @@
+"""What a storage tier must do: six verbs on flat keys, and what it declares of itself. No torch.
+
+Keys are POSIX paths relative to the tier's root, as laid out in :mod:`resiliency.storage.manifest`. A tier knows
+nothing of steps, ranks or manifests; order and meaning are the agent's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["ObjectInfo", "Tier"]
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """One stored object: its key and size in bytes."""
+
+    key: str
+    nbytes: int
+
+
+class Tier(Protocol):
+    """Storage for checkpoints. Every verb may be called from any thread.
+
+    Attributes:
+        name: "local" or "object_store", or another word for listings and events.
+        root: address people can recognise ("/ckpts", "gs://bucket/job").
+        is_local: True when ``root`` is a folder of this machine whose files can be mapped and renamed.
+        durable: True when data survives a power loss of this machine once a put has returned.
+
+    Errors: every verb raises :class:`~resiliency.errors.TierError` (``retryable`` set) and nothing else, except
+    ``read``/``read_range`` of a key that is not there, which raise :class:`FileNotFoundError`.
+    No verb retries for longer than the tier's own deadline.
+    """
+
+    name: str
+    root: str
+    is_local: bool
+    durable: bool
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        """Stores small data atomically: a reader sees the old object, the new one, or none; never a part."""
+        ...
+
+    def put_file(
+        self,
+        key: str,
+        path: str,
+        *,
+        check: Callable[[bytes], None] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Stores a local file of any size atomically.
+
+        Args:
+            check: called with each block of bytes in file order as it is read, before the object becomes visible;
+                an exception it raises aborts the put, leaves no object behind and propagates unchanged.
+            progress: called with the number of bytes sent so far.
+        """
+        ...
+
+    def read(self, key: str) -> bytes:
+        """The whole object (small ones: records, manifests)."""
+        ...
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Bytes ``[start, end)``; shorter when the object is."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object whose key starts with ``prefix`` (a folder ends in "/"), recursively, in any order."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Removes one object; removing what is not there is no error."""
+        ...

@@ -1,0 +1,316 @@
+"""A folder of this machine (ramdisk, SSD, NFS or FUSE mount) as a tier. No torch.
+
+Objects appear by ``os.replace`` of a temp sibling in the same folder, so a crash at any moment leaves the old object,
+the new one or none, and at worst a temp file that no listing shows and :meth:`LocalTier.sweep` removes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import BinaryIO
+
+from resiliency.storage.tiers._keys import check_key, check_prefix, check_range, is_partial, partial_name
+from resiliency.storage.tiers._os_errors import tier_error
+from resiliency.storage.tiers._source import Source, opened
+from resiliency.storage.tiers.base import ObjectInfo
+
+__all__ = ["LocalTier", "fsync_dir", "fsync_file", "on_ramdisk"]
+
+# How often a put makes its folder again when deletes keep removing it as empty.
+_FOLDER_ATTEMPTS = 16
+#: ``f_type`` of statfs(2): tmpfs, ramfs, hugetlbfs.
+_IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
+
+
+def on_ramdisk(path: str) -> bool:
+    """True when the file or folder lies in memory; False when it does not, or cannot be told."""
+    buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type; it is shorter than this everywhere
+    failed = ctypes.CDLL(None).statfs(os.fsencode(path), buffer)
+    return not failed and buffer[0] in _IN_MEMORY
+
+
+def fsync_file(path: str) -> None:
+    """Blocks until the file's bytes would survive a power loss. Its name is safe only after :func:`fsync_dir`.
+
+    Raises:
+        OSError: as ``open(2)`` and ``fsync(2)``.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_dir(path: str) -> None:
+    """Blocks until names created, renamed and removed in the folder would survive a power loss.
+
+    Raises:
+        OSError: as ``open(2)`` and ``fsync(2)``; file systems that cannot sync folders (EINVAL, ENOTSUP) are let pass.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # FUSE mounts and some network file systems have no folder sync; nothing more can be done for the data there.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
+
+
+class LocalTier:
+    """A folder as a :class:`~resiliency.storage.tiers.base.Tier`.
+
+    Thread: any; several processes may share the folder. Nothing is touched before the first verb; the first put makes
+    the folder. Blocks up to: as long as the file system does; no verb retries.
+
+    Args:
+        root: the folder; made absolute.
+        durable: True: a put returns after fsync of file and folders. False (ramdisk, or the caller syncs later with
+            :func:`fsync_file` and :func:`fsync_dir`): atomic all the same, but a power loss may take it back.
+        name: word for listings, events and error messages.
+    """
+
+    is_local = True
+
+    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True, name: str = "local") -> None:
+        self.root = os.path.abspath(os.fspath(root))
+        self.durable = durable
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"LocalTier({self.root!r}, durable={self.durable}, name={self.name!r})"
+
+    def path(self, key: str) -> str:
+        """Where the object lies (or would); for callers that map or rename files themselves.
+
+        Raises:
+            TierError: the key is not one (not retryable).
+        """
+        check_key(key, tier=self._where)
+        return os.path.join(self.root, *key.split("/"))
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        """Stores small data atomically; see the protocol."""
+        target = self.path(key)
+        with self._partial(key, target) as file, self._errors("store", key):
+            file.write(data)
+
+    def put_file(
+        self,
+        key: str,
+        path: str,
+        *,
+        check: Callable[[bytes], None] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Copies a file atomically in blocks of ``BLOCK_BYTES``; see the protocol."""
+        target = self.path(key)
+        sent = 0
+        with Source(path, where=self._where, key=key) as source, self._partial(key, target) as file:
+            for block in source.blocks(check):
+                with self._errors("store", key):
+                    file.write(block)
+                sent += len(block)
+                del block  # or two are held while the next is read
+                if progress is not None:
+                    progress(sent)
+
+    def read(self, key: str) -> bytes:
+        """The whole object; see the protocol.
+
+        Raises:
+            FileNotFoundError: no such key.
+        """
+        with self._open(key) as file, self._errors("read", key):
+            return file.read()
+
+    def read_range(self, key: str, start: int, end: int) -> bytes:
+        """Bytes ``[start, end)``; shorter when the object is. See the protocol.
+
+        Raises:
+            FileNotFoundError: no such key.
+        """
+        check_range(key, start, end, tier=self._where)
+        with self._open(key) as file, self._errors("read", key):
+            file.seek(start)
+            return file.read(end - start)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object whose key starts with ``prefix``, in any order; files that vanish meanwhile are left out.
+
+        Raises:
+            TierError: a folder cannot be read; nothing is silently left out.
+        """
+        check_prefix(prefix, tier=self._where)
+        folder, _, start = prefix.rpartition("/")
+        return self._walk(folder, start)
+
+    def delete(self, key: str) -> None:
+        """Removes one object, and its folder when that is empty now (never the root). Missing is no error."""
+        path = self.path(key)
+        with self._errors("delete", key):
+            try:
+                os.unlink(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            except (IsADirectoryError, PermissionError):
+                # A folder is no object; POSIX lets unlink say EPERM for it.
+                if os.path.isdir(path):
+                    return
+                raise
+            folder = os.path.dirname(path)
+            if folder != self.root:
+                try:
+                    os.rmdir(folder)
+                    folder = os.path.dirname(folder)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
+                        raise
+            if self.durable:
+                # So that a power loss cannot bring back a manifest whose shards, deleted later, are gone.
+                with suppress(FileNotFoundError):
+                    fsync_dir(folder)
+
+    def sweep(self, *, older_than: timedelta = timedelta(hours=1)) -> int:
+        """Removes temp files that killed writers left behind; returns how many.
+
+        Args:
+            older_than: leave files whose last write is younger: they may still be in flight.
+
+        Raises:
+            TierError: a folder cannot be read or a file cannot be removed.
+        """
+        limit = time.time() - older_than.total_seconds()
+        removed = 0
+        for entry, key in self._entries(""):
+            if is_partial(entry.name):
+                with self._errors("sweep", key), suppress(FileNotFoundError):
+                    if entry.stat(follow_symlinks=False).st_mtime <= limit:
+                        os.unlink(entry.path)
+                        removed += 1
+        return removed
+
+    def close(self) -> None:
+        """Nothing to close; as every tier's, so that owners need not ask which tier they have."""
+
+    @property
+    def _where(self) -> str:
+        return f"{self.name} tier {self.root}"
+
+    @contextmanager
+    def _errors(self, action: str, key: str) -> Iterator[None]:
+        """Turns OSError into TierError. Callbacks run outside of it: what they raise is theirs."""
+        try:
+            yield
+        except OSError as error:
+            raise tier_error(error, where=self._where, action=action, key=key, path=self.root) from error
+
+    @contextmanager
+    def _partial(self, key: str, target: str) -> Iterator[BinaryIO]:
+        """A temp sibling to write to; becomes ``target`` when the block ends well, is removed when it does not."""
+        with self._errors("store", key):
+            temp, file = self._create(os.path.dirname(target))
+        try:
+            try:
+                yield file
+                with self._errors("store", key):
+                    file.flush()
+                    if self.durable:
+                        os.fsync(file.fileno())
+            finally:
+                # A failed write leaves bytes in the buffer, and close() would try them, and fail, again.
+                with suppress(OSError):
+                    file.close()
+            with self._errors("store", key):
+                os.replace(temp, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temp)
+            raise
+        if self.durable:
+            # The folder goes when somebody deletes the object at once; then there is nothing to make durable.
+            with self._errors("sync", key), suppress(FileNotFoundError):
+                fsync_dir(os.path.dirname(target))
+
+    def _create(self, folder: str) -> tuple[str, BinaryIO]:
+        for attempt in range(_FOLDER_ATTEMPTS):
+            temp = os.path.join(folder, partial_name())
+            try:
+                self._make_folder(folder)
+                return temp, os.fdopen(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
+            except FileNotFoundError:
+                # A delete removed the folder, or one above it, as empty between two of these calls.
+                if attempt == _FOLDER_ATTEMPTS - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _make_folder(self, folder: str) -> None:
+        if os.path.isdir(folder):
+            return
+        parent = os.path.dirname(folder)
+        if parent != folder:
+            self._make_folder(parent)
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            # By another writer, who may be removing it again; or it is a file, and then what comes next says so.
+            return
+        if self.durable:
+            fsync_dir(parent)
+
+    @contextmanager
+    def _open(self, key: str) -> Iterator[BinaryIO]:
+        path = self.path(key)
+        with self._errors("read", key):
+            try:
+                file: BinaryIO | None = opened(path)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                file = None
+        if file is None:
+            raise FileNotFoundError(errno.ENOENT, f"{self._where}: no object", key)
+        with file:
+            yield file
+
+    def _walk(self, folder: str, start: str) -> Iterator[ObjectInfo]:
+        for entry, key in self._entries(folder, start):
+            if is_partial(entry.name):
+                continue
+            with self._errors("list", key):
+                try:
+                    nbytes = entry.stat().st_size if entry.is_file() else None
+                except FileNotFoundError:
+                    continue
+            if nbytes is not None:
+                yield ObjectInfo(key, nbytes)
+
+    def _entries(self, folder: str, start: str = "") -> Iterator[tuple[os.DirEntry[str], str]]:
+        """Everything below ``folder`` that is no folder, with its key; names in ``folder`` itself begin with
+        ``start``."""
+        pending = [folder]
+        while pending:
+            current = pending.pop()
+            with self._errors("list", current):
+                try:
+                    with os.scandir(os.path.join(self.root, current)) as scan:
+                        entries = list(scan)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+            for entry in entries:
+                if current == folder and not entry.name.startswith(start):
+                    continue
+                key = f"{current}/{entry.name}" if current else entry.name
+                with self._errors("list", key):
+                    # Links to folders are not followed: they may lead round in a circle or out of the root.
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                if is_folder:
+                    pending.append(key)
+                else:
+                    yield entry, key

@@ -1,0 +1,417 @@
+"""Folds a stream of events, in any order and of any quality, into :class:`RunFacts`. Pure: no files, no clock.
+
+The rule for order: lines of one rank normally come in order, and a late, doubled or torn line must change the account
+by no more than itself. Which attempt a line belongs to is decided by its attempt number, and within one number by
+whether the rank's clock and step number moved on or back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any
+
+from resiliency.events import Event, EventKind
+from resiliency.telemetry.facts import Mark, RunFacts, Segment, parse_stamp
+
+__all__ = ["Collector"]
+
+#: Key of a segment that is still open: attempt number (None when the log has none) and rank or node.
+_Key = tuple[int | None, int]
+
+_MARKED = frozenset(
+    {
+        EventKind.WORKER_LOST,
+        EventKind.HOST_LOST,
+        EventKind.AGENT_LOST,
+        EventKind.RESTART_REQUESTED,
+        EventKind.WORLD_RESIZED,
+        EventKind.HANG_DETECTED,
+        EventKind.HOST_SWAPPED,
+        EventKind.PREEMPTION_NOTICE,
+        EventKind.CHECKPOINT_FAILED,
+        EventKind.CHECKPOINT_CORRUPT,
+        EventKind.CHECKPOINT_REPAIRED,
+    }
+)
+#: Where a mark names the rank it is about: its own ``rank`` is the one that wrote the line.
+_SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
+#: Lines whose copies nearby are dropped; log shippers deliver at least once.
+_RECENT = 8_192
+MAX_SECONDS = 1e9
+
+
+def _number(value: object) -> float | None:
+    """A finite number, also from text; None for anything else."""
+    if type(value) is float:
+        return value if isfinite(value) else None
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, (int, str)):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            return None
+        return number if isfinite(number) else None
+    return None
+
+
+def _whole(value: object) -> int | None:
+    """A whole number >= 0 (``40.0`` counts, the older library's exports write it so); None for anything else."""
+    if type(value) is int:
+        return value if 0 <= value <= 2**62 else None
+    number = _number(value)
+    if number is None or number < 0 or number > 2**62 or number != int(number):
+        return None
+    return int(number)
+
+
+def _seconds(value: object) -> float:
+    """A duration; 0 when it is missing, negative or absurd."""
+    number = _number(value)
+    return number if number is not None and 0.0 < number < MAX_SECONDS else 0.0
+
+
+class Collector:
+    """Sorts events into runs. Thread: one.
+
+    ``add`` takes one event; ``segment_for_step`` and ``add_step`` are the same for the reader's fast path.
+    """
+
+    def __init__(self) -> None:
+        self.runs: dict[str, RunFacts] = {}
+        #: Open segments by run; the reader keeps its own cache and drops it when ``generation`` changes.
+        self.generation = 0
+        self._open: dict[str, dict[_Key, Segment]] = {}
+        self._open_nodes: dict[str, dict[_Key, Segment]] = {}
+        self._recent: dict[int, None] = {}
+        self._handlers: dict[str, Callable[[RunFacts, Segment, float, Mapping[str, Any]], None]] = {
+            EventKind.JOB_STARTED: self._job_started,
+            EventKind.RESTORE_STARTED: self._restore_started,
+            EventKind.CHECKPOINT_LOADED: self._loaded,
+            EventKind.TRAIN_STARTED: self._train_started,
+            EventKind.TRAIN_ENDED: self._train_ended,
+            EventKind.JOB_TERMINATED: self._job_terminated,
+            EventKind.CHECKPOINT_STARTED: self._stalled,
+            EventKind.CHECKPOINT_FENCED: self._stalled,
+        }
+
+    def run(self, name: str) -> RunFacts:
+        kept = self.runs.get(name)
+        if kept is None:
+            kept = self.runs[name] = RunFacts(name)
+            self._open[name] = {}
+            self._open_nodes[name] = {}
+        return kept
+
+    # -- any event -----------------------------------------------------------------------------------------------
+
+    def add(self, record: Event | Mapping[str, Any], *, raw: bytes | None = None) -> None:
+        """Takes one event. Never raises on its content: what cannot be used is counted in ``quality``.
+
+        Args:
+            record: an :class:`Event`, or the object of one JSON line.
+            raw: the line itself; with it, copies of recent lines are dropped.
+        """
+        if isinstance(record, Event):
+            record = {
+                **record.fields,
+                "timestamp": record.time,
+                "monotonic_s": record.monotonic_s,
+                "job_name": record.run,
+                "event_type": record.kind,
+                "attempt": record.attempt,
+                "rank": record.rank,
+                "host": record.host,
+                "step": record.step,
+            }
+        kind = record.get("event_type")
+        name = record.get("job_name")
+        run = self.run(name if isinstance(name, str) and name else "default")
+        run.events += 1
+        if not isinstance(kind, str):
+            run.quality["bad_values"] += 1
+            return
+        stamp = record.get("timestamp", record.get("time"))
+        time = parse_stamp(stamp)
+        if time is None:
+            run.quality["bad_times"] += 1
+            return
+        if kind == EventKind.STEP:
+            self._slow_step(run, record, time)
+            return
+        if raw is not None and self._seen(raw):
+            run.quality["duplicates"] += 1
+            return
+        if isinstance(stamp, str) and stamp[-1:].isdigit() and "+" not in stamp and "-" not in stamp[11:]:
+            run.quality["stamps_without_zone"] += 1
+        run.kinds[kind] += 1
+        rank = _whole(record.get("rank"))
+        mono = _number(record.get("monotonic_s"))
+        attempt = _whole(record.get("attempt"))
+        host = str(record.get("host") or "")
+        if kind in self._handlers:
+            segment = self._segment(run, kind, time, mono, attempt, rank, _whole(record.get("node_rank")), host)
+            if segment is not None:
+                straight = segment.at(time, mono)
+                segment.jumps += straight != time
+                time = straight
+                segment.saw(time)
+                self._handlers[kind](run, segment, time, record)
+        elif rank is not None and (known := self._open[run.name].get((attempt, rank))) is not None:
+            time = known.at(time, mono)
+        run.saw(time)
+        self._job_level(run, kind, time, rank, attempt, host, record)
+
+    def _seen(self, raw: bytes) -> bool:
+        key = hash(raw)
+        if key in self._recent:
+            return True
+        self._recent[key] = None
+        if len(self._recent) > _RECENT:
+            del self._recent[next(iter(self._recent))]
+        return False
+
+    # -- segments ------------------------------------------------------------------------------------------------
+
+    def _segment(
+        self,
+        run: RunFacts,
+        kind: str,
+        time: float,
+        mono: float | None,
+        attempt: int | None,
+        rank: int | None,
+        node: int | None,
+        host: str,
+    ) -> Segment | None:
+        """The open segment of this rank (or node), or a new one when the event says that the old one is over."""
+        if rank is not None:
+            table, store, lane = self._open[run.name], run.segments, rank
+        elif node is not None and kind in (EventKind.JOB_STARTED, EventKind.JOB_TERMINATED):
+            table, store, lane = self._open_nodes[run.name], run.nodes, node
+            host = host or f"node-{node}"
+        else:
+            return None
+        key = (attempt, lane)
+        segment = table.get(key)
+        if segment is None or self._is_over(segment, kind, segment.at(time, mono) if segment else time):
+            rollback = segment is not None and kind in (EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED)
+            segment = self._new(table, store, key, host)
+            segment.rollback = rollback
+        elif host and not segment.host:
+            segment.host = host
+        return segment
+
+    def _new(self, table: dict[_Key, Segment], store: list[Segment], key: _Key, host: str) -> Segment:
+        segment = Segment(attempt=key[0], lane=key[1], host=host, serial=len(store))
+        table[key] = segment
+        store.append(segment)
+        self.generation += 1
+        return segment
+
+    @staticmethod
+    def _is_over(segment: Segment, kind: str, time: float) -> bool:
+        if kind == EventKind.JOB_STARTED:
+            began = segment.steps.high >= 0 or segment.terminated is not None or segment.train is not None
+            if segment.attempt is None:
+                # No numbers to go by (the older library): each start is a new one.
+                began = began or segment.started is not None
+            end = segment.end
+            return began and end is not None and time > end
+        if kind in (EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED):
+            last = segment.last_step_time()
+            return last is not None and time > last
+        if kind == EventKind.TRAIN_STARTED:
+            return segment.train_ended is not None and time > segment.train_ended
+        return False
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def segment_for_step(self, run: RunFacts, attempt: int | None, rank: int, host: str) -> Segment:
+        table = self._open[run.name]
+        segment = table.get((attempt, rank))
+        if segment is None:
+            segment = self._new(table, run.segments, (attempt, rank), host)
+        return segment
+
+    def add_step(
+        self,
+        run: RunFacts,
+        segment: Segment,
+        step: int,
+        count: int,
+        step_s: float,
+        data_s: float,
+        stall_s: float,
+        eval_s: float,
+        busy_s: float,
+        in_flight: bool,
+        max_s: float,
+        stamp: bytes | float,
+        mono: float | None,
+    ) -> None:
+        """One step line; a step seen before is a copy, or the rank went back and began a new segment."""
+        stats = segment.steps
+        if step <= stats.high and not stats.missing(step):
+            if not _later(stamp, mono, stats.last_stamp, stats.last_mono):
+                run.quality["duplicates"] += 1
+                return
+            segment = self._new(self._open[run.name], run.segments, (segment.attempt, segment.lane), segment.host)
+            segment.rollback = True
+            stats = segment.steps
+        elif step <= stats.high:
+            run.quality["late_lines"] += 1
+        stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono)
+
+    def _slow_step(self, run: RunFacts, record: Mapping[str, Any], time: float) -> None:
+        rank, step = _whole(record.get("rank")), _whole(record.get("step"))
+        count = _whole(record.get("count")) or 1
+        if rank is None or step is None:
+            run.quality["bad_values"] += 1
+            return
+        count = min(count, max(step, 1))
+        segment = self.segment_for_step(run, _whole(record.get("attempt")), rank, str(record.get("host") or ""))
+        step_s = _seconds(record.get("step_s"))
+        self.add_step(
+            run,
+            segment,
+            step,
+            count,
+            step_s,
+            _seconds(record.get("data_wait_s")),
+            _seconds(record.get("stall_s")),
+            _seconds(record.get("eval_s")),
+            _seconds(record.get("busy_s")),
+            record.get("save_in_flight") is True,
+            _seconds(record.get("step_max_s")) or step_s / count,
+            time,
+            _number(record.get("monotonic_s")),
+        )
+
+    # -- one handler a kind --------------------------------------------------------------------------------------
+
+    def _job_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
+        if segment.started is not None:
+            run.quality["duplicates"] += 1
+        segment.started = time if segment.started is None else min(time, segment.started)
+        segment.world = _whole(record.get("world_size")) or segment.world
+
+    def _restore_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
+        segment.restore = time if segment.restore is None else min(time, segment.restore)
+
+    def _loaded(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
+        step = _whole(record.get("step"))
+        if segment.loaded is None or time >= segment.loaded:
+            segment.loaded = time
+            segment.loaded_step = step if step is not None else segment.loaded_step
+            segment.loaded_s = _seconds(record.get("duration_s")) or segment.loaded_s
+            segment.loaded_from = str(record.get("source") or record.get("tier") or segment.loaded_from)
+
+    def _train_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
+        segment.train = time if segment.train is None else min(time, segment.train)
+        step = _whole(record.get("step"))
+        segment.train_step = step if step is not None else segment.train_step
+        segment.world = _whole(record.get("world_size")) or segment.world
+
+    def _train_ended(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
+        segment.train_ended = time if segment.train_ended is None else max(time, segment.train_ended)
+
+    def _job_terminated(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
+        segment.terminated = time if segment.terminated is None else max(time, segment.terminated)
+        # The first word counts: what ends later (an engine that is closed) only follows.
+        segment.reason = segment.reason or str(record.get("reason") or "")
+
+    def _stalled(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
+        stall = _seconds(record.get("stall_s"))
+        if record.get("event_type") == EventKind.CHECKPOINT_STARTED:
+            segment.saves += 1
+        if stall > 0.0:
+            segment.stall_s += stall
+            if record.get("event_type") == EventKind.CHECKPOINT_STARTED:
+                segment.stall_between_s += stall
+            segment.stalls.append((time, stall))
+            if len(segment.stalls) > 16:
+                del segment.stalls[0]
+
+    def _job_level(
+        self,
+        run: RunFacts,
+        kind: str,
+        time: float,
+        rank: int | None,
+        attempt: int | None,
+        host: str,
+        record: Mapping[str, Any],
+    ) -> None:
+        """What concerns the run as a whole, whoever wrote it."""
+        step = _whole(record.get("step"))
+        if kind in _MARKED:
+            subject = next((n for n in (_whole(record.get(key)) for key in _SUBJECT) if n is not None), None)
+            about = str(record.get("lost_host") or record.get("node") or host)
+            fields = {k: v for k, v in record.items() if k not in _COMMON and isinstance(v, (str, int, float, bool))}
+            run.mark(Mark(time, kind, subject if subject is not None else rank, about, attempt, step, fields))
+        if kind == EventKind.USER_SCHEDULED:
+            run.scheduled = time if run.scheduled is None else min(time, run.scheduled)
+        elif kind == EventKind.USER_TERMINATED:
+            run.terminated = time if run.terminated is None else max(time, run.terminated)
+        elif kind.startswith("checkpoint_"):
+            _checkpoint(run, kind, time, step, f"{rank}@{host}", record)
+
+
+_COMMON = frozenset(
+    {"timestamp", "job_name", "event_type", "v", "monotonic_s", "attempt", "rank", "host", "step", "time"}
+)
+
+
+def _later(
+    stamp: bytes | float, mono: float | None, last_stamp: bytes | float, last_mono: bytes | float | None
+) -> bool:
+    """True when the first moment lies after the second: by the monotonic clock if both have it."""
+    if mono is not None and last_mono is not None:
+        return mono > float(last_mono)
+    time, last = parse_stamp(stamp), parse_stamp(last_stamp)
+    return time is not None and last is not None and time > last
+
+
+def _checkpoint(
+    run: RunFacts, kind: str, time: float, step: int | None, emitter: str, record: Mapping[str, Any]
+) -> None:
+    """Counts one checkpoint event under its tier."""
+    if kind in (EventKind.CHECKPOINT_STARTED, EventKind.CHECKPOINT_FENCED):
+        return  # stalls of a rank, of no tier
+    tier = run.tier(str(record.get("source") or record.get("tier") or "unnamed"))
+    if kind == EventKind.CHECKPOINT_SAVED:
+        tier.saved[emitter if len(tier.saved) < 4096 else ""] += 1
+        tier.bytes += _whole(record.get("bytes")) or 0
+        if step is not None:
+            tier.last_step = max(tier.last_step, step)
+            run.saved(time, step)
+            run.max_saved_step = step if run.max_saved_step is None else max(run.max_saved_step, step)
+    elif kind == EventKind.CHECKPOINT_LOADED:
+        tier.loaded[emitter if len(tier.loaded) < 4096 else ""] += 1
+        seconds = _seconds(record.get("duration_s"))
+        if seconds > 0.0:
+            tier.restore_s += seconds
+            tier.restore_n += 1
+        if step is not None:
+            if len(run.loads) < 4096:
+                run.loads.append((time, step))
+            run.min_loaded_step = step if run.min_loaded_step is None else min(run.min_loaded_step, step)
+    elif kind == EventKind.CHECKPOINT_DURABLE:
+        tier.durable[emitter if len(tier.durable) < 4096 else ""] += 1
+        seconds = _seconds(record.get("duration_s"))
+        if seconds > 0.0:
+            tier.durable_n += 1
+            tier.durable_s += seconds
+            tier.durable_max_s = max(tier.durable_max_s, seconds)
+    elif kind == EventKind.CHECKPOINT_FAILED:
+        tier.failed += 1
+    elif kind == EventKind.CHECKPOINT_SKIPPED:
+        tier.skipped += 1
+    elif kind == EventKind.CHECKPOINT_CORRUPT:
+        tier.corrupt += 1
+    elif kind == EventKind.CHECKPOINT_REPAIRED:
+        tier.repaired += 1
+    elif kind == EventKind.CHECKPOINT_DELETED:
+        tier.deleted += 1

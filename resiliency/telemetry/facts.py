@@ -1,0 +1,242 @@
+"""What is kept of a log while it streams by: segments (one rank in one attempt), marks, checkpoint counts. Pure.
+
+Everything here is bounded by ranks x attempts, never by the number of events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from resiliency.telemetry.stepstats import StepStats
+
+__all__ = ["CheckpointTier", "Mark", "RunFacts", "Segment", "parse_stamp"]
+
+#: A clock that moved by more than this against the monotonic one was set, not drifting.
+CLOCK_JUMP_S = 0.5
+MAX_MARKS = 20_000
+MAX_SAVES = 4_096
+MAX_SERIES = 512
+
+
+def parse_stamp(stamp: bytes | str | float | int | None) -> float | None:
+    """UTC seconds of an ISO stamp or a number; a stamp without a zone is UTC; None when it is neither."""
+    if stamp is None or isinstance(stamp, bool):
+        return None
+    if isinstance(stamp, (int, float)):
+        seconds = float(stamp)
+    else:
+        text = stamp.decode("ascii", "replace") if isinstance(stamp, bytes) else stamp
+        moment = _iso(text.strip())
+        if moment is None:
+            return None
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=timezone.utc)
+        try:
+            seconds = moment.timestamp()
+        except (OverflowError, ValueError):
+            return None
+    return seconds if 0.0 < seconds < 1e10 else None
+
+
+def _iso(text: str) -> datetime | None:
+    if text.endswith(("Z", "z")):
+        text = text[:-1] + "+00:00"
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        pass  # Python 3.10 takes 3 or 6 digits of a second only; others are cut or padded below.
+    head, dot, rest = text.partition(".")
+    if not dot:
+        return None
+    digits = len(rest) - len(rest.lstrip("0123456789"))
+    try:
+        return datetime.fromisoformat(f"{head}.{rest[:digits][:6]:0<6}{rest[digits:]}")
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A rare event somebody will want to read about. ``time`` in UTC seconds, ``rank`` the rank it is about."""
+
+    time: float
+    kind: str
+    rank: int | None = None
+    host: str = ""
+    attempt: int | None = None
+    step: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass
+class CheckpointTier:
+    """Counts for one tier. ``saved`` counts per emitter, because every rank or only one of them may report a step."""
+
+    saved: Counter[str] = field(default_factory=Counter)
+    durable: Counter[str] = field(default_factory=Counter)
+    loaded: Counter[str] = field(default_factory=Counter)
+    failed: int = 0
+    skipped: int = 0
+    corrupt: int = 0
+    repaired: int = 0
+    deleted: int = 0
+    bytes: int = 0
+    durable_s: float = 0.0
+    durable_max_s: float = 0.0
+    durable_n: int = 0
+    restore_s: float = 0.0
+    restore_n: int = 0
+    last_step: int = -1
+
+
+class Segment:
+    """One rank from the start of its process (or of a roll-back) to its last sign of life.
+
+    Times are UTC seconds by this host's clock, put straight where the monotonic clock shows that it was set.
+    """
+
+    def __init__(self, *, attempt: int | None, lane: int, host: str, serial: int) -> None:
+        self.attempt = attempt
+        self.lane = lane
+        self.host = host
+        self.serial = serial
+        self.started: float | None = None
+        self.restore: float | None = None
+        self.loaded: float | None = None
+        self.loaded_step: int | None = None
+        self.loaded_s: float | None = None
+        self.loaded_from = ""
+        self.train: float | None = None
+        self.train_step: int | None = None
+        self.train_ended: float | None = None
+        self.terminated: float | None = None
+        self.reason = ""
+        self.first: float | None = None
+        self.last: float | None = None
+        self.world: int | None = None
+        #: True when it began by going back to an older step in the same process.
+        self.rollback = False
+        self.steps = StepStats()
+        self.stall_s = 0.0
+        #: The part of it that lies between two steps (the eager part of a save), not inside one (a fence).
+        self.stall_between_s = 0.0
+        self.saves = 0
+        #: The latest stalls, (time, seconds): those after the last step belong to the final save.
+        self.stalls: list[tuple[float, float]] = []
+        self.jumps = 0
+        self._base: float | None = None
+
+    def at(self, time: float, mono: float | None) -> float:
+        """``time`` as it would be had nobody set the clock since this segment began."""
+        if mono is None:
+            return time
+        base = time - mono
+        if self._base is None:
+            self._base = base
+        elif abs(base - self._base) > CLOCK_JUMP_S:
+            return self._base + mono
+        return time
+
+    def saw(self, time: float) -> None:
+        if self.first is None or time < self.first:
+            self.first = time
+        if self.last is None or time > self.last:
+            self.last = time
+
+    def last_step_time(self) -> float | None:
+        """When the last step ended; None without steps."""
+        if self.steps.high < 0:
+            return None
+        time = parse_stamp(self.steps.last_stamp)
+        mono = self.steps.last_mono
+        return None if time is None else self.at(time, float(mono) if mono is not None else None)
+
+    def first_step_start(self) -> float | None:
+        """When the first step that was logged began; None without steps."""
+        first = self.steps.first_step
+        if first is None:
+            return None
+        time = parse_stamp(first[0])
+        return None if time is None else self.at(time, float(first[1]) if first[1] is not None else None) - first[2]
+
+    @property
+    def start(self) -> float | None:
+        """The earliest sign of this segment."""
+        times = [t for t in (self.started, self.first, self.first_step_start()) if t is not None]
+        return min(times) if times else None
+
+    @property
+    def end(self) -> float | None:
+        """The latest sign of this segment."""
+        times = [t for t in (self.last, self.last_step_time()) if t is not None]
+        return max(times) if times else None
+
+    @property
+    def position(self) -> int | None:
+        """Steps already done when this segment began to train; None when nothing tells."""
+        if self.steps.high >= 0:
+            return self.steps.low
+        if self.loaded_step is not None:
+            return self.loaded_step
+        return self.train_step
+
+    @property
+    def finished(self) -> bool:
+        """True when it ended because its work was done."""
+        return self.reason == "finished" or (not self.reason and self.train_ended is not None)
+
+
+@dataclass
+class RunFacts:
+    """Everything kept about one run (one ``job_name``)."""
+
+    name: str
+    segments: list[Segment] = field(default_factory=list)
+    #: Launchers of the older library log per node and attempt; used when no rank logs.
+    nodes: list[Segment] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    tiers: dict[str, CheckpointTier] = field(default_factory=dict)
+    #: (time, step) of checkpoints, thinned out evenly when there are very many.
+    saves: list[tuple[float, int]] = field(default_factory=list)
+    loads: list[tuple[float, int]] = field(default_factory=list)
+    first: float | None = None
+    last: float | None = None
+    #: Stamps of events that mean life or progress of the job itself.
+    scheduled: float | None = None
+    terminated: float | None = None
+    min_loaded_step: int | None = None
+    max_saved_step: int | None = None
+    events: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    quality: Counter[str] = field(default_factory=Counter)
+    gpus_per_rank: int = 1
+
+    def tier(self, name: str) -> CheckpointTier:
+        kept = self.tiers.get(name)
+        if kept is None:
+            if len(self.tiers) >= 64:  # a broken writer could invent names without end
+                name = "other"
+            kept = self.tiers.setdefault(name, CheckpointTier())
+        return kept
+
+    def mark(self, mark: Mark) -> None:
+        if len(self.marks) < MAX_MARKS:
+            self.marks.append(mark)
+        else:
+            self.quality["marks_dropped"] += 1
+
+    def saw(self, time: float) -> None:
+        if self.first is None or time < self.first:
+            self.first = time
+        if self.last is None or time > self.last:
+            self.last = time
+
+    def saved(self, time: float, step: int) -> None:
+        self.saves.append((time, step))
+        if len(self.saves) > MAX_SAVES:
+            # Keep the ends and every second one: the pace between saves stays known.
+            self.saves = self.saves[:1] + self.saves[1:-1:2] + self.saves[-1:]

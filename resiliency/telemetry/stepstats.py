@@ -1,0 +1,295 @@
+"""What one rank's steps of one attempt add up to, in memory that does not grow with their number. Pure.
+
+Steps are folded into at most 128 windows of consecutive step numbers (their width doubles when there are more) and into
+a histogram of step times with 2 % wide cells whose sums are kept, so a mean over any part of it is exact.
+"""
+
+from __future__ import annotations
+
+from math import log
+from typing import NamedTuple
+
+__all__ = ["HEAD_STEPS", "Head", "StepStats", "Window", "middle", "typical"]
+
+#: The first lines of an attempt are kept one by one: warm-up is judged on them.
+HEAD_STEPS = 10
+MAX_WINDOWS = 128
+MAX_GAPS = 1024
+_CELLS_PER_E = 50.0
+
+#: A histogram: cell number -> [steps, seconds].
+Histogram = dict[int, list[float]]
+
+
+class Head(NamedTuple):
+    """One of the first lines of an attempt: ``n`` steps up to ``step`` that computed ``compute_s`` in all."""
+
+    step: int
+    n: int
+    compute_s: float
+    in_flight: bool
+
+
+class Window:
+    """Sums over steps whose number shares ``step >> shift``. Seconds; the hot loop writes the slots directly."""
+
+    __slots__ = (
+        "busy_n",
+        "busy_s",
+        "data_s",
+        "eval_s",
+        "flight_n",
+        "last_stamp",
+        "last_step",
+        "max_s",
+        "n",
+        "stall_s",
+        "step_s",
+    )
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.step_s = 0.0
+        self.data_s = 0.0
+        self.stall_s = 0.0
+        self.eval_s = 0.0
+        self.busy_s = 0.0
+        self.busy_n = 0
+        self.flight_n = 0
+        self.max_s = 0.0
+        self.last_step = -1
+        #: UTC stamp of ``last_step`` as it stood in the log (bytes) or in seconds (float).
+        self.last_stamp: bytes | float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Step time without waiting for data, saves and validation."""
+        return max(0.0, self.step_s - self.data_s - self.stall_s - self.eval_s)
+
+    def absorb(self, other: Window) -> None:
+        """Adds ``other``, which may lie before or after."""
+        self.n += other.n
+        self.step_s += other.step_s
+        self.data_s += other.data_s
+        self.stall_s += other.stall_s
+        self.eval_s += other.eval_s
+        self.busy_s += other.busy_s
+        self.busy_n += other.busy_n
+        self.flight_n += other.flight_n
+        self.max_s = max(self.max_s, other.max_s)
+        if other.last_step > self.last_step:
+            self.last_step = other.last_step
+            self.last_stamp = other.last_stamp
+
+
+class StepStats:
+    """All steps of one rank in one attempt. Thread: one."""
+
+    __slots__ = (
+        "clean",
+        "flight",
+        "first_step",
+        "gaps",
+        "head",
+        "high",
+        "last_mono",
+        "last_stamp",
+        "low",
+        "shift",
+        "windows",
+        "_current",
+        "_current_key",
+    )
+
+    def __init__(self) -> None:
+        self.clean: Histogram = {}
+        self.flight: Histogram = {}
+        self.head: list[Head] = []
+        self.windows: dict[int, Window] = {}
+        self.shift = 0
+        #: Lowest step number seen minus its count: where the attempt stood before its first known step.
+        self.low = -1
+        #: Highest step number seen.
+        self.high = -1
+        #: First step line: stamp, monotonic seconds or None, and how long its steps took in all.
+        self.first_step: tuple[bytes | float, bytes | float | None, float] | None = None
+        self.last_stamp: bytes | float = 0.0
+        #: Monotonic seconds of the last step, as they stood in the log (bytes) or as a number.
+        self.last_mono: bytes | float | None = None
+        #: Step numbers below ``high`` that have not been seen, as (first, last).
+        self.gaps: list[tuple[int, int]] = []
+        self._current: Window | None = None
+        self._current_key = -1
+
+    def missing(self, step: int) -> bool:
+        """True when ``step`` is below the highest one and was never seen: a late line, not a duplicate."""
+        return any(first <= step <= last for first, last in self.gaps) or step <= self.low
+
+    def add(
+        self,
+        step: int,
+        count: int,
+        step_s: float,
+        data_s: float,
+        stall_s: float,
+        eval_s: float,
+        busy_s: float,
+        in_flight: bool,
+        max_s: float,
+        stamp: bytes | float,
+        mono: bytes | float | None,
+    ) -> None:
+        """Folds in one line of ``count`` steps, the last of them ``step``. Seconds are sums over the line, all >= 0."""
+        high = self.high
+        if step > high:
+            before = step - count
+            if high < 0:
+                self.low = before
+                self.first_step = (stamp, mono, step_s)
+            elif before > high and len(self.gaps) < MAX_GAPS:
+                self.gaps.append((high + 1, before))
+            self.high = step
+            self.last_stamp = stamp
+            self.last_mono = mono
+        else:
+            self._fill(step, count, stamp, mono, step_s)
+
+        compute = step_s - data_s - stall_s - eval_s
+        if compute < 0.0:
+            compute = 0.0
+        if len(self.head) < HEAD_STEPS:
+            self.head.append(Head(step, count, compute, in_flight))
+        else:
+            mean = compute / count
+            cell = int(log(mean) * _CELLS_PER_E) if mean > 1e-9 else -1036
+            cells = self.flight if in_flight else self.clean
+            sums = cells.get(cell)
+            if sums is None:
+                cells[cell] = [count, compute]
+            else:
+                sums[0] += count
+                sums[1] += compute
+
+        key = step >> self.shift
+        window = self._current
+        if window is None or key != self._current_key:
+            window = self._window(key)
+        window.n += count
+        window.step_s += step_s
+        window.data_s += data_s
+        window.stall_s += stall_s
+        window.eval_s += eval_s
+        if busy_s > 0.0:
+            window.busy_s += busy_s
+            window.busy_n += count
+        if in_flight:
+            window.flight_n += count
+        if max_s > window.max_s:
+            window.max_s = max_s
+        if step > window.last_step:
+            window.last_step = step
+            window.last_stamp = stamp
+
+    def _fill(self, step: int, count: int, stamp: bytes | float, mono: bytes | float | None, step_s: float) -> None:
+        """A line that came late: take its numbers out of the gaps."""
+        lowest = step - count + 1
+        gaps: list[tuple[int, int]] = []
+        for first, last in self.gaps:
+            if last < lowest or first > step:
+                gaps.append((first, last))
+                continue
+            if first < lowest:
+                gaps.append((first, lowest - 1))
+            if last > step:
+                gaps.append((step + 1, last))
+        if step <= self.low:
+            if step < self.low:
+                gaps.insert(0, (step + 1, self.low))
+            self.low = lowest - 1
+            self.first_step = (stamp, mono, step_s)
+        self.gaps = gaps[-MAX_GAPS:]
+
+    def _window(self, key: int) -> Window:
+        window = self.windows.get(key)
+        if window is None:
+            window = self.windows[key] = Window()
+            while len(self.windows) > MAX_WINDOWS:
+                self._widen()
+                key >>= 1
+            window = self.windows[key]
+        self._current_key = key
+        self._current = window
+        return window
+
+    def at_shift(self, shift: int) -> dict[int, Window]:
+        """Copies of the windows, merged until each spans ``1 << shift`` step numbers; never narrower than they are."""
+        steps = max(0, shift - self.shift)
+        merged: dict[int, Window] = {}
+        for key, window in self.windows.items():
+            kept = merged.get(key >> steps)
+            if kept is None:
+                kept = merged[key >> steps] = Window()
+            kept.absorb(window)
+        return merged
+
+    def _widen(self) -> None:
+        """Doubles the width of the windows."""
+        self.windows = self.at_shift(self.shift + 1)
+        self.shift += 1
+        self._current = None
+        self._current_key = -1
+
+    @property
+    def n(self) -> int:
+        return sum(window.n for window in self.windows.values())
+
+    def total(self) -> Window:
+        """Sums over every step."""
+        total = Window()
+        for window in self.windows.values():
+            total.absorb(window)
+        return total
+
+    def share_after(self, step: int) -> float:
+        """Share in [0, 1] of this attempt's computing time that went into steps above ``step``."""
+        whole = part = 0.0
+        for key, window in self.windows.items():
+            seconds = window.compute_s
+            whole += seconds
+            first, last = key << self.shift, ((key + 1) << self.shift) - 1
+            first, last = max(first, self.low + 1), min(last, window.last_step)
+            if first > step:
+                part += seconds
+            elif last > step:
+                part += seconds * (last - step) / (last - first + 1)
+        return part / whole if whole > 0.0 else 0.0
+
+
+def middle(cells: Histogram) -> float | None:
+    """Mean step time of the middle half of all steps in seconds: what a step takes when nothing is wrong with it."""
+    n = sum(count for count, _ in cells.values())
+    if n <= 0:
+        return None
+    low, high = n * 0.25, n * 0.75
+    seen = kept_n = kept_s = 0.0
+    for cell in sorted(cells):
+        count, seconds = cells[cell]
+        inside = min(seen + count, high) - max(seen, low)
+        if inside > 0:
+            kept_n += inside
+            kept_s += inside * seconds / count
+        seen += count
+    return kept_s / kept_n if kept_n > 0 else None
+
+
+def typical(cells: Histogram) -> float | None:
+    """Mean step time in seconds without outliers: of all steps within twice the middle; None without steps."""
+    center = middle(cells)
+    if center is None:
+        return None
+    kept_n = kept_s = 0.0
+    for count, seconds in cells.values():
+        if seconds / count <= 2 * center:
+            kept_n += count
+            kept_s += seconds
+    return kept_s / kept_n if kept_n else center

@@ -1,0 +1,238 @@
+"""Bytes go where they belong while they are checked: any cut into segments, gaps and blocks, and any damage."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from resiliency.agent import core
+from resiliency.checkpoint import shard_assembler, snapshot
+from resiliency.checkpoint.shard_assembler import _read_block, _Segment
+from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
+from resiliency.errors import CorruptShard
+from resiliency.storage.catalog import block_digest, read_record
+from resiliency.storage.manifest import ShardRecord
+from resiliency.storage.tiers.local import LocalTier
+from resiliency.testing.checkpoints import RUN, make_checkpointer, step_dirs
+
+SETTINGS = settings(deadline=None, database=None, max_examples=80, suppress_health_check=list(HealthCheck))
+NBYTES, BLOCK = 1000, 300
+
+
+class Raw(ShardReader):
+    """A reader of a file that is no shard: blocks of 300 bytes, no header."""
+
+    def __init__(self, path: str, record: ShardRecord) -> None:
+        self._checked_header = lambda: b""  # type: ignore[method-assign]
+        super().__init__(path, record)
+
+    def _open(self) -> None:
+        import ctypes
+        import mmap
+
+        self._map = mmap.mmap(self._fd, NBYTES, access=mmap.ACCESS_COPY)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def block(self, index: int) -> tuple[int, int]:
+        return index * BLOCK, min((index + 1) * BLOCK, NBYTES)
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ShardRecord, dict[str, torch.Tensor]]:
+    """A shard of many small blocks, none of which holds two things; its record is the agent's."""
+    for module in (snapshot, core):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 64)
+    state = {
+        "a": torch.randn(40, 7),
+        "b": torch.arange(100),
+        "c": torch.randn(3, 5).t().contiguous(),
+        "d": torch.ones(9, dtype=torch.bfloat16),
+    }
+    with make_checkpointer(tmp_path) as checkpointer:
+        ticket = checkpointer.save(1, state, per_rank={"rng": torch.arange(100)})
+        assert ticket is not None
+        ticket.wait("durable")
+    (step,) = step_dirs(tmp_path)
+    return tmp_path, read_record(LocalTier(tmp_path), RUN, step, 0), state
+
+
+cuts = st.lists(st.tuples(st.integers(0, NBYTES - 1), st.integers(1, 400)), max_size=6)
+
+
+@SETTINGS
+@given(cuts=cuts, stride=st.integers(1, 350))
+def test_any_segments(tmp_path_factory: pytest.TempPathFactory, cuts: list[tuple[int, int]], stride: int) -> None:
+    """Overlapping ones too: two destinations may want the same bytes."""
+    data = os.urandom(NBYTES)
+    path = tmp_path_factory.mktemp("raw") / "file"
+    path.write_bytes(data)
+    record = ShardRecord.__new__(ShardRecord)
+    object.__setattr__(record, "digests", tuple(block_digest(data[at : at + BLOCK]) for at in range(0, NBYTES, BLOCK)))
+    targets = [torch.zeros(min(length, NBYTES - start), dtype=torch.uint8) for start, length in cuts]
+    segments = [
+        _Segment(start, len(target), target.data_ptr()) for (start, _), target in zip(cuts, targets, strict=True)
+    ]
+    reader = Raw(str(path), record)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_assembler, "_STRIDE", stride)
+        for block in range(-(-NBYTES // BLOCK)):
+            begin, end = reader.block(block)
+            inside = [
+                s for s in sorted(segments, key=lambda s: s.start) if s.start < end and s.start + s.nbytes > begin
+            ]
+            assert _read_block(reader, block, inside)
+    reader.close()
+    for (start, _), target in zip(cuts, targets, strict=True):
+        assert bytes(target.tolist()) == data[start : start + len(target)]
+
+
+def test_into_tensors_of_every_layout(saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]]) -> None:
+    folder, record, state = saved
+    into = {
+        "a": torch.zeros(7, 40).t(),
+        "b": torch.zeros(100, dtype=torch.int64),
+        "c": torch.zeros(5, 3),
+        "d": torch.zeros(9),
+    }
+    versions = {key: tensor._version for key, tensor in into.items()}
+    reader = shard_reader(str(folder), RUN, record)
+    one = shard_assembler.ShardAssembler([reader], rank=0, into=into)
+    assert one.read(threads=3) == {}
+    _, own = one.result()
+    reader.close()
+    assert all(torch.equal(into[key], state[key].to(into[key].dtype)) for key in state)
+    assert torch.equal(own["rng"], torch.arange(100))
+    assert all(tensor._version > versions[key] for key, tensor in into.items()), "autograd would not notice"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_all_threads_read(
+    saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    folder, record, _ = saved
+    reader = shard_reader(str(folder), RUN, record)
+    one, real, used, meet = (
+        shard_assembler.ShardAssembler([reader], rank=0),
+        shard_assembler._is_good,
+        set(),
+        threading.Barrier(threads),
+    )
+
+    def is_good(*args: Any) -> bool:
+        if threading.current_thread() not in used:
+            used.add(threading.current_thread())
+            meet.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(shard_assembler, "_is_good", is_good)
+    assert one.read(threads=threads) == {} and len(used) == threads and threading.current_thread() in used
+    reader.close()
+
+
+@pytest.mark.parametrize("fails_here", [True, False])
+def test_what_any_thread_raises_is_heard(
+    saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch, fails_here: bool
+) -> None:
+    """It is not damage, which another copy would be read for."""
+    folder, record, _ = saved
+    reader = shard_reader(str(folder), RUN, record)
+    one, real, here, gone = (
+        shard_assembler.ShardAssembler([reader], rank=0),
+        shard_assembler._is_good,
+        threading.current_thread(),
+        threading.Event(),
+    )
+
+    def broken(*args: Any) -> bool:
+        if (threading.current_thread() is here) is fails_here:
+            gone.set()
+            raise MemoryError("no more")
+        assert gone.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(shard_assembler, "_is_good", broken)
+    with pytest.raises(MemoryError, match="no more"):
+        one.read(threads=2)
+    reader.close()
+
+
+def damage(path: str, at: int) -> None:
+    with open(path, "r+b") as file:  # in place: the file may be mapped
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+@pytest.mark.parametrize("into", ["new", "plain", "odd"])
+@pytest.mark.parametrize("where", ["a", "b", "c", "d", "objects", "per rank"])
+def test_damage_anywhere_is_found(
+    saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]], where: str, into: str
+) -> None:
+    folder, record, state = saved
+    targets = {
+        "new": None,
+        "plain": {key: torch.zeros_like(tensor) for key, tensor in state.items()},
+        "odd": {key: torch.zeros(2 * len(tensor), *tensor.shape[1:])[::2] for key, tensor in state.items()},
+    }[into]
+    reader = shard_reader(str(folder), RUN, record)
+    placed = {("per rank" if p.chunk.per_rank else p.chunk.key): (p.start, p.end) for p in reader.header.placed}
+    start, end = {**placed, "objects": reader.header.objects}[where]
+    one = shard_assembler.ShardAssembler([reader], rank=0, into=targets)
+    for at in (start, (start + end) // 2, end - 1):
+        damage(reader.path, at)
+        assert one.read(threads=1) == {0: [reader.block(at // 64)]}
+        damage(reader.path, at)
+    assert one.read(threads=1) == {}
+    reader.close()
+
+
+@pytest.mark.parametrize("at", [0, 5, 100, 4000])
+def test_a_damaged_header_is_not_even_parsed(saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]], at: int) -> None:
+    folder, record, _ = saved
+    reader = shard_reader(str(folder), RUN, record)
+    path = reader.path
+    reader.close()
+    damage(path, at)
+    with pytest.raises(CorruptShard, match=r"do not match their digests") as caught:
+        shard_reader(str(folder), RUN, record)
+    assert caught.value.ranges == ((at // 64 * 64, at // 64 * 64 + 64),)
+
+
+def test_what_nobody_wants_is_not_read(saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]]) -> None:
+    folder, record, state = saved
+    reader = shard_reader(str(folder), RUN, record)
+    a, b = (next(p for p in reader.header.placed if p.chunk.key == key) for key in "ab")
+    damage(reader.path, (a.start + a.end) // 2)
+    one = shard_assembler.ShardAssembler([reader], rank=0, keys=lambda key: key == "b")
+    assert one.read(threads=2) == {}
+    assert torch.equal(one.result()[0]["b"], state["b"])
+    damage(reader.path, (b.start + b.end) // 2)
+    assert list(one.read(threads=2)) == [0]
+    reader.close()
+
+
+def test_a_disk_that_fails_is_damage_and_no_end(
+    saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder, record, _ = saved
+    reader = shard_reader(str(folder), RUN, record)
+    one = shard_assembler.ShardAssembler([reader], rank=0)
+
+    def fails(fd: int, buffers: object, at: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fails)
+    bad = one.read(threads=1)[0]
+    assert reader.block(reader.header.objects[0] // 64) in bad and len(bad) > 20
+    assert "cannot be read at bytes (" in caplog.text
+    reader.close()

@@ -1,0 +1,333 @@
+"""What is exported is what was saved, in files that need nothing of ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
+from resiliency.inspection.by_path import locate
+from resiliency.inspection.export import export, format_of
+from tests.checkpoint.made import EMBEDDED, duo, flip, folder_of, same, solo, state, upload
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one")
+    solo(folder, 10, 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    duo(folder, 7)
+    return folder
+
+
+@dataclass
+class Settings:
+    """An object of a class of the user's own."""
+
+    width: int
+
+
+class Words(str):
+    """A str with something on top."""
+
+
+def test_a_ckpt_is_what_was_saved(one: Path, tmp_path: Path) -> None:
+    done = export(one / "step=10.ckpt", tmp_path / "out.ckpt")
+    loaded = torch.load(tmp_path / "out.ckpt", weights_only=True)
+    assert same(loaded, state(10))
+    assert loaded["state_dict"]["net.weight"].data_ptr() == loaded["state_dict"]["head.weight"].data_ptr()
+    assert (done.id.step, done.run, done.format, done.weights_only, done.tensors) == (10, "solo", "ckpt", True, 4)
+    assert done.nbytes == (tmp_path / "out.ckpt").stat().st_size
+    assert os.listdir(tmp_path) == ["out.ckpt"]
+
+
+def test_a_folder_means_its_newest_step_and_located_steps_are_taken(one: Path, tmp_path: Path) -> None:
+    assert export(one, tmp_path / "a.ckpt").id.step == 20
+    located = locate(str(one / "step=10.ckpt"))
+    assert located is not None
+    assert export(located, tmp_path / "b.ckpt").id.step == 10
+    assert export(folder_of(one, "solo", 10), tmp_path / "c.ckpt").id.step == 10
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_shards_of_two_ranks_become_one_file(two: Path, tmp_path: Path, remote: bool) -> None:
+    source = f"{upload(two)}/duo=7.ckpt" if remote else str(two / "duo=7.ckpt")
+    export(source, tmp_path / "out.ckpt")
+    assert same(torch.load(tmp_path / "out.ckpt", weights_only=True), state(7, ranks=2))
+    export(source, tmp_path / "out.safetensors")
+    assert same(load_file(tmp_path / "out.safetensors"), dict(sorted(state(7, ranks=2)["state_dict"].items())))
+
+
+def test_safetensors_holds_every_name_of_tied_tensors(one: Path, tmp_path: Path) -> None:
+    done = export(one / "step=10.ckpt", tmp_path / "out.safetensors")
+    loaded = load_file(tmp_path / "out.safetensors")
+    assert {key: same(loaded[key], value) for key, value in state(10)["state_dict"].items()} == dict.fromkeys(
+        loaded, True
+    )
+    assert done.tied == {"head.weight": "net.weight"}
+    assert done.weights_only is None
+
+
+def test_a_tensor_tied_to_another_branch_is_exported_too(tmp_path: Path) -> None:
+    weight = torch.randn(3)
+    solo(tmp_path, 1, what={"ema": {"w": weight}, "state_dict": {"w": weight, "_extra_state": {"version": 1}}})
+    done = export(tmp_path, tmp_path / "out.safetensors")
+    assert same(load_file(tmp_path / "out.safetensors"), {"w": weight})
+    assert done.left_out == ("_extra_state.version",)
+    assert export(tmp_path, tmp_path / "ema.safetensors", key="ema").tensors == 1
+
+
+def test_nothing_is_overwritten_unless_asked(one: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.ckpt"
+    out.write_text("mine")
+    with pytest.raises(ConfigError, match="exists"):
+        export(one, out)
+    assert out.read_text() == "mine"
+    export(one, out, force=True)
+    assert same(torch.load(out, weights_only=True), state(20))
+
+
+def test_a_file_that_appears_meanwhile_is_not_overwritten(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.ckpt"
+    stock = torch.save
+
+    def save(*args: object) -> None:
+        stock(*args)
+        out.write_text("mine")
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(ConfigError, match="another program"):
+        export(one, out)
+    assert out.read_text() == "mine"
+    assert os.listdir(tmp_path) == ["out.ckpt"]
+
+
+def test_a_name_file_is_never_replaced(one: Path) -> None:
+    before = (one / "step=10.ckpt").read_bytes()
+    with pytest.raises(ConfigError, match="name file"):
+        export(one, one / "step=10.ckpt", force=True)
+    assert (one / "step=10.ckpt").read_bytes() == before
+
+
+@pytest.mark.parametrize("suffix", ["ckpt", "safetensors"])
+def test_a_failed_write_leaves_nothing_behind(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(TierError, match="No space left") as caught:
+        export(one, tmp_path / f"out.{suffix}")
+    assert caught.value.retryable
+    assert os.listdir(tmp_path) == []
+
+
+def test_versions_of_modules_survive(tmp_path: Path) -> None:
+    """Modules read state dicts by the versions that torch keeps beside them; without, they take the oldest."""
+    saved = torch.nn.BatchNorm1d(2).state_dict()
+    solo(tmp_path, 1, what={"state_dict": saved})
+    export(tmp_path, tmp_path / "out.ckpt")
+    loaded = torch.load(tmp_path / "out.ckpt", weights_only=True)["state_dict"]
+    assert loaded._metadata == saved._metadata
+
+
+def test_a_name_with_a_slash_is_located(tmp_path: Path) -> None:
+    """As Lightning makes them of metrics called "val/loss"."""
+    with Checkpointer(tmp_path, run="r", rank=0, world_size=1, options=EMBEDDED) as checkpointer:
+        ticket = checkpointer.save(4, state(4), names=["epoch=1-val/loss=0.5.ckpt"])
+        assert ticket is not None
+        ticket.wait("durable")
+    assert export(tmp_path / "epoch=1-val" / "loss=0.5.ckpt", tmp_path / "out.ckpt").id.step == 4
+    located = locate(str(tmp_path / "epoch=1-val" / "loss=0.5.ckpt"))
+    assert located is not None
+    assert located.listing.id.step == 4
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_bad_bytes_are_named_and_not_exported(tmp_path: Path, remote: bool) -> None:
+    solo(tmp_path / "ck", 5)
+    shard = folder_of(tmp_path / "ck", "solo", 5) / "shard-00000.safetensors"
+    flip(shard, shard.stat().st_size - 200_000)
+    with pytest.raises(CorruptShard, match=r"shard-00000\.safetensors.*(bytes|0)"):
+        export(upload(tmp_path / "ck") if remote else tmp_path / "ck", tmp_path / "out.ckpt")
+    assert not (tmp_path / "out.ckpt").exists()
+
+
+def test_objects_of_own_classes_need_leave(tmp_path: Path) -> None:
+    solo(
+        tmp_path,
+        1,
+        what={"state_dict": {"w": torch.ones(2)}, "hparams": {"settings": Settings(3), "words": Words("hello")}},
+    )
+    out = tmp_path / "out.ckpt"
+    with pytest.raises(ConfigError, match=r"hparams/settings .*Settings.*--allow-pickle"):
+        export(tmp_path, out)
+    assert not out.exists()
+    done = export(tmp_path, out, allow_pickle=True)
+    assert done.weights_only is False
+    assert any("Settings" in name for name in done.unsafe)
+    loaded = torch.load(out, weights_only=False)
+    assert loaded["hparams"] == {"settings": Settings(3), "words": Words("hello")}
+    assert type(loaded["hparams"]["words"]) is Words
+
+
+def test_a_subclass_of_a_builtin_becomes_the_builtin_and_is_told(tmp_path: Path) -> None:
+    solo(tmp_path, 1, what={"state_dict": {"w": torch.ones(2)}, "words": Words("hello")})
+    done = export(tmp_path, tmp_path / "out.ckpt")
+    assert [where for where, _ in done.plain] == ["words"]
+    loaded = torch.load(tmp_path / "out.ckpt", weights_only=True)
+    assert loaded["words"] == "hello"
+    assert type(loaded["words"]) is str
+
+
+def test_paths_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    solo(tmp_path, 1, what={"state_dict": {"w": torch.ones(2)}, "data": Path("/data")})
+    done = export(tmp_path, tmp_path / "out.ckpt")
+    assert done.weights_only is False
+    assert torch.load(tmp_path / "out.ckpt", weights_only=False)["data"] == Path("/data")
+
+
+@pytest.mark.parametrize(
+    ("out", "wanted", "error", "text"),
+    [
+        ("out.bin", None, ConfigError, "suffix"),
+        ("out.ckpt", "gguf", ConfigError, "gguf"),
+        ("none/out.ckpt", None, ConfigError, "make it first"),
+        (".", "ckpt", ConfigError, "is a folder"),
+        ("gs://bucket/out.ckpt", None, ConfigError, "local file"),
+    ],
+)
+def test_wrong_targets(
+    one: Path, tmp_path: Path, out: str, wanted: str | None, error: type[Exception], text: str
+) -> None:
+    target = out if "://" in out else str(tmp_path / out)
+    with pytest.raises(error, match=text):
+        export(one, target, format=format_of(target, wanted))
+
+
+def test_wrong_sources(one: Path, two: Path, tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpointFound, match="no such checkpoint"):
+        export(one / "step=99.ckpt", tmp_path / "out.ckpt")
+    torch.save({"a": 1}, tmp_path / "stock.ckpt")
+    with pytest.raises(ConfigError, match="not one of our checkpoints"):
+        export(tmp_path / "stock.ckpt", tmp_path / "out.ckpt")
+    with pytest.raises(ConfigError, match="--key: epoch, global_step, state_dict, optimizer_states"):
+        export(one, tmp_path / "out.safetensors", key="model")
+    with pytest.raises(ConfigError, match="holds no tensors"):
+        export(one, tmp_path / "out.safetensors", key="epoch")
+
+
+def test_of_several_runs_one_must_be_chosen(tmp_path: Path) -> None:
+    solo(tmp_path, 1, run="a")
+    solo(tmp_path, 2, run="b")
+    with pytest.raises(ConfigError, match="a, b"):
+        export(tmp_path, tmp_path / "out.ckpt")
+    assert export(tmp_path, tmp_path / "out.ckpt", run="a").id.step == 1
+
+
+STOCK_MODEL = """
+import lightning.pytorch as pl, torch
+from torch.utils.data import DataLoader
+
+class Model(pl.LightningModule):
+    def __init__(self, width=4):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(3, width)
+        self.head = torch.nn.Linear(3, width)
+        self.head.weight = self.net.weight
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch) + self.head(batch)).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+def loader():
+    return DataLoader(torch.tensor([[1.0, 2.0, 3.0]] * 8), batch_size=2)  # alike: stock Lightning repeats batches on resume
+
+def trainer(folder, **settings):
+    return pl.Trainer(
+        default_root_dir=folder, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        **settings,
+    )
+"""
+
+STOCK_READER = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from safetensors.torch import load_file
+from stock_model import Model, loader, trainer
+saved = torch.load("out.ckpt", weights_only=True)
+model = Model.load_from_checkpoint("out.ckpt")
+assert model.hparams.width == 5
+assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), saved["state_dict"].values(), strict=True))
+assert set(load_file("out.safetensors")) == set(saved["state_dict"])
+model.load_state_dict(load_file("out.safetensors"))
+resumed = trainer(".", max_steps=6, enable_checkpointing=False)
+resumed.fit(Model(5), loader(), ckpt_path="out.ckpt")
+assert resumed.global_step == 6
+assert not [name for name in sys.modules if name.startswith("resiliency")]
+print("weight", resumed.lightning_module.net.weight.detach().double().sum().item())
+"""
+
+
+@pytest.fixture
+def stock_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "stock_model.py").write_text(STOCK_MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it and leaves it
+    yield tmp_path
+    sys.modules.pop("stock_model", None)
+
+
+def test_stock_lightning_goes_on_from_an_export(stock_model: Path) -> None:
+    """In a process that never imports this library; and to the weights of a run that was not interrupted."""
+    import importlib
+
+    from resiliency.callbacks.model_checkpoint import build
+
+    module = importlib.import_module("stock_model")
+    torch.manual_seed(0)
+    model = module.Model(5)
+    first = {key: value.clone() for key, value in model.state_dict().items()}
+    callback = build("lightning.pytorch")(
+        dirpath=stock_model / "ck",
+        filename="{step}",
+        every_n_train_steps=3,
+        save_top_k=-1,
+        options=EMBEDDED,
+        auto_resume=False,
+    )
+    module.trainer(stock_model, max_steps=3, callbacks=[callback]).fit(model, module.loader())
+    export(stock_model / "ck" / "step=3.ckpt", stock_model / "out.ckpt")
+    export(stock_model / "ck" / "step=3.ckpt", stock_model / "out.safetensors")
+
+    whole = module.Model(5)
+    whole.load_state_dict(first)
+    module.trainer(stock_model, max_steps=6, enable_checkpointing=False).fit(whole, module.loader())
+
+    command = [sys.executable, "-c", STOCK_READER]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(command, cwd=stock_model, env=env, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout.split()[-1]) == whole.net.weight.detach().double().sum().item()
