@@ -77,7 +77,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"persist": 10}, TypeError, "Interval"),
     ({"run": "a/b"}, ValueError, "name a folder"),
     ({"options": {"agent": "embedded"}}, TypeError, "CheckpointerOptions"),
-    ({"flush": 10}, TypeError, "timedelta"),
+    ({"flush_timeout": 10}, TypeError, "timedelta"),
     ({"lazy": "no"}, TypeError, "True or False"),
     ({"enable_high_scale_ckpt": True}, ValueError, "local_dir='/local'"),
     ({"use_in_cluster_local_ckpts": True}, ValueError, "local_dir="),
