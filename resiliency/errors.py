@@ -6,6 +6,7 @@
     ├── ConfigError          (also a ValueError) a setting or argument that cannot work
     ├── TierError            a storage tier refused or failed; ``retryable`` says whether trying again can help
     ├── CorruptShard         bytes that do not match their digest; never loaded
+    │   └── UnsupportedFormat  a checkpoint that another version of the format wrote; neither loaded nor changed
     ├── TornSnapshot         a tensor changed while it was being copied; the save is given up
     ├── NoCheckpointFound    nothing restorable where something was asked for
     ├── AgentError           the host agent cannot be reached or refused a request
@@ -28,6 +29,7 @@ __all__ = [
     "TierError",
     "Timeout",
     "TornSnapshot",
+    "UnsupportedFormat",
 ]
 
 
@@ -75,6 +77,10 @@ class CorruptShard(ResiliencyError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), str(self), {"path": self.path, "ranges": self.ranges})
+
+
+class UnsupportedFormat(CorruptShard):
+    """A checkpoint that another version of the on-disk format wrote; it is neither loaded nor changed."""
 
 
 class TornSnapshot(ResiliencyError):

@@ -41,6 +41,8 @@ class OursLazy(Contender):
         self._checkpointer.warm_up(state)
 
     def save(self, step: int, state: State) -> Pending:
+        from resiliency.storage.stage import Stage
+
         ticket = self._checkpointer.save(step, state, lazy=self.lazy)
         if ticket is None:
             raise RuntimeError(f"the engine skipped the save of step {step}")
@@ -49,12 +51,12 @@ class OursLazy(Contender):
             self._checkpointer.poll()
             if ticket.failed is not None:
                 raise RuntimeError(f"the save of step {step} failed: {ticket.failed}")
-            return "durable" in ticket.reached
+            return ticket.has_reached(Stage.DURABLE)
 
         return Pending(
             safe=lambda: _fence(self._checkpointer),
-            committed=lambda: ticket.wait("committed", timeout=_PATIENCE),
-            durable=lambda: ticket.wait("durable", timeout=_PATIENCE),
+            committed=lambda: ticket.wait(Stage.COMMITTED, timeout=_PATIENCE),
+            durable=lambda: ticket.wait(Stage.DURABLE, timeout=_PATIENCE),
             poll=poll,
         )
 
@@ -88,19 +90,21 @@ class OursRamdisk(OursLazy):
         )
 
     def save(self, step: int, state: State) -> Pending:
+        from resiliency.storage.stage import Stage
+
         pending = super().save(step, state)
         sent = False
 
         def durable() -> None:
-            if not self._checkpointer.flush("uploaded", timeout=_PATIENCE):
+            if not self._checkpointer.flush(Stage.DURABLE, timeout=_PATIENCE):
                 raise TimeoutError(f"step {step} was not on the disk after {_PATIENCE}")
 
         def poll() -> bool:
             nonlocal sent
             for outcome in self._checkpointer.poll():
-                if outcome.kind == "failed":
+                if outcome.failed:
                     raise RuntimeError(f"the save of step {outcome.step} failed: {outcome.reason}")
-                sent = sent or (outcome.step, outcome.tier, outcome.kind) == (step, "disk", "durable")
+                sent = sent or (outcome.step, outcome.tier, outcome.stage) == (step, "disk", Stage.DURABLE)
             return sent
 
         return replace(pending, durable=durable, poll=poll)

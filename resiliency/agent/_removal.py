@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from resiliency import faultpoints
-from resiliency.agent.protocol import AgentConfig
+from resiliency.agent._reporter import Notify
+from resiliency.agent.config import AgentConfig
+from resiliency.agent.messages import FileFreed, FileGone
 from resiliency.storage.catalog import read_name, step_prefix
 from resiliency.storage.manifest import ARENA_DIR, MANIFEST, META_DIR, StepId
 from resiliency.storage.tiers.local import LocalTier
@@ -35,7 +36,7 @@ class Remover:
         notify: tells a rank of a file that is free again, or gone.
     """
 
-    def __init__(self, config: AgentConfig, tier: LocalTier, notify: Callable[[int, dict[str, Any]], None]) -> None:
+    def __init__(self, config: AgentConfig, tier: LocalTier, notify: Notify) -> None:
         self._config, self._tier, self._notify = config, tier, notify
         self._run = os.path.join(config.local.address, META_DIR, config.run)
         self._arena = os.path.join(self._run, ARENA_DIR)
@@ -83,11 +84,11 @@ class Remover:
             os.makedirs(self._arena, exist_ok=True)
             target = os.path.join(self._arena, f"{_slots_of(rank)}i{inode:08d}.slot")
             os.rename(path, target)
-            self._notify(rank, {"t": "free", "inode": inode, "path": target})
+            self._notify(rank, FileFreed(inode=inode, path=target))
             return
         os.unlink(path)
         if ours:
-            self._notify(rank, {"t": "gone", "inode": inode})
+            self._notify(rank, FileGone(inode=inode))
 
     def drop_free_files(self) -> None:
         """Deletes the free files of this agent's ranks."""

@@ -1,4 +1,4 @@
-"""The trainer's end: finds or starts the host agent, keeps talking when it dies, and does its work when it cannot live.
+"""The trainer's end: finds or starts the host agent, reconnects when it dies, falls back to an agent in this process.
 
 Nothing here blocks the training thread except :meth:`AgentClient.open`, :meth:`AgentClient.flush` and
 :meth:`AgentClient.close`, each with a deadline. When the connection breaks, a new agent is started and everything not
@@ -20,15 +20,30 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
+from resiliency.agent.config import AgentConfig
 from resiliency.agent.core import HostAgent
-from resiliency.agent.protocol import PROTOCOL_VERSION, AgentConfig, Framer, pack
+from resiliency.agent.messages import (
+    Delete,
+    Failed,
+    Flush,
+    Flushed,
+    Hello,
+    Message,
+    Notice,
+    Recorded,
+    Refused,
+    Request,
+    Seal,
+)
+from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, config_to_json, pack
 from resiliency.agent.server import EXIT_TAKEN
 from resiliency.errors import AgentError, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
 from resiliency.settings import child_environment
-from resiliency.storage.manifest import META_DIR
+from resiliency.storage.manifest import META_DIR, StepId
+from resiliency.storage.stage import Stage
 
 __all__ = ["AgentClient"]
 
@@ -40,7 +55,7 @@ _CONNECT_TRIES = 5
 _MAX_LOSSES = 3
 _LOSS_WINDOW_S = 120.0
 #: How long the rank of an attempt before may take to leave.
-_PLACE_S = 20.0
+_CLAIM_S = 20.0
 
 
 class AgentClient:
@@ -60,18 +75,15 @@ class AgentClient:
         self.rank = rank
         self._events = events
         self._lock = threading.Condition()
-        self._inbox: deque[dict[str, Any]] = deque()
-        self._unacknowledged: dict[
-            tuple[int, int], dict[str, Any]
-        ] = {}  # (step, serial) -> its seal, until recorded or failed
-        self._deletes: deque[dict[str, Any]] = deque(
-            maxlen=64
-        )  # said again to a new agent: doing them twice is harmless
+        self._inbox: deque[Notice] = deque()
+        # Sent again to the next agent when this one dies; doing either twice is harmless.
+        self._unacknowledged: dict[StepId, Seal] = {}  # until recorded or failed
+        self._deletes: deque[Delete] = deque(maxlen=64)
         self._socket: socket.socket | None = None
         self._embedded: HostAgent | None = None
         self._embedded_events: EventWriter | None = None
         self._force_embedded = embedded
-        self._place: socket.socket | None = None
+        self._claim: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -120,19 +132,17 @@ class AgentClient:
         connection = self._dial() or self._start_and_dial()
         try:
             connection.settimeout(_START_S + self.config.drain_s)
-            connection.sendall(
-                pack({"t": "hello", "v": PROTOCOL_VERSION, "rank": self.rank, "config": self.config.to_json()})
-            )
+            connection.sendall(pack(Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config)))
             framer = Framer()
-            answer: dict[str, Any] | None = None
+            answer: Message | None = None
             while answer is None:
                 data = connection.recv(1 << 16)
                 if not data:
                     raise ConnectionError("the agent ended during the greeting")
                 # Nothing but the answer can come before the first request.
                 answer = next(framer.feed(data), None)
-            if answer["t"] == "refused":
-                raise AgentError(f"rank {self.rank}: the checkpoint agent refused: {answer['reason']}")
+            if isinstance(answer, Refused):
+                raise AgentError(f"rank {self.rank}: the checkpoint agent refused: {answer.reason}")
             connection.settimeout(None)
             # A stopped agent must not stop the trainer: sending gives up after a second, and the link is remade.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
@@ -141,13 +151,13 @@ class AgentClient:
             raise
         with self._lock:
             self._socket = connection
-            for message in (*self._unacknowledged.values(), *self._deletes):
+            for message in self._to_send_again():
                 connection.sendall(pack(message))
 
     def _dial(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            connection.connect(self.config.address())
+            connection.connect(self.config.address)
         except OSError:
             connection.close()
             return None
@@ -174,7 +184,7 @@ class AgentClient:
         try:
             with open(log, "ab") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "resiliency.agent", self.config.to_json(), str(ready_child)],
+                    [sys.executable, "-m", "resiliency.agent", config_to_json(self.config), str(ready_child)],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -230,7 +240,7 @@ class AgentClient:
         events = self._embedded_events = EventWriter(
             run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,)
         )
-        self._take_place(alone)
+        self._claim_address(alone)
         agent = HostAgent(
             alone, lambda _, message: self._deliver(message), events, alone=config.local_ranks == (self.rank,)
         )
@@ -248,11 +258,11 @@ class AgentClient:
             )
         with self._lock:
             self._embedded = agent
-            for message in (*self._unacknowledged.values(), *self._deletes):
+            for message in self._to_send_again():
                 agent.handle(self.rank, message)
-        agent.greet(self.rank)
+        agent.announce(self.rank)
 
-    def _take_place(self, alone: AgentConfig) -> None:
+    def _claim_address(self, alone: AgentConfig) -> None:
         """Keeps another job's embedded agents away, as the agent process does with its socket; ours for as long as we
         live.
 
@@ -260,11 +270,11 @@ class AgentClient:
             AgentError: another process does this rank's work here, and has not left within a while.
         """
         place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        pause, deadline = threading.Event(), time.monotonic() + _PLACE_S
+        pause, deadline = threading.Event(), time.monotonic() + _CLAIM_S
         while True:
             try:
-                place.bind(f"{alone.address()}-{self.rank}")
-                self._place = place
+                place.bind(f"{alone.address}-{self.rank}")
+                self._claim = place
                 return
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
@@ -276,14 +286,17 @@ class AgentClient:
                     ) from error
             pause.wait(0.1)  # nothing announces that a name is free
 
+    def _to_send_again(self) -> list[Request]:
+        return [*self._unacknowledged.values(), *self._deletes]
+
     # -- talking --------------------------------------------------------------------------------------------------
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Says something to the agent; never blocks for long and never raises. Thread: any."""
+    def send(self, message: Request) -> None:
+        """Sends a message to the agent; never blocks for long and never raises. Thread: any."""
         with self._lock:
-            if message["t"] == "seal":
-                self._unacknowledged[message["step"], message["serial"]] = message
-            elif message["t"] == "delete":
+            if isinstance(message, Seal):
+                self._unacknowledged[message.id] = message
+            elif isinstance(message, Delete):
                 self._deletes.append(message)
             if self._embedded is not None:
                 self._embedded.handle(self.rank, message)
@@ -293,24 +306,24 @@ class AgentClient:
             try:
                 self._socket.sendall(pack(message))
             except OSError:
-                logger.debug("agent is gone; %s will be repeated if it matters", message["t"])
-                self._cut()
+                logger.debug("the agent is gone; %s is sent to the next one if it matters", type(message).__name__)
+                self._break_link()
 
-    def suspect(self) -> None:
-        """Gives up an agent that does not answer: the link is cut and the work moves to another agent or in here."""
+    def give_up_agent(self) -> None:
+        """Leaves an agent that does not answer; another agent, or one in this process, takes over."""
         with self._lock:
             # The hung agent still holds its address, so another could not serve this directory.
             self._losses.extend([time.monotonic()] * (_MAX_LOSSES + 1))
-            self._cut()
+            self._break_link()
 
-    def _cut(self) -> None:
+    def _break_link(self) -> None:
         if self._socket is not None:
             try:
                 self._socket.shutdown(socket.SHUT_RDWR)
             except OSError:
                 logger.debug("the link was down already", exc_info=True)
 
-    def poll(self) -> list[dict[str, Any]]:
+    def poll(self) -> list[Notice]:
         """Messages that came since the last call. Thread: training."""
         with self._lock:
             messages = list(self._inbox)
@@ -322,12 +335,12 @@ class AgentClient:
         with self._lock:
             return self._lock.wait_for(lambda: bool(self._inbox), timeout_s)
 
-    def _deliver(self, message: dict[str, Any]) -> None:
+    def _deliver(self, message: Notice) -> None:
         with self._lock:
-            if message["t"] in ("recorded", "failed"):
-                self._unacknowledged.pop((message["step"], message["serial"]), None)
-            if message["t"] == "flushed":
-                self._flushed[message["id"]] = bool(message["done"])
+            if isinstance(message, (Recorded, Failed)):
+                self._unacknowledged.pop(message.id, None)
+            if isinstance(message, Flushed):
+                self._flushed[message.ticket] = message.done
             else:
                 self._inbox.append(message)
             self._lock.notify_all()
@@ -342,6 +355,8 @@ class AgentClient:
                     if not data:
                         break
                     for message in framer.feed(data):
+                        if not isinstance(message, get_args(Notice)):
+                            raise AgentError(f"the agent sent {type(message).__name__}, which only trainers send")
                         self._deliver(message)
             except (OSError, AgentError):
                 logger.debug("connection to the agent broke", exc_info=True)
@@ -389,18 +404,21 @@ class AgentClient:
 
     # -- end ------------------------------------------------------------------------------------------------------
 
-    def flush(self, level: str, *, timeout_s: float) -> bool:
-        """Waits until what was sealed has reached "committed", "durable" or "uploaded". Blocks: up to ``timeout_s``."""
+    def flush(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
+        """Waits until what was sealed has come to a stage, see :class:`~resiliency.agent.messages.Flush`.
+
+        Blocks: up to ``timeout_s``. Returns False when the time was up first.
+        """
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             if self._embedded is not None:
-                return self._embedded.wait(level, timeout_s=left)
-            answer = self._ask_flush(level, left)
+                return self._embedded.wait(stage, tier=tier, timeout_s=left)
+            answer = self._ask_flush(stage, tier, left)
             if answer is not None:
                 return answer
         return False
 
-    def _ask_flush(self, level: str, left: float) -> bool | None:
+    def _ask_flush(self, stage: Stage, tier: str | None, left: float) -> bool | None:
         """Asks the agent once; None when the link broke meanwhile and it is to be asked again."""
         with self._lock:
             connection = self._socket
@@ -412,7 +430,7 @@ class AgentClient:
             self._flushes += 1
             ticket = self._flushes
             try:
-                connection.sendall(pack({"t": "flush", "id": ticket, "level": level, "timeout_s": left}))
+                connection.sendall(pack(Flush(ticket=ticket, stage=stage, tier=tier, timeout_s=left)))
             except OSError:
                 self._lock.wait(min(left, 0.2))
                 return None
@@ -426,8 +444,8 @@ class AgentClient:
             connection, embedded, process = self._socket, self._embedded, self._process
         if embedded is not None:
             embedded.close()
-        if self._place is not None:
-            self._place.close()
+        if self._claim is not None:
+            self._claim.close()
         if self._embedded_events is not None:
             self._embedded_events.close()
         if connection is not None:

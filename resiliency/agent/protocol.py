@@ -1,136 +1,50 @@
-"""What trainer and host agent say to each other: JSON lines over a unix socket, and the settings both need.
+"""Messages as bytes: one JSON line each, over a unix socket.
 
-Trainer to agent (``t``): ``hello seal complete delete rescan flush bye``. Agent to trainer: ``welcome refused
-recorded committed durable failed free gone flushed``. Every message about a save carries ``step`` and ``serial``. Only
-processes of the same user are heard (the socket's peer credentials are checked), and only JSON is read.
+Only processes of the same user are heard (the socket's peer credentials are checked), only JSON is read, and every
+field is checked before anything is done with it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import get_args
 
-from resiliency.errors import AgentError, ConfigError
-from resiliency.storage.manifest import StepId
+from resiliency.agent._typed_json import from_jsonable, to_jsonable
+from resiliency.agent.config import AgentConfig
+from resiliency.agent.messages import Hello, Message
+from resiliency.errors import AgentError
 
-__all__ = ["MAX_SERIAL", "AgentConfig", "Framer", "TierSpec", "pack", "step_token"]
+__all__ = ["PROTOCOL_VERSION", "Framer", "config_from_json", "config_to_json", "pack"]
 
-PROTOCOL_VERSION = 2
-#: Largest serial: a step can be saved that many times and once more in one attempt.
-MAX_SERIAL = 255
+PROTOCOL_VERSION = 3
 _MAX_LINE = 64 * 1024 * 1024
+_KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TierSpec:
-    """A tier as told to the agent.
-
-    Attributes:
-        address: folder or URL.
-        name: word for listings and events.
-        keep, keep_named: what stays, see :mod:`resiliency.storage.retention`.
-        storage_options: passed to fsspec.
-    """
-
-    address: str
-    name: str
-    keep: int | None = None
-    keep_named: bool = True
-    storage_options: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if self.keep is not None and self.keep < 1:
-            raise ConfigError(
-                f"tier {self.name!r}: keep={self.keep} would delete the checkpoint to resume from; pass 1 or more, or"
-                " None"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentConfig:
-    """Everything an agent needs to know; equal for all ranks of a host in one attempt.
-
-    Attributes:
-        run, node: as in :mod:`resiliency.storage.manifest`.
-        attempt, token: identity of this start of the job; the token has 6 hex digits.
-        world_size: ranks of the job.
-        local_ranks: global ranks on this host.
-        shared: True when every rank's records can be seen in the local tier (one host, or a shared folder).
-        local: the tier whose files the trainers map.
-        durable: fsync the local tier (False on a ramdisk, where it means nothing).
-        remotes: tiers to upload to.
-        events: path of the agent's event log, None for none.
-        drain_s: after the last trainer is gone: how long to finish what was sealed before ending.
-    """
-
-    run: str
-    node: str
-    attempt: int
-    token: str
-    world_size: int
-    local_ranks: tuple[int, ...]
-    shared: bool
-    local: TierSpec
-    durable: bool
-    remotes: tuple[TierSpec, ...] = ()
-    events: str | None = None
-    drain_s: float = 60.0
-
-    def step_id(self, message: Mapping[str, Any]) -> StepId:
-        """Identity of the save a message speaks of; ``serial`` tells saves of the same step apart."""
-        return StepId(message["step"], self.attempt, step_token(self.token, message["serial"]))
-
-    def address(self) -> str:
-        """Name of the socket (Linux abstract namespace: no file to leave behind)."""
-        identity = f"{os.getuid()}:{os.path.realpath(self.local.address)}:{self.run}:{self.node}"
-        return "\0resiliency-" + hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
-
-    def to_json(self) -> str:
-        return json.dumps(
-            {
-                **{
-                    k: getattr(self, k)
-                    for k in ("run", "node", "attempt", "token", "world_size", "shared", "durable", "events", "drain_s")
-                },
-                "local_ranks": list(self.local_ranks),
-                "local": _spec_dict(self.local),
-                "remotes": [_spec_dict(spec) for spec in self.remotes],
-            }
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> AgentConfig:
-        data = json.loads(text)
-        data["local_ranks"] = tuple(data["local_ranks"])
-        data["local"] = TierSpec(**data["local"])
-        data["remotes"] = tuple(TierSpec(**spec) for spec in data["remotes"])
-        return cls(**data)
-
-
-def step_token(token: str, serial: int) -> str:
-    """Token of the ``serial``-th save of one step in an attempt whose token (6 hex digits) this is."""
-    assert 0 <= serial <= MAX_SERIAL
-    return f"{token}{serial:02x}"
-
-
-def _spec_dict(spec: TierSpec) -> dict[str, Any]:
-    options = None if spec.storage_options is None else dict(spec.storage_options)
-    return {
-        "address": spec.address,
-        "name": spec.name,
-        "keep": spec.keep,
-        "keep_named": spec.keep_named,
-        "storage_options": options,
-    }
-
-
-def pack(message: Mapping[str, Any]) -> bytes:
+def pack(message: Message) -> bytes:
     """One message as a line."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    fields = {"type": type(message).__name__, **to_jsonable(message)}
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def unpack(line: bytes) -> Message:
+    """The message of a line.
+
+    Raises:
+        AgentError: not a message of this protocol; says what is wrong with it.
+    """
+    try:
+        fields = json.loads(line)
+        kind = _KINDS[fields.pop("type")]
+        if kind is Hello and fields["version"] != PROTOCOL_VERSION:
+            # What else it says may be of another shape; who gets it refuses it by its version.
+            return Hello(version=int(fields["version"]), rank=int(fields["rank"]), config=None)
+        found: Message = from_jsonable(kind, fields)
+        return found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise AgentError(f"not a message of the agent protocol ({text}): {line[:80]!r}") from error
 
 
 class Framer:
@@ -139,7 +53,7 @@ class Framer:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+    def feed(self, data: bytes) -> Iterator[Message]:
         """Yields the messages completed by ``data``.
 
         Raises:
@@ -150,9 +64,21 @@ class Framer:
             raise AgentError(f"a message of more than {_MAX_LINE} bytes is not the agent protocol")
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
-            try:
-                message = json.loads(line)
-                message["t"]
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise AgentError(f"not the agent protocol: {line[:80]!r}") from error
-            yield message
+            yield unpack(line)
+
+
+def config_to_json(config: AgentConfig) -> str:
+    """The settings as the agent process gets them on its command line."""
+    return json.dumps(to_jsonable(config))
+
+
+def config_from_json(text: str) -> AgentConfig:
+    """The settings of :func:`config_to_json`.
+
+    Raises:
+        AgentError: they cannot be read.
+    """
+    try:
+        return from_jsonable(AgentConfig, json.loads(text))
+    except ValueError as error:
+        raise AgentError(f"the agent's settings cannot be read: {error}") from error

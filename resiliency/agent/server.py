@@ -1,4 +1,4 @@
-"""The agent process: a unix socket, one thread per trainer rank, and the end when nobody is left.
+"""The agent process: a unix socket, one thread per trainer rank; exits after the last rank disconnects.
 
 Started by the first rank (``python -m resiliency.agent``) in its own session, at lower CPU priority. It ends by
 itself: after the last rank has gone it finishes what was sealed (bounded by ``drain_s``) and exits; if no rank ever
@@ -15,13 +15,16 @@ import socket
 import struct
 import threading
 import time
-from typing import Any
+from typing import get_args
 
 from resiliency import faultpoints
+from resiliency.agent.config import AgentConfig
 from resiliency.agent.core import HostAgent
-from resiliency.agent.protocol import PROTOCOL_VERSION, AgentConfig, Framer, pack
+from resiliency.agent.messages import Flush, Flushed, Hello, Message, Notice, Refused, Request, Welcome
+from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, config_from_json, pack
 from resiliency.errors import AgentError, ConfigError, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
+from resiliency.storage.stage import Stage
 
 __all__ = ["EXIT_TAKEN", "AgentServer"]
 
@@ -45,7 +48,7 @@ class AgentServer:
         self._seen_any = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            self._listener.bind(config.address())
+            self._listener.bind(config.address)
         except OSError as error:
             self._listener.close()
             if error.errno == errno.EADDRINUSE:
@@ -77,7 +80,7 @@ class AgentServer:
                 while self._clients:
                     self._lock.wait()
                 agent = self._agent
-            if agent is not None and not agent.wait("uploaded", timeout_s=self.config.drain_s):
+            if agent is not None and not agent.wait(Stage.DURABLE, timeout_s=self.config.drain_s):
                 logger.warning(
                     "uploads were not done within %.0f s after the last rank; the next start resumes them",
                     self.config.drain_s,
@@ -104,40 +107,36 @@ class AgentServer:
         framer = Framer()
         try:
             _check_peer(connection)
-            while True:
-                data = connection.recv(1 << 16)
-                if not data:
-                    return
+            while data := connection.recv(1 << 16):
                 for message in framer.feed(data):
-                    if message["t"] == "hello":
+                    if isinstance(message, Hello):
                         rank = self._hello(connection, message)
                         if rank is None:
                             return
-                    elif rank is None:
-                        raise AgentError(f"{message['t']!r} before hello")
-                    elif message["t"] == "flush":
-                        self._flush(rank, message)
                     else:
-                        assert self._agent is not None
-                        self._agent.handle(rank, message)
-        except (AgentError, ConfigError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+                        self._request(rank, message)
+        except (AgentError, ConfigError, OSError) as error:
             # Boundary: whatever came over this connection ends this connection and nothing else.
             logger.warning("connection of rank %s ended: %s", rank, error)
         finally:
             self._gone(rank, connection)
 
-    def _hello(self, connection: socket.socket, message: dict[str, Any]) -> int | None:
-        config = AgentConfig.from_json(message["config"])
-        rank = int(message["rank"])
-        if message["v"] != PROTOCOL_VERSION:
-            connection.sendall(
-                pack(
-                    {
-                        "t": "refused",
-                        "reason": f"agent speaks protocol {PROTOCOL_VERSION}, rank {rank} speaks {message['v']}",
-                    }
-                )
-            )
+    def _request(self, rank: int | None, message: Message) -> None:
+        if rank is None:
+            raise AgentError(f"{type(message).__name__} came before Hello")
+        if not isinstance(message, get_args(Request)):
+            raise AgentError(f"rank {rank} sent {type(message).__name__}, which only agents send")
+        if isinstance(message, Flush):
+            self._flush(rank, message)
+        else:
+            assert self._agent is not None
+            self._agent.handle(rank, message)
+
+    def _hello(self, connection: socket.socket, message: Hello) -> int | None:
+        config, rank = message.config, message.rank
+        if message.version != PROTOCOL_VERSION or config is None:
+            reason = f"agent speaks protocol {PROTOCOL_VERSION}, rank {rank} speaks {message.version}"
+            connection.sendall(pack(Refused(reason=reason)))
             return None
         # One hello at a time; the lock that guards the clients stays free, because a closing agent reports through it.
         with self._starting:
@@ -151,20 +150,20 @@ class AgentServer:
                     f" {config.local.address} as run"
                     f" {config.run!r} on this host; end it, or give this job its own RESILIENCY_RUN or directory"
                 )
-                connection.sendall(pack({"t": "refused", "reason": reason}))
+                connection.sendall(pack(Refused(reason=reason)))
                 return None
             try:
                 self._start_agent(config)
             except (TierError, OSError) as error:
-                connection.sendall(pack({"t": "refused", "reason": str(error)}))
+                connection.sendall(pack(Refused(reason=str(error))))
                 return None
             with self._lock:
                 self._clients[rank] = connection
                 self._seen_any = True
                 self._lock.notify_all()
-        self._send(rank, {"t": "welcome", "pid": os.getpid()})
+        self._send(rank, Welcome(pid=os.getpid()))
         assert self._agent is not None
-        self._agent.greet(rank)
+        self._agent.announce(rank)
         return rank
 
     def _start_agent(self, config: AgentConfig) -> None:
@@ -172,7 +171,7 @@ class AgentServer:
             return
         if self._agent is not None:
             # The attempt before this one: what it sealed is committed before the new one looks around.
-            self._agent.wait("durable", timeout_s=config.drain_s)
+            self._agent.wait(Stage.DURABLE, tier=self._agent.config.local.name, timeout_s=config.drain_s)
             self._agent.close()
         self.config = config
         sink = JsonlSink(config.events) if config.events else NullSink()
@@ -181,17 +180,17 @@ class AgentServer:
         self._agent = HostAgent(config, self._send, events)
         self._agent.start()
 
-    def _flush(self, rank: int, message: dict[str, Any]) -> None:
+    def _flush(self, rank: int, message: Flush) -> None:
         agent = self._agent
         assert agent is not None
-        ticket, level, timeout_s = message["id"], str(message["level"]), float(message["timeout_s"])
 
         def wait() -> None:
-            self._send(rank, {"t": "flushed", "id": ticket, "done": agent.wait(level, timeout_s=timeout_s)})
+            done = agent.wait(message.stage, tier=message.tier, timeout_s=message.timeout_s)
+            self._send(rank, Flushed(ticket=message.ticket, done=done))
 
         threading.Thread(target=wait, name="resiliency-agent-flush", daemon=True).start()
 
-    def _send(self, rank: int, message: dict[str, Any]) -> None:
+    def _send(self, rank: int, message: Welcome | Notice) -> None:
         with self._lock:
             connection = self._clients.get(rank)
         if connection is None:
@@ -199,7 +198,7 @@ class AgentServer:
         try:
             connection.sendall(pack(message))
         except OSError:
-            logger.debug("rank %d is gone; %s is not delivered", rank, message["t"])
+            logger.debug("rank %d is gone; %s is not delivered", rank, type(message).__name__)
 
     def _gone(self, rank: int | None, connection: socket.socket) -> None:
         with self._lock:
@@ -233,7 +232,7 @@ def main(arguments: list[str]) -> int:
         os.nice(10)
     except OSError:
         logger.debug("priority cannot be lowered", exc_info=True)
-    server = AgentServer(AgentConfig.from_json(arguments[0]))
+    server = AgentServer(config_from_json(arguments[0]))
     os.write(ready, b"1")
     os.close(ready)
     server.run()

@@ -15,7 +15,7 @@ from typing import Any
 
 from resiliency import faultpoints
 from resiliency.agent._worker import Worker
-from resiliency.agent.protocol import AgentConfig, TierSpec
+from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.errors import ConfigError, CorruptShard, TierError
 from resiliency.events import EventKind, EventWriter
 from resiliency.storage.catalog import block_digest, read_name, scan, step_prefix
@@ -25,10 +25,10 @@ from resiliency.storage.manifest import (
     NameFile,
     ShardRecord,
     StepId,
-    manifest_from_records,
+    gather_records,
     record_file,
 )
-from resiliency.storage.retention import steps_to_delete
+from resiliency.storage.retention import DeleteRequest, steps_to_delete
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.base import Tier
@@ -65,7 +65,7 @@ class Uploader:
         self._closing = threading.Event()
         self._tier: Tier | None = None
         self._down_since: float | None = None
-        self._deletes: dict[str, tuple[StepId, int]] = {}
+        self._deletes: dict[str, DeleteRequest] = {}
 
     @property
     def idle(self) -> bool:
@@ -86,9 +86,9 @@ class Uploader:
         """Queues this host's shards of a committed step. The step must stay on the local tier until reported."""
         self._worker.submit(lambda: self._run(step, records, only_if_missing))
 
-    def delete(self, names: Mapping[str, tuple[StepId, int]]) -> None:
-        """Names to be deleted here too, as (newest step the request may remove, step that must be safe first)."""
-        self._deletes.update(names)
+    def delete(self, requests: Mapping[str, DeleteRequest]) -> None:
+        """Names to be deleted here too."""
+        self._deletes.update(requests)
 
     def _run(self, step: StepId, records: Sequence[ShardRecord], only_if_missing: bool) -> None:
         pause = _FIRST_PAUSE_S
@@ -194,8 +194,8 @@ class Uploader:
                     known[rank] = ShardRecord.from_dict(json.loads(tier.read(where)), where=where)
                 except (FileNotFoundError, CorruptShard, ValueError):
                     return "partial"  # another host is still sending; the last one writes the manifest
-        manifest = manifest_from_records(known.values())
-        if manifest is None:
+        manifest = gather_records(known.values())
+        if not isinstance(manifest, Manifest):
             raise CorruptShard(f"the records of step {step.step} on {tier.root} do not belong together", path=prefix)
         faultpoints.hit("agent.upload.manifest")
         tier.put_bytes(prefix + MANIFEST, manifest.to_json().encode())
@@ -215,9 +215,9 @@ class Uploader:
             by_id = {listing.id: listing for listing in listings}
             newest = max((manifest.id for manifest in complete), default=None)
             deletes = {
-                name: upto
-                for name, (upto, after) in self._deletes.items()
-                if newest is not None and newest.step >= after
+                name: request.upto
+                for name, request in self._deletes.items()
+                if newest is not None and request.is_due(newest)
             }
             # Another host may still be sending its part of the newest steps: what is unfinished goes with the step
             # after it.

@@ -14,6 +14,7 @@ from resiliency.callbacks._trainer_session import EngineKey, TrainerSession
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.ticket import Outcome
 from resiliency.plugins import _lightning
+from resiliency.storage.stage import Stage
 
 __all__ = ["SavesThroughEngine"]
 
@@ -105,16 +106,15 @@ class SavesThroughEngine:
         if self._engine.pending:
             self._session.fence()
         if _lightning.about_to_end(trainer):
-            self._engine.flush("committed", timeout=_LAST_SAVE_WAIT)
+            self._engine.flush(Stage.COMMITTED, timeout=_LAST_SAVE_WAIT)
         state = _lightning.dump_checkpoint(trainer, weights_only)
         rank_state = self._session.rank_state
         per_rank = {"rank_state": rank_state.capture(trainer)} if rank_state is not None and not weights_only else None
         score = self.best_k_models.get(filepath)  # type: ignore[attr-defined]
         monitor: str | None = self.monitor  # type: ignore[attr-defined]
         info = {"epoch": trainer.current_epoch, **({monitor: float(score)} if score is not None and monitor else {})}
-        if per_rank is not None and per_rank["rank_state"]["caveats"]:
-            # In the middle of gradient accumulation, say: resume prefers another save of this step.
-            info["exact"] = False
+        # Not in the middle of gradient accumulation, say: resume prefers another save of this step.
+        exact = per_rank is None or not per_rank["rank_state"]["caveats"]
         # Buffers differ between DDP ranks until the next forward, callback tensors may too: rank 0 writes all of those.
         pointers = _lightning.live_pointers(trainer)
         late: list[Tensor] = []
@@ -133,6 +133,7 @@ class SavesThroughEngine:
                 names=names,
                 supersedes=supersedes,
                 info=info,
+                exact=exact,
                 lazy=lazy if self._lazy and self._overlap and self._session.lazy else False,
                 replicated=lambda key, tensor: key.startswith(_LIVE) and tensor.data_ptr() in pointers.replicated,
             )
@@ -171,7 +172,7 @@ class SavesThroughEngine:
 
     def heard(self, trainer: Any, outcome: Outcome) -> None:
         """Called once a save is safe, or failed: loggers are told and stock files it replaces go."""
-        announced = outcome.kind == ("committed" if self._announced_tier == "local" else "durable")
+        announced = outcome.stage is (Stage.COMMITTED if self._announced_tier == "local" else Stage.DURABLE)
         if outcome.tier != self._announced_tier or not announced:
             return
         if trainer.is_global_zero and outcome.names:

@@ -88,7 +88,7 @@ class TrainerSession:
         self._offers: list[EngineKey] = []
         self._undo_intercept: Callable[[], None] | None = None
         self._handle: Any = None
-        self._listeners: dict[tuple[EngineKey, int, int], weakref.ref[Any]] = {}
+        self._listeners: dict[tuple[EngineKey, StepId], weakref.ref[Any]] = {}
 
     # -- engines --------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class TrainerSession:
 
     def expect(self, key: EngineKey, ticket: Ticket, listener: Listener) -> None:
         """``listener`` hears what becomes of this save."""
-        self._listeners[key, ticket.step, ticket.serial] = weakref.ref(listener)
+        self._listeners[key, ticket.id] = weakref.ref(listener)
         for old in list(self._listeners)[:-_REMEMBERED]:
             del self._listeners[old]
         if self.clock is not None:
@@ -203,7 +203,7 @@ class TrainerSession:
             for outcome in opened.engine.poll():
                 if outcome.tier == "local" and self.clock is not None:
                     self.clock.save_in_flight = False
-                reference = self._listeners.get((key, outcome.step, outcome.serial))
+                reference = self._listeners.get((key, outcome.id))
                 listener = reference() if reference is not None else None
                 if listener is not None:
                     listener.heard(self.trainer, outcome)

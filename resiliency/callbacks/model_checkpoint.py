@@ -35,6 +35,7 @@ from resiliency.plugins._namespace import default_namespace
 from resiliency.plugins.resume.rank_state import RankState, is_step_boundary
 from resiliency.settings import environment
 from resiliency.storage.interval import Interval
+from resiliency.storage.stage import Stage
 
 __all__ = ["ModelCheckpoint", "build"]  # noqa: F822 - ModelCheckpoint is built on first use
 
@@ -347,7 +348,7 @@ class EngineModelCheckpoint(SavesThroughEngine):
         self._fence()
         if self._engine is not None:
             # Before strategies tear down the model; the wait for slower tiers is in teardown.
-            self._settle("committed", self._flush_timeout)
+            self._settle(Stage.COMMITTED, self._flush_timeout)
             if trainer.world_size > 1:
                 # Ranks learn of each other's shards through the store of rank 0, which goes when that process ends.
                 trainer.strategy.barrier("resiliency: every shard is recorded")
@@ -362,7 +363,7 @@ class EngineModelCheckpoint(SavesThroughEngine):
             self._fence()
             with self._collect(trainer):
                 super().on_exception(trainer, pl_module, exception)  # type: ignore[misc]
-            self._settle("recorded", _EXCEPTION_WAIT)  # the other ranks may never come here
+            self._settle(Stage.RECORDED, _EXCEPTION_WAIT)  # the other ranks may never come here
         except Exception:  # Boundary: what ended the training must reach the user, not what went wrong after it.
             logger.warning("no checkpoint could be saved after the exception", exc_info=True)
         finally:
@@ -372,11 +373,11 @@ class EngineModelCheckpoint(SavesThroughEngine):
         super().teardown(trainer, pl_module, stage)  # type: ignore[misc]
         if stage != "fit" or self._stock_way:
             return
-        self._settle("uploaded", self._flush_timeout)
+        self._settle(Stage.DURABLE, self._flush_timeout)
         self._release(lambda engine: engine.close(timeout=self._flush_timeout))
 
-    def _settle(self, level: str, timeout: timedelta) -> None:
-        """Waits until what was saved has reached ``level``, and tells whom it concerns. Blocks: up to ``timeout``,
+    def _settle(self, stage: Stage, timeout: timedelta) -> None:
+        """Waits until what was saved has come to ``stage``, and tells whom it concerns. Blocks: up to ``timeout``,
         twice."""
         if self._engine is None or self._session is None:
             return
@@ -384,12 +385,12 @@ class EngineModelCheckpoint(SavesThroughEngine):
             for _ in range(
                 2
             ):  # the first wait brings the news that shards are recorded, the second waits for those of the others
-                self._engine.flush(level, timeout=timeout)
+                self._engine.flush(stage, timeout=timeout)
                 self._session.take_news()
         except (OSError, RuntimeError):
             # Boundary: torch's store raises these when another rank is gone. The training is over, and what is sealed
             # is safe.
-            logger.warning("not everything was %s before the end; the next start finishes it", level, exc_info=True)
+            logger.warning("not everything was %s before the end; the next start finishes it", stage, exc_info=True)
 
     def _release(self, close: Callable[[Checkpointer], None]) -> None:
         shared, engine = self._session, self._engine

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from resiliency import faultpoints
-from resiliency.agent.protocol import step_token
+from resiliency.agent.messages import Bye, Delete, Seal
 from resiliency.checkpoint._arguments import checked_info, checked_names, checked_step, refuse_same_folder
 from resiliency.checkpoint._cuda import pin
 from resiliency.checkpoint.arena import Arena, Slot
@@ -36,15 +37,16 @@ from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.checkpoint.session import Session, open_session
 from resiliency.checkpoint.shard_plan import ShardPlanner, Wanted
 from resiliency.checkpoint.snapshot import Copier, Snapshot
-from resiliency.checkpoint.ticket import Outcome, Ticket
+from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError, TierError
 from resiliency.events import EventKind, EventSink
 from resiliency.settings import environment
 from resiliency.storage.layout import stamp
 from resiliency.storage.manifest import ARENA_DIR, META_DIR, StepId
+from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier
-from resiliency.storage.tiers.local import LocalTier
+from resiliency.storage.tiers.local import LocalTier, on_ramdisk
 
 __all__ = ["Checkpointer", "CheckpointerOptions", "Outcome", "Restored", "Ticket"]
 
@@ -95,6 +97,8 @@ class Checkpointer:
             raise TypeError("remotes must be a list of RemoteTierOptions(address=...)")
         if options is not None and not isinstance(options, CheckpointerOptions):
             raise TypeError(f"options is a {type(options).__name__}; pass CheckpointerOptions(...)")
+        if self._local.durable and on_ramdisk(self._local.directory):
+            self._local = dataclasses.replace(self._local, durable=False)  # nothing there survives a power loss
         self._remotes = tuple(remotes)
         refuse_same_folder(self._local.directory, [remote.address for remote in self._remotes])
         if len({r.name for r in self._remotes}) != len(self._remotes):
@@ -237,6 +241,7 @@ class Checkpointer:
         names: Sequence[str] = (),
         supersedes: Sequence[str] = (),
         info: Mapping[str, Any] | None = None,
+        exact: bool = True,
         lazy: Wanted = False,
         replicated: Callable[[str, Tensor], bool] | None = None,
     ) -> Ticket | None:
@@ -256,6 +261,8 @@ class Checkpointer:
             names: names by which the step can be loaded, relative to the directory ("step=100.ckpt").
             supersedes: names to be deleted once this step is committed.
             info: small JSON-able facts shown by listings.
+            exact: False when resuming from this save is not exact; of several saves of one step an exact one is
+                preferred.
             lazy: True, or a function of (key, tensor) that says which tensors may be copied in the background.
             replicated: a function of (key, tensor) that says which plain tensors are equal on all ranks, so that each
                 rank may write a share of them; rank 0 writes the others. None: all are.
@@ -274,9 +281,9 @@ class Checkpointer:
         parts = self._parts()
         session, saves = parts.session, parts.saves
         faultpoints.hit("save.begin", rank=self.rank)
-        serial = saves.serial(step)
+        save_id = saves.next_id(step)
         self.fence()
-        saves.pump()
+        saves.process_messages()
         if not self._wait_for_previous(parts, step):
             return None
         draft = self._planner.plan(
@@ -290,11 +297,17 @@ class Checkpointer:
         slot = self._slot(parts, step, draft.layout.nbytes, on_cuda=draft.on_cuda)
         if slot is None:
             return None
-        ticket = Ticket(step, serial, draft.layout.nbytes, tuple(names), self._wait)
+        due, undo_schedule = parts.schedule.due(step)
+        ticket = Ticket(
+            id=save_id,
+            nbytes=draft.layout.nbytes,
+            names=tuple(names),
+            tiers=(LOCAL, *due),
+            can_be_durable=(*((LOCAL,) if self._local.durable else ()), *due),
+            _wait=self._wait,
+        )
         in_flight = saves.begin(ticket, slot, supersedes)
-        due, in_flight.undo = parts.schedule.due(step)
-        about = {"step": step, "serial": serial}
-        file = {"path": slot.path, "inode": slot.inode, "nbytes": ticket.nbytes}
+        in_flight.undo_schedule = undo_schedule
         created = time.time()
 
         def done(snapshot: Snapshot) -> None:
@@ -302,24 +315,26 @@ class Checkpointer:
                 return  # the fence says so
             faultpoints.hit("save.sealed", rank=self.rank)
             in_flight.sealed_at = time.monotonic()
-            ticket.reached.add("copied")
+            ticket.note(Stage.COPIED)
             session.client.send(
-                {
-                    "t": "seal",
-                    **about,
-                    **file,
-                    "digests": snapshot.digests,
-                    "plan": draft.plan,
-                    "names": list(names),
-                    "supersedes": list(in_flight.supersedes),
-                    "created": created,
-                    "info": dict(info),
-                    "tiers": due,
-                }
+                Seal(
+                    id=save_id,
+                    path=slot.path,
+                    inode=slot.inode,
+                    nbytes=ticket.nbytes,
+                    digests=tuple(snapshot.digests),
+                    plan=draft.plan,
+                    names=ticket.names,
+                    supersedes=tuple(in_flight.supersedes),
+                    created=created,
+                    info=info,
+                    tiers=tuple(due),
+                    exact=exact,
+                )
             )
 
         try:
-            mark = stamp(step, session.attempt, step_token(session.token, serial))
+            mark = stamp(save_id)
             copies, lazy_bytes = draft.copies(mark, lazy=lazy, lazy_nbytes=self.options.lazy_bytes)
             faultpoints.hit("save.eager", rank=self.rank)
             in_flight.snapshot = parts.copier.start(copies, slot, done)
@@ -353,7 +368,7 @@ class Checkpointer:
         deadline = time.monotonic() + self.options.previous_save_timeout.total_seconds()
         while saves.in_flight is not None and time.monotonic() < deadline:
             parts.session.client.wait_message(max(0.0, deadline - time.monotonic()))
-            saves.pump()
+            saves.process_messages()
         if saves.in_flight is None:
             return True
         if in_flight.sealed_at is not None and time.monotonic() - in_flight.sealed_at > _HUNG_S:
@@ -363,7 +378,7 @@ class Checkpointer:
                 in_flight.ticket.step,
                 time.monotonic() - in_flight.sealed_at,
             )
-            parts.session.client.suspect()
+            parts.session.client.give_up_agent()
         saves.skip(
             step, f"step {in_flight.ticket.step} is not recorded yet; save less often or look at the agent's log"
         )
@@ -418,7 +433,7 @@ class Checkpointer:
         """News about earlier saves since the last call. Collective: no. Blocks: no."""
         if self._opened is None:
             return []
-        self._opened.saves.pump()
+        self._opened.saves.process_messages()
         return self._opened.saves.outcomes()
 
     def delete(self, *names: str) -> None:
@@ -427,33 +442,48 @@ class Checkpointer:
 
         Collective: no, but every rank calls it: each host deletes its own part. Blocks: no.
         """
-        checked_names("names", names)
+        names = checked_names("names", names)
         parts = self._parts()
-        newest, serial = parts.saves.newest  # -1: nothing saved yet, what is on disk is safe
         in_flight = parts.saves.in_flight
         if in_flight is not None and in_flight.sealed_at is None:
             in_flight.supersedes.extend(names)  # becomes part of the manifest, so it is done even if we die
-        parts.session.client.send({"t": "delete", "names": list(names), "after": newest, "serial": serial})
+        parts.session.client.send(Delete(names=names, after=parts.saves.newest))
 
-    def flush(self, level: str = "durable", *, timeout: timedelta = timedelta(minutes=10)) -> bool:
-        """Waits until every save so far is "recorded" (this rank's shard is safe), "committed" (so are the others'),
-        "durable" or "uploaded", as far as this host's agent is concerned.
+    def flush(
+        self,
+        stage: Stage = Stage.DURABLE,
+        *,
+        tier: str | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> bool:
+        """Waits until every save so far has come to ``stage``, as far as its tiers take it there and as far as this
+        host's agent is concerned.
 
-        Collective: no. Returns False when ``timeout`` passed first, or when other ranks did not record a shard within
-            half a
-        minute after this one (they failed, or are gone).
+        Collective: no. Blocks: up to ``timeout``.
+
+        Args:
+            stage: RECORDED: this rank's shards are safe; COMMITTED: so are those of the other ranks; DURABLE: on every
+                tier each save goes to. A ramdisk takes a save no further than COMMITTED; nothing more is waited for
+                there, and nothing says that it is durable.
+            tier: for DURABLE: only this tier ("local", or the name of a remote one).
+
+        Returns:
+            False when ``timeout`` passed first, or when other ranks did not record a shard within half a minute after
+            this one (they failed, or are gone).
         """
-        if level not in ("recorded", "committed", "durable", "uploaded"):
-            raise ConfigError(f"level={level!r}; pass 'recorded', 'committed', 'durable' or 'uploaded'")
+        checked_stage(stage)
+        known = [LOCAL, *(remote.name for remote in self._remotes)]
+        if tier is not None and tier not in known:
+            raise ConfigError(f"tier={tier!r}; pass one of {known}, or None for all")
         parts = self._opened
         if parts is None:
             return True
         client, saves = parts.session.client, parts.saves
         deadline = time.monotonic() + timeout.total_seconds()
         self.fence()
-        done = client.flush("committed" if level == "recorded" else level, timeout_s=timeout.total_seconds())
-        saves.pump()
-        if level == "recorded":
+        done = client.flush(stage, tier=tier, timeout_s=timeout.total_seconds())
+        saves.process_messages()
+        if stage in (Stage.COPIED, Stage.RECORDED):
             return done
         others = min(deadline, time.monotonic() + _OTHERS_S)
         while saves.waits_for_others and done:
@@ -462,17 +492,17 @@ class Checkpointer:
                 return False
             saves.wait(left)
             if not saves.waits_for_others:
-                done = client.flush(level, timeout_s=max(0.0, deadline - time.monotonic()))
-        saves.pump()
+                done = client.flush(stage, tier=tier, timeout_s=max(0.0, deadline - time.monotonic()))
+        saves.process_messages()
         return done
 
-    def _wait(self, ticket: Ticket, level: str, timeout_s: float) -> None:
+    def _wait(self, ticket: Ticket, stage: Stage, tier: str | None, timeout_s: float) -> None:
         parts = self._opened
         assert parts is not None  # there is a ticket
         deadline = time.monotonic() + timeout_s
         if parts.saves.in_flight is not None and parts.saves.in_flight.ticket is ticket:
             self.fence()
-        while level not in ticket.reached and ticket.failed is None:
+        while not ticket.has_reached(stage, tier=tier) and ticket.failed is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
@@ -493,7 +523,7 @@ class Checkpointer:
             return
         session = parts.session
         try:
-            if flush and not self.flush("uploaded", timeout=timeout):
+            if flush and not self.flush(Stage.DURABLE, timeout=timeout):
                 logger.warning(
                     "rank %d: not everything was uploaded within %s; the next start resumes it", self.rank, timeout
                 )
@@ -503,9 +533,9 @@ class Checkpointer:
             session.events.emit(EventKind.JOB_TERMINATED, reason=reason)
             parts.copier.close()
             if reason == "finished":
-                session.client.send({"t": "bye"})
+                session.client.send(Bye())
             session.client.close()
-            parts.saves.pump()
+            parts.saves.process_messages()
             parts.arena.close()
             session.events.close()
 

@@ -23,7 +23,7 @@ class LocalTierOptions:
         keep: newest steps without a name to keep; None: all. Their files are recycled, which is what makes saves fast.
         keep_named: a step also stays while one of its names means it (until ``delete``). False on a ramdisk, with
             ``keep=1``: it then holds the newest step and the one being written, whatever they are called.
-        durable: fsync before anything older is deleted. False on a ramdisk, where nothing survives a power loss.
+        durable: fsync before anything older is deleted. Always False on a ramdisk, where nothing survives a power loss.
         shared: True when all hosts of the job see the same folder; None: find out at start.
     """
 

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from resiliency import faultpoints
+from resiliency.agent.messages import Rescan
 from resiliency.checkpoint import restore_plan
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.session import Session
@@ -123,7 +124,7 @@ class Restorer:
             if not findings.strikes:
                 restored, findings = self._read(choice, into, allow_pickle, keys, began)
                 if restored is not None:
-                    session.client.send({"t": "rescan"})
+                    session.client.send(Rescan())
                     return restored
             strikes |= findings.strikes
             damage += [text for text, corrupt in findings.messages if corrupt]

@@ -85,7 +85,7 @@ def list_inventory(tier: Tier, run: str, *, node: str) -> list[StepInventory]:
         first = next(iter(listing.records.values()))
         ranks = tuple(sorted(rank for rank, record in listing.records.items() if record.file not in missing))
         names = tuple(dict.fromkeys(name for record in listing.records.values() for name in record.names))
-        exact = all(record.info.get("exact", True) for record in listing.records.values())
+        exact = all(record.exact for record in listing.records.values())
         prefix = f"{tier.root}/{step_prefix(run, listing.id)}"
         lost = tuple(f"{prefix}{name} is missing or cut" for name in sorted(missing)) if listing.committed else ()
         found.append(StepInventory(tier.name, node, listing.id.dirname, first.world_size, ranks, names, exact, lost))
@@ -140,7 +140,7 @@ def plan_restore(
             by_step.setdefault(step, []).append(holding)
     # Among saves of the same step an exact one is better than a later one (in the middle of gradient accumulation,
     # say).
-    order = sorted(by_step, key=lambda s: (s.attempt, s.step, all(h.exact for h in by_step[s]), s.token), reverse=True)
+    order = sorted(by_step, key=lambda s: (s.attempt, s.step, all(h.exact for h in by_step[s]), s.serial), reverse=True)
     for step in order:
         # Places can only disagree about the world size when one of them is damaged; one that is whole decides.
         for world_size in sorted({place.world_size for place in by_step[step]}, reverse=True):

@@ -1,21 +1,20 @@
-"""What became of the saves of one rank: the one being copied, the tickets of the last ones, and what the agent says of
-them."""
+"""Tracks what becomes of the saves of one rank: the one being copied, the tickets of the last ones, their outcomes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from resiliency.agent.protocol import MAX_SERIAL
+from resiliency.agent.messages import Committed, Complete, Durable, Failed, FileFreed, FileGone, Notice, Recorded
 from resiliency.checkpoint.arena import Arena, Slot
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.snapshot import Snapshot
-from resiliency.checkpoint.ticket import Outcome, Ticket
-from resiliency.errors import ConfigError
+from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.events import EventKind
+from resiliency.storage.manifest import StepId
+from resiliency.storage.stage import Stage
 
 __all__ = ["InFlightSave", "SaveTracker"]
 
@@ -25,6 +24,8 @@ logger = logging.getLogger(__name__)
 _MAPPED_SLOTS = 3
 #: Tickets of this many saves are kept up to date.
 _TICKETS = 64
+#: Seconds between two looks at the counts of other agents' ranks, which nothing announces.
+_COUNT_EVERY_S = 0.05
 
 
 @dataclass
@@ -35,7 +36,7 @@ class InFlightSave:
         snapshot: its copy, until it was fenced.
         sealed_at: monotonic time when the whole shard was handed to the agent.
         supersedes: names that go once it is committed.
-        undo: forgets that this save was to go to slower tiers.
+        undo_schedule: forgets that this save was to go to slower tiers, so that the next one goes there.
     """
 
     ticket: Ticket
@@ -43,11 +44,11 @@ class InFlightSave:
     snapshot: Snapshot | None = None
     sealed_at: float | None = None
     supersedes: list[str] = field(default_factory=list)
-    undo: Callable[[], None] | None = None
+    undo_schedule: Callable[[], None] | None = None
 
 
 class SaveTracker:
-    """Keeps tickets and outcomes up to date with what the agent says. Thread: training.
+    """Keeps tickets and outcomes up to date with the agent's messages. Thread: training.
 
     Args:
         session: of this attempt.
@@ -60,51 +61,50 @@ class SaveTracker:
         self._session, self._coordinator, self._arena, self._durable = session, coordinator, arena, durable
         self._rank = coordinator.rank
         self._counted = not session.together and coordinator.world_size > 1
-        self._tickets: dict[tuple[int, int], Ticket] = {}
+        self._tickets: dict[StepId, Ticket] = {}
         self._serials: dict[int, int] = {}
-        self._uncounted: set[tuple[int, int]] = set()
+        self._uncounted: set[StepId] = set()
         self._outcomes: list[Outcome] = []
         self.in_flight: InFlightSave | None = None
         self.skipped = 0
 
     # -- saves of this rank ---------------------------------------------------------------------------------------
 
-    def serial(self, step: int) -> int:
-        """Number of the next save of ``step`` in this attempt.
-
-        Raises:
-            ConfigError: there were too many.
-        """
-        serial = self._serials.get(step, 0)
-        if serial > MAX_SERIAL:
-            raise ConfigError(f"step {step} was saved {serial} times in this attempt; pass a step that counts up")
-        return serial
+    def next_id(self, step: int) -> StepId:
+        """Identity of the next save of ``step`` in this attempt."""
+        return StepId(step, self._session.attempt, self._session.token, self._serials.get(step, 0))
 
     def begin(self, ticket: Ticket, slot: Slot, supersedes: Sequence[str]) -> InFlightSave:
-        """A save was started: it is the one in in_flight now."""
-        self._tickets[ticket.step, ticket.serial] = ticket
-        self._serials[ticket.step] = ticket.serial + 1
+        """A save was started: it is the one in flight now."""
+        self._tickets[ticket.id] = ticket
+        self._serials[ticket.step] = ticket.id.serial + 1
         self.in_flight = InFlightSave(ticket, slot, supersedes=list(supersedes))
         return self.in_flight
 
     def fail(self, in_flight: InFlightSave, reason: str) -> None:
         """The save came to nothing in this process. One warning, an event, an outcome."""
-        in_flight.ticket.failed = reason
+        ticket = in_flight.ticket
+        ticket.failed = reason
         if self.in_flight is in_flight:
             self.in_flight = None
-        step = in_flight.ticket.step
-        self._session.events.emit(EventKind.CHECKPOINT_FAILED, step=step, reason=reason, tier="local", will_retry=True)
-        self._outcomes.append(Outcome(step, "failed", "local", reason, in_flight.ticket.names, in_flight.ticket.serial))
-        logger.warning("rank %d: checkpoint of step %d failed: %s; training goes on", self._rank, step, reason)
+        self._session.events.emit(
+            EventKind.CHECKPOINT_FAILED,
+            step=ticket.step,
+            reason=reason,
+            tier=LOCAL,
+            stage=str(Stage.COPIED),
+            will_retry=True,
+        )
+        self._outcomes.append(Outcome(id=ticket.id, tier=LOCAL, stage=None, reason=reason, names=ticket.names))
+        logger.warning("rank %d: checkpoint of step %d failed: %s; training goes on", self._rank, ticket.step, reason)
 
     def skip(self, step: int, reason: str, *, failed: bool = False) -> None:
         """No save was started. An event, an outcome, and a warning the first time."""
         self.skipped += 1
         kind = EventKind.CHECKPOINT_FAILED if failed else EventKind.CHECKPOINT_SKIPPED
-        self._session.events.emit(
-            kind, step=step, reason=reason, tier="local", **({"will_retry": True} if failed else {})
-        )
-        self._outcomes.append(Outcome(step, "failed", "local", reason, serial=self._serials.get(step, 0)))
+        facts = {"will_retry": True, "stage": str(Stage.COPIED)} if failed else {}
+        self._session.events.emit(kind, step=step, reason=reason, tier=LOCAL, **facts)
+        self._outcomes.append(Outcome(id=self.next_id(step), tier=LOCAL, stage=None, reason=reason))
         level = logging.WARNING if self.skipped == 1 else logging.DEBUG
         logger.log(
             level,
@@ -115,46 +115,45 @@ class SaveTracker:
         )
 
     @property
-    def newest(self) -> tuple[int, int]:
-        """Step and serial of the newest save of this attempt; (-1, 0) before the first."""
-        return max(self._tickets, default=(-1, 0))
+    def newest(self) -> StepId | None:
+        """The newest save of this attempt; None before the first."""
+        return max(self._tickets, default=None)
 
     def outcomes(self) -> list[Outcome]:
         """What happened since the last call."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    # -- what the agent says --------------------------------------------------------------------------------------
+    # -- messages of the agent ------------------------------------------------------------------------------------
 
     @property
     def waits_for_others(self) -> bool:
-        """True while a save of this rank waits for ranks of other agents. Nothing announces their counts: they are
-        asked for."""
+        """True while a save of this rank waits for ranks of other agents, whose counts must be asked for."""
         return bool(self._uncounted)
 
-    def pump(self) -> None:
+    def process_messages(self) -> None:
         """Takes in everything the agent has said. Blocks: no."""
         for message in self._session.client.poll():
-            self._take(message)
-        for step, serial in sorted(self._uncounted):
-            recorded = self._count(step, serial, 0)
+            self._process(message)
+        for step in sorted(self._uncounted):
+            recorded = self._count(step, 0)
             if recorded is None:
                 return
             if recorded >= self._coordinator.world_size:
                 # What is older and not whole yet never will be: a rank failed there.
-                self._uncounted = {key for key in self._uncounted if key > (step, serial)}
-                self._session.client.send({"t": "complete", "step": step, "serial": serial})
+                self._uncounted = {other for other in self._uncounted if other > step}
+                self._session.client.send(Complete(id=step))
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for something to be said, or a moment when others are waited for; then takes it in."""
-        self._session.client.wait_message(min(timeout_s, 0.05) if self._uncounted else timeout_s)
-        self.pump()
+        """Waits for a message, or a moment when others are waited for; then takes in what came."""
+        self._session.client.wait_message(min(timeout_s, _COUNT_EVERY_S) if self._uncounted else timeout_s)
+        self.process_messages()
 
-    def _count(self, step: int, serial: int, amount: int) -> int | None:
-        """Ranks that have recorded a save, or None when the store is gone (rank 0 has ended): then nobody waits any
-        more."""
+    def _count(self, step: StepId, amount: int) -> int | None:
+        """Adds to the number of ranks that have recorded a save, and returns it; None when the store is gone (rank 0
+        has ended): then nobody waits any more."""
         try:
-            return self._coordinator.count(f"recorded/{self._session.token}/{step}/{serial}", amount)
+            return self._coordinator.count(f"recorded/{step.dirname}", amount)
         except RuntimeError as error:  # what every torch store raises
             logger.info(
                 "rank %d: the job's store is gone (%s); saves of other hosts are not waited for", self._rank, error
@@ -162,54 +161,66 @@ class SaveTracker:
             waiting, self._uncounted = self._uncounted, set()
             if self._session.client.config.shared:
                 # Rank 0 has ended. What is whole can still be seen in the folder.
-                for key in sorted(waiting):
-                    self._session.client.send({"t": "complete", "step": key[0], "serial": key[1]})
+                for other in sorted(waiting):
+                    self._session.client.send(Complete(id=other))
             return None
 
-    def _take(self, message: Mapping[str, Any]) -> None:
-        kind = message["t"]
-        if kind == "free":
-            self._arena.release(message["inode"], message["path"])
-        elif kind == "gone":
-            self._arena.forget(message["inode"])
-        elif kind in ("recorded", "committed", "durable", "failed"):
-            key = (int(message["step"]), int(message["serial"]))
-            ticket = self._tickets.get(key)
-            in_flight = self.in_flight if self.in_flight is not None and self.in_flight.ticket is ticket else None
-            if kind == "recorded":
-                self._recorded(key, in_flight)
-            elif kind == "failed":
-                self._failed(message, key, ticket, in_flight)
-            elif ticket is not None:
-                self._reached(kind, message["tier"], ticket)
+    def _process(self, message: Notice) -> None:
+        if isinstance(message, FileFreed):
+            self._arena.release(message.inode, message.path)
+        elif isinstance(message, FileGone):
+            self._arena.forget(message.inode)
+        elif isinstance(message, Recorded):
+            self._recorded(message.id)
+        elif isinstance(message, Committed):
+            self._reached(message.id, Stage.COMMITTED, message.tier)
+        elif isinstance(message, Durable):
+            self._reached(message.id, Stage.DURABLE, message.tier)
+        elif isinstance(message, Failed):
+            self._failed(message)
 
-    def _recorded(self, key: tuple[int, int], in_flight: InFlightSave | None) -> None:
-        if in_flight is not None:
-            self.in_flight = None
+    def _take_off(self, step: StepId) -> InFlightSave | None:
+        """The save in flight, if it is this one; it is in flight no more."""
+        in_flight = self.in_flight
+        if in_flight is None or in_flight.ticket.id != step:
+            return None
+        self.in_flight = None
+        return in_flight
+
+    def _recorded(self, step: StepId) -> None:
+        self._take_off(step)
+        if step in self._tickets:
+            self._tickets[step].note(Stage.RECORDED)
         if self._counted:
-            self._uncounted.add(key)
-            self._count(*key, 1)
+            self._uncounted.add(step)
+            self._count(step, 1)
 
-    def _reached(self, kind: Any, tier: str, ticket: Ticket) -> None:
-        if tier == "local":
-            ticket.reached.add(kind)
-            if kind == "committed" and not self._durable:
-                ticket.reached.add("durable")  # as durable as a ramdisk gets
-            if kind == "durable" or not self._durable:
+    def _reached(self, step: StepId, stage: Stage, tier: str) -> None:
+        ticket = self._tickets.get(step)
+        if ticket is None:
+            return
+        ticket.note(stage, tier)
+        if tier == LOCAL:
+            if stage is Stage.DURABLE or not self._durable:
                 self._arena.trim(_MAPPED_SLOTS)
             for old in sorted(self._tickets)[:-_TICKETS]:
                 del self._tickets[old]
-        self._outcomes.append(Outcome(ticket.step, kind, tier, names=ticket.names, serial=ticket.serial))
+        self._outcomes.append(Outcome(id=step, tier=tier, stage=stage, names=ticket.names))
 
-    def _failed(
-        self, message: Mapping[str, Any], key: tuple[int, int], ticket: Ticket | None, in_flight: InFlightSave | None
-    ) -> None:
-        if ticket is not None and message["tier"] == "local":
-            ticket.failed = message["reason"]
-            if in_flight is not None:
-                self.in_flight = None
-                if in_flight.undo is not None:
-                    in_flight.undo()  # the next save goes there instead
-        names = ticket.names if ticket is not None else ()
-        retrying = bool(message.get("retrying"))
-        self._outcomes.append(Outcome(key[0], "failed", message["tier"], message["reason"], names, key[1], retrying))
+    def _failed(self, message: Failed) -> None:
+        ticket = self._tickets.get(message.id)
+        if ticket is not None and message.tier == LOCAL:
+            ticket.failed = message.reason
+            in_flight = self._take_off(message.id)
+            if in_flight is not None and in_flight.undo_schedule is not None:
+                in_flight.undo_schedule()
+        self._outcomes.append(
+            Outcome(
+                id=message.id,
+                tier=message.tier,
+                stage=None,
+                reason=message.reason,
+                names=ticket.names if ticket is not None else (),
+                retrying=message.retrying,
+            )
+        )

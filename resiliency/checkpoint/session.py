@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from resiliency.agent.client import AgentClient
-from resiliency.agent.protocol import AgentConfig, TierSpec
+from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
-from resiliency.errors import TierError
+from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.settings import Environment
-from resiliency.storage.catalog import run_prefix
-from resiliency.storage.manifest import EVENTS_DIR, META_DIR, StepId
+from resiliency.storage.catalog import step_folders
+from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.base import Tier
 
@@ -52,13 +52,8 @@ class Session:
 
 
 def _largest_attempt(tier: Tier, run: str) -> int:
-    prefix = run_prefix(run)
-    largest = 0
-    for info in tier.list(prefix):
-        step = StepId.parse(info.key.removeprefix(prefix).split("/")[0])
-        if step is not None:
-            largest = max(largest, step.attempt)
-    return largest
+    """Of the steps a tier holds; 0 for none. Raises UnsupportedFormat, TierError."""
+    return max((step.attempt for step in step_folders(tier, run)), default=0)
 
 
 def _try_writing(path: str) -> None:
@@ -97,15 +92,18 @@ def open_session(
     Raises:
         Timeout: a rank did not come.
         AgentError: another job uses the directory.
+        UnsupportedFormat: the directory or a remote tier holds steps that another version of the format wrote.
         TierError: the local directory cannot be made or read.
     """
     rank, world_size = coordinator.rank, coordinator.world_size
     meta = os.path.join(local.directory, META_DIR, run)
-    problem = ""
+    problem = unsupported = ""
     try:
         os.makedirs(meta, exist_ok=True)
         _try_writing(os.path.join(meta, f".write-{rank:05d}"))
         largest = max(_read_attempt(_attempt_file(local.directory, run)), _largest_attempt(local_tier, run))
+    except UnsupportedFormat as error:
+        unsupported, largest = str(error), 0
     except (OSError, TierError) as error:
         # Told to the others before raising, so that nobody waits for this rank.
         problem, largest = f"rank {rank}: {local.directory} cannot be used: {error}", 0
@@ -113,12 +111,23 @@ def open_session(
         for tier in remote_tiers:
             try:
                 largest = max(largest, _largest_attempt(tier, run))
+            except UnsupportedFormat as error:
+                unsupported = unsupported or str(error)
             except TierError as error:
                 problem = problem or (f"{tier.root} cannot be listed: {error}" if not error.retryable else "")
-    hello = {"node": environment.node, "largest": largest, "token": secrets.token_hex(3), "problem": problem}
+    hello = {
+        "node": environment.node,
+        "largest": largest,
+        "token": secrets.token_hex(3),
+        "problem": problem,
+        "unsupported": unsupported,
+    }
     answers = [
         json.loads(data) for data in coordinator.all("hello", json.dumps(hello).encode(), timeout=options.agree_timeout)
     ]
+    refusals = [answer["unsupported"] for answer in answers if answer["unsupported"]]
+    if refusals:
+        raise UnsupportedFormat("; ".join(dict.fromkeys(refusals)), path=meta)
     problems = [answer["problem"] for answer in answers if answer["problem"]]
     if problems:
         raise TierError("; ".join(dict.fromkeys(problems)), retryable=False)
@@ -206,7 +215,7 @@ def _events_dir(local: LocalTierOptions, remotes: Sequence[RemoteTierOptions], r
         path = local_path(remote.address)
         if path is not None:
             return os.path.join(path, META_DIR, run, EVENTS_DIR)
-    if local.durable:
+    if local.durable or not remotes:
         return os.path.join(local.directory, META_DIR, run, EVENTS_DIR)
     return os.path.abspath(os.path.join("resiliency-events", run))
 

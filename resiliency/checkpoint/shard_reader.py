@@ -46,14 +46,8 @@ class ShardReader:
         self._map = mmap.mmap(self._fd, record.nbytes, access=mmap.ACCESS_COPY)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.header: ShardHeader = parse_header(self._checked_header(), where=path)
-        if (self.header.step, self.header.attempt, self.header.token) != (
-            record.id.step,
-            record.id.attempt,
-            record.id.token,
-        ):
-            raise CorruptShard(
-                f"{path}: holds step {self.header.step} of attempt {self.header.attempt}, not {record.id}", path=path
-            )
+        if self.header.id != record.id:
+            raise CorruptShard(f"{path}: holds {self.header.id}, not {record.id}", path=path)
         self.placed: dict[tuple[str, tuple[int, ...], bool], Placed] = {
             (p.chunk.key, p.chunk.offsets, p.chunk.per_rank): p for p in self.header.placed
         }

@@ -5,75 +5,136 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
 
 from resiliency.errors import ConfigError, ResiliencyError, Timeout
+from resiliency.storage.manifest import StepId
+from resiliency.storage.stage import Stage
 
-__all__ = ["Level", "Outcome", "Ticket"]
+__all__ = ["LOCAL", "Outcome", "Ticket", "checked_stage"]
 
-#: committed: the manifest is written, survives the death of every process. durable: survives a power loss.
-Level = Literal["copied", "committed", "durable"]
-
-_LEVELS = ("copied", "committed", "durable")
+#: Name of the local tier in tickets, outcomes and events.
+LOCAL = "local"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """News about a save, returned by ``Checkpointer.poll``.
+    """What has become of a save, returned by ``Checkpointer.poll``.
 
     Attributes:
-        step: of the save.
-        kind: "committed", "durable" or "failed".
+        id: the save.
         tier: where.
+        stage: the stage it has come to, COMMITTED or DURABLE; None: it failed there.
         reason: why it failed.
         names: names of the step.
-        serial: which save of that step.
-        retrying: failed, and tried again by the agent: a later outcome of this save and tier tells how it ended.
+        retrying: it failed, and the agent tries again: a later outcome of this save and tier tells how it ended.
     """
 
-    step: int
-    kind: Literal["committed", "durable", "failed"]
+    id: StepId
     tier: str
+    stage: Stage | None
     reason: str = ""
     names: tuple[str, ...] = ()
-    serial: int = 0
     retrying: bool = False
 
+    @property
+    def step(self) -> int:
+        return self.id.step
 
-@dataclass
+    @property
+    def failed(self) -> bool:
+        return self.stage is None
+
+
+@dataclass(kw_only=True)
 class Ticket:
     """Handle of one save. Thread: training.
 
     Attributes:
-        step: of the save.
-        serial: 0 for the first save of that step, then 1, 2, ...
+        id: step, attempt and serial of the save.
         nbytes: size of this rank's shard.
+        names: names of the step.
+        tiers: tiers the save goes to, the local one first.
+        can_be_durable: those of them on which a save survives a power loss (a ramdisk is none).
         stall_s: seconds the call to ``save`` took.
-        reached: levels reached so far.
-        failed: reason of a failure, or None.
+        failed: reason of a failure on the local tier, or None.
     """
 
-    step: int
-    serial: int
+    id: StepId
     nbytes: int
     names: tuple[str, ...]
-    _wait: Callable[[Ticket, str, float], None]
+    tiers: tuple[str, ...]
+    can_be_durable: tuple[str, ...]
     stall_s: float = 0.0
-    reached: set[str] = field(default_factory=set)
     failed: str | None = None
+    _wait: Callable[[Ticket, Stage, str | None, float], None]
+    _stages: dict[str, Stage] = field(default_factory=dict)
 
-    def wait(self, level: Level = "committed", *, timeout: timedelta = timedelta(minutes=5)) -> None:
-        """Blocks until the save has reached ``level`` on the local tier. Collective: no (but other ranks must save
+    @property
+    def step(self) -> int:
+        return self.id.step
+
+    def stage(self, tier: str = LOCAL) -> Stage | None:
+        """How far the save has come on a tier; None: not there yet."""
+        return self._stages.get(tier)
+
+    def has_reached(self, stage: Stage, *, tier: str | None = None) -> bool:
+        """True when the save has come to ``stage`` on ``tier``; None: DURABLE on any tier, other stages on the local
+        one."""
+        places = tuple(self._stages) if tier is None and stage is Stage.DURABLE else (tier or LOCAL,)
+        return any(place in self._stages and stage.reached_by(self._stages[place]) for place in places)
+
+    def note(self, stage: Stage, tier: str = LOCAL) -> None:
+        """Takes down that the save has come to a stage. For the checkpointer."""
+        before = self._stages.get(tier)
+        if before is None or before.reached_by(stage):
+            self._stages[tier] = stage
+
+    def wait(
+        self, stage: Stage = Stage.COMMITTED, *, tier: str | None = None, timeout: timedelta = timedelta(minutes=5)
+    ) -> None:
+        """Blocks until the save has come to ``stage``, up to ``timeout``. Collective: no (but other ranks must save
         too).
 
+        Args:
+            stage: COPIED, RECORDED, COMMITTED or DURABLE.
+            tier: where; None: DURABLE on any tier, the other stages on the local one.
+
         Raises:
+            ConfigError: the save never comes that far there: it does not go to ``tier``, or nothing survives a power
+                loss on any tier it goes to.
             Timeout: it did not in time.
             ResiliencyError: the save failed; the message says why.
         """
-        if level not in _LEVELS:
-            raise ConfigError(f"level={level!r}; pass one of {', '.join(_LEVELS)}")
-        self._wait(self, level, timeout.total_seconds())
-        if level not in self.reached:
+        checked_stage(stage)
+        self._check_possible(stage, tier)
+        self._wait(self, stage, tier, timeout.total_seconds())
+        if not self.has_reached(stage, tier=tier):
             if self.failed is not None:
                 raise ResiliencyError(f"the checkpoint of step {self.step} failed: {self.failed}")
-            raise Timeout(f"the checkpoint of step {self.step} was not {level} within {timeout}; see the agent's log")
+            where = f" on {tier}" if tier is not None else ""
+            raise Timeout(
+                f"the checkpoint of step {self.step} was not {stage}{where} within {timeout}; see the agent's log"
+            )
+
+    def _check_possible(self, stage: Stage, tier: str | None) -> None:
+        if tier is not None and tier not in self.tiers:
+            raise ConfigError(
+                f"the save of step {self.step} does not go to tier {tier!r}; it goes to {list(self.tiers)}"
+            )
+        if stage is Stage.DURABLE and not (self.can_be_durable if tier is None else tier in self.can_be_durable):
+            raise ConfigError(
+                f"the save of step {self.step} lies on a ramdisk and is never durable there; wait for Stage.COMMITTED,"
+                " or add a remote tier that gets it"
+            )
+
+
+def checked_stage(stage: Stage) -> Stage:
+    """``stage`` itself.
+
+    Raises:
+        TypeError: it is no Stage.
+    """
+    if not isinstance(stage, Stage):
+        known = ", ".join(f"Stage.{known.name}" for known in Stage)
+        raise TypeError(f"stage={stage!r} is a {type(stage).__name__}; pass one of {known}")
+    return stage

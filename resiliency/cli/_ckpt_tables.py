@@ -69,7 +69,7 @@ def _minute(seconds: float | None) -> str:
 
 
 def _id(step: StepId) -> dict[str, Any]:
-    return {"step": step.step, "attempt": step.attempt, "token": step.token, "folder": step.dirname}
+    return {**step.to_dict(), "folder": step.dirname}
 
 
 def step_json(view: StepView) -> dict[str, Any]:
@@ -175,11 +175,11 @@ def _own(rows: Sequence[TensorRow]) -> str:
 
 def _print_facts(console: Console, view: StepView) -> None:
     info = dict(view.manifest.info) if view.manifest is not None else {}
-    tiers = info.pop("tiers", [])
+    tiers = view.manifest.tiers if view.manifest is not None else ()
     nodes = sorted({shard.node for shard in view.manifest.shards}) if view.manifest is not None else []
     facts = {
         "run": view.run,
-        "step": f"{view.id.step}, attempt {view.id.attempt}, token {view.id.token}",
+        "step": f"{view.id.step}, attempt {view.id.attempt}, token {view.id.token}, serial {view.id.serial}",
         "names": ", ".join(view.names),
         "created": utc(view.created),
         "size": size(view.nbytes),

@@ -71,10 +71,8 @@ def read_header(tier: Tier, run: str, record: ShardRecord) -> ShardHeader:
     except FileNotFoundError:
         raise CorruptShard(f"{where} is missing", path=where) from None
     header = parse_header(head, where=where)
-    if (header.step, header.attempt, header.token) != (record.id.step, record.id.attempt, record.id.token):
-        raise CorruptShard(
-            f"{where}: holds step {header.step} of attempt {header.attempt}, not {record.id}", path=where
-        )
+    if header.id != record.id:
+        raise CorruptShard(f"{where}: holds {header.id}, not {record.id}", path=where)
     return header
 
 

@@ -17,12 +17,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from resiliency.agent.protocol import AgentConfig, TierSpec
+from resiliency.agent.config import agent_address
 from resiliency.events import EventKind
 from resiliency.settings import environment
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 
-__all__ = ["Witness", "agent_address", "witnesses"]
+__all__ = ["Witness", "witnesses"]
 
 #: Every job takes a checkpoint, and so writes an event, at least this often; one that was quiet for longer is gone.
 _QUIET_S = 24 * 3600.0
@@ -40,21 +40,6 @@ class Witness:
 
     text: str
     certain: bool
-
-
-def agent_address(directory: str, run: str, node: str) -> str:
-    """Address of the host agent that serves a run of this user in a directory on a node. Pure but for the user's id."""
-    return AgentConfig(
-        run=run,
-        node=node,
-        attempt=0,
-        token="",
-        world_size=1,
-        local_ranks=(0,),
-        shared=True,
-        local=TierSpec(address=directory, name="local"),
-        durable=False,
-    ).address()
 
 
 def witnesses(directory: str, run: str, *, nodes: Collection[str] = (), now: float | None = None) -> list[Witness]:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from resiliency.errors import ConfigError, NoCheckpointFound
 from resiliency.storage.catalog import StepListing, find_runs, read_name, run_prefix, scan, step_prefix
-from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, NameFile, StepId, manifest_from_records
+from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, NameFile, StepId, gather_records
 from resiliency.storage.retention import live_names
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
@@ -253,7 +253,8 @@ def survey(places: Sequence[Place], run: str) -> list[StepView]:
 def _judge(view: StepView, *, several: bool) -> None:
     records = {rank: record for copy in view.copies for rank, record in copy.listing.records.items()}
     manifests = [copy.listing.manifest for copy in view.copies if copy.listing.manifest is not None]
-    view.manifest = manifests[0] if manifests else manifest_from_records(records.values())
+    together = gather_records(records.values())
+    view.manifest = manifests[0] if manifests else together if isinstance(together, Manifest) else None
     view.needed = next((record.world_size for record in records.values()), None)
     view.present = frozenset(
         rank

@@ -21,6 +21,7 @@ from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import ConfigError
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.storage.manifest import META_DIR, NameFile
+from resiliency.storage.stage import Stage
 
 __all__ = ["TieredCheckpointIO", "build"]  # noqa: F822 - TieredCheckpointIO is built on first use
 
@@ -94,7 +95,7 @@ class TieredIO:
         engine = self._engine(directory)
         step = _step_of(checkpoint, engine)
         ticket = engine.save(step, checkpoint, names=[name])
-        if ticket is None and engine.flush("committed", timeout=self._flush_timeout):
+        if ticket is None and engine.flush(Stage.COMMITTED, timeout=self._flush_timeout):
             # A callback that called us takes this save for done, and may delete others for it: skipping must be rare.
             ticket = engine.save(step, checkpoint, names=[name])
         self._latest[directory] = ticket
@@ -148,7 +149,7 @@ class TieredIO:
         """A stock checkpoint of an earlier run: it goes at once, so what replaces it must be safe first."""
         self._commit_all()
         latest = self._latest.get(directory)
-        if directory in self._latest and (latest is None or "committed" not in latest.reached):
+        if directory in self._latest and (latest is None or not latest.has_reached(Stage.COMMITTED)):
             logger.warning("%s is kept, because the checkpoint saved after it is not committed", path)
             return
         _stock(self).remove_checkpoint(path)
@@ -156,7 +157,7 @@ class TieredIO:
     def _commit_all(self) -> None:
         """What was saved by this plugin can be found by its path from here on. Blocks: up to ``flush_timeout``."""
         for directory, engine in self._engines.items():
-            if not engine.flush("committed", timeout=self._flush_timeout):
+            if not engine.flush(Stage.COMMITTED, timeout=self._flush_timeout):
                 logger.warning("not every checkpoint of %s was committed within %s", directory, self._flush_timeout)
 
     def teardown(self) -> None:
@@ -179,7 +180,7 @@ def _step_of(checkpoint: Mapping[str, Any], engine: Checkpointer) -> int:
     step = checkpoint.get("global_step")
     if step is not None:
         return int(step)
-    engine.flush("committed")
+    engine.flush(Stage.COMMITTED)
     return max((known.step for known, _ in engine.steps()), default=-1) + 1
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import xxhash
@@ -22,8 +21,10 @@ from resiliency.storage.manifest import (
     NameFile,
     ShardRecord,
     StepId,
-    manifest_from_records,
+    gather_records,
+    is_folder_of_format_1,
     record_file,
+    refuse_format,
 )
 from resiliency.storage.tiers.base import Tier
 
@@ -35,6 +36,7 @@ __all__ = [
     "read_record",
     "run_prefix",
     "scan",
+    "step_folders",
     "step_prefix",
     "verify_shard",
 ]
@@ -92,29 +94,35 @@ def find_runs(tier: Tier) -> list[str]:
     return sorted(runs)
 
 
-def _group(tier: Tier, run: str) -> Iterator[tuple[StepId, dict[str, int]]]:
+def step_folders(tier: Tier, run: str) -> dict[StepId, dict[str, int]]:
+    """Step folders of a run: for each the sizes of its files by name, in bytes.
+
+    Raises:
+        UnsupportedFormat: the run holds steps that another version of the format wrote.
+        TierError: the tier cannot be listed.
+    """
     prefix = run_prefix(run)
     folders: dict[str, dict[str, int]] = {}
     for info in tier.list(prefix):
         folder, _, name = info.key.removeprefix(prefix).partition("/")
         if name:
             folders.setdefault(folder, {})[name] = info.nbytes
-    for folder, sizes in folders.items():
-        step = StepId.parse(folder)
-        if step is not None:
-            yield step, sizes
+    old = next(filter(is_folder_of_format_1, folders), None)
+    if old is not None:
+        raise refuse_format(1, f"{tier.root}/{prefix}{old}")
+    parsed = {folder: StepId.parse(folder) for folder in folders}
+    return {step: folders[folder] for folder, step in parsed.items() if step is not None}
 
 
 def scan(tier: Tier, run: str) -> list[StepListing]:
     """Lists a run's steps on a tier, oldest first. Reads manifests and records, not shards.
 
     Raises:
+        UnsupportedFormat: the run holds steps that another version of the format wrote.
         TierError: the tier cannot be listed.
     """
-    listings = []
-    for step, sizes in _group(tier, run):
-        listings.append(_read_step(tier, run, StepListing(step, sizes=sizes)))
-    return sorted(listings, key=lambda listing: listing.id)
+    found = step_folders(tier, run)
+    return [_read_step(tier, run, StepListing(step, sizes=found[step])) for step in sorted(found)]
 
 
 def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
@@ -144,7 +152,8 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
             listing.records[record.rank] = record
         except (CorruptShard, TierError, FileNotFoundError, ValueError, RecursionError) as error:
             listing.problems.append(str(error))
-    listing.manifest = manifest_from_records(listing.records.values())
+    found = gather_records(listing.records.values())
+    listing.manifest = found if isinstance(found, Manifest) else None
     return listing
 
 
@@ -177,13 +186,14 @@ def read_name(tier: Tier, name: str) -> NameFile | None:
     """The step a name file on the tier points to; None when there is no such file or it is not ours.
 
     Raises:
+        UnsupportedFormat: another version of the format wrote it.
         TierError: the tier cannot be read.
     """
     try:
         head = tier.read_range(name, 0, 65536)
     except FileNotFoundError:
         return None
-    return NameFile.from_json(head)
+    return NameFile.from_json(head, where=f"{tier.root}/{name}")
 
 
 def verify_shard(

@@ -5,7 +5,7 @@ wrote, the rank's own tensors, and one U8 tensor ``!objects`` with the JSON of e
 with spaces so that the file keeps its size from step to step.
 
 Header fields that change with each step (step, attempt) have fixed width and known offsets: a recycled file is
-restamped by writing 24 bytes instead of a new header.
+restamped by writing 48 bytes instead of a new header.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.errors import CorruptShard
+from resiliency.storage.manifest import StepId
 
 __all__ = ["OBJECTS", "Chunk", "Placed", "ShardHeader", "ShardLayout", "make_layout", "objects_reserve", "parse_header"]
 
@@ -116,18 +117,12 @@ class ShardLayout:
     nbytes: int
 
 
-def _stamp(step: int, attempt: int, token: str) -> bytes:
-    return f"{step:020d}.{attempt:010d}.{token:>8}".encode()
-
-
-_EMPTY_STAMP = _stamp(0, 0, "00000000")
-
-
-def stamp(step: int, attempt: int, token: str) -> bytes:
+def stamp(step: StepId) -> bytes:
     """The bytes to write at ``stamp_at`` for this step; always the same length."""
-    data = _stamp(step, attempt, token)
-    assert len(data) == len(_EMPTY_STAMP)
-    return data
+    return f"{step.step:020d}.{step.attempt:010d}.{step.token:>6}.{step.serial:010d}".encode()
+
+
+_EMPTY_STAMP = stamp(StepId(0, 0, "000000"))
 
 
 def objects_reserve(nbytes: int) -> int:
@@ -190,15 +185,13 @@ class ShardHeader:
     """A shard header as read from a file.
 
     Attributes:
-        step, attempt, token: what the file was stamped with.
+        id: the step the file was stamped with.
         meta: run, rank, world_size, plan.
         placed: chunks with absolute file offsets.
         objects: byte range of the JSON blob.
     """
 
-    step: int
-    attempt: int
-    token: str
+    id: StepId
     meta: Mapping[str, Any]
     placed: tuple[Placed, ...]
     objects: tuple[int, int]
@@ -220,7 +213,7 @@ def parse_header(head: bytes, *, where: str) -> ShardHeader:
             raise ValueError(f"header of {length} bytes in {len(head)} bytes")
         data = json.loads(head[8 : 8 + length])
         metadata = data.pop("__metadata__")
-        step, attempt, token = metadata["stamp"].split(".")
+        step, attempt, token, serial = metadata["stamp"].split(".")
         meta = json.loads(metadata["resiliency"])
         details = meta.pop("chunks")
         base = 8 + length
@@ -247,7 +240,8 @@ def parse_header(head: bytes, *, where: str) -> ShardHeader:
             if b - a != chunk.nbytes:
                 raise ValueError(f"tensor {name!r} has {b - a} bytes instead of {chunk.nbytes}")
             placed.append(Placed(chunk, base + a, base + b))
-        return ShardHeader(int(step), int(attempt), token.strip(), meta, tuple(placed), (base + begin, base + end))
+        stamped = StepId(int(step), int(attempt), token.strip(), int(serial))
+        return ShardHeader(stamped, meta, tuple(placed), (base + begin, base + end))
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError, struct.error) as error:
         raise CorruptShard(f"{where}: not a resiliency shard ({type(error).__name__}: {error})", path=where) from error
 

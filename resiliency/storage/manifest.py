@@ -5,7 +5,7 @@ Layout below a tier's root, the same on every tier::
     <root>/
       <name>.ckpt                                   name file: small JSON that points to a step (written after commit)
       .resiliency/<run>/
-        steps/0000000100-a0003-7f3c9b21/            one folder per step AND attempt: never overwritten in place
+        steps/0000000100-a0003-7f3c9b-00/           one folder for each save: never overwritten in place
           shard-00000.safetensors                   one file per rank; a valid safetensors file
           shard-00000.json                          its record: size and digests; written after the shard
           manifest.json                             written last; the step exists when this does
@@ -20,27 +20,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import total_ordering
 from typing import Any
 
 import xxhash
 
-from resiliency.errors import CorruptShard
+from resiliency.errors import CorruptShard, UnsupportedFormat
 
 __all__ = [
     "BLOCK_BYTES",
     "FORMAT_VERSION",
     "Manifest",
+    "NameFile",
     "ShardRecord",
     "StepId",
-    "manifest_from_records",
-    "newest_complete",
+    "StepRecords",
+    "UnfinishedStep",
+    "gather_records",
+    "is_folder_of_format_1",
+    "refuse_format",
 ]
 
-#: Version of everything written below ``.resiliency``. A reader refuses a larger one and says so.
-FORMAT_VERSION = 1
+#: Version of everything written below ``.resiliency``. A reader refuses any other and says so.
+FORMAT_VERSION = 2
 
 #: Bytes covered by one digest of a shard (the last block may be shorter).
 BLOCK_BYTES = 8 * 1024 * 1024
@@ -51,43 +55,95 @@ ARENA_DIR = "arena"
 EVENTS_DIR = "events"
 MANIFEST = "manifest.json"
 
-_STEP_DIR = re.compile(r"^(\d{10,})-a(\d{4,})-([0-9a-f]{8})$")
+_STEP_DIR = re.compile(r"^(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})$")
+#: What format 1 called its step folders; they are recognised only to be refused.
+_STEP_DIR_OF_FORMAT_1 = re.compile(r"^\d{10,}-a\d{4,}-[0-9a-f]{8}$")
+
+
+def refuse_format(version: object, where: str) -> UnsupportedFormat:
+    """The error for what another version of the format wrote; says what reads it."""
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        advice = "upgrade resiliency to read it"
+    else:
+        advice = (
+            "export it with the version of resiliency that wrote it (resiliency ckpt export), or start in another"
+            " directory or run; nothing there was changed"
+        )
+    return UnsupportedFormat(
+        f"{where} has checkpoint format {version}, this version reads {FORMAT_VERSION}: {advice}", path=where
+    )
+
+
+def is_folder_of_format_1(dirname: str) -> bool:
+    """True for a step folder that format 1 named."""
+    return _STEP_DIR_OF_FORMAT_1.match(dirname) is not None
 
 
 @total_ordering
 @dataclass(frozen=True)
 class StepId:
-    """Identity of one checkpoint: the step, and which attempt of the run wrote it.
+    """Identity of one checkpoint: the step, and which save of which attempt of the run it is.
 
     Ordered by attempt first: what a later start of the job saved is newer than anything an earlier start left, even
-        when
-    the later one went back to an older step (because the newest was damaged, or because the user wanted to).
+    when the later one went back to an older step (because the newest was damaged, or because the user wanted to).
 
     Attributes:
         step: optimizer step (Lightning's ``global_step``), >= 0.
         attempt: 1 for the first start of the run, counted up at each start.
-        token: 8 hex digits drawn at the start of the attempt, so that two starts never share a folder.
+        token: 6 hex digits drawn at the start of the attempt, so that two starts never share a folder.
+        serial: 0 for the first save of the step in the attempt, then 1, 2, ...
     """
 
     step: int
     attempt: int
     token: str
+    serial: int = 0
 
     @property
     def dirname(self) -> str:
-        return f"{self.step:010d}-a{self.attempt:04d}-{self.token}"
+        """Name of the step's folder."""
+        return f"{self.step:010d}-a{self.attempt:04d}-{self.token}-{self.serial:02d}"
 
     @classmethod
     def parse(cls, dirname: str) -> StepId | None:
         """The identity a folder name spells, or None when it is not a step folder."""
         match = _STEP_DIR.match(dirname)
-        return cls(int(match[1]), int(match[2]), match[3]) if match else None
+        return cls(int(match[1]), int(match[2]), match[3], int(match[4])) if match else None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StepId:
+        """The identity that ``step``, ``attempt``, ``token`` and ``serial`` of a JSON object spell.
+
+        Raises:
+            KeyError, TypeError, ValueError: one is missing, of another type or cannot be.
+        """
+        numbers = [data["step"], data["attempt"], data["serial"]]
+        if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+            raise TypeError(f"step, attempt and serial must be whole numbers, not {numbers}")
+        found = cls(data["step"], data["attempt"], str(data["token"]), data["serial"])
+        if cls.parse(found.dirname) != found:
+            raise ValueError(f"{found} is no identity of a step")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The four fields, for JSON."""
+        return {"step": self.step, "attempt": self.attempt, "token": self.token, "serial": self.serial}
+
+    def of_attempt(self, attempt: int, token: str) -> bool:
+        """True when it was saved by this start of the job."""
+        return (self.attempt, self.token) == (attempt, token)
 
     def __lt__(self, other: StepId) -> bool:
-        return (self.attempt, self.step, self.token) < (other.attempt, other.step, other.token)
+        return (self.attempt, self.step, self.serial, self.token) < (
+            other.attempt,
+            other.step,
+            other.serial,
+            other.token,
+        )
 
     def __str__(self) -> str:
-        return f"step {self.step} (attempt {self.attempt}, {self.token})"
+        again = f", save {self.serial + 1}" if self.serial else ""
+        return f"step {self.step} (attempt {self.attempt}{again}, {self.token})"
 
 
 def shard_file(rank: int) -> str:
@@ -117,7 +173,9 @@ class ShardRecord:
         names: names users know the step by, relative to the tier's root ("step=100.ckpt").
         supersedes: names that may be deleted once this step is committed.
         created: UTC seconds since the epoch when the save began.
-        info: whatever the writer wants a listing to show (epoch, monitored score).
+        info: whatever the user wants a listing to show (epoch, monitored score); nothing in it steers anything.
+        tiers: names of the slower tiers this save is to be sent to.
+        exact: False when resuming from it is not exact (in the middle of gradient accumulation, say).
     """
 
     id: StepId
@@ -133,6 +191,8 @@ class ShardRecord:
     supersedes: tuple[str, ...] = ()
     created: float = 0.0
     info: Mapping[str, Any] = field(default_factory=dict)
+    tiers: tuple[str, ...] = ()
+    exact: bool = True
 
     @property
     def file(self) -> str:
@@ -145,9 +205,7 @@ class ShardRecord:
     def _fields(self) -> dict[str, Any]:
         return {
             "version": FORMAT_VERSION,
-            "step": self.id.step,
-            "attempt": self.id.attempt,
-            "token": self.id.token,
+            **self.id.to_dict(),
             "run": self.run,
             "rank": self.rank,
             "world_size": self.world_size,
@@ -160,6 +218,8 @@ class ShardRecord:
             "supersedes": list(self.supersedes),
             "created": self.created,
             "info": dict(self.info),
+            "tiers": list(self.tiers),
+            "exact": self.exact,
         }
 
     @classmethod
@@ -174,12 +234,12 @@ class ShardRecord:
             CorruptShard: a field is missing, of the wrong type, or the digests do not cover ``nbytes``.
         """
         try:
-            _check_version(data["version"], where)
             fields = {key: value for key, value in data.items() if key != "check"}
             if data["check"] != _check(fields):
                 raise CorruptShard(f"{where}: the record does not match its own check sum", path=where)
+            _check_version(data["version"], where)
             record = cls(
-                id=StepId(int(data["step"]), int(data["attempt"]), str(data["token"])),
+                id=StepId.from_dict(data),
                 run=str(data["run"]),
                 rank=int(data["rank"]),
                 world_size=int(data["world_size"]),
@@ -192,11 +252,11 @@ class ShardRecord:
                 supersedes=tuple(str(n) for n in data["supersedes"]),
                 created=float(data["created"]),
                 info=dict(data["info"]),
+                tiers=tuple(str(n) for n in data["tiers"]),
+                exact=bool(data["exact"]),
             )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CorruptShard(f"{where}: not a shard record ({type(error).__name__}: {error})", path=where) from error
-        if StepId.parse(record.id.dirname) != record.id:
-            raise CorruptShard(f"{where}: {record.id} is no identity of a step", path=where)
         blocks = -(-record.nbytes // record.block_bytes) if record.block_bytes > 0 else -1
         if record.nbytes < 0 or blocks != len(record.digests) or not 0 <= record.rank < record.world_size:
             raise CorruptShard(
@@ -208,11 +268,8 @@ class ShardRecord:
 
 
 def _check_version(version: Any, where: str) -> None:
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise CorruptShard(
-            f"{where}: format version {version!r} is newer than {FORMAT_VERSION}; upgrade resiliency to read it",
-            path=where,
-        )
+    if version != FORMAT_VERSION or isinstance(version, bool):
+        raise refuse_format(version, where)
 
 
 def _check(fields: Mapping[str, Any]) -> str:
@@ -221,8 +278,8 @@ def _check(fields: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """A complete step: the records of all its shards, by rank."""
+class StepRecords:
+    """Records of shards of one step, by rank. See :class:`Manifest` and :class:`UnfinishedStep`."""
 
     id: StepId
     run: str
@@ -238,7 +295,17 @@ class Manifest:
         return tuple(dict.fromkeys(name for shard in self.shards for name in shard.supersedes))
 
     @property
+    def tiers(self) -> tuple[str, ...]:
+        """Slower tiers the step goes to: every one that any rank found due, as ranks may differ after a failure."""
+        return tuple(dict.fromkeys(name for shard in self.shards for name in shard.tiers))
+
+    @property
+    def exact(self) -> bool:
+        return all(shard.exact for shard in self.shards)
+
+    @property
     def nbytes(self) -> int:
+        """Bytes of these shards."""
         return sum(shard.nbytes for shard in self.shards)
 
     @property
@@ -249,14 +316,28 @@ class Manifest:
     def info(self) -> Mapping[str, Any]:
         return self.shards[0].info if self.shards else {}
 
+
+@dataclass(frozen=True, kw_only=True)
+class UnfinishedStep(StepRecords):
+    """Some shards of a step, not all: one host's part of it, or a save that was cut short. Nothing is restored from it
+    alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(StepRecords):
+    """A complete step: the records of all its shards, by rank."""
+
+    def __post_init__(self) -> None:
+        if tuple(shard.rank for shard in self.shards) != tuple(range(self.world_size)):
+            ranks = [shard.rank for shard in self.shards]
+            raise ValueError(f"{self.id}: shards of ranks {ranks} do not make a step of {self.world_size}")
+
     def to_json(self) -> str:
         """Deterministic: every writer of the same step writes the same bytes."""
         return json.dumps(
             {
                 "version": FORMAT_VERSION,
-                "step": self.id.step,
-                "attempt": self.id.attempt,
-                "token": self.id.token,
+                **self.id.to_dict(),
                 "run": self.run,
                 "world_size": self.world_size,
                 "shards": [shard.to_dict() for shard in self.shards],
@@ -278,18 +359,18 @@ class Manifest:
             shards = [ShardRecord.from_dict(item, where=where) for item in data["shards"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptShard(f"{where}: not a manifest ({type(error).__name__}: {error})", path=where) from error
-        manifest = manifest_from_records(shards)
-        if manifest is None:
+        found = gather_records(shards)
+        if not isinstance(found, Manifest):
             raise CorruptShard(
                 f"{where}: manifest lists {len(shards)} shards that do not make one complete step", path=where
             )
-        return manifest
+        return found
 
 
-def manifest_from_records(records: Iterable[ShardRecord]) -> Manifest | None:
-    """The manifest these records make, or None while a shard is missing or they do not belong together.
+def gather_records(records: Iterable[ShardRecord]) -> Manifest | UnfinishedStep | None:
+    """The step these records make: complete, or still without some shards; None when they do not belong together.
 
-    They belong together when run, step, attempt, token, world size and plan digest are equal.
+    They belong together when run, step, attempt, token, serial, world size and plan digest are equal.
     """
     by_rank: dict[int, ShardRecord] = {}
     for record in records:
@@ -299,19 +380,9 @@ def manifest_from_records(records: Iterable[ShardRecord]) -> Manifest | None:
     first = next(iter(by_rank.values()))
     if len({(r.id, r.run, r.world_size, r.plan) for r in by_rank.values()}) != 1:
         return None
-    if len(by_rank) != first.world_size or set(by_rank) != set(range(first.world_size)):
-        return None
-    return Manifest(
-        id=first.id,
-        run=first.run,
-        world_size=first.world_size,
-        shards=tuple(by_rank[r] for r in range(first.world_size)),
-    )
-
-
-def newest_complete(manifests: Iterable[Manifest], *, exclude: Sequence[StepId] = ()) -> Manifest | None:
-    """The manifest to resume from: the largest (step, attempt) that is not excluded."""
-    return max((m for m in manifests if m.id not in exclude), key=lambda m: m.id, default=None)
+    kind = Manifest if len(by_rank) == first.world_size else UnfinishedStep
+    shards = tuple(by_rank[rank] for rank in sorted(by_rank))
+    return kind(id=first.id, run=first.run, world_size=first.world_size, shards=shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,9 +398,7 @@ class NameFile:
                 "format": "resiliency-checkpoint",
                 "version": FORMAT_VERSION,
                 "run": self.run,
-                "step": self.id.step,
-                "attempt": self.id.attempt,
-                "token": self.id.token,
+                **self.id.to_dict(),
                 "at": f"{META_DIR}/{self.run}/{STEPS_DIR}/{self.id.dirname}",
                 "export": "resiliency ckpt export THIS_FILE OUT.ckpt writes a stock torch/Lightning checkpoint",
             },
@@ -337,12 +406,19 @@ class NameFile:
         )
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> NameFile | None:
-        """The pointer, or None when ``text`` is something else (a stock checkpoint, say)."""
+    def from_json(cls, text: str | bytes, *, where: str = "the name file") -> NameFile | None:
+        """The pointer, or None when ``text`` is something else (a stock checkpoint, say).
+
+        Raises:
+            UnsupportedFormat: a pointer that another version of the format wrote.
+        """
         try:
             data = json.loads(text)
             if data["format"] != "resiliency-checkpoint":
                 return None
-            return cls(run=str(data["run"]), id=StepId(int(data["step"]), int(data["attempt"]), str(data["token"])))
+            if data["version"] == FORMAT_VERSION:
+                return cls(run=str(data["run"]), id=StepId.from_dict(data))
+            version = data["version"]
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
+        raise refuse_format(version, where)

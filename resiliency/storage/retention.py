@@ -9,13 +9,31 @@ steps live, whatever their names. The newest complete step always lives.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
-from resiliency.storage.manifest import Manifest, StepId
+from resiliency.storage.manifest import StepId, StepRecords
 
-__all__ = ["live_names", "steps_to_delete"]
+__all__ = ["DeleteRequest", "live_names", "steps_to_delete"]
 
 
-def live_names(complete: Iterable[Manifest], *, deleted: Mapping[str, StepId] | None = None) -> dict[str, StepId]:
+@dataclass(frozen=True, kw_only=True)
+class DeleteRequest:
+    """A name whose deletion was asked for.
+
+    Attributes:
+        upto: what the name means up to this step is deleted; later saves under the same name are not meant.
+        after: the step that must be safe first, or a later one; None: any.
+    """
+
+    upto: StepId
+    after: StepId | None = None
+
+    def is_due(self, newest_safe: StepId) -> bool:
+        """True once the newest step that is safe is new enough."""
+        return self.after is None or newest_safe >= self.after
+
+
+def live_names(complete: Iterable[StepRecords], *, deleted: Mapping[str, StepId] | None = None) -> dict[str, StepId]:
     """Name -> step it means now.
 
     Args:
@@ -35,7 +53,7 @@ def live_names(complete: Iterable[Manifest], *, deleted: Mapping[str, StepId] | 
 
 
 def steps_to_delete(
-    complete: Collection[Manifest],
+    complete: Collection[StepRecords],
     incomplete: Iterable[StepId],
     *,
     keep: int | None,

@@ -24,6 +24,7 @@ from resiliency.checkpoint.coordinator import Coordinator, StoreCoordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import META_DIR, STEPS_DIR, StepId
+from resiliency.storage.stage import Stage
 
 __all__ = [
     "QUICK",
@@ -219,7 +220,7 @@ def make_series(root: Path, *, steps: Sequence[int] = (10, 20, 30), world_size: 
                     step, make_state(step), per_rank=series.per_rank(step, rank), names=[f"step={step}.ckpt"]
                 )
                 assert ticket is not None
-                ticket.wait("committed", timeout=timedelta(seconds=20))
+                ticket.wait(Stage.COMMITTED, timeout=timedelta(seconds=20))
 
     run_ranks(world_size, work)
     return series

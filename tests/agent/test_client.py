@@ -21,6 +21,7 @@ from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.errors import ResiliencyError
+from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state
 
 SOON = timedelta(seconds=20)
@@ -70,7 +71,7 @@ def save(checkpointer: Checkpointer, step: int) -> bool:
     ticket = checkpointer.save(step, make_state(step))
     if ticket is None:
         return False
-    ticket.wait("durable", timeout=SOON)
+    ticket.wait(Stage.DURABLE, timeout=SOON)
     return True
 
 
@@ -106,7 +107,7 @@ def test_a_killed_agent_is_replaced_and_the_save_in_flight_is_committed(
         assert ticket is not None
         (agent,) = running()
         agent.kill()
-        ticket.wait("durable", timeout=SOON)
+        ticket.wait(Stage.DURABLE, timeout=SOON)
         assert save(checkpointer, 3)
         assert not checkpointer.session.client.embedded
         assert until(lambda: len(agents()) == 1), "the killed agent is a zombie"
@@ -122,9 +123,9 @@ def test_an_agent_killed_with_a_sealed_save_does_not_lose_it(local: Path) -> Non
         (agent,) = running()
         agent.suspend()
         ticket = checkpointer.save(2, make_state(2))
-        assert ticket is not None and ticket.reached == {"copied"}
+        assert ticket is not None and ticket.stage() is Stage.COPIED
         agent.kill()
-        ticket.wait("durable", timeout=SOON)
+        ticket.wait(Stage.DURABLE, timeout=SOON)
     assert loads(local) == 2
 
 
@@ -145,7 +146,7 @@ def test_after_many_deaths_the_trainer_does_the_work(local: Path, caplog: pytest
 
 
 def test_two_jobs_with_embedded_agents_are_kept_apart(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_PLACE_S", 0.3)
+    monkeypatch.setattr(client, "_CLAIM_S", 0.3)
     with make_checkpointer(local) as first:
         second = make_checkpointer(local)
         with pytest.raises(ResiliencyError, match=f"another job is still using {local} as run"):

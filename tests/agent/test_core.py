@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import threading
@@ -15,14 +16,16 @@ import pytest
 
 from resiliency import faultpoints
 from resiliency.agent import core
+from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
-from resiliency.agent.protocol import AgentConfig, TierSpec
+from resiliency.agent.messages import Complete, Failed, Recorded, Seal
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
-from resiliency.storage.manifest import META_DIR
+from resiliency.storage.manifest import META_DIR, StepId
+from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import (
     RUN,
@@ -58,17 +61,17 @@ def keeping(local: Path, keep: int | None, **further: Any) -> Checkpointer:
     )
 
 
-def save(checkpointer: Checkpointer, *steps: int, level: Any = "durable", **further: Any) -> None:
+def save(checkpointer: Checkpointer, *steps: int, stage: Stage = Stage.DURABLE, **further: Any) -> None:
     for step in steps:
         ticket = checkpointer.save(step, make_state(step), **further)
         assert ticket is not None, checkpointer.poll()
-        ticket.wait(level, timeout=SOON)
+        ticket.wait(stage, timeout=SOON)
 
 
 def settle(checkpointer: Checkpointer) -> None:
     """Until the agent has nothing left to do, deletions included."""
-    assert checkpointer.flush("uploaded", timeout=SOON)
-    assert checkpointer.flush("durable", timeout=SOON)
+    assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
+    assert checkpointer.flush(Stage.DURABLE, tier="local", timeout=SOON)
 
 
 def numbers(tier: Path, run: str = RUN) -> list[int]:
@@ -102,7 +105,7 @@ def test_nothing_is_deleted_before_the_fsync_of_the_newer_step(local: Path) -> N
     with keeping(local, 1) as checkpointer:
         save(checkpointer, 1)
         faultpoints.arm("agent.fsync:delay=0.5")
-        save(checkpointer, 2, level="committed")
+        save(checkpointer, 2, stage=Stage.COMMITTED)
         assert numbers(local) == [1, 2], "step 1 went before step 2 was durable"
         settle(checkpointer)
         assert numbers(local) == [2]
@@ -112,7 +115,7 @@ def test_nothing_is_deleted_when_the_fsync_fails(local: Path) -> None:
     with keeping(local, 1) as checkpointer:
         save(checkpointer, 1)
         faultpoints.arm("agent.fsync:error@*")
-        save(checkpointer, 2, 3, level="committed")
+        save(checkpointer, 2, 3, stage=Stage.COMMITTED)
         checkpointer.delete("anything.ckpt")
         settle(checkpointer)
         assert numbers(local) == [1, 2, 3]
@@ -127,10 +130,10 @@ def test_what_an_attempt_before_could_not_sync_is_not_taken_for_durable(local: P
     with keeping(local, 1) as checkpointer:
         save(checkpointer, 1)
         faultpoints.arm("agent.fsync:error@*")
-        save(checkpointer, 2, level="committed")
+        save(checkpointer, 2, stage=Stage.COMMITTED)
         settle(checkpointer)
     with keeping(local, 1) as checkpointer:
-        save(checkpointer, 3, level="committed")
+        save(checkpointer, 3, stage=Stage.COMMITTED)
         settle(checkpointer)
         assert numbers(local) == [1, 2, 3]
     faultpoints.arm("")
@@ -263,7 +266,7 @@ def test_two_embedded_agents_leave_each_others_unfinished_step_alone(local: Path
 
     def first(rank: int, coordinator: Coordinator) -> None:
         with keeping(local, None, coordinator=coordinator) as checkpointer:
-            save(checkpointer, 30, level="committed")
+            save(checkpointer, 30, stage=Stage.COMMITTED)
 
     def second(rank: int, coordinator: Coordinator) -> list[str]:
         with keeping(local, None, coordinator=coordinator) as checkpointer:
@@ -273,7 +276,7 @@ def test_two_embedded_agents_leave_each_others_unfinished_step_alone(local: Path
             ticket = checkpointer.save(20, make_state(20))
             assert ticket is not None
             checkpointer.delete("nothing.ckpt")  # makes the agent look for what may go
-            ticket.wait("committed", timeout=SOON)
+            ticket.wait(Stage.COMMITTED, timeout=SOON)
             return []
 
     run_ranks(2, first)
@@ -310,7 +313,7 @@ def test_superseded_names_go_with_the_commit_of_the_newer_step(local: Path) -> N
     with keeping(local, 1) as checkpointer:
         save(checkpointer, 1, names=["a.ckpt", "b.ckpt"])
         faultpoints.arm("agent.fsync:delay=0.5")
-        save(checkpointer, 2, names=["c.ckpt"], supersedes=["a.ckpt"], level="committed")
+        save(checkpointer, 2, names=["c.ckpt"], supersedes=["a.ckpt"], stage=Stage.COMMITTED)
         assert (local / "a.ckpt").exists(), "deleted before the newer step was durable"
         settle(checkpointer)
         assert numbers(local) == [1, 2], "b.ckpt still means step 1"
@@ -345,7 +348,7 @@ def test_a_deletion_while_the_step_is_still_being_sent_is_not_forgotten(
         save(checkpointer, 1, names=["a.ckpt"])
         save(checkpointer, 2, names=["b.ckpt"])
         checkpointer.delete("a.ckpt")
-        assert checkpointer.flush("durable", timeout=SOON)
+        assert checkpointer.flush(Stage.DURABLE, tier="local", timeout=SOON)
         free.set()
         settle(checkpointer)
         assert numbers(local) == [2], "step 1 lost its name while it was pinned, and stays for ever"
@@ -369,8 +372,8 @@ def test_the_same_step_saved_twice(local: Path) -> None:
     with keeping(local, 5) as checkpointer:
         save(checkpointer, 7)
         ticket = checkpointer.save(7, make_state(7), info={"second": True})
-        assert ticket is not None and ticket.serial == 1
-        ticket.wait("durable", timeout=SOON)
+        assert ticket is not None and ticket.id.serial == 1
+        ticket.wait(Stage.DURABLE, timeout=SOON)
         settle(checkpointer)
         assert len(step_dirs(local)) == 2, "the second overwrote the first in place"
         got = checkpointer.load()
@@ -447,10 +450,10 @@ def test_remote_is_pruned_whichever_rank_is_last(local: Path, tmp_path: Path, sl
             local, 1, coordinator=coordinator, remotes=[RemoteTierOptions(address=str(remote), keep=1)]
         ) as checkpointer:
             for step in (1, 2, 3, 4):
-                save(checkpointer, step, level="committed")
+                save(checkpointer, step, stage=Stage.COMMITTED)
             settle(checkpointer)
             coordinator.all("sent", b"", timeout=SOON)
-            save(checkpointer, 5, level="committed")
+            save(checkpointer, 5, stage=Stage.COMMITTED)
             settle(checkpointer)
 
     run_ranks(2, work)
@@ -485,7 +488,7 @@ def test_a_step_of_a_failed_interval_is_made_up_for(local: Path, tmp_path: Path)
         ticket = checkpointer.save(10, make_state(10))
         assert ticket is not None
         settle(checkpointer)
-        assert any(outcome.kind == "failed" for outcome in checkpointer.poll())
+        assert any(outcome.failed for outcome in checkpointer.poll())
         save(checkpointer, 11)
         settle(checkpointer)
         assert numbers(remote) == [1, 11]
@@ -548,17 +551,19 @@ def agent_for(local: Path, events: list[Any], **values: Any) -> HostAgent:
     )
 
 
-def seal(path: Path, **values: Any) -> dict[str, Any]:
+def seal(path: Path, **values: Any) -> Seal:
     """What a rank says of a shard it has filled."""
-    about = {
-        "path": str(path),
-        "inode": path.stat().st_ino if path.exists() else 1,
-        "nbytes": 100,
-        "digests": ["0" * 16],
-        "plan": "p",
-    }
-    more = {"names": [], "supersedes": [], "created": time.time(), "info": {}, "tiers": []}
-    return {"t": "seal", "step": 1, "serial": 0, **about, **more, **values}
+    found = Seal(
+        id=StepId(1, 1, "0a0b0c"),
+        path=str(path),
+        inode=path.stat().st_ino if path.exists() else 1,
+        nbytes=100,
+        digests=("0" * 16,),
+        plan="p",
+        created=time.time(),
+        info={},
+    )
+    return dataclasses.replace(found, **values)
 
 
 def test_a_seal_said_twice_commits_once(local: Path) -> None:
@@ -572,20 +577,28 @@ def test_a_seal_said_twice_commits_once(local: Path) -> None:
         agent = agent_for(local, heard)
         agent.start()
         agent.handle(0, said)
-        assert agent.wait("uploaded", timeout_s=5)
+        assert agent.wait(Stage.DURABLE, timeout_s=5)
         agent.close()
     assert numbers(local) == [1]
-    assert [message["t"] for _, message in heard if message["t"] == "failed"] == []
-    assert len([1 for _, message in heard if message["t"] == "recorded"]) == 2, "the second trainer would wait for ever"
+    assert not any(isinstance(message, Failed) for _, message in heard)
+    assert len([1 for _, message in heard if isinstance(message, Recorded)]) == 2, (
+        "the second trainer would wait for ever"
+    )
 
 
-def test_words_it_does_not_know_are_ignored(local: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("other", [StepId(1, 2, "0a0b0c"), StepId(1, 1, "ffffff")], ids=str)
+def test_a_save_of_another_start_of_the_job_is_refused(local: Path, other: StepId) -> None:
+    local.mkdir()
+    path = local / "shard"
+    path.write_bytes(b"x" * 100)
     agent = agent_for(local, [])
     agent.start()
     try:
-        agent.handle(0, {"t": "dance"})
-        assert "dance" in caplog.text
-        assert agent.wait("uploaded", timeout_s=5)
+        with pytest.raises(AgentError, match="serves attempt 1"):
+            agent.handle(0, seal(path, id=other))
+        with pytest.raises(AgentError, match="serves attempt 1"):
+            agent.handle(0, Complete(id=other))
+        assert agent.wait(Stage.DURABLE, timeout_s=5) and numbers(local) == [] and path.exists()
     finally:
         agent.close()
         agent.close()
@@ -597,8 +610,8 @@ def test_a_file_that_is_not_there_is_a_failed_save(local: Path) -> None:
     agent.start()
     try:
         agent.handle(0, seal(local / "nothing"))
-        assert agent.wait("uploaded", timeout_s=5)
-        assert heard[0][1]["t"] == "failed" and str(local) in heard[0][1]["reason"]
+        assert agent.wait(Stage.DURABLE, timeout_s=5)
+        assert isinstance(heard[0][1], Failed) and str(local) in heard[0][1].reason
     finally:
         agent.close()
 
@@ -619,8 +632,8 @@ def test_a_file_that_is_not_the_sealed_one_is_a_failed_save(local: Path, how: st
     agent.start()
     try:
         agent.handle(0, said)
-        assert agent.wait("uploaded", timeout_s=5)
-        assert heard[0][1]["t"] == "failed" and "gone or was changed" in heard[0][1]["reason"]
+        assert agent.wait(Stage.DURABLE, timeout_s=5)
+        assert isinstance(heard[0][1], Failed) and "gone or was changed" in heard[0][1].reason
         assert numbers(local) == [] and path.exists()
     finally:
         agent.close()
@@ -632,6 +645,6 @@ def test_digests_that_cannot_be_all_are_refused(local: Path) -> None:
     (local / "shard").write_bytes(b"x" * 100)
     try:
         with pytest.raises(AgentError, match="2 digests for 100 bytes"):
-            agent.handle(0, seal(local / "shard", digests=["0" * 16] * 2))
+            agent.handle(0, seal(local / "shard", digests=("0" * 16,) * 2))
     finally:
         agent.close()

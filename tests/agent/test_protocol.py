@@ -5,16 +5,39 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resiliency.agent import protocol
-from resiliency.agent.protocol import AgentConfig, Framer, TierSpec, pack, step_token
-from resiliency.errors import AgentError, ConfigError
+from resiliency.agent.config import AgentConfig, TierSpec
+from resiliency.agent.messages import (
+    Bye,
+    Committed,
+    Complete,
+    Delete,
+    Durable,
+    Failed,
+    FileFreed,
+    FileGone,
+    Flush,
+    Flushed,
+    Hello,
+    Message,
+    Recorded,
+    Refused,
+    Rescan,
+    Seal,
+    Welcome,
+)
+from resiliency.agent.protocol import Framer, config_from_json, config_to_json, pack
+from resiliency.errors import AgentError
 from resiliency.storage.manifest import StepId
+from resiliency.storage.stage import Stage
 
 CONFIG = AgentConfig(
     run="run",
@@ -32,20 +55,51 @@ CONFIG = AgentConfig(
     events="/ckpts/e.jsonl",
     drain_s=1.5,
 )
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False),
-    lambda inner: st.lists(inner, max_size=3),
+STEP = StepId(7, 3, "0a0b0c", 1)
+SEAL = Seal(
+    id=STEP,
+    path="/ckpts/x",
+    inode=12,
+    nbytes=100,
+    digests=("0" * 16,),
+    plan="p",
+    names=("a.ckpt", "b/c.ckpt"),
+    supersedes=("old",),
+    created=12.5,
+    info={"epoch": 1, "nested": {"a": [1, None]}},
+    tiers=("store",),
+    exact=False,
 )
+#: One of each kind.
+MESSAGES: list[Message] = [
+    Hello(version=3, rank=1, config=CONFIG),
+    SEAL,
+    Complete(id=STEP),
+    Delete(names=("a.ckpt",), after=STEP),
+    Delete(names=()),
+    Rescan(),
+    Flush(ticket=1, stage=Stage.DURABLE, tier="store", timeout_s=2),
+    Bye(),
+    Welcome(pid=3),
+    Refused(reason="\u00e9 \n"),
+    Recorded(id=STEP),
+    Committed(id=STEP, tier="local"),
+    Durable(id=STEP, tier="store"),
+    Failed(id=STEP, tier="store", reason="down", retrying=True),
+    FileFreed(inode=1, path="/x"),
+    FileGone(inode=1),
+    Flushed(ticket=1, done=False),
+]
 
 
 def test_config_survives_the_way() -> None:
-    assert AgentConfig.from_json(CONFIG.to_json()) == CONFIG
+    assert config_from_json(config_to_json(CONFIG)) == CONFIG
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(AgentConfig)])
 def test_every_field_of_the_config_is_sent(field: str) -> None:
-    """A field that to_json forgets would come back as its default, and differ between trainer and agent."""
-    assert field in json.loads(CONFIG.to_json())
+    """A field that is forgotten would come back as its default, and differ between trainer and agent."""
+    assert field in json.loads(config_to_json(CONFIG))
 
 
 def test_one_address_for_each_directory_run_and_node(tmp_path: Path) -> None:
@@ -56,27 +110,30 @@ def test_one_address_for_each_directory_run_and_node(tmp_path: Path) -> None:
         dataclasses.replace(base, node="n1"),
         dataclasses.replace(base, local=dataclasses.replace(spec, address=str(tmp_path / "x"))),
     ]
-    assert len({base.address(), *(other.address() for other in others)}) == 4
+    assert len({base.address, *(other.address for other in others)}) == 4
     # The same folder by another path, and the next attempt, mean the same agent.
     (tmp_path / "link").symlink_to(tmp_path)
     assert (
-        dataclasses.replace(base, local=dataclasses.replace(spec, address=str(tmp_path / "link"))).address()
-        == base.address()
+        dataclasses.replace(base, local=dataclasses.replace(spec, address=str(tmp_path / "link"))).address
+        == base.address
     )
-    assert dataclasses.replace(base, attempt=4, token="ffffff").address() == base.address()
-    assert base.address().startswith("\0") and len(base.address()) < 100
+    assert dataclasses.replace(base, attempt=4, token="ffffff").address == base.address
+    assert base.address.startswith("\0") and len(base.address) < 100
 
 
 def test_address_differs_between_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = CONFIG.address()
+    mine = CONFIG.address
     monkeypatch.setattr(os, "getuid", lambda: 4711)
-    assert CONFIG.address() != mine
+    assert CONFIG.address != mine
+
+
+def test_there_is_a_message_of_every_kind_above() -> None:
+    assert {type(message) for message in MESSAGES} == set(get_args(Message))
 
 
 @settings(deadline=None, database=None)
-@given(st.lists(st.dictionaries(st.text(max_size=5), values, max_size=4), max_size=6), st.data())
-def test_messages_survive_any_cutting(messages: list[dict[str, object]], data: st.DataObject) -> None:
-    messages = [{**message, "t": "x"} for message in messages]
+@given(st.lists(st.sampled_from(MESSAGES), max_size=6), st.data())
+def test_messages_survive_any_cutting(messages: list[Message], data: st.DataObject) -> None:
     stream = b"".join(map(pack, messages))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     framer = Framer()
@@ -86,8 +143,59 @@ def test_messages_survive_any_cutting(messages: list[dict[str, object]], data: s
     assert got == messages
 
 
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_field_is_checked(message: Message) -> None:
+    """A field of another type, a missing one or one too many is refused, and named."""
+    fields = json.loads(pack(message))
+    required = [
+        field.name
+        for field in dataclasses.fields(message)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    for name in required:
+        with pytest.raises(AgentError, match=name):
+            list(
+                Framer().feed(json.dumps({key: value for key, value in fields.items() if key != name}).encode() + b"\n")
+            )
+    for name in fields.keys() - {"type"}:
+        wrong: object = 3 if isinstance(fields[name], (str, list, dict)) else {"x": 1}
+        with pytest.raises(AgentError, match=name):
+            list(Framer().feed(json.dumps({**fields, name: wrong}).encode() + b"\n"))
+    with pytest.raises(AgentError, match="no field 'colour'"):
+        list(Framer().feed(json.dumps({**fields, "colour": 1}).encode() + b"\n"))
+
+
 @pytest.mark.parametrize(
-    "line", [b"", b"x", b"{}", b"[]", b"3", b"null", b'"t"', b'{"T":1}', b"\xff\xfe", b"GET / HTTP/1.1\r", b'{"t":']
+    ("change", "what"),
+    [
+        ({"id": {"step": 7, "attempt": 3, "token": "0a0b0c"}}, "Seal.id"),
+        ({"id": {"step": True, "attempt": 3, "token": "0a0b0c", "serial": 0}}, "Seal.id"),
+        ({"id": {"step": -1, "attempt": 3, "token": "0a0b0c", "serial": 0}}, "Seal.id"),
+        ({"id": {"step": 7, "attempt": 3, "token": "../../x", "serial": 0}}, "Seal.id"),
+        ({"nbytes": True}, "Seal.nbytes"),
+        ({"nbytes": 1.5}, "Seal.nbytes"),
+        ({"names": ["a", 1]}, "Seal.names"),
+        ({"digests": None}, "Seal.digests"),
+        ({"type": "Dance"}, "Dance"),
+        ({"type": 3}, "3"),
+        ({"type": ["Seal"]}, "list"),
+    ],
+    ids=str,
+)
+def test_a_value_that_cannot_be_is_refused_with_its_field(change: dict[str, object], what: str) -> None:
+    with pytest.raises(AgentError, match=re.escape(what)):
+        list(Framer().feed(json.dumps({**json.loads(pack(SEAL)), **change}).encode() + b"\n"))
+
+
+def test_a_stage_that_does_not_exist_is_refused() -> None:
+    line = pack(Flush(ticket=1, stage=Stage.DURABLE, timeout_s=1)).replace(b"durable", b"uploaded")
+    with pytest.raises(AgentError, match="'uploaded' is not a valid Stage"):
+        list(Framer().feed(line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"x", b"{}", b"[]", b"3", b"null", b'"type"', b'{"Type":1}', b"\xff\xfe", b"GET / HTTP/1.1\r", b'{"type":'],
 )
 def test_anything_else_is_refused(line: bytes) -> None:
     with pytest.raises(AgentError):
@@ -96,7 +204,7 @@ def test_anything_else_is_refused(line: bytes) -> None:
 
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(AgentError):
-        list(Framer().feed(b'{"t":' + b"[" * 100_000 + b"\n"))
+        list(Framer().feed(b'{"type":' + b"[" * 100_000 + b"\n"))
 
 
 def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,15 +213,3 @@ def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(framer.feed(b"x" * 900)) == []
     with pytest.raises(AgentError, match="1000 bytes"):
         list(framer.feed(b"x" * 200))
-
-
-def test_tokens_tell_saves_of_one_step_apart() -> None:
-    tokens = [step_token("0a0b0c", serial) for serial in range(256)]
-    assert len(set(tokens)) == 256
-    assert all(StepId.parse(StepId(1, 1, token).dirname) == StepId(1, 1, token) for token in tokens)
-    assert CONFIG.step_id({"step": 7, "serial": 1}) == StepId(7, 3, "0a0b0c01")
-
-
-def test_keeping_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="keep=0"):
-        TierSpec(address="/x", name="local", keep=0)

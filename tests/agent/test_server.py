@@ -10,16 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from resiliency.agent import server, uploader
 from resiliency.agent.client import AgentClient
-from resiliency.agent.protocol import PROTOCOL_VERSION, AgentConfig, Framer, TierSpec, pack
+from resiliency.agent.config import AgentConfig, TierSpec
+from resiliency.agent.messages import Complete, Hello, Message, Recorded, Refused, Seal, Welcome
+from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.agent.server import EXIT_TAKEN, AgentServer
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
+from resiliency.storage.manifest import StepId
+from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import SlowTier
 
@@ -66,18 +69,18 @@ def dial(config: AgentConfig) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(10)
     try:
-        connection.connect(config.address())
+        connection.connect(config.address)
     except OSError:
         connection.close()
         raise
     return connection
 
 
-def hello(config: AgentConfig, rank: int = 0, **values: Any) -> bytes:
-    return pack({"t": "hello", "v": PROTOCOL_VERSION, "rank": rank, "config": config.to_json(), **values})
+def hello(config: AgentConfig, rank: int = 0, version: int = PROTOCOL_VERSION) -> bytes:
+    return pack(Hello(version=version, rank=rank, config=config))
 
 
-def answer(connection: socket.socket) -> dict[str, Any] | None:
+def answer(connection: socket.socket) -> Message | None:
     """The next message; None when the other side closed."""
     framer = Framer()
     while data := connection.recv(1 << 16):
@@ -86,25 +89,21 @@ def answer(connection: socket.socket) -> dict[str, Any] | None:
     return None
 
 
-def seal(config: AgentConfig, step: int = 1, tiers: tuple[str, ...] = ()) -> dict[str, Any]:
+def seal(config: AgentConfig, step: int = 1, tiers: tuple[str, ...] = ()) -> Seal:
     path = Path(config.local.address, f"shard-{step}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"x" * 100)
-    return {
-        "t": "seal",
-        "step": step,
-        "serial": 0,
-        "path": str(path),
-        "inode": path.stat().st_ino,
-        "nbytes": 100,
-        "plan": "p",
-        "names": [],
-        "digests": ["0" * 16],
-        "supersedes": [],
-        "created": time.time(),
-        "info": {},
-        "tiers": list(tiers),
-    }
+    return Seal(
+        id=StepId(step, config.attempt, config.token),
+        path=str(path),
+        inode=path.stat().st_ino,
+        nbytes=100,
+        plan="p",
+        digests=("0" * 16,),
+        created=time.time(),
+        info={},
+        tiers=tiers,
+    )
 
 
 def test_welcome_and_the_end_after_the_last_rank(
@@ -114,7 +113,7 @@ def test_welcome_and_the_end_after_the_last_rank(
     with dial(config) as first, dial(config) as second:
         first.sendall(hello(config, 0))
         second.sendall(hello(config, 1))
-        assert (answer(first) or {})["t"] == "welcome" and (answer(second) or {})["t"] == "welcome"
+        assert isinstance(answer(first), Welcome) and isinstance(answer(second), Welcome)
         first.close()
         thread.join(0.3)
         assert thread.is_alive(), "it ended while a rank was there"
@@ -160,8 +159,8 @@ def test_another_job_on_the_same_directory_is_refused_with_advice(
         theirs.close()
         # The job that was first has noticed nothing.
         mine.send(seal(config))
-        assert mine.flush("committed", timeout_s=5)
-        assert [message["t"] for message in mine.poll()] == ["recorded"]
+        assert mine.flush(Stage.COMMITTED, timeout_s=5)
+        assert [type(message) for message in mine.poll()] == [Recorded]
     finally:
         mine.close()
 
@@ -180,8 +179,8 @@ def test_the_next_attempt_waits_for_the_one_before_to_leave(
     try:
         assert not new.embedded
         new.send(seal(later))
-        assert new.flush("committed", timeout_s=5)
-        assert [message["t"] for message in new.poll()] == ["recorded"]
+        assert new.flush(Stage.COMMITTED, timeout_s=5)
+        assert [type(message) for message in new.poll()] == [Recorded]
     finally:
         new.close()
 
@@ -204,7 +203,7 @@ def test_a_new_attempt_joins_an_agent_that_is_still_sending(
     old = client_of(config)
     old.open()
     old.send(seal(config, tiers=("store",)))
-    assert old.flush("durable", timeout_s=5)
+    assert old.flush(Stage.DURABLE, tier="local", timeout_s=5)
     old.close()
     thread.join(0.2)
     assert thread.is_alive(), "it ended without waiting for the upload"
@@ -225,12 +224,14 @@ def test_a_new_attempt_joins_an_agent_that_is_still_sending(
         b"\0" * 100,
         b"\n",
         b"[]\n",
-        b'{"t":"seal"}\n',
-        b'{"t":"hello"}\n',
-        b'{"t":"hello","v":1,"rank":0,"config":"{}"}\n',
-        b'{"t":"hello","v":1,"rank":0,"config":5}\n',
-        b'{"t":"hello","v":1,"rank":"x","config":"[]"}\n',
-        b'{"t":"hello","v":1,"rank":0,"config":"{\\"local_ranks\\":[0],\\"local\\":{},\\"remotes\\":[]}"}\n',
+        b'{"type":"Seal"}\n',
+        b'{"type":"Hello"}\n',
+        b'{"type":"Bye"}\n',
+        b'{"type":"Welcome","pid":1}\n',
+        b'{"type":"Hello","version":3,"rank":0,"config":{}}\n',
+        b'{"type":"Hello","version":3,"rank":0,"config":5}\n',
+        b'{"type":"Hello","version":3,"rank":"x","config":[]}\n',
+        b'{"type":"Hello","version":3,"rank":0,"config":{"local_ranks":[0],"local":{},"remotes":[]}}\n',
     ],
 )
 def test_garbage_on_the_socket_harms_nobody(
@@ -244,9 +245,10 @@ def test_garbage_on_the_socket_harms_nobody(
             connection.sendall(data)
             if not data.endswith(b"\n"):
                 connection.shutdown(socket.SHUT_WR)
-            assert answer(connection) is None, "it went on talking"
+            said = answer(connection)
+            assert said is None or (isinstance(said, Refused) and answer(connection) is None), "it went on talking"
         rank.send(seal(config))
-        assert rank.flush("committed", timeout_s=5)
+        assert rank.flush(Stage.COMMITTED, timeout_s=5)
     finally:
         rank.close()
 
@@ -254,18 +256,19 @@ def test_garbage_on_the_socket_harms_nobody(
 @pytest.mark.parametrize(
     "message",
     [
-        {"t": "seal"},
-        {"t": "seal", "step": "x", "serial": 0},
-        {"t": "delete", "names": [["a"]], "after": 1},
-        {"t": "delete", "names": 3, "after": 1},
-        {"t": "flush"},
-        {"t": "complete"},
-        {"t": "seal", "step": 1, "serial": 0, "nbytes": 1, "digests": []},
+        b'{"type":"Seal"}\n',
+        b'{"type":"Seal","id":"x"}\n',
+        b'{"type":"Delete","names":[["a"]],"after":null}\n',
+        b'{"type":"Delete","names":3,"after":1}\n',
+        b'{"type":"Flush"}\n',
+        b'{"type":"Complete"}\n',
+        pack(Recorded(id=StepId(1, 1, "0a0b0c"))),
+        pack(Complete(id=StepId(1, 1, "ffffff"))),
     ],
     ids=str,
 )
 def test_a_malformed_message_of_one_rank_does_not_harm_another(
-    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], message: dict[str, Any]
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], message: bytes
 ) -> None:
     serve(config)
     good = client_of(config, 1)
@@ -273,10 +276,11 @@ def test_a_malformed_message_of_one_rank_does_not_harm_another(
     try:
         with dial(config) as bad:
             bad.sendall(hello(config, 0))
-            assert (answer(bad) or {})["t"] == "welcome"
-            bad.sendall(pack(message))
+            assert isinstance(answer(bad), Welcome)
+            bad.sendall(message)
+            assert answer(bad) is None, "the connection stayed open"
             good.send(seal(config))
-            assert good.flush("committed", timeout_s=5)
+            assert good.flush(Stage.COMMITTED, timeout_s=5)
     finally:
         good.close()
 
@@ -286,9 +290,9 @@ def test_another_version_of_the_protocol_is_told(
 ) -> None:
     serve(config)
     with dial(config) as connection:
-        connection.sendall(hello(config, v=99))
+        connection.sendall(hello(config, version=99))
         said = answer(connection)
-        assert said is not None and said["t"] == "refused" and "99" in said["reason"]
+        assert isinstance(said, Refused) and "99" in said.reason
     with dial(config) as connection:
         connection.sendall(hello(config))
         answer(connection)
@@ -306,14 +310,14 @@ def test_another_user_is_not_heard(config: AgentConfig, serve: Callable[[AgentCo
         "    said = b''\n"
         "sys.exit(0 if said == b'' else 7)\n"
     )
-    arguments = [config.address().encode().hex(), hello(config).decode().strip()]
+    arguments = [config.address.encode().hex(), hello(config).decode().strip()]
     done = subprocess.run(
         [sys.executable, "-S", "-c", script, *arguments], timeout=30, capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr.decode()
     with dial(config) as connection:
         connection.sendall(hello(config))
-        assert (answer(connection) or {})["t"] == "welcome"
+        assert isinstance(answer(connection), Welcome)
 
 
 def test_a_local_tier_that_cannot_be_read_is_told(
@@ -327,13 +331,13 @@ def test_a_local_tier_that_cannot_be_read_is_told(
         connection.sendall(hello(config))
         said = answer(connection)
         assert said is not None
-        if said["t"] == "refused":
-            assert str(tmp_path) in said["reason"]
+        if isinstance(said, Refused):
+            assert str(tmp_path) in said.reason
     # The server still lives and lets go of the socket when asked properly.
     (steps / "steps").unlink()
     with dial(config) as connection:
         connection.sendall(hello(config))
-        assert (answer(connection) or {})["t"] == "welcome"
+        assert isinstance(answer(connection), Welcome)
 
 
 def test_a_rank_that_comes_again_replaces_itself(
@@ -346,7 +350,7 @@ def test_a_rank_that_comes_again_replaces_itself(
         answer(old)
         with dial(config) as new:
             new.sendall(hello(config))
-            assert (answer(new) or {})["t"] == "welcome"
+            assert isinstance(answer(new), Welcome)
             old.close()
             new.sendall(pack(seal(config)))
-            assert (answer(new) or {}) == {"t": "recorded", "step": 1, "serial": 0}
+            assert answer(new) == Recorded(id=StepId(1, config.attempt, config.token))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from resiliency.agent import uploader as uploader_module
-from resiliency.agent.protocol import AgentConfig, TierSpec
+from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.uploader import Uploader
 from resiliency.events import EventWriter
 from resiliency.storage.catalog import block_digest, scan, step_prefix
@@ -19,7 +19,7 @@ from resiliency.storage.manifest import ShardRecord, StepId
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import Fault, FaultyTier
 
-STEP = StepId(7, 1, "0a0b0c00")
+STEP = StepId(7, 1, "0a0b0c")
 
 
 class Host:
@@ -107,7 +107,7 @@ def test_the_last_host_writes_the_manifest(hosts: list[Host], remote: FaultyTier
 
 def test_both_at_once(hosts: list[Host], remote: FaultyTier) -> None:
     for step in range(1, 15):
-        records = [host.record(StepId(step, 1, "0a0b0c00")) for host in hosts]
+        records = [host.record(StepId(step, 1, "0a0b0c")) for host in hosts]
         barrier = threading.Barrier(2)
         outcomes: list[str] = []
 

@@ -15,6 +15,7 @@ from resiliency import faultpoints
 from resiliency.agent.core import HostAgent
 from resiliency.checkpoint.arena import Arena
 from resiliency.errors import TierError
+from resiliency.storage.stage import Stage
 from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, stock
 
 PL = "lightning.pytorch"
@@ -132,7 +133,7 @@ def test_a_save_that_fails_deletes_nothing(tmp_path: Path) -> None:
     faultpoints.arm("agent.manifest.write:error@2")
 
     def look() -> None:
-        callback._engine.flush("durable")
+        callback._engine.flush(Stage.DURABLE, tier="local")
         seen.append(names(tmp_path))
 
     trainer = make_trainer(PL, [at_batch_start(2, look), callback], root=tmp_path, max_steps=4, max_epochs=-1)
@@ -154,7 +155,7 @@ def test_a_save_that_is_skipped_deletes_nothing(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(Arena, "acquire", full)
 
     def look() -> None:
-        callback._engine.flush("durable")
+        callback._engine.flush(Stage.DURABLE, tier="local")
         seen.append(names(tmp_path))
         monkeypatch.setattr(Arena, "acquire", acquire)
 

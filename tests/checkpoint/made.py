@@ -15,6 +15,7 @@ from resiliency.checkpoint.coordinator import StoreCoordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import META_DIR, StepId
+from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier
 
 EMBEDDED = CheckpointerOptions(agent="embedded")
@@ -54,7 +55,7 @@ def solo(
                 info={"epoch": 3, "val_loss": 0.25},
             )
             assert ticket is not None
-            ticket.wait("durable")
+            ticket.wait(Stage.DURABLE)
 
 
 def duo(directory: Path, *steps: int, run: str = "duo", what: Any = None) -> None:
@@ -76,7 +77,7 @@ def duo(directory: Path, *steps: int, run: str = "duo", what: Any = None) -> Non
                         names=[f"{run}={step}.ckpt"],
                     )
                     assert ticket is not None
-                    ticket.wait("durable")
+                    ticket.wait(Stage.DURABLE)
         except BaseException as error:
             failures.append(error)
 

@@ -21,6 +21,7 @@ from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.shard_plan import ShardPlanner
 from resiliency.errors import ConfigError, NoCheckpointFound, ResiliencyError, Timeout
+from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
 
 SOON = timedelta(seconds=20)
@@ -41,7 +42,7 @@ def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
 def save(checkpointer: Checkpointer, step: int, state: Any = None, **further: Any) -> Ticket:
     ticket = checkpointer.save(step, make_state(step) if state is None else state, **further)
     assert ticket is not None
-    ticket.wait("durable", timeout=SOON)
+    ticket.wait(Stage.DURABLE, timeout=SOON)
     return ticket
 
 
@@ -141,13 +142,13 @@ def test_loading_a_step_by_something_else_than_its_identity(checkpointer: Checkp
         checkpointer.load(step=step)
 
 
-@pytest.mark.parametrize("level", ["Committed", "", "uploaded!", None])
-def test_wrong_levels(checkpointer: Checkpointer, level: Any) -> None:
+@pytest.mark.parametrize("stage", ["committed", "", "uploaded", None, True])
+def test_a_stage_that_is_none_is_refused(checkpointer: Checkpointer, stage: Any) -> None:
     ticket = save(checkpointer, 1)
-    with pytest.raises(ValueError, match="committed"):
-        ticket.wait(level)
-    with pytest.raises(ValueError, match="committed"):
-        checkpointer.flush(level)
+    with pytest.raises(TypeError, match="Stage.COMMITTED"):
+        ticket.wait(stage)
+    with pytest.raises(TypeError, match="Stage.COMMITTED"):
+        checkpointer.flush(stage)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_a_step_that_is_not_there(checkpointer: Checkpointer) -> None:
     assert checkpointer.load() is None
     save(checkpointer, 1)
     with pytest.raises(NoCheckpointFound, match="step 9"):
-        checkpointer.load(step=StepId(9, 1, "0a0b0c00"))
+        checkpointer.load(step=StepId(9, 1, "0a0b0c"))
 
 
 def test_steps_lists_what_could_be_restored(checkpointer: Checkpointer) -> None:
@@ -391,7 +392,7 @@ def test_a_save_that_must_not_wait_is_skipped_and_counted(tmp_path: Path, caplog
         assert checkpointer.save(3, make_state(3)) is None
         assert checkpointer.save(4, make_state(4)) is None
         assert checkpointer.skipped == 2
-        assert [outcome.step for outcome in checkpointer.poll() if outcome.kind == "failed"] == [3, 4]
+        assert [outcome.step for outcome in checkpointer.poll() if outcome.failed] == [3, 4]
         assert (
             len(
                 [
@@ -493,8 +494,8 @@ def test_a_state_that_grows_and_shrinks(checkpointer: Checkpointer) -> None:
 def test_outcomes_say_what_happened_to_each_save(tmp_path: Path) -> None:
     with make_checkpointer(tmp_path / "c", remotes=[RemoteTierOptions(address=str(tmp_path / "r"))]) as checkpointer:
         save(checkpointer, 1, names=["a.ckpt"])
-        assert checkpointer.flush("uploaded", timeout=SOON)
-        told = [(outcome.kind, outcome.tier, outcome.names) for outcome in checkpointer.poll()]
+        assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
+        told = [(outcome.stage, outcome.tier, outcome.names) for outcome in checkpointer.poll()]
         assert sorted(told) == [
             ("committed", "local", ("a.ckpt",)),
             ("durable", "local", ("a.ckpt",)),
@@ -630,7 +631,7 @@ def test_a_rank_that_leaves_first_and_takes_the_store_with_it(tmp_path: Path) ->
             assert ticket is not None
             ticket.wait(timeout=timedelta(seconds=5))
             # Rank 1 has not counted, and never will: rank 0 cannot wait for it.
-            checkpointer.flush("uploaded", timeout=timedelta(seconds=0.5 if rank == 0 else 5))
+            checkpointer.flush(Stage.DURABLE, timeout=timedelta(seconds=0.5 if rank == 0 else 5))
         finally:
             checkpointer.close(flush=False)
             gone.set()

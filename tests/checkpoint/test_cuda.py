@@ -9,6 +9,7 @@ import torch
 
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.storage.stage import Stage
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +22,7 @@ def test_a_lazy_save_from_the_gpu_holds_the_values_of_its_moment(tmp_path: Path)
         for tensor in weights.values():
             tensor.fill_(-1.0)  # runs on the compute stream, which waits for the copies
         assert ticket is not None
-        ticket.wait("committed")
+        ticket.wait(Stage.COMMITTED)
         restored = checkpointer.load()
     assert restored is not None
     for i in range(32):
@@ -34,9 +35,9 @@ def test_the_fence_does_not_block_the_cpu(tmp_path: Path) -> None:
         checkpointer.warm_up(weights)
         ticket = checkpointer.save(1, weights, lazy=True)
         assert ticket is not None
-        assert "copied" not in ticket.reached
+        assert not ticket.has_reached(Stage.COPIED)
         checkpointer.fence()
-        assert "copied" not in ticket.reached, (
+        assert not ticket.has_reached(Stage.COPIED), (
             "1 GiB cannot have crossed the bus yet: the fence must not have waited for it"
         )
-        ticket.wait("committed")
+        ticket.wait(Stage.COMMITTED)

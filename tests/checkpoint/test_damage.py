@@ -344,11 +344,11 @@ def test_leftover_of_a_half_deleted_newer_step(copy: Series) -> None:
 def test_stale_attempt_with_a_part_of_a_newer_try(copy: Series) -> None:
     """Attempt 9 wrote one shard of step 30 and died; attempt 1's step 30 is whole."""
     folder = folder_of(copy.local_dir, 30)
-    stale = folder.with_name("0000000030-a0009-0123ab00")
+    stale = folder.with_name("0000000030-a0009-0123ab-00")
     stale.mkdir()
     shutil.copy(shard(folder, 0), stale)
     text = json.loads(record(folder, 0).read_text())
-    (stale / "shard-00000.json").write_text(json.dumps({**text, "attempt": 9, "token": "0123ab00"}))
+    (stale / "shard-00000.json").write_text(json.dumps({**text, "attempt": 9, "token": "0123ab"}))
     restored = copy.load()[0]
     assert restored is not None and restored.id.attempt == 1 and restored.step == 30
 
@@ -356,10 +356,10 @@ def test_stale_attempt_with_a_part_of_a_newer_try(copy: Series) -> None:
 def test_junk_beside_the_steps(copy: Series) -> None:
     for tier in copy.tiers:
         steps = folder_of(tier, 30).parent
-        (steps / "0000000099-a0001-zzzzzzzz").mkdir()
-        (steps / "0000000099-a0001-0000ab00").mkdir()
-        (steps / "0000000099-a0001-0000ab00" / "manifest.json").mkdir()
-        (steps / "0000000098-a0001-0000ab00").write_text("a file")
+        (steps / "0000000099-a0001-zzzzzz-00").mkdir()
+        (steps / "0000000099-a0001-0000ab-00").mkdir()
+        (steps / "0000000099-a0001-0000ab-00" / "manifest.json").mkdir()
+        (steps / "0000000098-a0001-0000ab-00").write_text("a file")
         (steps / "lost+found").mkdir()
         (folder_of(tier, 30) / "shard-00007.json").write_text("{}")
         (folder_of(tier, 30) / "shard-.json").write_text("{}")

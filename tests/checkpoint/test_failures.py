@@ -22,6 +22,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.errors import CorruptShard, ResiliencyError, TierError
+from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
@@ -59,7 +60,7 @@ def saved(checkpointer: Checkpointer, step: int, **further: Any) -> bool:
     if ticket is None:
         return False
     try:
-        ticket.wait("durable", timeout=SOON)
+        ticket.wait(Stage.DURABLE if ticket.can_be_durable else Stage.COMMITTED, timeout=SOON)
     except ResiliencyError:
         assert ticket.failed, f"step {step} was neither committed nor failed after {time.monotonic() - began:.0f} s"
         return False
@@ -94,7 +95,7 @@ def test_one_save_fails_and_the_next_works(
         faultpoints.arm(f"{point}:{action}@*")
         assert not saved(checkpointer, 2, names=["b.ckpt"])
         assert not saved(checkpointer, 3, names=["c.ckpt"])
-        told = [outcome for outcome in checkpointer.poll() if outcome.kind == "failed"]
+        told = [outcome for outcome in checkpointer.poll() if outcome.failed]
         assert [outcome.step for outcome in told] == [2, 3] and all(outcome.reason for outcome in told)
         assert len(warnings(caplog)) == 1, "one clear warning, not one for each save"
         faultpoints.arm("")
@@ -128,7 +129,7 @@ def test_an_error_in_the_middle_of_a_save_does_not_end_checkpointing(local: Path
         faultpoints.arm("")
         began = time.monotonic()
         assert saved(checkpointer, 3)
-        assert checkpointer.flush("uploaded", timeout=timedelta(seconds=5)), (
+        assert checkpointer.flush(Stage.DURABLE, timeout=timedelta(seconds=5)), (
             "the agent still waits for the save that raised"
         )
         assert time.monotonic() - began < 5
@@ -173,7 +174,7 @@ def test_step_folders_removed_behind_our_back(local: Path) -> None:
     with make_checkpointer(LocalTierOptions(directory=str(local), keep=2)) as checkpointer:
         for step in range(1, 4):
             assert saved(checkpointer, step)
-        assert checkpointer.flush("uploaded", timeout=SOON)
+        assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
         shutil.rmtree(local / ".resiliency" / RUN / "steps")
         assert any([saved(checkpointer, step) for step in (4, 5, 6)])
         assert checkpointer.flush(timeout=SOON)
@@ -240,12 +241,12 @@ def test_a_disk_full_from_the_start(disk: Path, caplog: pytest.LogCaptureFixture
         state = {"w": torch.zeros(1 << 18)}
         checkpointer.warm_up(state)
         assert checkpointer.save(1, state) is None
-        assert [outcome.kind for outcome in checkpointer.poll()] == ["failed"]
+        assert [outcome.failed for outcome in checkpointer.poll()] == [True]
         assert any("free space" in text for text in warnings(caplog))
         filler.unlink()
         ticket = checkpointer.save(2, state)
         assert ticket is not None
-        ticket.wait("durable", timeout=SOON)
+        ticket.wait(Stage.COMMITTED, timeout=SOON)
 
 
 def test_state_that_outgrows_the_disk_leaves_no_orphan(disk: Path) -> None:
@@ -254,13 +255,13 @@ def test_state_that_outgrows_the_disk_leaves_no_orphan(disk: Path) -> None:
         for step in (1, 2, 3):
             ticket = checkpointer.save(step, {"w": torch.full((1 << 16,), float(step))})
             assert ticket is not None
-            ticket.wait("durable", timeout=SOON)
+            ticket.wait(Stage.COMMITTED, timeout=SOON)
         assert checkpointer.flush(timeout=SOON)
         for step in (4, 5, 6):
             assert checkpointer.save(step, {"w": torch.zeros(1 << 21)}) is None  # 8 MiB on a disk of 4
         ticket = checkpointer.save(7, {"w": torch.full((1 << 16,), 7.0)})
         assert ticket is not None
-        ticket.wait("durable", timeout=SOON)
+        ticket.wait(Stage.COMMITTED, timeout=SOON)
         assert checkpointer.flush(timeout=SOON)
         in_use = sum(path.stat().st_blocks * 512 for path in disk.rglob("*") if path.is_file())
         assert in_use < 1024 * 1024, f"{in_use} bytes for steps of 256 KiB"
@@ -342,11 +343,11 @@ def test_a_store_that_is_down_is_tried_again(
     with with_remote(local, remote) as checkpointer:
         assert saved(checkpointer, 1)
         assert saved(checkpointer, 2)
-        assert checkpointer.flush("uploaded", timeout=SOON)
+        assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
         assert faulty.tripped(fault) == 5
         told = [outcome for outcome in checkpointer.poll() if outcome.tier == "object_store"]
-        assert (told[-1].step, told[-1].kind) == (2, "durable")
-        failed = [outcome for outcome in told if outcome.kind == "failed"]
+        assert (told[-1].step, told[-1].stage) == (2, Stage.DURABLE)
+        failed = [outcome for outcome in told if outcome.failed]
         assert failed and all(outcome.retrying for outcome in failed), "what is tried again was told as final"
     down = [text for text in warnings(caplog) if "failed at step" in text]
     assert len(down) == 1, warnings(caplog)
@@ -363,8 +364,8 @@ def test_a_store_that_refuses_fails_that_step_and_gets_the_next(
     opened(faulty)
     with with_remote(local, remote) as checkpointer:
         assert saved(checkpointer, 1)
-        assert checkpointer.flush("uploaded", timeout=SOON)
-        failed = [outcome for outcome in checkpointer.poll() if outcome.kind == "failed"]
+        assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
+        failed = [outcome for outcome in checkpointer.poll() if outcome.failed]
         assert [(outcome.step, outcome.tier) for outcome in failed] == [(1, "object_store")] and "injected" in failed[
             0
         ].reason
@@ -372,7 +373,7 @@ def test_a_store_that_refuses_fails_that_step_and_gets_the_next(
         assert len(warnings(caplog)) == 1
         assert loads_nothing(remote)
         assert saved(checkpointer, 2)
-        assert checkpointer.flush("uploaded", timeout=SOON)
+        assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
     assert loads(Path(remote.root)) == 2
     assert loads(local) == 2
 
@@ -388,10 +389,10 @@ def test_bits_that_rot_on_the_way_are_not_restored(
     opened(faulty)
     with with_remote(local, remote, keep=None) as checkpointer:
         assert saved(checkpointer, 1)
-        assert checkpointer.flush("uploaded", timeout=SOON)
+        assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
         faulty.fail("put_file", Fault.CORRUPT)
         assert saved(checkpointer, 2)
-        assert checkpointer.flush("uploaded", timeout=SOON)
+        assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
     assert loads(tmp_path / "new host", remotes=[RemoteTierOptions(address=remote.root)]) == 1
 
 
@@ -410,8 +411,8 @@ def test_damage_on_the_local_disk_is_not_sent_on(
     opened(remote)
     with with_remote(local, remote) as checkpointer:
         assert saved(checkpointer, 1)
-        assert checkpointer.flush("uploaded", timeout=SOON)
-        assert [outcome.tier for outcome in checkpointer.poll() if outcome.kind == "failed"] == ["object_store"]
+        assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
+        assert [outcome.tier for outcome in checkpointer.poll() if outcome.failed] == ["object_store"]
     assert loads_nothing(remote)
 
 
@@ -427,9 +428,9 @@ def test_a_slow_store_does_not_slow_training(local: Path, remote: LocalTier, ope
         assert loads_nothing(remote)
         assert len(step_dirs(local)) == 5, "a step that is still to be sent was deleted"
         free.set()
-        assert checkpointer.flush("uploaded", timeout=SOON)
+        assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
         # What is sent may go.
-        assert checkpointer.flush("durable", timeout=SOON)
+        assert checkpointer.flush(Stage.DURABLE, tier="local", timeout=SOON)
         assert {step.step for step in step_dirs(local)} == {5}
     finally:
         free.set()
@@ -502,7 +503,7 @@ def test_one_rank_fails_and_nobody_waits_for_it_at_the_end(local: Path) -> None:
                 elif step != 2:
                     ticket.wait(timeout=SOON)
             began = time.monotonic()
-            return checkpointer.flush("uploaded", timeout=timedelta(seconds=4)), time.monotonic() - began
+            return checkpointer.flush(Stage.DURABLE, timeout=timedelta(seconds=4)), time.monotonic() - began
         finally:
             checkpointer.close(flush=False)
 
@@ -523,7 +524,7 @@ def test_ranks_with_different_tensors_are_told(local: Path) -> None:
             ticket = checkpointer.save(1, {"w": torch.zeros(1000 + rank, 2)})
             assert ticket is not None
             checkpointer.flush(timeout=timedelta(seconds=3))
-            told = [outcome.reason for outcome in checkpointer.poll() if outcome.kind == "failed"]
+            told = [outcome.reason for outcome in checkpointer.poll() if outcome.failed]
             coordinator.all("told", b"", timeout=SOON)
             ticket = checkpointer.save(2, {"w": torch.zeros(1000, 2)})
             assert ticket is not None

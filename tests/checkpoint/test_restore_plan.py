@@ -22,10 +22,10 @@ def held(
     node: str = "n0",
     world_size: int = 2,
     attempt: int = 1,
-    token: str = "00000000",
+    serial: int = 0,
     exact: bool = True,
 ) -> StepInventory:  # noqa: E501
-    return StepInventory(tier, node, StepId(step, attempt, token).dirname, world_size, ranks, (), exact)
+    return StepInventory(tier, node, StepId(step, attempt, "000000", serial).dirname, world_size, ranks, (), exact)
 
 
 @st.composite
@@ -102,18 +102,18 @@ def test_places_that_disagree_about_the_world_size() -> None:
 
 
 def test_exact_saves_win_among_those_of_one_step() -> None:
-    inventory = [held(5, token="0a0b0c00"), held(5, token="0a0b0c01", exact=False)]
+    inventory = [held(5), held(5, serial=1, exact=False)]
     found = plan_restore(inventory, ["n0"])
-    assert found is not None and found.step.token == "0a0b0c00"
+    assert found is not None and found.step.serial == 0
     later = plan_restore([*inventory, held(6, exact=False)], ["n0"])
     assert later is not None and later.step.step == 6
 
 
 def test_only_the_step_that_was_asked_for() -> None:
     inventory = [held(1), held(2)]
-    found = plan_restore(inventory, ["n0"], only=StepId(1, 1, "00000000"))
+    found = plan_restore(inventory, ["n0"], only=StepId(1, 1, "000000"))
     assert found is not None and found.step.step == 1
-    assert plan_restore(inventory, ["n0"], only=StepId(3, 1, "00000000")) is None
+    assert plan_restore(inventory, ["n0"], only=StepId(3, 1, "000000")) is None
 
 
 def test_holdings_travel_as_json() -> None:

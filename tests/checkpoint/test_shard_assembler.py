@@ -19,6 +19,7 @@ from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
 from resiliency.errors import CorruptShard
 from resiliency.storage.catalog import block_digest, read_record
 from resiliency.storage.manifest import ShardRecord
+from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import RUN, make_checkpointer, step_dirs
 
@@ -58,7 +59,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ShardR
     with make_checkpointer(tmp_path) as checkpointer:
         ticket = checkpointer.save(1, state, per_rank={"rng": torch.arange(100)})
         assert ticket is not None
-        ticket.wait("durable")
+        ticket.wait(Stage.DURABLE)
     (step,) = step_dirs(tmp_path)
     return tmp_path, read_record(LocalTier(tmp_path), RUN, step, 0), state
 

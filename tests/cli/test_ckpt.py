@@ -26,6 +26,7 @@ from resiliency.inspection.pruning import Doomed, delete_step, plan
 from resiliency.settings import environment
 from resiliency.storage.catalog import scan
 from resiliency.storage.manifest import EVENTS_DIR
+from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import RecordingTier
@@ -194,7 +195,7 @@ def test_a_name_means_its_step_without_its_file_and_with_slashes(tmp_path: Path)
     with Checkpointer(tmp_path, run="r", rank=0, world_size=1, options=EMBEDDED) as checkpointer:
         ticket = checkpointer.save(4, state(4), names=["epoch=1-val/loss=0.5.ckpt"])
         assert ticket is not None
-        ticket.wait("durable")
+        ticket.wait(Stage.DURABLE)
     name = tmp_path / "epoch=1-val" / "loss=0.5.ckpt"
     assert name.exists()
     assert data("ls", name)["runs"]["r"][0]["step"] == 4
@@ -433,10 +434,10 @@ def test_prune_deletes_unfinished_steps_only_when_they_are_older(ck: Path) -> No
 def test_prune_leaves_what_it_cannot_judge(ck: Path) -> None:
     """The manifest of a newer version, say."""
     for path in folder_of(ck, "solo", 10).glob("*.json"):
-        path.write_text(path.read_text().replace('"version": 1', '"version": 99'))
+        path.write_text(path.read_text().replace('"version": 2', '"version": 99'))
     found = data("prune", ck, "--keep", "1", "--unfinished", "--run", "solo", "--yes")
     assert left(ck, "solo") == [10, 30]
-    assert "newer than 1; upgrade" in found["kept"][0]["why"]
+    assert "has checkpoint format 99, this version reads 2: upgrade" in found["kept"][0]["why"]
 
 
 def test_prune_does_not_trade_good_steps_for_a_rotten_one(ck: Path) -> None:

@@ -17,6 +17,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.inspection.by_path import locate
 from resiliency.inspection.export import export, format_of
+from resiliency.storage.stage import Stage
 from tests.checkpoint.made import EMBEDDED, duo, flip, folder_of, same, solo, state, upload
 
 
@@ -153,7 +154,7 @@ def test_a_name_with_a_slash_is_located(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, run="r", rank=0, world_size=1, options=EMBEDDED) as checkpointer:
         ticket = checkpointer.save(4, state(4), names=["epoch=1-val/loss=0.5.ckpt"])
         assert ticket is not None
-        ticket.wait("durable")
+        ticket.wait(Stage.DURABLE)
     assert export(tmp_path / "epoch=1-val" / "loss=0.5.ckpt", tmp_path / "out.ckpt").id.step == 4
     located = locate(str(tmp_path / "epoch=1-val" / "loss=0.5.ckpt"))
     assert located is not None

@@ -13,6 +13,7 @@ import pytest
 from resiliency.errors import CorruptShard
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.fetch import fetch_shard, remove_dead_fetches
+from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import make_checkpointer, make_state
 
@@ -35,7 +36,7 @@ def source(tmp_path: Path) -> LocalTier:
     with make_checkpointer(tmp_path / "source", run="run") as checkpointer:
         ticket = checkpointer.save(1, make_state(1))
         assert ticket is not None
-        ticket.wait("durable")
+        ticket.wait(Stage.DURABLE)
     return LocalTier(tmp_path / "source")
 
 
@@ -90,5 +91,5 @@ def test_the_agent_sweeps_at_its_start(source: LocalTier, tmp_path: Path) -> Non
     stale.write_bytes(b"half")
     os.utime(stale, (time.time() - 7200,) * 2)
     with make_checkpointer(tmp_path / "source", run="run") as checkpointer:
-        assert checkpointer.flush("durable")
+        assert checkpointer.flush(Stage.DURABLE, tier="local")
     assert not left.exists() and not stale.exists()

@@ -25,6 +25,7 @@ from resiliency.storage.layout import (
     parse_header,
     stamp,
 )
+from resiliency.storage.manifest import StepId
 from resiliency.testing.checkpoints import bytes_of
 
 SETTINGS = settings(deadline=None, database=None, max_examples=150, suppress_health_check=list(HealthCheck))
@@ -96,14 +97,21 @@ def chunks(draw: st.DrawFn) -> list[Chunk]:
 
 
 @SETTINGS
-@given(chunks(), st.integers(1, 5000), st.integers(0, 10**18), st.integers(1, 10**9))
-def test_parse_is_the_inverse_of_make(wanted: list[Chunk], reserve: int, step: int, attempt: int) -> None:
+@given(
+    chunks(),
+    st.integers(1, 5000),
+    st.integers(0, 10**18),
+    st.integers(1, 10**9),
+    st.integers(0, 10**9),
+)
+def test_parse_is_the_inverse_of_make(wanted: list[Chunk], reserve: int, step: int, attempt: int, serial: int) -> None:
     layout = make_layout(wanted, objects_nbytes=reserve, meta={"run": "r", "rank": 1})
     head = bytearray(layout.header)
-    mark = stamp(step, attempt, "0a0b0c0d")
+    stamped = StepId(step, attempt, "0a0b0c", serial)
+    mark = stamp(stamped)
     head[layout.stamp_at : layout.stamp_at + len(mark)] = mark
     header = parse_header(bytes(head), where="x")
-    assert (header.step, header.attempt, header.token) == (step, attempt, "0a0b0c0d")
+    assert header.id == stamped
     assert header.meta == {"run": "r", "rank": 1}
     assert header.placed == layout.placed and header.objects == layout.objects
     assert header_length(bytes(head[:8]), where="x") == len(head)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from resiliency.errors import CorruptShard
+from resiliency.errors import CorruptShard, UnsupportedFormat
 from resiliency.storage import manifest as manifest_module
 from resiliency.storage.manifest import (
     FORMAT_VERSION,
@@ -17,8 +17,8 @@ from resiliency.storage.manifest import (
     NameFile,
     ShardRecord,
     StepId,
-    manifest_from_records,
-    newest_complete,
+    UnfinishedStep,
+    gather_records,
 )
 
 SETTINGS = settings(deadline=None, database=None, max_examples=200, suppress_health_check=list(HealthCheck))
@@ -26,7 +26,7 @@ SETTINGS = settings(deadline=None, database=None, max_examples=200, suppress_hea
 
 def record(rank: int = 0, world_size: int = 2, **values: Any) -> ShardRecord:
     known: dict[str, Any] = {
-        "id": StepId(7, 1, "0a0b0c00"),
+        "id": StepId(7, 1, "0a0b0c"),
         "run": "r",
         "rank": rank,
         "world_size": world_size,
@@ -68,11 +68,11 @@ def test_record_round_trip() -> None:
 
 
 def test_manifest_round_trip_and_same_bytes_from_every_writer() -> None:
-    manifest = manifest_from_records([record(1), record(0)])
-    assert manifest is not None and adds_up(manifest)
+    manifest = gather_records([record(1), record(0)])
+    assert isinstance(manifest, Manifest) and adds_up(manifest)
     assert Manifest.from_json(manifest.to_json(), where="x") == manifest
-    other = manifest_from_records([record(0), record(1)])
-    assert other is not None and other.to_json() == manifest.to_json()
+    other = gather_records([record(0), record(1)])
+    assert isinstance(other, Manifest) and other.to_json() == manifest.to_json()
     assert manifest.names == ("x.ckpt",) and manifest.supersedes == ("y.ckpt",) and manifest.nbytes == 40
 
 
@@ -85,16 +85,29 @@ def test_manifest_round_trip_and_same_bytes_from_every_writer() -> None:
         [record(0), record(0)],
         [record(0), record(1, plan="q")],
         [record(0), record(1, run="s")],
-        [record(0), record(1, id=StepId(8, 1, "0a0b0c00"))],
-        [record(0), record(1, id=StepId(7, 2, "0a0b0c00"))],
-        [record(0), record(1, id=StepId(7, 1, "0a0b0c01"))],
+        [record(0), record(1, id=StepId(8, 1, "0a0b0c"))],
+        [record(0), record(1, id=StepId(7, 2, "0a0b0c"))],
+        [record(0), record(1, id=StepId(7, 1, "0a0b0c", 1))],
         [record(0), record(1, 3)],
         [record(0), record(1), record(2)],
         [record(0, 1), record(1, 2)],
     ],
 )
 def test_records_that_do_not_make_a_step(records: list[ShardRecord]) -> None:
-    assert manifest_from_records(records) is None
+    assert not isinstance(gather_records(records), Manifest)
+
+
+def test_some_records_of_a_step_are_an_unfinished_step() -> None:
+    found = gather_records([record(1), record(1)])
+    assert isinstance(found, UnfinishedStep) and not isinstance(found, Manifest)
+    assert (found.id, found.world_size, found.names) == (record(1).id, 2, ("x.ckpt",)) and found.shards == (record(1),)
+    assert gather_records([record(0), record(1, plan="q")]) is None, "they belong to different saves"
+
+
+@pytest.mark.parametrize("shards", [(), (record(0),), (record(1), record(0)), (record(0), record(0))])
+def test_a_manifest_that_is_not_whole_cannot_be_made(shards: tuple[ShardRecord, ...]) -> None:
+    with pytest.raises(ValueError, match="do not make a step of 2|shards"):
+        Manifest(id=record(0).id, run="r", world_size=2, shards=shards)
 
 
 def test_a_huge_world_size_costs_no_memory() -> None:
@@ -104,7 +117,7 @@ def test_a_huge_world_size_costs_no_memory() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, hard))
     try:
-        assert manifest_from_records([record(0, 10**18)]) is None
+        assert not isinstance(gather_records([record(0, 10**18)]), Manifest)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
@@ -174,7 +187,7 @@ def test_any_bytes_are_refused(text: str | bytes) -> None:
 @SETTINGS
 @given(st.binary(max_size=60), st.integers(0, 3000))
 def test_a_manifest_with_other_bytes_in_it(data: bytes, at: int) -> None:
-    manifest = manifest_from_records([record(0), record(1)])
+    manifest = gather_records([record(0), record(1)])
     assert manifest is not None
     text = manifest.to_json().encode()
     try:
@@ -184,19 +197,44 @@ def test_a_manifest_with_other_bytes_in_it(data: bytes, at: int) -> None:
     assert adds_up(got)
 
 
-def test_a_newer_version_says_so() -> None:
-    with pytest.raises(CorruptShard, match="upgrade"):
-        ShardRecord.from_dict({**record().to_dict(), "version": FORMAT_VERSION + 1}, where="x")
-    manifest = manifest_from_records([record(0), record(1)])
-    assert manifest is not None
+def versioned(record: ShardRecord, version: object) -> dict[str, object]:
+    """A sound record of another version."""
+    fields = {**{key: value for key, value in record.to_dict().items() if key != "check"}, "version": version}
+    return {**fields, "check": manifest_module._check(fields)}
+
+
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [(FORMAT_VERSION + 1, "upgrade resiliency"), (1, "export it with the version"), (True, "export")],
+)
+def test_another_version_of_the_format_is_refused_with_what_to_do(version: object, advice: str) -> None:
+    with pytest.raises(UnsupportedFormat, match=f"x has checkpoint format {version}, this version reads 2: {advice}"):
+        ShardRecord.from_dict(versioned(record(0), version), where="x")
+    manifest = gather_records([record(0), record(1)])
+    assert isinstance(manifest, Manifest)
     data = json.loads(manifest.to_json())
-    with pytest.raises(CorruptShard, match="upgrade"):
-        Manifest.from_json(json.dumps({**data, "version": FORMAT_VERSION + 1}), where="x")
+    with pytest.raises(UnsupportedFormat, match=advice):
+        Manifest.from_json(json.dumps({**data, "version": version}), where="x")
+    name = json.loads(NameFile(run="r", id=record(0).id).to_json())
+    with pytest.raises(UnsupportedFormat, match=advice):
+        NameFile.from_json(json.dumps({**name, "version": version}))
 
 
-@given(st.integers(0, 10**15), st.integers(1, 10**6), st.text("0123456789abcdef", min_size=8, max_size=8))
-def test_folder_names_spell_the_step(step: int, attempt: int, token: str) -> None:
-    assert StepId.parse(StepId(step, attempt, token).dirname) == StepId(step, attempt, token)
+def test_a_flipped_version_is_damage_and_not_another_format() -> None:
+    with pytest.raises(CorruptShard, match="check sum") as caught:
+        ShardRecord.from_dict({**record().to_dict(), "version": FORMAT_VERSION + 1}, where="x")
+    assert not isinstance(caught.value, UnsupportedFormat)
+
+
+@given(
+    st.integers(0, 10**15),
+    st.integers(1, 10**6),
+    st.text("0123456789abcdef", min_size=6, max_size=6),
+    st.integers(0, 10**6),
+)
+def test_folder_names_and_json_spell_the_step(step: int, attempt: int, token: str, serial: int) -> None:
+    found = StepId(step, attempt, token, serial)
+    assert StepId.parse(found.dirname) == found == StepId.from_dict(json.loads(json.dumps(found.to_dict())))
 
 
 @pytest.mark.parametrize(
@@ -204,12 +242,13 @@ def test_folder_names_spell_the_step(step: int, attempt: int, token: str) -> Non
     [
         "",
         "x",
-        "0000000001-a0001-0A0B0C00",
-        "1-a0001-0a0b0c00",
-        "0000000001-a0001-0a0b0c00x",
-        "0000000001-a0001-0a0b0c00/x",
-        "-0000000001-a0001-0a0b0c00",
-        "0000000001-a0001-0a0b0c0\n",
+        "0000000001-a0001-0A0B0C-00",
+        "1-a0001-0a0b0c-00",
+        "0000000001-a0001-0a0b0c00",
+        "0000000001-a0001-0a0b0c-00x",
+        "0000000001-a0001-0a0b0c-00/x",
+        "-0000000001-a0001-0a0b0c-00",
+        "0000000001-a0001-0a0b0c-0\n",
     ],
 )
 def test_other_folder_names_are_no_steps(name: str) -> None:
@@ -219,10 +258,10 @@ def test_other_folder_names_are_no_steps(name: str) -> None:
 def test_what_a_later_start_saved_is_newer() -> None:
     """Also when it went back to an older step, because the newest was damaged or the user wanted to."""
     steps = [
-        StepId(step, attempt, token)
+        StepId(step, attempt, "0a0b0c", serial)
         for attempt in (1, 2, 11)
         for step in (0, 9, 10, 10**9)
-        for token in ("00000000", "00000001")
+        for serial in (0, 1, 2, 10, 100)
     ]
     assert sorted(reversed(steps)) == steps
 
@@ -241,19 +280,7 @@ def test_a_record_is_refused_when_any_value_changed(change: str) -> None:
         ShardRecord.from_dict(data, where="x")
 
 
-def test_newest() -> None:
-    manifests = [
-        Manifest(id=StepId(*id), run="r", world_size=1, shards=())
-        for id in ((5, 1, "a"), (7, 1, "a"), (7, 2, "a"), (6, 9, "a"))
-    ]
-    found = newest_complete(manifests)
-    assert found is not None and found.id == StepId(6, 9, "a")
-    older = newest_complete(manifests, exclude=[StepId(6, 9, "a")])
-    assert older is not None and older.id == StepId(7, 2, "a")
-    assert newest_complete([]) is None
-
-
 def test_name_file_round_trip() -> None:
-    name = NameFile(run="r", id=StepId(7, 1, "0a0b0c00"))
+    name = NameFile(run="r", id=StepId(7, 1, "0a0b0c"))
     assert NameFile.from_json(name.to_json()) == name
     assert name.id.dirname in name.to_json()

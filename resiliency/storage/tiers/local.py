@@ -29,7 +29,10 @@ _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
 
 
 def on_ramdisk(path: str) -> bool:
-    """True when the file or folder lies in memory; False when it does not, or cannot be told."""
+    """True when the file or folder lies in memory, or would if it were made; False when it does not, or cannot be
+    told."""
+    while not os.path.lexists(path) and os.path.dirname(path) != path:
+        path = os.path.dirname(path)
     buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type; it is shorter than this everywhere
     failed = ctypes.CDLL(None).statfs(os.fsencode(path), buffer)
     return not failed and buffer[0] in _IN_MEMORY

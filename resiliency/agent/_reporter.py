@@ -1,0 +1,91 @@
+"""Reports what became of saves: events in the agent's log, messages to the ranks of the host, warnings for people."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from resiliency.agent.messages import Committed, Durable, Failed, Notice
+from resiliency.events import EventKind, EventWriter
+from resiliency.storage.manifest import StepId
+from resiliency.storage.stage import Stage
+
+__all__ = ["Notify", "Reporter"]
+
+logger = logging.getLogger(__name__)
+
+#: Called with (rank, message) from the agent's threads; must not block.
+Notify = Callable[[int, Notice], None]
+
+#: The events that tell of a stage.
+_EVENTS = {Stage.COMMITTED: EventKind.CHECKPOINT_SAVED, Stage.DURABLE: EventKind.CHECKPOINT_DURABLE}
+
+
+class Reporter:
+    """Thread: any.
+
+    Args:
+        ranks: ranks of this host.
+        notify: how they are told.
+        events: the agent's log.
+    """
+
+    def __init__(self, ranks: Sequence[int], notify: Notify, events: EventWriter) -> None:
+        self.notify = notify
+        self._ranks, self._events = tuple(ranks), events
+        self._warned: set[str] = set()
+
+    def tell_reached(self, step: StepId, stage: Stage, tier: str, *, ranks: Iterable[int] | None = None) -> None:
+        """Tells ranks (None: all of this host) that a save is COMMITTED or DURABLE on a tier."""
+        reached = Committed(id=step, tier=tier) if stage is Stage.COMMITTED else Durable(id=step, tier=tier)
+        for rank in self._ranks if ranks is None else ranks:
+            self.notify(rank, reached)
+
+    def log_reached(
+        self, step: StepId, stage: Stage, tier: str, *, duration_s: float, nbytes: int, names: Sequence[str] = ()
+    ) -> None:
+        """Writes the event of a stage; ``duration_s`` since the save began."""
+        self._events.emit(
+            _EVENTS[stage],
+            step=step.step,
+            tier=tier,
+            stage=str(stage),
+            duration_s=round(duration_s, 6),
+            bytes=nbytes,
+            **({"names": list(names)} if stage is Stage.COMMITTED else {}),
+        )
+
+    def tell_failed(
+        self, step: StepId, tier: str, reason: str, *, retrying: bool = False, ranks: Iterable[int] | None = None
+    ) -> None:
+        """Tells ranks (None: all of this host) that a save did not come further on a tier."""
+        for rank in self._ranks if ranks is None else ranks:
+            self.notify(rank, Failed(id=step, tier=tier, reason=reason, retrying=retrying))
+
+    def log_failed(
+        self, step: StepId, stage: Stage, tier: str, reason: str, *, will_retry: bool, **facts: object
+    ) -> None:
+        """Writes the event of a failure: ``stage`` was not reached. ``will_retry``: at the next save."""
+        self._events.emit(
+            EventKind.CHECKPOINT_FAILED,
+            step=step.step,
+            tier=tier,
+            stage=str(stage),
+            reason=reason,
+            will_retry=will_retry,
+            **facts,
+        )
+
+    def log_deleted(self, step: StepId, tier: str) -> None:
+        """Writes the event of a step that was deleted from a tier."""
+        self._events.emit(EventKind.CHECKPOINT_DELETED, step=step.step, tier=tier)
+
+    def warn_once(self, about: str, text: str, *args: object) -> None:
+        """Warns of the first failure of a kind; further ones are debug messages until :meth:`recovered`."""
+        level = logging.DEBUG if about in self._warned else logging.WARNING
+        self._warned.add(about)
+        logger.log(level, text, *args)
+
+    def recovered(self, about: str) -> None:
+        """The next failure of this kind is warned of again."""
+        self._warned.discard(about)

@@ -1,0 +1,107 @@
+"""Frozen dataclasses <-> JSON objects, every field checked on the way in. For what crosses a process.
+
+Understands what messages and settings are made of: str, int, float, bool, None, ``X | None``, ``tuple[X, ...]``,
+``Mapping[str, Any]`` (plain JSON), enums of strings, :class:`StepId` and other dataclasses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar, Union
+
+from resiliency.storage.manifest import StepId
+
+__all__ = ["from_jsonable", "to_jsonable"]
+
+T = TypeVar("T")
+
+
+def to_jsonable(value: Any) -> Any:
+    """What :func:`json.dumps` takes for a dataclass, field by field."""
+    if isinstance(value, StepId):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [to_jsonable(item) for item in value]
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def from_jsonable(kind: type[T], data: Any) -> T:
+    """The dataclass that ``data`` describes.
+
+    Raises:
+        ValueError: not an object, a field is missing, unknown, or of another type; names the field.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{kind.__name__} must be an object, not {type(data).__name__}")
+    fields = _fields(kind)  # type: ignore[arg-type]  # a class is hashable
+    unknown = sorted(data.keys() - fields.keys())
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+    values = {}
+    for name, (hint, required) in fields.items():
+        if name in data:
+            values[name] = _checked(hint, data[name], f"{kind.__name__}.{name}")
+        elif required:
+            raise ValueError(f"{kind.__name__} lacks the field {name!r}")
+    return kind(**values)
+
+
+@functools.cache
+def _fields(kind: type[Any]) -> dict[str, tuple[Any, bool]]:
+    """Type and whether it must be given, for each field by name."""
+    hints = typing.get_type_hints(kind)
+    return {
+        field.name: (
+            hints[field.name],
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        )
+        for field in dataclasses.fields(kind)
+    }
+
+
+def _checked(hint: Any, value: Any, where: str) -> Any:
+    if hint is Any:
+        return value
+    origin = typing.get_origin(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in typing.get_args(hint):
+            return None
+        (inner,) = [arm for arm in typing.get_args(hint) if arm is not type(None)]
+        return _checked(inner, value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where} must be a list, not {type(value).__name__}")
+        inner = typing.get_args(hint)[0]
+        return tuple(_checked(inner, item, where) for item in value)
+    if origin is Mapping or hint is Mapping or origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} must be an object, not {type(value).__name__}")
+        return value
+    return _checked_scalar(hint, value, where)
+
+
+def _checked_scalar(hint: Any, value: Any, where: str) -> Any:
+    if hint is StepId:
+        try:
+            return StepId.from_dict(value)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{where} is no identity of a step: {error}") from error
+    if dataclasses.is_dataclass(hint):
+        return from_jsonable(hint, value)  # type: ignore[arg-type]  # is_dataclass also passes instances
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        try:
+            return hint(value)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    wanted = (int, float) if hint is float else hint
+    # A bool is an int for Python, but not here.
+    if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{where} must be {hint.__name__}, not {type(value).__name__}")
+    return float(value) if hint is float else value

@@ -1,0 +1,74 @@
+"""Settings of a host agent: equal for all ranks of a host in one attempt, sent with the first message."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["AgentConfig", "TierSpec", "agent_address"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSpec:
+    """A tier as told to the agent.
+
+    Attributes:
+        address: folder or URL.
+        name: word for listings and events.
+        keep, keep_named: what stays, see :mod:`resiliency.storage.retention`.
+        storage_options: passed to fsspec.
+    """
+
+    address: str
+    name: str
+    keep: int | None = None
+    keep_named: bool = True
+    storage_options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Everything an agent needs to know.
+
+    Attributes:
+        run, node: as in :mod:`resiliency.storage.manifest`.
+        attempt, token: identity of this start of the job; the token has 6 hex digits.
+        world_size: ranks of the job.
+        local_ranks: global ranks on this host.
+        shared: True when every rank's records can be seen in the local tier (one host, or a shared folder).
+        local: the tier whose files the trainers map.
+        durable: fsync the local tier (False on a ramdisk, where it means nothing).
+        remotes: tiers to upload to.
+        events: path of the agent's event log, None for none.
+        drain_s: after the last trainer is gone: how many seconds to finish what was sealed before ending.
+    """
+
+    run: str
+    node: str
+    attempt: int
+    token: str
+    world_size: int
+    local_ranks: tuple[int, ...]
+    shared: bool
+    local: TierSpec
+    durable: bool
+    remotes: tuple[TierSpec, ...] = ()
+    events: str | None = None
+    drain_s: float = 60.0
+
+    @property
+    def address(self) -> str:
+        """Name of the agent's socket."""
+        return agent_address(self.local.address, self.run, self.node)
+
+
+def agent_address(directory: str, run: str, node: str) -> str:
+    """Name of the socket of the agent that serves a run of this user in a directory on a node.
+
+    In Linux' abstract namespace: a killed agent leaves no file behind.
+    """
+    identity = f"{os.getuid()}:{os.path.realpath(directory)}:{run}:{node}"
+    return "\0resiliency-" + hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
