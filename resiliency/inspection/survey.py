@@ -14,7 +14,17 @@ from typing import Literal
 
 from resiliency.errors import ConfigError, NoCheckpointFound
 from resiliency.storage.catalog import StepListing, find_runs, read_name, run_prefix, scan, step_prefix
-from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, NameFile, StepId, gather_records
+from resiliency.storage.manifest import (
+    MANIFEST,
+    META_DIR,
+    STEPS_DIR,
+    Manifest,
+    NameFile,
+    StepId,
+    gather_records,
+    is_folder_of_format_1,
+    refuse_format,
+)
 from resiliency.storage.retention import live_names
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
@@ -177,8 +187,10 @@ def _inside(path: str, tier: Tier, rest: str) -> Target:
     if len(parts) < 3:
         return Target(path, tier, run)
     step = StepId.parse(parts[2]) if parts[1] == STEPS_DIR else None
+    if parts[1] == STEPS_DIR and is_folder_of_format_1(parts[2]):
+        raise refuse_format(1, path)
     if step is None:
-        example = f"{META_DIR}/{run}/{STEPS_DIR}/0000000100-a0001-1a2b3c00"
+        example = f"{META_DIR}/{run}/{STEPS_DIR}/0000000100-a0001-1a2b3c-00"
         raise ConfigError(f"{path} is no step folder; those are called like {example}")
     return Target(path, tier, run, step)
 

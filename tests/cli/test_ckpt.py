@@ -18,10 +18,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from resiliency.agent.config import agent_address
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.cli.ckpt import app
 from resiliency.events import EventKind, EventWriter, JsonlSink
-from resiliency.inspection.liveness import agent_address, witnesses
+from resiliency.inspection.liveness import witnesses
 from resiliency.inspection.pruning import Doomed, delete_step, plan
 from resiliency.settings import environment
 from resiliency.storage.catalog import scan
