@@ -1,52 +1,51 @@
-"""Checks of the arguments of ``ModelCheckpoint``: a wrong one is refused where it is written, with what to pass
-instead."""
+"""Checks of this library's own arguments of ``ModelCheckpoint``: a wrong one is refused where it is written, with what
+to pass instead. The stock class's arguments are checked by the stock class."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from numbers import Integral
 from typing import Any
 
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
 from resiliency.errors import ConfigError
 from resiliency.storage.interval import Interval
 
-__all__ = ["check_own", "check_stock", "misconfigured"]
+__all__ = ["check_own", "refuse_unknown"]
 
 
-def check_stock(
-    stock: Callable[..., Any], own: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Checks arguments meant for the stock constructor ``stock``; ``own`` is ours, for the list of known names.
+def refuse_unknown(names: Iterable[str], stock: Callable[..., Any], own: Callable[..., Any]) -> None:
+    """Refuses arguments that neither constructor has; Python's own message would not say what is meant.
+
+    Args:
+        names: of the keyword arguments to be passed to ``stock``.
+        stock: the stock class's constructor, bound.
+        own: ours, for its keyword-only arguments.
 
     Raises:
-        TypeError: an unknown argument, or a value of a wrong type.
-        ConfigError: a value that cannot work.
+        TypeError: with the nearest known name, or all of them.
     """
-    signature = inspect.signature(stock)
-    known = [name for name in signature.parameters if name != "self"]
-    mine = [p.name for p in inspect.signature(own).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    for name in kwargs:
+    parameters = inspect.signature(stock).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    ours = [p.name for p in inspect.signature(own).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, *mine], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join([*known, *mine])}"
+            near = difflib.get_close_matches(name, [*known, *ours], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join([*known, *ours])}"
             raise TypeError(f"ModelCheckpoint has no argument {name!r}; {hint}")
-    given = signature.bind_partial(None, *args, **kwargs).arguments
-    for name, value in given.items():
-        check = _STOCK.get(name)
-        if check is not None and value is not None:
-            check(name, value)
 
 
 def check_own(**values: Any) -> None:
     """Checks this library's own arguments.
 
     Raises:
-        TypeError, ConfigError: as :func:`check_stock`.
+        TypeError: a value of a wrong type.
+        ConfigError: a value that cannot work.
     """
     for name in ("lazy", "auto_resume", "exact_resume"):
         _flag(name, values[name])
@@ -79,85 +78,11 @@ def check_own(**values: Any) -> None:
         raise ConfigError(f"flush_timeout={values['flush_timeout']} is negative; pass a timedelta of zero or more")
 
 
-def misconfigured(error: Exception) -> Exception:
-    """Lightning's exception for wrong arguments as one that is a ``ConfigError`` (a ``ValueError``) too."""
-    kind = type(
-        "ConfigError",
-        (ConfigError, type(error)),
-        {"__doc__": ConfigError.__doc__, "__module__": ConfigError.__module__},
-    )
-    combined: Exception = kind(str(error))
-    return combined
-
-
-# -- one value --------------------------------------------------------------------------------------------------------
-
-
 def _flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; pass True or False")
 
 
-def _word(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; pass a str")
-
-
 def _path(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; pass the path of a folder as str or Path")
-
-
-def _count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; pass a whole number, such as {name}=100")
-    if value < 0:
-        raise ConfigError(f"{name}={value} is negative; pass 1 or more, or 0 or None to switch this trigger off")
-
-
-def _top_k(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}; pass a whole number: -1 keeps all, 0 none, k the best k"
-        )
-
-
-def _interval(name: str, value: Any) -> None:
-    if not isinstance(value, timedelta):
-        raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}; pass a timedelta, such as timedelta(minutes=30)"
-        )
-    if value < timedelta(0):
-        raise ConfigError(f"{name}={value} is negative; pass a timedelta of zero or more")
-
-
-def _save_last(name: str, value: Any) -> None:
-    if not isinstance(value, bool) and value != "link":
-        raise ConfigError(f"{name}={value!r}; pass True, False, None or 'link'")
-
-
-def _filename(name: str, value: Any) -> None:
-    _word(name, value)
-    if value.startswith((".", "/")) or ".." in value.split("/"):
-        raise ConfigError(
-            f"{name}={value!r} must be relative to dirpath and must not start with a dot; pass the folder as dirpath="
-        )
-
-
-_STOCK: dict[str, Callable[[str, Any], None]] = {
-    "dirpath": _path,
-    "filename": _filename,
-    "monitor": _word,
-    "verbose": _flag,
-    "save_last": _save_last,
-    "save_top_k": _top_k,
-    "save_on_exception": _flag,
-    "save_weights_only": _flag,
-    "mode": _word,
-    "auto_insert_metric_name": _flag,
-    "every_n_train_steps": _count,
-    "train_time_interval": _interval,
-    "every_n_epochs": _count,
-    "save_on_train_epoch_end": _flag,
-    "enable_version_counter": _flag,
-}

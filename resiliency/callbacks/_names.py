@@ -1,9 +1,11 @@
-"""Names of checkpoints in a folder or store: which are taken, and which are files of stock Lightning."""
+"""Names of checkpoints in a folder or store: which can be ours, which are taken, and which are files of stock
+Lightning."""
 
 from __future__ import annotations
 
 import logging
 import os
+import posixpath
 
 from resiliency.errors import TierError
 from resiliency.storage.catalog import scan
@@ -11,9 +13,23 @@ from resiliency.storage.manifest import META_DIR
 from resiliency.storage.retention import live_names
 from resiliency.storage.tiers import open_tier
 
-__all__ = ["is_stock", "names_on_disk"]
+__all__ = ["engine_name", "is_stock", "names_on_disk"]
 
 logger = logging.getLogger(__name__)
+
+
+def engine_name(path: str, dirpath: str) -> str | None:
+    """The name below ``dirpath`` under which the engine can keep a checkpoint that is to lie at ``path``.
+
+    None when it cannot: the path lies elsewhere, or is hidden, as the engine's own folder is.
+    """
+    root = dirpath.rstrip("/") + "/"
+    if not path.startswith(root):
+        return None
+    name = posixpath.normpath(path.removeprefix(root))
+    if name.startswith((".", "/")) or META_DIR in name.split("/") or any(ord(character) < 32 for character in name):
+        return None
+    return name
 
 
 def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:

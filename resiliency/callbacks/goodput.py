@@ -6,16 +6,17 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from resiliency.callbacks._step_hooks import StepHooks, step_observer
 from resiliency.events import EventSink, EventWriter, JsonlSink
-from resiliency.plugins._namespace import default_namespace
+from resiliency.plugins.namespaces import AdapterClass
 from resiliency.settings import environment
-from resiliency.telemetry.step_clock import StepClock, shared_clock
+from resiliency.telemetry.step_events import StepEvents, log_steps
+from resiliency.telemetry.step_totals import StepTotals
 
 __all__ = ["GoodputCallback", "build"]  # noqa: F822 - GoodputCallback is built on first use
 
@@ -23,8 +24,8 @@ __all__ = ["GoodputCallback", "build"]  # noqa: F822 - GoodputCallback is built 
 SHOW_EVERY = timedelta(seconds=1)
 
 
-class RunningGoodput:
-    """Measures every step, writes events, and shows how much of this process's time was productive.
+class RunningGoodput(StepHooks):
+    """Writes the events of every step and shows how much of this process's time was productive.
 
     The figure counts from when the fit was set up: start-up, restore, data wait and checkpoint stalls lower it. What
     earlier attempts lost is in ``resiliency goodput report``. Costs a few microseconds a step and never raises into
@@ -53,18 +54,17 @@ class RunningGoodput:
         self._sinks = sinks
         self._prog_bar = prog_bar
         self._log = log
-        self._clock = StepClock(None)
-        self._own: EventWriter | None = None
+        self._totals = StepTotals()
+        self._own_log: StepEvents | None = None
         self._shown = 0.0
         self._next_show = 0.0
 
     @property
     def goodput(self) -> float:
         """Productive share of this process's time so far, in [0, 1]."""
-        elapsed = self._clock.elapsed_s
-        return min(1.0, self._clock.productive_s / elapsed) if elapsed > 0 else 0.0
+        return self._totals.goodput
 
-    def _open_log(self, trainer: Any) -> EventWriter:
+    def _open_writer(self, trainer: Any) -> EventWriter:
         settings = environment()
         folder = self._events_dir or settings.events_dir
         if folder is None:
@@ -78,76 +78,56 @@ class RunningGoodput:
             sinks=(sink, *self._sinks),
         )
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        observer = step_observer(trainer)
+        if stage == "fit" and self._totals not in observer.subscribers:
+            # Of this trainer from here on; a later fit of the same trainer adds to it.
+            self._totals = StepTotals()
+            observer.subscribe(self._totals)
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        # Not in setup: a checkpoint callback further down gives the clock its engine's log there, and that comes first.
-        self._clock = shared_clock(trainer, lambda: StepClock(None))
+        # Not in setup: a checkpoint callback further down has steps written to its engine's log there, and that comes
+        # first.
+        super().on_fit_start(trainer, pl_module)
         self._next_show = 0.0
-        if self._clock.writer is None:
-            self._own = self._clock.writer = self._open_log(trainer)
-            self._clock.job_started(world_size=trainer.world_size, pid=os.getpid())
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._clock.on_train_start(trainer.global_step, world_size=trainer.world_size)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._clock.on_train_batch_start()
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        self._clock.on_before_backward()
+        self._own_log = log_steps(step_observer(trainer), lambda: self._open_writer(trainer))
+        if self._own_log is not None:
+            self._own_log.job_started(world_size=trainer.world_size, pid=os.getpid())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._clock.on_train_batch_end(trainer.global_step)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if not (self._prog_bar or self._log):
             return
-        elapsed = self._clock.elapsed_s
+        elapsed = self._totals.elapsed_s
         if elapsed >= self._next_show:
             self._next_show = elapsed + SHOW_EVERY.total_seconds()
             self._shown = self.goodput
         # Every time: Lightning forgets a step's value when the next step logs none.
         pl_module.log("goodput", self._shown, prog_bar=self._prog_bar, logger=self._log, batch_size=1)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if not trainer.sanity_checking:
-            self._clock.on_validation_start()
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if not trainer.sanity_checking:
-            self._clock.on_validation_end()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._clock.on_train_end(trainer.global_step)
-
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
         asked = isinstance(exception, KeyboardInterrupt) or type(exception).__name__ == "SIGTERMException"
-        self._finish("signal" if asked else "exception")
+        self._finish("signal" if asked else "exception", trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
         if stage == "fit":
-            self._finish("finished")
+            self._finish("finished", trainer)
 
-    def _finish(self, reason: str) -> None:
-        if self._own is not None:
-            self._clock.job_terminated(reason)
-            self._clock.writer = None
-            self._own.close()
-            self._own = None
-
-
-def build(namespace: str) -> type[Any]:
-    """The class for ``lightning.pytorch`` or ``pytorch_lightning``; the same object each time."""
-    found = _built.get(namespace)
-    if found is None:
-        stock = importlib.import_module(f"{namespace}.callbacks").Callback
-        members = {"__module__": __name__, "__doc__": RunningGoodput.__doc__}
-        found = type("GoodputCallback", (RunningGoodput, stock), members)
-        _built[namespace] = found
-    return found
+    def _finish(self, reason: str, trainer: Any) -> None:
+        if self._own_log is None:
+            return
+        events, self._own_log = self._own_log, None
+        events.job_terminated(reason)
+        step_observer(trainer).unsubscribe(events)
+        events.writer.close()
 
 
-_built: dict[str, type[Any]] = {}
+_adapter = AdapterClass(__name__, "GoodputCallback", RunningGoodput, base="callbacks:Callback")
+build = _adapter.build
 
 
 def __getattr__(name: str) -> Any:
-    if name == "GoodputCallback":
-        return build(default_namespace())
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _adapter.attribute(name)

@@ -14,38 +14,48 @@ stock class writes twice and only the second file does.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from resiliency.callbacks._arguments import check_own, check_stock, misconfigured
-from resiliency.callbacks._names import is_stock, names_on_disk
-from resiliency.callbacks._saving import SavesThroughEngine
-from resiliency.callbacks._trainer_session import EngineKey, TrainerSession, trainer_session
+from resiliency.callbacks._arguments import check_own, refuse_unknown
+from resiliency.callbacks._names import is_stock
+from resiliency.callbacks._places import CheckpointPlaces, choose_places
+from resiliency.callbacks._saver import CheckpointSaver
+from resiliency.callbacks._step_hooks import StepHooks
+from resiliency.callbacks._trainer_session import trainer_session
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
-from resiliency.errors import AgentError, ConfigError, TierError, Timeout
+from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
+from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
-from resiliency.plugins._namespace import default_namespace
-from resiliency.plugins.resume.rank_state import RankState, is_step_boundary
-from resiliency.settings import environment
+from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
+from resiliency.plugins.resume.rank_state import is_step_boundary
+from resiliency.plugins.strategies.base import StrategyAdapter
+from resiliency.plugins.strategies.registry import adapter_for
 from resiliency.storage.interval import Interval
 from resiliency.storage.stage import Stage
+
+if TYPE_CHECKING:
+    from resiliency.callbacks._stock import StockModelCheckpoint
+else:
+    StockModelCheckpoint = object
 
 __all__ = ["ModelCheckpoint", "build"]  # noqa: F822 - ModelCheckpoint is built on first use
 
 logger = logging.getLogger(__name__)
 
-_EXCEPTION_WAIT = timedelta(seconds=30)
+_EXCEPTION_TIMEOUT = timedelta(seconds=30)
 
 
-class EngineModelCheckpoint(SavesThroughEngine):
+class EngineModelCheckpoint(StockModelCheckpoint):
     """Adds the engine to a stock ``ModelCheckpoint``; see the module docstring.
+
+    A checkpoint whose path is not below ``dirpath``, or hidden there, is written by the stock class, as are all when
+    the engine does not support the strategy.
 
     Args:
         *args, **kwargs: those of the stock class.
@@ -63,13 +73,13 @@ class EngineModelCheckpoint(SavesThroughEngine):
         flush_timeout: how long the end of training waits for uploads.
         save_optim_on_train_end, save_optim_on_train_ends, always_save_context, save_context_on_train_end,
             preprocess_files, is_persistent_storage, delete_unfinished_ckpt_on_start, priority: of the guide this
-                project
-            implements; they concern NeMo and are accepted without effect.
+            project implements; they concern NeMo and are accepted without effect.
         use_in_cluster_local_ckpts, enable_high_scale_ckpt: likewise, but True is refused with what to pass instead.
 
     Raises:
-        ConfigError: a value that cannot work (also Lightning's own exception where the stock class raises that).
-        TypeError: an unknown argument, or a value of a wrong type.
+        ConfigError: a value of our own arguments that cannot work.
+        TypeError: an unknown argument, or a value of our own arguments of a wrong type.
+        Lightning's exceptions: for arguments of the stock class.
     """
 
     def __init__(
@@ -116,7 +126,7 @@ class EngineModelCheckpoint(SavesThroughEngine):
             options=options,
             flush_timeout=flush_timeout,
         )
-        check_stock(super().__init__.__func__, EngineModelCheckpoint.__init__, args, kwargs)  # type: ignore[attr-defined]
+        refuse_unknown(kwargs, super().__init__, EngineModelCheckpoint.__init__)
         self.save_optim_on_train_end = save_optim_on_train_end or save_optim_on_train_ends
         self.always_save_context = always_save_context
         self.save_context_on_train_end = save_context_on_train_end
@@ -133,281 +143,208 @@ class EngineModelCheckpoint(SavesThroughEngine):
         self._run_name = run
         self._engine_options = options or CheckpointerOptions()
         self._flush_timeout = flush_timeout
-        self._session: TrainerSession | None = None
-        self._key: EngineKey | None = None
-        self._engine: Checkpointer | None = None
-        self._stock_way = True  # until a fit has an engine; then False, even when the engine cannot be opened
-        self._collecting = False
-        self._overlap = False
-        self._requests: list[str] = []
-        self._removals: list[str] = []
-        self._owed_removals: list[str] = []
-        self._stock_removals: list[tuple[int, str]] = []
-        self._saved_as: dict[str, int] = {}
-        self._saves = 0
-        self._missed = 0
-        self._announced_tier = "local"
-        namespace: str = type(self).namespace  # type: ignore[attr-defined]
-        misconfiguration = importlib.import_module(f"{namespace}.utilities.exceptions").MisconfigurationException
-        try:
-            super().__init__(*args, **kwargs)
-        except misconfiguration as error:
-            raise misconfigured(error) from error
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        cls: type[Any] = type(self)
-        if cls is not _built.get(cls.namespace):
-            return super().__reduce_ex__(protocol)
-        # Two classes answer to one name; which of them this is must travel along.
-        return _rebuild, (cls.namespace,), self.__dict__
-
-    # -- where things are ---------------------------------------------------------------------------------------------
-
-    def _tiers(self) -> tuple[LocalTierOptions, list[RemoteTierOptions]]:
-        dirpath = str(self.dirpath)
-        remotes = list(self._remotes)
-        local = self._local_dir or environment().local_dir
-        if local is None and "://" not in dirpath:
-            return LocalTierOptions(directory=dirpath), remotes
-        if local is None:
-            local = f"/dev/shm/resiliency-{os.getuid()}/{dirpath.replace('://', '-').replace('/', '-')}"
-        remotes.insert(0, RemoteTierOptions(address=dirpath, name="persistent", interval=self._persist))
-        self._announced_tier = "persistent"
-        ramdisk = os.path.abspath(local).startswith("/dev/shm")
-        return LocalTierOptions(directory=os.fspath(local), keep=1, keep_named=False, durable=not ramdisk), remotes
-
-    def _engine_key(self) -> EngineKey:
-        run = self._run_name or environment().run
-        if self.save_weights_only:  # type: ignore[attr-defined]
-            run += "-weights"  # nothing can resume from these, so they never stand beside full checkpoints
-        return EngineKey(self._tiers()[0].directory, run)
+        self._saver: CheckpointSaver | None = None  # while a fit uses the engine
+        self._warned_of_stock_file = False
+        super().__init__(*args, **kwargs)
 
     # -- start --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Opens the engine and decides what to resume from. Collective: yes."""
-        _check_namespace(self, trainer)
+        require_trainer_of(self.namespace, trainer, "ModelCheckpoint", __name__)
         with warnings.catch_warnings():
             # Our own files are why it is not empty: that is how a run resumes.
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
-            super().setup(trainer, pl_module, stage)  # type: ignore[misc]
+            super().setup(trainer, pl_module, stage)
         _lightning.install_loading(
-            trainer, lambda path, weights_only: trainer_session(trainer).load(path, weights_only)
+            trainer, lambda path, weights_only: trainer_session(trainer).resume.load(path, weights_only)
         )
-        _lightning.teach_load_from_checkpoint(type(self).namespace)  # type: ignore[attr-defined]
-        if stage != "fit" or trainer.fast_dev_run or self._engine is not None:
+        _lightning.teach_load_from_checkpoint(self.namespace)
+        if stage != "fit" or trainer.fast_dev_run or self._saver is not None:
             return
-        if not _lightning.is_supported(trainer.strategy):
+        adapter = adapter_for(trainer.strategy)
+        if adapter is None:
             logger.warning(
                 "%s is not supported by the checkpoint engine; its checkpoints go the stock way (slow, not verified)",
                 type(trainer.strategy).__name__,
             )
             return
-        self._attach(trainer)
+        self._use_engine(trainer, adapter)
 
-    def _attach(self, trainer: Any) -> None:
-        shared = self._session = trainer_session(trainer)
-        self._stock_way = False
-        self._key = key = self._engine_key()
-        self._requests, self._removals, self._owed_removals, self._stock_removals = [], [], [], []
-        self._saved_as, self._missed = {}, 0
-        if self._exact_resume and shared.rank_state is None:
-            shared.rank_state = RankState()
-            shared.rank_state.attach(trainer)
-        opened = self._open(trainer)
-        resumable = not self.save_weights_only  # type: ignore[attr-defined]
+    def _use_engine(self, trainer: Any, adapter: StrategyAdapter) -> None:
+        session = trainer_session(trainer)
+        places = self._places(self.dirpath)
+        self._saver = CheckpointSaver(self, session, adapter, places, options=self._engine_options, lazy=self._lazy)
+        if self._exact_resume:
+            session.resume.keep_rank_state()
+        opened = self._saver.open()
+        resumable = not self.save_weights_only
         if not opened and resumable:
-            shared.unwritable.append(key)
-        shared.intercept()
+            session.resume.unwritable.append(places.key)
+        session.resume.intercept()
         if self._auto_resume and resumable and trainer.global_step == 0:
-            shared.offer_resume(key)
+            session.resume.offer(places.key)
 
-    def _open(self, trainer: Any) -> bool:
-        """Opens the engine; False when it cannot be used, on all ranks alike. Collective: yes."""
-        assert self._session is not None and self._key is not None
-        local, remotes = self._tiers()
-        try:
-            opened = self._session.open(
-                self._key, root=str(self.dirpath), local=local, remotes=remotes, options=self._engine_options
-            )
-        except (TierError, AgentError, OSError) as error:
-            if isinstance(error, Timeout):
-                raise  # a rank is missing: nothing works without it
-            level = logging.ERROR if self._missed == 0 else logging.DEBUG
-            logger.log(
-                level,
-                "no checkpoints are written to %s: %s; training goes on, and later saves try again",
-                local.directory,
-                error,
-            )
-            return False
-        self._engine = opened.engine
-        found = names_on_disk(str(self.dirpath), self._key.run, self.FILE_EXTENSION) if trainer.is_global_zero else []  # type: ignore[attr-defined]
-        self._known.update(trainer.strategy.broadcast(found))
-        return True
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_start(trainer, pl_module)  # type: ignore[misc]
-        weights_only: bool = self.save_weights_only  # type: ignore[attr-defined]
-        if self._engine is not None and self._session is not None and self._key is not None and not weights_only:
-            self._session.warm_up(self._key)
-        if self._clock is not None:
-            self._clock.on_train_start(trainer.global_step)
-
-    @property
-    def _clock(self) -> Any:
-        return self._session.clock if self._session is not None else None
+    def _places(self, dirpath: str | os.PathLike[str] | None) -> CheckpointPlaces:
+        return choose_places(
+            str(dirpath),
+            local_dir=self._local_dir,
+            persist=self._persist,
+            remotes=self._remotes,
+            run=self._run_name,
+            weights_only=self.save_weights_only,
+        )
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        found: set[str] = super()._find_last_checkpoints(trainer)  # type: ignore[misc]
-        if self.save_weights_only:  # type: ignore[attr-defined]
+        found = super()._find_last_checkpoints(trainer)
+        if self.save_weights_only:
             return found
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dirpath = self.dirpath or self._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined, has-type]
-        previous, self.dirpath = self.dirpath, dirpath  # type: ignore[has-type]
-        try:
-            newest = self._engine_key().newest
-        finally:
-            self.dirpath = previous
+            newest = self._places(self.dirpath or self._ModelCheckpoint__resolve_ckpt_dir(trainer)).key.newest
         ours = {path for path in found if not is_stock(path)}
         # "last" is the newest step, whatever it is called: every rank will find the same one.
         candidates = {newest} if os.path.isdir(newest) else ours
-        trainer_session(trainer).last_candidates |= candidates | {newest}
+        trainer_session(trainer).resume.last_candidates |= candidates | {newest}
         return (found - ours) | candidates
+
+    # -- what touches storage -----------------------------------------------------------------------------------------
+
+    def _saver_of(self, path: str) -> CheckpointSaver | None:
+        """Who writes and removes this path: the saver, or None for the stock class."""
+        return self._saver if self._saver is not None and self._saver.name_of(path) is not None else None
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        saver = self._saver_of(filepath)
+        if saver is None:
+            self._warn_of_stock_file(filepath)
+            super()._save_checkpoint(trainer, filepath)
+            return
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+        saver.save(filepath)
+
+    def _warn_of_stock_file(self, filepath: str) -> None:
+        if self._saver is not None and not self._warned_of_stock_file:
+            self._warned_of_stock_file = True
+            logger.warning(
+                "%s is not below %s, or hidden there; such checkpoints are written by the stock class (slow, not"
+                " verified, not resumed from by themselves); pass the folder as dirpath=",
+                filepath,
+                self.dirpath,
+            )
+
+    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
+        saver = self._saver_of(linkpath)
+        if saver is None:
+            super()._link_checkpoint(trainer, filepath, linkpath)
+        else:
+            saver.link(filepath, linkpath)
+
+    def file_exists(self, filepath: Any, trainer: Any) -> bool:
+        saver = self._saver_of(str(filepath))
+        return super().file_exists(filepath, trainer) if saver is None else saver.is_taken(str(filepath))
+
+    def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
+        saver = self._saver
+        if saver is None or (saver.name_of(previous) is None and saver.is_below_dirpath(previous)):
+            return super()._should_remove_checkpoint(trainer, previous, current)
+        return previous != current and saver.is_below_dirpath(previous) and not saver.is_protected(previous)
+
+    def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+        # A file of the stock class goes at once only when what replaces it was written by the stock class too.
+        saver = self._saver_of(str(filepath)) or self._saver_of(self._last_checkpoint_saved)
+        if saver is None:
+            super()._remove_checkpoint(trainer, filepath)
+        else:
+            saver.remove(str(filepath))
 
     # -- hooks of training --------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _collect(self, trainer: Any, *, overlap: bool = False) -> Iterator[None]:
+    def _collect(self, *, overlap: bool = False) -> AbstractContextManager[None]:
         """Saves asked for inside one hook are one step under several names, written once."""
-        self._collecting, self._overlap = True, overlap
-        try:
-            yield
-        finally:
-            self._collecting = False
-            self._save_requests(trainer)
-            self._overlap = False
+        return nullcontext() if self._saver is None else self._saver.collect(overlap=overlap)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        super().on_train_batch_start(trainer, pl_module, *args, **kwargs)  # type: ignore[misc]
-        if self._clock is not None:
-            self._clock.on_train_batch_start()
+    def _fence(self) -> None:
+        if self._saver is not None:
+            self._saver.session.fence()
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        super().on_before_backward(trainer, pl_module, loss)  # type: ignore[misc]
-        if self._clock is not None:
-            self._clock.on_before_backward()
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._saver is not None:
+            self._saver.warm_up()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        if self._stock_way:
-            super().on_train_batch_end(trainer, pl_module, *args, **kwargs)  # type: ignore[misc]
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._saver is None:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
-        assert self._session is not None
-        self._session.take_news()
-        if is_step_boundary(
-            trainer
-        ):  # gradients of half a step are in no checkpoint; triggers are looked at again at its end
-            if _saves_weights_of_before(pl_module):
-                # The stock class puts other weights into the module while it saves: the copy must be taken in there.
-                super().on_train_batch_end(trainer, pl_module, *args, **kwargs)  # type: ignore[misc]
-            else:
-                # The module's own hook runs after this one and may change what is still being copied.
-                overlap = _lightning.next_is_another_batch(trainer) and not _lightning.module_overrides(
-                    trainer, "on_train_batch_end"
-                )
-                with self._collect(trainer, overlap=overlap):
-                    super().on_train_batch_end(trainer, pl_module, *args, **kwargs)  # type: ignore[misc]
-        if self._clock is not None:
-            self._clock.on_train_batch_end(trainer.global_step)
+        self._saver.session.deliver_outcomes()
+        if not is_step_boundary(trainer):
+            return  # gradients of half a step are in no checkpoint; triggers are looked at again at its end
+        if _saves_weights_of_before(pl_module):
+            # The stock class puts other weights into the module while it saves: the copy must be taken in there.
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            return
+        # The module's own hook runs after this one and may change what is still being copied.
+        overlap = _lightning.next_is_another_batch(trainer) and not _lightning.module_overrides(
+            trainer, "on_train_batch_end"
+        )
+        with self._collect(overlap=overlap):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._fence()
-        super().on_before_optimizer_step(trainer, pl_module, optimizer)  # type: ignore[misc]
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._fence()
-        if self._clock is not None and not trainer.sanity_checking:
-            self._clock.on_validation_start()
-        super().on_validation_start(trainer, pl_module)  # type: ignore[misc]
+        super().on_validation_start(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._clock is not None and not trainer.sanity_checking:
-            self._clock.on_validation_end()
-        with self._collect(trainer):
-            super().on_validation_end(trainer, pl_module)  # type: ignore[misc]
+        with self._collect():
+            super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._fence()
-        with self._collect(trainer):
-            super().on_train_epoch_end(trainer, pl_module)  # type: ignore[misc]
+        with self._collect():
+            super().on_train_epoch_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        with self._collect(trainer):
-            super().on_train_end(trainer, pl_module)  # type: ignore[misc]
+        with self._collect():
+            super().on_train_end(trainer, pl_module)
         self._fence()
-        if self._engine is not None:
+        if self._saver is not None and self._saver.engine is not None:
             # Before strategies tear down the model; the wait for slower tiers is in teardown.
-            self._settle(Stage.COMMITTED, self._flush_timeout)
+            self._saver.settle(Stage.COMMITTED, self._flush_timeout)
             if trainer.world_size > 1:
                 # Ranks learn of each other's shards through the store of rank 0, which goes when that process ends.
                 trainer.strategy.barrier("resiliency: every shard is recorded")
-        if self._clock is not None:
-            self._clock.on_train_end(trainer.global_step)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if self._stock_way:
-            super().on_exception(trainer, pl_module, exception)  # type: ignore[misc]
+        if self._saver is None:
+            super().on_exception(trainer, pl_module, exception)
             return
         try:
             self._fence()
-            with self._collect(trainer):
-                super().on_exception(trainer, pl_module, exception)  # type: ignore[misc]
-            self._settle(Stage.RECORDED, _EXCEPTION_WAIT)  # the other ranks may never come here
+            with self._collect():
+                super().on_exception(trainer, pl_module, exception)
+            self._saver.settle(Stage.RECORDED, _EXCEPTION_TIMEOUT)  # the other ranks may never come here
         except Exception:  # Boundary: what ended the training must reach the user, not what went wrong after it.
             logger.warning("no checkpoint could be saved after the exception", exc_info=True)
         finally:
-            self._release(lambda engine: engine.close(flush=False, reason="exception"))
+            self._stop_saving(lambda engine: engine.close(flush=False, reason="exception"))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)  # type: ignore[misc]
-        if stage != "fit" or self._stock_way:
+        super().teardown(trainer, pl_module, stage)
+        if stage != "fit" or self._saver is None:
             return
-        self._settle(Stage.DURABLE, self._flush_timeout)
-        self._release(lambda engine: engine.close(timeout=self._flush_timeout))
+        self._saver.settle(Stage.DURABLE, self._flush_timeout)
+        self._stop_saving(lambda engine: engine.close(timeout=self._flush_timeout))
 
-    def _settle(self, stage: Stage, timeout: timedelta) -> None:
-        """Waits until what was saved has come to ``stage``, and tells whom it concerns. Blocks: up to ``timeout``,
-        twice."""
-        if self._engine is None or self._session is None:
-            return
-        try:
-            for _ in range(
-                2
-            ):  # the first wait brings the news that shards are recorded, the second waits for those of the others
-                self._engine.flush(stage, timeout=timeout)
-                self._session.take_news()
-        except (OSError, RuntimeError):
-            # Boundary: torch's store raises these when another rank is gone. The training is over, and what is sealed
-            # is safe.
-            logger.warning("not everything was %s before the end; the next start finishes it", stage, exc_info=True)
-
-    def _release(self, close: Callable[[Checkpointer], None]) -> None:
-        shared, engine = self._session, self._engine
-        self._session, self._engine, self._stock_way = None, None, True
-        if shared is None or self._key is None:
-            return
-        if engine is not None:
-            try:
-                shared.release(self._key, close=close)
-            except (OSError, RuntimeError):  # Boundary: as in _settle.
-                logger.warning("the checkpoint engine did not close in order; what is sealed is safe", exc_info=True)
-        else:
-            shared.end_if_unused()
-
-    def _fence(self) -> None:
-        if self._session is not None:
-            self._session.fence()
+    def _stop_saving(self, close_engine: Callable[[Checkpointer], None]) -> None:
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close(close_engine)
 
 
 def _saves_weights_of_before(module: Any) -> bool:
@@ -416,37 +353,9 @@ def _saves_weights_of_before(module: Any) -> bool:
     return not module.automatic_optimization and bool(getattr(module, "saved_models", None))
 
 
-def _check_namespace(callback: Any, trainer: Any) -> None:
-    namespace = type(callback).namespace
-    theirs = type(trainer).__module__.split(".")[0]
-    if any(cls.__module__.startswith(namespace.split(".")[0] + ".") for cls in type(trainer).__mro__):
-        return
-    raise ConfigError(
-        f"this ModelCheckpoint is built for {namespace}, the Trainer comes from {theirs}; import {theirs} before"
-        " resiliency.callbacks.model_checkpoint, or use"
-        f" build({'pytorch_lightning' if theirs == 'pytorch_lightning' else 'lightning.pytorch'!r})"
-    )
-
-
-def build(namespace: str) -> type[Any]:
-    """The class for ``lightning.pytorch`` or ``pytorch_lightning``; the same object each time."""
-    found = _built.get(namespace)
-    if found is None:
-        stock = importlib.import_module(f"{namespace}.callbacks").ModelCheckpoint
-        # Named like the stock class, because Lightning stores callback states under the class's name.
-        attributes = {"__module__": __name__, "namespace": namespace, "__doc__": EngineModelCheckpoint.__doc__}
-        found = _built[namespace] = type("ModelCheckpoint", (EngineModelCheckpoint, stock), attributes)
-    return found
-
-
-_built: dict[str, type[Any]] = {}
-
-
-def _rebuild(namespace: str) -> Any:
-    return object.__new__(build(namespace))
+_adapter = AdapterClass(__name__, "ModelCheckpoint", StepHooks, EngineModelCheckpoint, base="callbacks:ModelCheckpoint")
+build = _adapter.build
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ModelCheckpoint":
-        return build(default_namespace())
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _adapter.attribute(name)

@@ -1,7 +1,8 @@
 """Every touch of Lightning's private parts that saving and resuming need, in one place.
 
 Works on the trainer object alone, so that both namespaces and all versions from 2.2 are served. (What exact resume
-needs of the loops is in :mod:`resiliency.plugins.resume.rank_state`.)
+needs of the loops is in :mod:`resiliency.plugins.resume.rank_state`, what differs between strategies in
+:mod:`resiliency.plugins.strategies`.)
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +20,9 @@ from torch import Tensor
 from resiliency.inspection.by_path import load_path, locate
 
 __all__ = [
-    "LivePointers",
     "about_to_end",
-    "dump_checkpoint",
-    "expected_tensors",
     "install_loading",
     "intercept_resume",
-    "is_supported",
-    "live_pointers",
     "module_overrides",
     "next_is_another_batch",
     "quiet_mid_epoch_warning",
@@ -36,27 +31,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Strategies whose ``dump_checkpoint`` gives every rank the whole, unsharded state as live aliases.
-_SUPPORTED = frozenset({"SingleDeviceStrategy", "DDPStrategy"})
-_UNSUPPORTED = frozenset(
-    {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "MegatronStrategy"}
-)
-
-
-def is_supported(strategy: Any) -> bool:
-    """True when the engine can save what this strategy's checkpoints hold."""
-    names = {cls.__name__ for cls in type(strategy).__mro__}
-    return bool(names & _SUPPORTED) and not names & _UNSUPPORTED
-
-
 # -- saving ------------------------------------------------------------------------------------------------------------
-
-
-def dump_checkpoint(trainer: Any, weights_only: bool) -> dict[str, Any]:
-    """What Lightning would save, with live tensors in it. Runs the ``on_save_checkpoint`` hooks. On every rank."""
-    with trainer.profiler.profile("save_checkpoint"):
-        dumped: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
-    return dumped
 
 
 def next_is_another_batch(trainer: Any) -> bool:
@@ -105,75 +80,6 @@ def module_overrides(trainer: Any, hook: str) -> bool:
         return True
     owner = next((cls for cls in type(module).__mro__ if hook in cls.__dict__), None)
     return owner is not None and not owner.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
-
-
-@dataclass(frozen=True)
-class LivePointers:
-    """Addresses of tensors of one moment.
-
-    Attributes:
-        lazy: trained parameters and their optimizer state: they change in the optimizer step and nowhere else.
-        replicated: parameters and optimizer state, which data parallelism keeps equal on all ranks.
-    """
-
-    lazy: frozenset[int]
-    replicated: frozenset[int]
-
-
-def live_pointers(trainer: Any) -> LivePointers:
-    """Which live tensors may be copied late, and which are equal on all ranks.
-
-    Parameters no optimizer owns may be moving averages that change in any hook or in forward, so they are not lazy.
-    Nothing is lazy when an optimizer runs inside backward.
-    """
-    replicated = {parameter.data_ptr() for parameter in trainer.lightning_module.parameters()}
-    lazy: set[int] = set()
-    in_backward = False
-    for optimizer in trainer.optimizers:
-        for group in getattr(optimizer, "param_groups", ()):
-            for parameter in group["params"]:
-                in_backward |= bool(
-                    getattr(parameter, "_post_accumulate_grad_hooks", None)
-                    or hasattr(parameter, "_in_backward_optimizers")
-                )
-                if parameter.requires_grad:
-                    lazy.add(parameter.data_ptr())
-        for state in getattr(optimizer, "state", {}).values():
-            if isinstance(state, Mapping):
-                own = {value.data_ptr() for value in state.values() if isinstance(value, Tensor)}
-                lazy |= own
-                replicated |= own
-    return LivePointers(frozenset() if in_backward else frozenset(lazy), frozenset(replicated))
-
-
-def expected_tensors(trainer: Any) -> dict[str, Tensor]:
-    """The large tensors a full checkpoint will hold once the optimizers have state, as meta tensors, by state key."""
-    tensors: dict[str, Tensor] = {}
-    for name, value in trainer.lightning_module.state_dict().items():
-        if isinstance(value, Tensor):
-            tensors[f"state_dict/{name}"] = torch.empty_like(value, device="meta")
-    for index, optimizer in enumerate(trainer.optimizers):
-        parameters: Iterable[Tensor] = (p for group in optimizer.param_groups for p in group["params"])
-        for position, parameter in enumerate(parameters):
-            for name in _moments(optimizer):
-                tensors[f"optimizer_states/{index}/state/{position}/{name}"] = torch.empty_like(
-                    parameter, device="meta"
-                )
-    return tensors
-
-
-def _moments(optimizer: Any) -> list[str]:
-    """Names of the parameter-sized tensors an optimizer keeps per parameter, guessed before its first step."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    for state in getattr(optimizer, "state", {}).values():
-        if isinstance(state, Mapping) and state:
-            return [name for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0]
-    defaults = getattr(optimizer, "defaults", {})
-    if "betas" in defaults:
-        return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if defaults.get("amsgrad") else [])]
-    if defaults.get("momentum"):
-        return ["momentum_buffer"]
-    return []
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

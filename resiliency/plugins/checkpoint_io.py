@@ -7,19 +7,19 @@ saves are copied and digested before they return; committing and fsync go on in 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from resiliency.checkpoint.checkpointer import Checkpointer, Ticket
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import ConfigError
 from resiliency.inspection.by_path import load_path, locate
+from resiliency.plugins.namespaces import AdapterClass
 from resiliency.storage.manifest import META_DIR, NameFile
 from resiliency.storage.stage import Stage
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class TieredIO:
-    """The methods; :func:`build` adds the namespace's base class.
+    """The methods; the base class comes from the user's Lightning package, see :class:`AdapterClass`.
 
     Args:
         run: name of the run, see :class:`Checkpointer`.
@@ -38,6 +38,9 @@ class TieredIO:
 
     Threads: training thread. Blocks: ``save_checkpoint`` for the copy; ``load_checkpoint`` for reading and checking.
     """
+
+    #: The Lightning package the class is built for; added by ``AdapterClass``.
+    namespace: ClassVar[str]
 
     def __init__(
         self,
@@ -193,8 +196,7 @@ def _is_ours(path: str) -> bool:
 
 
 def _stock(io: TieredIO) -> Any:
-    namespace: str = type(io).namespace  # type: ignore[attr-defined]
-    return importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO()
+    return importlib.import_module(f"{io.namespace}.plugins.io").TorchCheckpointIO()
 
 
 def _stock_load(io: TieredIO, path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -207,18 +209,9 @@ def _stock_load(io: TieredIO, path: Any, map_location: Any, weights_only: bool |
     return loaded
 
 
-@functools.cache
-def build(namespace: str) -> type[Any]:
-    """The plugin class for ``lightning.pytorch`` or ``pytorch_lightning``; always the same one for the same
-    namespace."""
-    base = importlib.import_module(f"{namespace}.plugins.io").CheckpointIO
-    members = {"__module__": __name__, "__doc__": TieredIO.__doc__, "namespace": namespace}
-    return type("TieredCheckpointIO", (TieredIO, base), members)
+_adapter = AdapterClass(__name__, "TieredCheckpointIO", TieredIO, base="plugins.io:CheckpointIO")
+build = _adapter.build
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TieredCheckpointIO":
-        from resiliency.plugins._namespace import default_namespace
-
-        return build(default_namespace())
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _adapter.attribute(name)

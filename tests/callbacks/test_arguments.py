@@ -1,9 +1,9 @@
-"""The guide's example runs as written; wrong arguments are refused where they stand, with what to pass instead."""
+"""The guide's example runs as written; arguments of the stock class are taken or refused as the stock class does; wrong
+arguments of ours are refused where they stand, with what to pass instead."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 from datetime import timedelta
 from pathlib import Path
@@ -13,9 +13,19 @@ import pytest
 import torch
 
 from resiliency.callbacks.model_checkpoint import build
-from resiliency.errors import ConfigError
 from resiliency.storage.interval import Interval
-from tests.callbacks.harness import EMBEDDED, NAMESPACES, loader, make_net, make_trainer, names, stock
+from tests.callbacks.harness import (
+    EMBEDDED,
+    NAMESPACES,
+    content,
+    differences,
+    loader,
+    make_net,
+    make_trainer,
+    names,
+    state_of,
+    stock,
+)
 
 GUIDE: dict[str, Any] = {
     "save_last": False,
@@ -47,29 +57,116 @@ def test_the_example_of_the_guide_runs_as_written(namespace: str, spelling: str,
     assert callback.best_model_path == str(tmp_path / "step=10.ckpt")
 
 
+REFUSED_BY_STOCK: list[dict[str, Any]] = [
+    {"every_n_train_steps": "5"},
+    {"every_n_train_steps": -1},
+    {"every_n_epochs": -3},
+    {"save_top_k": "all"},
+    {"save_top_k": -2},
+    {"save_top_k": 3},
+    {"mode": "best"},
+    {"mode": ["min"]},
+    {"every_n_train_steps": 2, "every_n_epochs": 1},
+    {"every_n_epochs": 1, "train_time_interval": timedelta(minutes=1)},
+    {"dirpath": 7},
+]
+
+#: What the stock class takes without a word at construction, however odd.
+TAKEN_BY_STOCK: list[dict[str, Any]] = [
+    {"verbose": 1},
+    {"save_last": 1},
+    {"save_last": "yes"},
+    {"every_n_train_steps": 2.0},
+    {"every_n_train_steps": 2.5},
+    {"every_n_epochs": True},
+    {"save_top_k": True},
+    {"save_weights_only": 0},
+    {"train_time_interval": timedelta(seconds=-1)},
+    {"filename": "/abs/{step}"},
+    {"filename": "../{step}"},
+    {"filename": ".hidden"},
+    {"filename": "a//b"},
+    {"monitor": 3},
+]
+
+
+def made(kind: type[Any], arguments: dict[str, Any]) -> Any:
+    """What came of making it: the exception, or the attributes of the stock class."""
+    try:
+        callback = kind(**arguments)
+    except Exception as error:
+        return type(error), str(error)
+    return {name: value for name, value in vars(callback).items() if name != "_fs"}
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("arguments", [*REFUSED_BY_STOCK, *TAKEN_BY_STOCK], ids=str)
+def test_arguments_of_the_stock_class_are_taken_or_refused_as_the_stock_class_does(
+    arguments: dict[str, Any], namespace: str
+) -> None:
+    theirs, mine = made(stock(namespace), arguments), made(build(namespace), arguments)
+    if arguments in REFUSED_BY_STOCK:
+        assert mine == theirs
+        assert issubclass(theirs[0], Exception)
+    else:
+        assert isinstance(theirs, dict)
+        assert isinstance(mine, dict), mine
+        assert {name: mine[name] for name in theirs} == theirs
+
+
+#: name -> arguments that are odd, accepted, and used in a fit.
+ODD: dict[str, dict[str, Any]] = {
+    "numbers for flags": {"verbose": 1, "save_last": 1, "save_weights_only": 0, "every_n_train_steps": 4},
+    "a float of steps": {"every_n_train_steps": 2.0},
+    "above dirpath": {"filename": "../up-{step}", "every_n_train_steps": 4, "save_last": True},
+    "hidden": {"filename": ".hidden-{step}", "every_n_train_steps": 4},
+    "hidden, all kept": {"filename": ".hidden", "every_n_train_steps": 4, "save_top_k": -1},
+    "hidden, best": {"filename": ".{step}", "monitor": "wave", "save_top_k": 2, "every_n_train_steps": 1},
+    "hidden folder": {"filename": ".folder/{step}", "every_n_train_steps": 4, "save_last": "link"},
+    "dots": {"filename": "./a//b/../{step}", "every_n_train_steps": 4, "save_top_k": -1},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_arguments_leave_what_the_stock_class_leaves(name: str, tmp_path: Path) -> None:
+    namespace = NAMESPACES[list(ODD).index(name) % 2]
+    results = []
+    for own in (False, True):
+        root = tmp_path / "run"
+        extra = {"options": EMBEDDED} if own else {}
+        callback = (build if own else stock)(namespace)(dirpath=root / "ckpts", **ODD[name], **extra)
+        trainer = make_trainer(namespace, [callback], root=tmp_path)
+        trainer.fit(make_net(namespace), loader())
+        found = names(root)
+        results.append((state_of(callback), found, [content(root / path)["global_step"] for path in sorted(found)]))
+        root.rename(tmp_path / f"own-{own}")
+    assert results[0][1], "the stock class wrote nothing: the test proves nothing"
+    assert differences(results[0], results[1]) == []
+
+
+def test_checkpoints_outside_dirpath_are_told_of_once_and_can_be_resumed_from_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    namespace = NAMESPACES[0]
+
+    def callback() -> Any:
+        return build(namespace)(
+            dirpath=tmp_path / "ckpts", filename="../{step}", every_n_train_steps=4, save_top_k=-1, options=EMBEDDED
+        )
+
+    make_trainer(namespace, [callback()], root=tmp_path).fit(make_net(namespace), loader())
+    told = [record for record in caplog.records if "written by the stock class" in record.getMessage()]
+    assert len(told) == 1
+    assert names(tmp_path) == {"step=4.ckpt", "step=8.ckpt", "step=12.ckpt"}
+    net = make_net(namespace)
+    make_trainer(namespace, [callback()], root=tmp_path).fit(net, loader(), ckpt_path=str(tmp_path / "step=8.ckpt"))
+    assert net.ran == 4
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"every_n_train_step": 5}, TypeError, "did you mean 'every_n_train_steps'"),
     ({"lasy": True}, TypeError, "did you mean 'lazy'"),
     ({"zzz": 1}, TypeError, "known are dirpath"),
-    ({"every_n_train_steps": "5"}, TypeError, "every_n_train_steps=100"),
-    ({"every_n_train_steps": 2.5}, TypeError, "whole number"),
-    ({"every_n_train_steps": -1}, ValueError, "1 or more"),
-    ({"every_n_epochs": -3}, ValueError, "1 or more"),
-    ({"every_n_epochs": True}, TypeError, "whole number"),
-    ({"save_top_k": "all"}, TypeError, "-1 keeps all"),
-    ({"save_top_k": -2}, ValueError, ">= -1"),
-    ({"save_top_k": 3}, ValueError, "monitor"),
-    ({"mode": "best"}, ValueError, "min, max"),
-    ({"save_last": "yes"}, ValueError, "'link'"),
-    ({"save_weights_only": "False"}, TypeError, "True or False"),
-    ({"train_time_interval": 60}, TypeError, "timedelta"),
-    ({"train_time_interval": timedelta(seconds=-1)}, ValueError, "negative"),
-    ({"every_n_train_steps": 2, "every_n_epochs": 1}, ValueError, "mutually exclusive"),
-    ({"dirpath": 7}, TypeError, "path of a folder"),
-    ({"filename": "/abs/{step}"}, ValueError, "dirpath="),
-    ({"filename": "../{step}"}, ValueError, "dirpath="),
-    ({"filename": ".hidden"}, ValueError, "dirpath="),
-    ({"monitor": 3}, TypeError, "pass a str"),
     ({"local_dir": 3}, TypeError, "path of a folder"),
     ({"local_dir": "gs://bucket/x"}, ValueError, "dirpath= or in remotes="),
     ({"remotes": "gs://bucket/x"}, TypeError, "RemoteTierOptions"),
@@ -78,6 +175,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"run": "a/b"}, ValueError, "name a folder"),
     ({"options": {"agent": "embedded"}}, TypeError, "CheckpointerOptions"),
     ({"flush_timeout": 10}, TypeError, "timedelta"),
+    ({"flush_timeout": timedelta(seconds=-1)}, ValueError, "negative"),
     ({"lazy": "no"}, TypeError, "True or False"),
     ({"enable_high_scale_ckpt": True}, ValueError, "local_dir='/local'"),
     ({"use_in_cluster_local_ckpts": True}, ValueError, "local_dir="),
@@ -89,14 +187,6 @@ def test_wrong_arguments_say_what_to_pass(arguments: dict[str, Any], kind: type[
     with pytest.raises(kind) as caught:
         build("lightning.pytorch")(**arguments)
     assert advice in str(caught.value)
-
-
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_lightnings_own_exception_still_catches(namespace: str) -> None:
-    kind = importlib.import_module(f"{namespace}.utilities.exceptions").MisconfigurationException
-    with pytest.raises(kind) as caught:
-        build(namespace)(save_top_k=-2)
-    assert isinstance(caught.value, ConfigError)
 
 
 def test_too_many_positional_arguments_are_a_type_error() -> None:

@@ -128,8 +128,8 @@ def test_batchnorm_and_adam_by_every_kind_of_optimisation(namespace: str, manual
 
 
 def _save_now(callback: Any, trainer: Any, name: str) -> None:
-    callback._session.take_news()
-    with callback._collect(trainer, overlap=True):
+    callback._saver.session.deliver_outcomes()
+    with callback._saver.collect(overlap=True):
         callback._save_checkpoint(trainer, str(Path(callback.dirpath) / name))
 
 

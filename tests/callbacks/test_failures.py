@@ -19,6 +19,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from resiliency import faultpoints
+from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.checkpoint import session
 from resiliency.checkpoint.options import CheckpointerOptions
 from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, steps
@@ -183,7 +184,7 @@ def test_save_on_exception_and_resume_from_it(tmp_path: Path) -> None:
 
 def test_what_ended_the_training_is_what_the_user_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callback = ours(PL, tmp_path, save_on_exception=True, every_n_train_steps=4)
-    monkeypatch.setattr(type(callback), "_save", lambda *args: 1 / 0)
+    monkeypatch.setattr(CheckpointSaver, "_take_checkpoint", lambda *args: 1 / 0)
     with pytest.raises(Oops):
         make_trainer(PL, [callback], root=tmp_path).fit(failing(Oops, at=3), loader())
 
@@ -224,7 +225,7 @@ def test_nothing_is_left_behind(how: str, agent: Any, tmp_path: Path) -> None:
     assert "resume_start" not in connector.__dict__
     assert "reset" not in epoch_loop.__dict__
     assert not any(name.startswith("_resiliency") for name in trainer.__dict__)
-    assert all(callback._engine is None for callback in trainer.checkpoint_callbacks)
+    assert all(callback._saver is None for callback in trainer.checkpoint_callbacks)
     # torch may open one of its own; embedded agents keep the file of their log (an engine matter)
     assert len(os.listdir("/proc/self/fd")) <= descriptors + (3 if agent == "embedded" else 1)
     gone = weakref.ref(trainer)

@@ -133,7 +133,7 @@ def test_a_save_that_fails_deletes_nothing(tmp_path: Path) -> None:
     faultpoints.arm("agent.manifest.write:error@2")
 
     def look() -> None:
-        callback._engine.flush(Stage.DURABLE, tier="local")
+        callback._saver.engine.flush(Stage.DURABLE, tier="local")
         seen.append(names(tmp_path))
 
     trainer = make_trainer(PL, [at_batch_start(2, look), callback], root=tmp_path, max_steps=4, max_epochs=-1)
@@ -155,7 +155,7 @@ def test_a_save_that_is_skipped_deletes_nothing(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(Arena, "acquire", full)
 
     def look() -> None:
-        callback._engine.flush(Stage.DURABLE, tier="local")
+        callback._saver.engine.flush(Stage.DURABLE, tier="local")
         seen.append(names(tmp_path))
         monkeypatch.setattr(Arena, "acquire", acquire)
 

@@ -18,17 +18,19 @@ ROOT = Path(__file__).parents[2]
 WRITER = """
 import sys, time
 from resiliency.events import EventWriter, JsonlSink
-from resiliency.telemetry.step_clock import StepClock
+from resiliency.telemetry.step_events import StepEvents
+from resiliency.telemetry.step_observer import StepObserver
 writer = EventWriter(run="r", attempt=0, rank=0, host="h", sinks=(JsonlSink(sys.argv[1]),))
-clock = StepClock(writer)
-clock.job_started(world_size=1)
-clock.on_train_start(0)
+log, observer = StepEvents(writer), StepObserver()
+observer.subscribe(log)
+log.job_started(world_size=1)
+observer.training_started(0)
 for step in range(1, 1_000_000):
-    clock.on_train_batch_start()
+    observer.batch_started()
     end = time.monotonic() + 0.0005
     while time.monotonic() < end:
         pass
-    clock.on_train_batch_end(step)
+    observer.batch_ended(step)
     if step % 100 == 0:
         print(step, flush=True)
 """

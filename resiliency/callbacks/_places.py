@@ -1,0 +1,75 @@
+"""Where the checkpoints of one callback go: the run's folder, and the tiers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
+from resiliency.settings import environment
+from resiliency.storage.interval import Interval
+from resiliency.storage.manifest import META_DIR, STEPS_DIR
+
+__all__ = ["CheckpointPlaces", "EngineKey", "choose_places"]
+
+
+@dataclass(frozen=True)
+class EngineKey:
+    """What tells engines of one trainer apart."""
+
+    directory: str
+    run: str
+
+    @property
+    def newest(self) -> str:
+        """A path that stands for the newest step of the run, the same on every rank."""
+        return os.path.join(self.directory, META_DIR, self.run, STEPS_DIR)
+
+
+@dataclass(frozen=True)
+class CheckpointPlaces:
+    """The places of one callback's checkpoints.
+
+    Attributes:
+        dirpath: folder or address below which users see names.
+        key: of the engine that writes there.
+        local, remotes: the engine's tiers.
+        announced_tier: loggers hear of a checkpoint once it is committed on this tier.
+    """
+
+    dirpath: str
+    key: EngineKey
+    local: LocalTierOptions
+    remotes: tuple[RemoteTierOptions, ...]
+    announced_tier: str
+
+
+def choose_places(
+    dirpath: str | os.PathLike[str],
+    *,
+    local_dir: str | os.PathLike[str] | None,
+    persist: Interval,
+    remotes: Sequence[RemoteTierOptions],
+    run: str | None,
+    weights_only: bool,
+) -> CheckpointPlaces:
+    """The places for ``dirpath``; what is None comes from the environment (:func:`resiliency.settings.environment`).
+
+    With a ``local_dir``, which an address needs and gets on the ramdisk, ``dirpath`` is a tier behind it. Checkpoints
+    of weights only are a run of their own: nothing can resume from them, so they never stand beside full ones.
+    """
+    settings = environment()
+    text = str(dirpath)
+    run = (run or settings.run) + ("-weights" if weights_only else "")
+    local_dir = local_dir or settings.local_dir
+    if local_dir is None and "://" not in text:
+        local = LocalTierOptions(directory=text)
+        return CheckpointPlaces(text, EngineKey(local.directory, run), local, tuple(remotes), announced_tier="local")
+    if local_dir is None:
+        local_dir = f"/dev/shm/resiliency-{os.getuid()}/{text.replace('://', '-').replace('/', '-')}"
+    ramdisk = os.path.abspath(local_dir).startswith("/dev/shm")
+    local = LocalTierOptions(directory=os.fspath(local_dir), keep=1, keep_named=False, durable=not ramdisk)
+    persistent = RemoteTierOptions(address=text, name="persistent", interval=persist)
+    key = EngineKey(local.directory, run)
+    return CheckpointPlaces(text, key, local, (persistent, *remotes), announced_tier=persistent.name)

@@ -1,0 +1,315 @@
+"""How a checkpoint callback saves, names and removes through the engine during one fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import proxy
+
+from torch import Tensor
+
+from resiliency.callbacks._names import engine_name, is_stock, names_on_disk
+from resiliency.callbacks._places import CheckpointPlaces
+from resiliency.callbacks._trainer_session import TrainerSession
+from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.checkpoint.ticket import Outcome
+from resiliency.errors import AgentError, TierError, Timeout
+from resiliency.plugins import _lightning
+from resiliency.plugins.strategies.base import StrategyAdapter
+from resiliency.storage.stage import Stage
+
+if TYPE_CHECKING:
+    from resiliency.callbacks._stock import StockModelCheckpoint
+
+__all__ = ["CheckpointSaver"]
+
+logger = logging.getLogger(__name__)
+
+#: How long the save that may be the last of a fit waits for the one before it; others are skipped sooner.
+_LAST_SAVE_TIMEOUT = timedelta(minutes=2)
+
+
+class CheckpointSaver:
+    """Does for one callback in one fit what the stock class does with files.
+
+    Inside :meth:`collect`, saves and removals are noted; at its end one checkpoint is taken under all names. Outside,
+    each is done at once.
+
+    Threads: training thread, on every rank alike.
+
+    Args:
+        callback: whose settings apply and whom loggers are told about.
+        lazy: copy what may be copied late while the next forward and backward run, where a hook allows it.
+    """
+
+    def __init__(
+        self,
+        callback: StockModelCheckpoint,
+        session: TrainerSession,
+        adapter: StrategyAdapter,
+        places: CheckpointPlaces,
+        *,
+        options: CheckpointerOptions,
+        lazy: bool,
+    ) -> None:
+        self.session = session
+        self.places = places
+        #: None while it cannot be opened; later saves try again.
+        self.engine: Checkpointer | None = None
+        self._callback = callback
+        self._trainer = session.trainer
+        self._adapter = adapter
+        self._options = options
+        self._lazy = lazy
+        self._collecting = False
+        self._overlap = False
+        self._missed_saves = 0
+        #: Paths to save under and names to remove, of the hook that is running.
+        self._save_paths: list[str] = []
+        self._removed_names: list[str] = []
+        #: Names whose removal waits for the next save that succeeds.
+        self._postponed_removals: list[str] = []
+        #: Files of the stock class, removed once a save of this step or a later one is safe.
+        self._stock_removals: list[tuple[int, str]] = []
+        #: name -> which save of this fit it stands for.
+        self._save_numbers: dict[str, int] = {}
+        self._saves = 0
+
+    # -- the engine ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> bool:
+        """Opens the engine; False when it cannot be used, on all ranks alike. Collective: yes.
+
+        Raises:
+            Timeout: a rank is missing.
+            ConfigError: another callback uses the same run with other tiers.
+        """
+        try:
+            self.engine = self.session.open(self.places, self._options).engine
+        except (TierError, AgentError, OSError) as error:
+            if isinstance(error, Timeout):
+                raise  # nothing works without that rank
+            level = logging.ERROR if self._missed_saves == 0 else logging.DEBUG
+            logger.log(
+                level,
+                "no checkpoints are written to %s: %s; training goes on, and later saves try again",
+                self.places.local.directory,
+                error,
+            )
+            return False
+        found: list[str] = []
+        if self._trainer.is_global_zero:
+            found = names_on_disk(self.places.dirpath, self.places.key.run, self._callback.FILE_EXTENSION)
+        self._names.update(self._trainer.strategy.broadcast(found))
+        return True
+
+    def _retry_open(self) -> bool:
+        """Retries opening the engine at missed saves 1, 2, 4, 8, ... Collective: yes."""
+        self._missed_saves += 1
+        if self._missed_saves & (self._missed_saves - 1) or self._trainer.state.status == "interrupted":
+            return False
+        return self.open()
+
+    def warm_up(self) -> None:
+        """Prepares shard files for full checkpoints. Blocks: first touch, about 1-3 s per GiB."""
+        if self.engine is not None and not self._callback.save_weights_only:
+            self.session.warm_up(self.places.key, self._adapter)
+
+    def settle(self, stage: Stage, timeout: timedelta) -> None:
+        """Waits until what was saved has reached ``stage`` and delivers the outcomes. Blocks: up to ``timeout``,
+        twice."""
+        if self.engine is None:
+            return
+        try:
+            # First that this rank's shards are recorded, then that the other ranks' are.
+            for _ in range(2):
+                self.engine.flush(stage, timeout=timeout)
+                self.session.deliver_outcomes()
+        except (OSError, RuntimeError):
+            # Boundary: torch's store raises these when another rank is gone. The training is over, and what is sealed
+            # is safe.
+            logger.warning("not everything was %s before the end; the next start finishes it", stage, exc_info=True)
+
+    def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
+        """Ends this saver; ``close_engine`` is called when no other callback uses the engine."""
+        engine, self.engine = self.engine, None
+        if engine is None:
+            self.session.end_if_unused()
+            return
+        try:
+            self.session.release(self.places.key, close=close_engine)
+        except (OSError, RuntimeError):  # Boundary: as in settle.
+            logger.warning("the checkpoint engine did not close in order; what is sealed is safe", exc_info=True)
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def name_of(self, path: str) -> str | None:
+        """The engine's name for a path; None for a path at which only the stock class can write."""
+        return engine_name(str(path), self.places.dirpath)
+
+    def is_below_dirpath(self, path: str) -> bool:
+        """True when the path was made from ``dirpath``."""
+        return str(path).startswith(self.places.dirpath.rstrip("/") + "/")
+
+    @property
+    def _names(self) -> set[str]:
+        return self.session.names.setdefault(self.places.dirpath, set())
+
+    def is_taken(self, path: str) -> bool:
+        """True when a checkpoint has this path or will have it. No collective: every rank knows the same names."""
+        return self.name_of(path) in self._names or path in self._save_paths
+
+    def is_protected(self, path: str) -> bool:
+        """True for what the user named to resume from. What we resumed from ourselves is one of a series."""
+        return str(path) in self.session.resume.protected
+
+    # -- what the stock class asks for --------------------------------------------------------------------------------
+
+    @contextmanager
+    def collect(self, *, overlap: bool = False) -> Iterator[None]:
+        """Saves asked for inside are one step under several names, written once.
+
+        ``overlap`` True: the next thing the trainer does is another batch, so tensors may be copied late.
+        """
+        self._collecting, self._overlap = True, overlap
+        try:
+            yield
+        finally:
+            self._collecting = False
+            self._carry_out()
+            self._overlap = False
+
+    def save(self, path: str) -> None:
+        """Saves the present step under this path. Blocks: the copy of what is not copied late."""
+        self._save_paths.append(path)
+        self._carry_out_unless_collecting()
+
+    def link(self, path: str, linkpath: str) -> None:
+        """Makes ``linkpath`` one more name of the step of ``path``; saves it anew when that step was saved in an
+        earlier hook."""
+        if path not in self._save_paths:
+            number = self._save_numbers.get(self.name_of(path) or "")
+            if number is not None and number == self._save_numbers.get(self.name_of(linkpath) or ""):
+                return  # names of one step already
+        if linkpath not in self._save_paths:
+            self._save_paths.append(linkpath)
+        self._carry_out_unless_collecting()
+
+    def remove(self, path: str) -> None:
+        """Removes a checkpoint, one of ours or a file of the stock class, once a newer one is safe."""
+        name = self.name_of(path)
+        if name is None or is_stock(path):
+            self._stock_removals.append((self._trainer.global_step, path))
+            return
+        self._removed_names.append(name)
+        self._carry_out_unless_collecting()
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def _carry_out_unless_collecting(self) -> None:
+        if not self._collecting:
+            self._carry_out()
+
+    def _carry_out(self) -> None:
+        """Takes one checkpoint under all names asked for, then passes the removals on."""
+        paths, self._save_paths = self._save_paths, []
+        removed, self._removed_names = self._removed_names, []
+        if not paths and not removed:
+            return
+        names = list(dict.fromkeys(name for name in map(self.name_of, paths) if name is not None))
+        if self.engine is None and not self._retry_open():
+            self._postponed_removals += removed
+            return
+        assert self.engine is not None
+        discarded = self.session.engines[self.places.key].take_discarded_names() if names else ()
+        removed = [
+            name for name in dict.fromkeys([*self._postponed_removals, *discarded, *removed]) if name not in names
+        ]
+        self._postponed_removals = []
+        if names and not self._take_checkpoint(self.engine, paths[0], names, removed):
+            # A removal waits for a newer checkpoint, and this is not one.
+            self._postponed_removals = removed
+            return
+        if removed:
+            self.engine.delete(*removed)
+            self._names.difference_update(removed)
+
+    def _take_checkpoint(self, engine: Checkpointer, path: str, names: list[str], supersedes: list[str]) -> bool:
+        trainer, callback = self._trainer, self._callback
+        if engine.pending:
+            self.session.fence()
+        if _lightning.about_to_end(trainer):
+            engine.flush(Stage.COMMITTED, timeout=_LAST_SAVE_TIMEOUT)
+        state = self._adapter.dump_state(trainer, weights_only=callback.save_weights_only)
+        rank_state = self.session.resume.rank_state
+        per_rank = None
+        if rank_state is not None and not callback.save_weights_only:
+            per_rank = {"rank_state": rank_state.capture(trainer)}
+        info: dict[str, Any] = {"epoch": trainer.current_epoch}
+        score = callback.best_k_models.get(path)
+        if score is not None and callback.monitor:
+            info[callback.monitor] = float(score)
+        # Not in the middle of gradient accumulation, say: resume prefers another save of this step.
+        exact = per_rank is None or not per_rank["rank_state"]["caveats"]
+        rules = self._adapter.tensor_rules(trainer)
+        copied_late: list[Tensor] = []
+
+        def lazy(key: str, tensor: Tensor) -> bool:
+            if not rules.may_copy_late(key, tensor):
+                return False
+            copied_late.append(tensor)
+            return True
+
+        try:
+            ticket = engine.save(
+                trainer.global_step,
+                state,
+                per_rank=per_rank,
+                names=names,
+                supersedes=supersedes,
+                info=info,
+                exact=exact,
+                lazy=lazy if self._lazy and self._overlap and self.session.lazy else False,
+                replicated=rules.is_replicated,
+            )
+        except OSError:
+            logger.warning(
+                "no checkpoint at step %d; training goes on, the next save tries again",
+                trainer.global_step,
+                exc_info=True,
+            )
+            ticket = None
+        if ticket is None:
+            self._not_saved(names)
+            return False
+        self._saves += 1
+        self._save_numbers.update(dict.fromkeys(names, self._saves))
+        self._names.update(names)
+        self.session.save_taken(self.places.key, ticket, self)
+        if engine.pending:
+            self.session.engines[self.places.key].watch_late_copies(copied_late, names)
+        return True
+
+    def _not_saved(self, names: list[str]) -> None:
+        if self._trainer.world_size == 1:
+            self._callback._last_global_step_saved = 0  # the next occasion may try again
+        else:
+            # Ranks must go on deciding alike, whether or not the others could save.
+            self._names.update(names)
+
+    def save_outcome(self, outcome: Outcome) -> None:
+        """Called once a save is safe, or failed: loggers are told and stock files it replaces go."""
+        announced = outcome.stage is (Stage.COMMITTED if self.places.announced_tier == "local" else Stage.DURABLE)
+        if outcome.tier != self.places.announced_tier or not announced:
+            return
+        if self._trainer.is_global_zero and outcome.names:
+            for log in self._trainer.loggers:
+                log.after_save_checkpoint(proxy(self._callback))
+        due = [path for step, path in self._stock_removals if step <= outcome.step]
+        self._stock_removals = [item for item in self._stock_removals if item[0] > outcome.step]
+        for path in due:
+            self._trainer.strategy.remove_checkpoint(path)

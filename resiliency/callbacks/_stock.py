@@ -1,0 +1,66 @@
+"""What we use of Lightning's callback classes, written down for the type checker: both packages have it.
+
+Our callbacks name these as their bases while types are checked and ``object`` at run time, where
+:class:`resiliency.plugins.namespaces.AdapterClass` puts the real class of the user's package behind ours. Never
+imported at run time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+__all__ = ["StockCallback", "StockModelCheckpoint"]
+
+
+class StockCallback:
+    """``lightning.pytorch.callbacks.Callback``."""
+
+    #: The Lightning package the class is built for; added by ``AdapterClass``.
+    namespace: ClassVar[str]
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None: ...
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None: ...
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None: ...
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None: ...
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None: ...
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None: ...
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None: ...
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None: ...
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None: ...
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None: ...
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None: ...
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None: ...
+
+
+class StockModelCheckpoint(StockCallback):
+    """``lightning.pytorch.callbacks.ModelCheckpoint``."""
+
+    FILE_EXTENSION: str
+    dirpath: str | os.PathLike[str] | None
+    monitor: str | None
+    save_weights_only: bool
+    best_k_models: Mapping[str, Tensor]
+    _last_global_step_saved: int
+    _last_checkpoint_saved: str
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None: ...
+    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None: ...
+    def _remove_checkpoint(self, trainer: Any, filepath: str) -> None: ...
+
+    def file_exists(self, filepath: Any, trainer: Any) -> bool:
+        raise NotImplementedError
+
+    def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
+        raise NotImplementedError
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        raise NotImplementedError
+
+    def _ModelCheckpoint__resolve_ckpt_dir(self, trainer: Any) -> str | os.PathLike[str]:
+        raise NotImplementedError

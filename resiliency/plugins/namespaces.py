@@ -1,0 +1,114 @@
+"""The two Lightning packages, ``lightning.pytorch`` and ``pytorch_lightning``, which share no classes.
+
+Each adapter class (a callback, a plugin) is therefore built once per package, over that package's base class, by one
+factory: :class:`AdapterClass`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from resiliency.errors import ConfigError
+
+__all__ = ["AdapterClass", "default_namespace", "namespaces", "require_trainer_of"]
+
+_KNOWN = ("lightning.pytorch", "pytorch_lightning")
+
+
+def namespaces() -> list[str]:
+    """Installed namespaces, ``lightning.pytorch`` first. Imports nothing of them."""
+    return [name for name in _KNOWN if importlib.util.find_spec(name.split(".")[0]) is not None]
+
+
+def default_namespace() -> str:
+    """The namespace to build classes for: the one already imported if it is only one, else the first installed.
+
+    Raises:
+        ConfigError: neither is installed.
+    """
+    found = namespaces()
+    if not found:
+        raise ConfigError("neither lightning nor pytorch-lightning is installed; pip install 'resiliency[lightning]'")
+    imported = [name for name in found if name in sys.modules]
+    return imported[0] if len(imported) == 1 else found[0]
+
+
+class AdapterClass:
+    """One class of ours with a Lightning base class, once per namespace.
+
+    The module that defines it offers ``build`` (this object's method) and, through the module's ``__getattr__``, the
+    class of :func:`default_namespace` under its name. One adapter class per module: pickles find it by ``build``.
+
+    Args:
+        module: ``__name__`` of the module that offers it.
+        name: of the class. Lightning stores a callback's state under this name.
+        parts: our classes, before Lightning's in the order of method resolution; the last one gives the docstring.
+        base: Lightning's class, as "module below the namespace:class", such as "callbacks:ModelCheckpoint".
+    """
+
+    def __init__(self, module: str, name: str, *parts: type[Any], base: str) -> None:
+        self._module = module
+        self._name = name
+        self._parts = parts
+        self._base = base
+        self._built: dict[str, type[Any]] = {}
+
+    def build(self, namespace: str) -> type[Any]:
+        """The class for ``lightning.pytorch`` or ``pytorch_lightning``; the same object each time.
+
+        It has an attribute ``namespace``. Instances can be pickled and copied.
+        """
+        found = self._built.get(namespace)
+        if found is None:
+            where, _, base = self._base.partition(":")
+            stock = getattr(importlib.import_module(f"{namespace}.{where}"), base)
+            members = {
+                "__module__": self._module,
+                "__doc__": self._parts[-1].__doc__,
+                "__reduce_ex__": self._reduce_ex(namespace),
+                "namespace": namespace,
+            }
+            found = self._built[namespace] = type(self._name, (*self._parts, stock), members)
+        return found
+
+    def _reduce_ex(self, namespace: str) -> Callable[[Any, Any], Any]:
+        """Pickles an instance with its namespace, because both namespaces' classes have the same module and name."""
+
+        def reduce_ex(instance: Any, protocol: Any) -> Any:
+            reduced = object.__reduce_ex__(instance, max(2, protocol))
+            if type(instance) is not self._built[namespace]:
+                return reduced  # of a class derived from ours, found by its own module and name
+            return (_new, (self._module, namespace), *reduced[2:])
+
+        return reduce_ex
+
+    def attribute(self, name: str) -> type[Any]:
+        """What the defining module's ``__getattr__`` returns: the class of the user's namespace, under its name."""
+        if name == self._name:
+            return self.build(default_namespace())
+        raise AttributeError(f"module {self._module!r} has no attribute {name!r}")
+
+
+def _new(module: str, namespace: str) -> Any:
+    return object.__new__(importlib.import_module(module).build(namespace))
+
+
+def require_trainer_of(namespace: str, trainer: Any, name: str, module: str) -> None:
+    """Refuses a Trainer of the other Lightning package; ``name`` and ``module`` are of the adapter class.
+
+    Raises:
+        ConfigError: with what to import or build instead.
+    """
+    package = namespace.split(".")[0]
+    if any(cls.__module__.startswith(package + ".") for cls in type(trainer).__mro__):
+        return
+    theirs = type(trainer).__module__.split(".")[0]
+    wanted = "pytorch_lightning" if theirs == "pytorch_lightning" else "lightning.pytorch"
+    raise ConfigError(
+        f"this {name} is built for {namespace}, the Trainer comes from {theirs}; import {theirs} before"
+        f" {module}, or use build({wanted!r})"
+    )

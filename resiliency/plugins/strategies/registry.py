@@ -1,0 +1,18 @@
+"""Which adapter serves a strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from resiliency.plugins.strategies.base import StrategyAdapter
+from resiliency.plugins.strategies.replicated import ReplicatedAdapter
+
+__all__ = ["ADAPTERS", "adapter_for"]
+
+#: Asked in this order; the first one that supports a strategy serves it.
+ADAPTERS: tuple[StrategyAdapter, ...] = (ReplicatedAdapter(),)
+
+
+def adapter_for(strategy: Any) -> StrategyAdapter | None:
+    """The adapter of a Lightning strategy; None when the engine cannot save what its checkpoints hold."""
+    return next((adapter for adapter in ADAPTERS if adapter.supports(strategy)), None)

@@ -1,0 +1,98 @@
+"""Strategies that keep the whole model on every rank: a single device, and distributed data parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resiliency.plugins.strategies.base import TensorRules
+
+__all__ = ["ReplicatedAdapter"]
+
+#: Their ``dump_checkpoint`` gives every rank the whole, unsharded state as live aliases.
+_SUPPORTED = frozenset({"SingleDeviceStrategy", "DDPStrategy"})
+#: Some of them derive from a supported one and shard all the same.
+_UNSUPPORTED = frozenset(
+    {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "MegatronStrategy"}
+)
+#: Keys of a Lightning checkpoint under which parameters and optimizer state lie.
+_MODEL_AND_OPTIMIZER = ("state_dict/", "optimizer_states/")
+
+
+class ReplicatedAdapter:
+    """``SingleDeviceStrategy``, ``DDPStrategy`` and strategies derived from them."""
+
+    def supports(self, strategy: Any) -> bool:
+        names = {cls.__name__ for cls in type(strategy).__mro__}
+        return bool(names & _SUPPORTED) and not names & _UNSUPPORTED
+
+    def dump_state(self, trainer: Any, *, weights_only: bool) -> dict[str, Any]:
+        with trainer.profiler.profile("save_checkpoint"):
+            dumped: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+        return dumped
+
+    def tensor_rules(self, trainer: Any) -> TensorRules:
+        """Parameters and optimizer state are replicated. Buffers differ between DDP ranks until the next forward, and
+        tensors of callbacks may.
+
+        Late copies are for trained parameters and their optimizer state, which change in the optimizer step and nowhere
+        else. Parameters no optimizer owns may be moving averages that change in any hook or in forward. Nothing is
+        copied late when an optimizer runs inside backward.
+        """
+        replicated = {parameter.data_ptr() for parameter in trainer.lightning_module.parameters()}
+        stepped: set[int] = set()
+        in_backward = False
+        for optimizer in trainer.optimizers:
+            for group in getattr(optimizer, "param_groups", ()):
+                for parameter in group["params"]:
+                    in_backward |= _is_stepped_in_backward(parameter)
+                    if parameter.requires_grad:
+                        stepped.add(parameter.data_ptr())
+            for state in getattr(optimizer, "state", {}).values():
+                if isinstance(state, Mapping):
+                    own = {value.data_ptr() for value in state.values() if isinstance(value, Tensor)}
+                    stepped |= own
+                    replicated |= own
+        if in_backward:
+            stepped.clear()
+        return TensorRules(
+            may_copy_late=lambda key, tensor: key.startswith(_MODEL_AND_OPTIMIZER) and tensor.data_ptr() in stepped,
+            is_replicated=lambda key, tensor: key.startswith(_MODEL_AND_OPTIMIZER) and tensor.data_ptr() in replicated,
+        )
+
+    def expected_tensors(self, trainer: Any) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, value in trainer.lightning_module.state_dict().items():
+            if isinstance(value, Tensor):
+                tensors[f"state_dict/{name}"] = torch.empty_like(value, device="meta")
+        for index, optimizer in enumerate(trainer.optimizers):
+            parameters: Iterable[Tensor] = (p for group in optimizer.param_groups for p in group["params"])
+            for position, parameter in enumerate(parameters):
+                for name in _moments(optimizer):
+                    tensors[f"optimizer_states/{index}/state/{position}/{name}"] = torch.empty_like(
+                        parameter, device="meta"
+                    )
+        return tensors
+
+
+def _is_stepped_in_backward(parameter: Any) -> bool:
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None)) or hasattr(
+        parameter, "_in_backward_optimizers"
+    )
+
+
+def _moments(optimizer: Any) -> list[str]:
+    """Names of the parameter-sized tensors an optimizer keeps per parameter, guessed before its first step."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    for state in getattr(optimizer, "state", {}).values():
+        if isinstance(state, Mapping) and state:
+            return [name for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0]
+    defaults = getattr(optimizer, "defaults", {})
+    if "betas" in defaults:
+        return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if defaults.get("amsgrad") else [])]
+    if defaults.get("momentum"):
+        return ["momentum_buffer"]
+    return []

@@ -1,0 +1,116 @@
+"""Writes the steps of an observer as events, few lines for many short steps, and the start and end of the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from resiliency.events import EventKind, EventWriter
+from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, StepTiming
+
+__all__ = ["StepEvents", "log_steps"]
+
+#: Steps written one by one after the start of training: warm-up is judged on them.
+SINGLE_STEPS = 10
+
+
+class StepEvents(StepSubscriber):
+    """Writes ``train_started``, ``step`` and ``train_ended``.
+
+    Very short steps are summed into one line, so that a rank writes about twenty lines a second at most.
+
+    Thread: the training thread.
+    Safe after a call returns: everything written survives SIGKILL; at most ``line_every`` of steps is pending.
+    """
+
+    def __init__(self, writer: EventWriter, *, line_every: timedelta = timedelta(milliseconds=50)) -> None:
+        self.writer = writer
+        self._line_every = line_every.total_seconds()
+        self._started = self._terminated = False
+        self._lines = 0  # since the start of training
+        # Steps that wait for their line.
+        self._step = -1
+        self._clear()
+
+    def _clear(self) -> None:
+        self._count = 0
+        self._duration = self._data = self._stall = self._busy = self._eval = self._longest = 0.0
+        self._save_in_flight = False
+
+    # -- the process ---------------------------------------------------------------------------------------------
+
+    def job_started(self, **fields: Any) -> None:
+        """The trainer begins its work; once, later calls change nothing. Not for a log in which somebody else writes
+        it."""
+        if not self._started:
+            self._started = True
+            self.writer.emit(EventKind.JOB_STARTED, **fields)
+
+    def job_terminated(self, reason: str, **fields: Any) -> None:
+        """The trainer ends: "finished", "exception" or "signal". Writes what is pending; once, as
+        :meth:`job_started`."""
+        self.flush()
+        if not self._terminated:
+            self._terminated = True
+            self.writer.emit(EventKind.JOB_TERMINATED, reason=reason, **fields)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def training_started(self, step: int, world_size: int | None) -> None:
+        self.flush()
+        self._lines = 0
+        fields = {} if world_size is None else {"world_size": world_size}
+        self.writer.emit(EventKind.TRAIN_STARTED, step=step, **fields)
+
+    def step_ended(self, timing: StepTiming) -> None:
+        if not timing.follows or timing.save_in_flight != self._save_in_flight:
+            # What is pending belongs to other numbers, or to steps with (or without) a save beside them.
+            self.flush()
+        self._step = timing.step
+        self._count += timing.count
+        self._duration += timing.duration_s
+        self._data += timing.data_wait_s
+        self._stall += timing.stall_s
+        self._busy += timing.busy_s
+        self._eval += timing.eval_s
+        self._longest = max(self._longest, timing.duration_s / timing.count)
+        self._save_in_flight = timing.save_in_flight
+        if self._lines < SINGLE_STEPS or self._duration >= self._line_every:
+            self.flush()
+
+    def training_ended(self, step: int) -> None:
+        self.flush()
+        self.writer.emit(EventKind.TRAIN_ENDED, step=step)
+
+    def flush(self) -> None:
+        """Writes the line of the steps that are pending, if any."""
+        if not self._count:
+            return
+        # The order of the keys is what the reader's fast path expects.
+        fields: dict[str, Any] = {
+            "step_s": round(self._duration, 6),
+            "data_wait_s": round(self._data, 6),
+            "stall_s": round(self._stall, 6),
+            "save_in_flight": self._save_in_flight,
+        }
+        if self._busy:
+            fields["busy_s"] = round(self._busy, 6)
+        if self._eval:
+            fields["eval_s"] = round(self._eval, 6)
+        if self._count > 1:
+            fields["count"] = self._count
+            fields["step_max_s"] = round(self._longest, 6)
+        self.writer.emit(EventKind.STEP, step=self._step, **fields)
+        self._lines += 1
+        self._clear()
+
+
+def log_steps(observer: StepObserver, open_writer: Callable[[], EventWriter]) -> StepEvents | None:
+    """Writes the observer's steps to the writer that ``open_writer`` gives; None when another log has them already,
+    because steps are written once."""
+    if any(isinstance(subscriber, StepEvents) for subscriber in observer.subscribers):
+        return None
+    events = StepEvents(open_writer())
+    observer.subscribe(events)
+    return events

@@ -1,0 +1,204 @@
+"""Times the steps of one rank and tells subscribers: a few microseconds a call, no torch.
+
+One observer per trainer measures; whoever needs steps subscribes: the event log
+(:class:`resiliency.telemetry.step_events.StepEvents`), the running totals behind the goodput figure
+(:class:`resiliency.telemetry.step_totals.StepTotals`), and what comes later. Time lost to checkpoints is reported to
+the observer (:meth:`StepObserver.stall`) and reaches subscribers as part of the step that lost it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["StepObserver", "StepSubscriber", "StepTiming"]
+
+#: More steps than this at once are a jump of the step number, not steps that were run.
+_MAX_STEPS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """What one call of the training loop's step took. Durations in seconds, measured on this rank.
+
+    Attributes:
+        step: optimizer steps done by now.
+        count: optimizer steps this covers, 1 unless a batch made several.
+        follows: False when the step number went back or jumped.
+        duration_s: from the end of the step before (or from the start of training) to the end of this one.
+        data_wait_s: part of it spent waiting for batches.
+        stall_s: part of it lost to checkpoints.
+        busy_s: this rank's own work before ranks first wait for one another; 0 when the loop does not report it.
+        eval_s: part of it spent in validation.
+        save_in_flight: a save was being copied, committed or sent when the step ended.
+    """
+
+    step: int
+    count: int
+    follows: bool
+    duration_s: float
+    data_wait_s: float
+    stall_s: float
+    busy_s: float
+    eval_s: float
+    save_in_flight: bool
+
+
+class StepSubscriber:
+    """Is told of training and its steps; override what is needed. Must return within microseconds and must not raise.
+
+    Thread: the training thread.
+    """
+
+    def training_started(self, step: int, world_size: int | None) -> None:
+        """The first batch is about to be fetched; ``step`` optimizer steps are already done."""
+
+    def step_ended(self, timing: StepTiming) -> None:
+        """One step is done."""
+
+    def training_ended(self, step: int) -> None:
+        """The last batch is done. Not called when training ends with an exception."""
+
+
+class StepObserver:
+    """Measures the steps of one rank, driven by one caller: the training loop.
+
+    Within a step, the time before the batch arrives is data wait, time passed to :meth:`stall` is checkpoint stall,
+    time between :meth:`validation_started` and :meth:`validation_ended` is validation.
+
+    Thread: the training thread; :attr:`save_in_flight` may be set from any.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock`` gives seconds (tests)."""
+        #: Set while a save of this rank is being copied, committed or sent.
+        self.save_in_flight = False
+        self._clock = clock
+        self._subscribers: tuple[StepSubscriber, ...] = ()
+        self._training = False
+        self._step = -1
+        self._world_size: int | None = None
+        self._reset(0.0)
+
+    def _reset(self, now: float) -> None:
+        self._last_end = now
+        self._inside = False
+        self._validating_from: float | None = None
+        # Parts of the step that is running.
+        self._data = self._stall = self._eval = self._busy = 0.0
+        # Where the present wait for a batch, or the present batch, began, and how much of it was something else.
+        self._between_from, self._between_off = now, 0.0
+        self._batch_from, self._inside_off = now, 0.0
+        self._backward = False
+
+    # -- subscribers ---------------------------------------------------------------------------------------------
+
+    @property
+    def subscribers(self) -> tuple[StepSubscriber, ...]:
+        """Who is told, in the order they subscribed."""
+        return self._subscribers
+
+    def subscribe(self, subscriber: StepSubscriber) -> None:
+        """``subscriber`` is told of every step from now on; of the start at once when training is under way. Twice is
+        once."""
+        if any(known is subscriber for known in self._subscribers):
+            return
+        self._subscribers += (subscriber,)
+        if self._training:
+            subscriber.training_started(self._step, self._world_size)
+
+    def unsubscribe(self, subscriber: StepSubscriber) -> None:
+        """``subscriber`` is told no more; does nothing when it is not subscribed."""
+        self._subscribers = tuple(known for known in self._subscribers if known is not subscriber)
+
+    # -- the training loop ---------------------------------------------------------------------------------------
+
+    def training_started(self, step: int, world_size: int | None = None) -> None:
+        """The first batch is about to be fetched; ``step`` optimizer steps are already done."""
+        self._training = True
+        self._step, self._world_size = step, world_size
+        self._reset(self._clock())
+        for subscriber in self._subscribers:
+            subscriber.training_started(step, world_size)
+
+    def batch_started(self) -> None:
+        """The batch has arrived. A batch that was left without its end goes on."""
+        if not self._training or self._inside:
+            return
+        now = self._clock()
+        self._data += max(0.0, now - self._between_from - self._between_off)
+        self._inside = True
+        self._batch_from = now
+        self._inside_off = 0.0
+        self._backward = False
+
+    def backward_started(self) -> None:
+        """The forward is done: the next thing in which ranks wait for one another is the backward. Counts once a
+        batch."""
+        if self._inside and not self._backward:
+            self._backward = True
+            self._busy += max(0.0, self._clock() - self._batch_from - self._inside_off)
+
+    def batch_ended(self, step: int) -> None:
+        """A batch is done; ``step`` optimizer steps are done by now (the same number again: gradients accumulate)."""
+        if not self._inside:
+            return
+        now = self._clock()
+        self._inside = False
+        self._between_from = now
+        self._between_off = 0.0
+        if step != self._step:
+            self._end_step(step, now)
+
+    def _end_step(self, step: int, now: float) -> None:
+        count = step - self._step
+        follows = 0 < count <= _MAX_STEPS_AT_ONCE
+        timing = StepTiming(
+            step=step,
+            count=count if follows else 1,
+            follows=follows,
+            duration_s=now - self._last_end,
+            data_wait_s=self._data,
+            stall_s=self._stall,
+            busy_s=self._busy,
+            eval_s=self._eval,
+            save_in_flight=self.save_in_flight,
+        )
+        self._step = step
+        self._last_end = now
+        self._data = self._stall = self._busy = self._eval = 0.0
+        for subscriber in self._subscribers:
+            subscriber.step_ended(timing)
+
+    def stall(self, seconds: float) -> None:
+        """Training stood still this long for a checkpoint; call it when the wait is over, inside a batch or between
+        two."""
+        self._stall += seconds
+        self._exclude(seconds)
+
+    def validation_started(self) -> None:
+        self._validating_from = self._clock()
+
+    def validation_ended(self) -> None:
+        if self._validating_from is None:
+            return
+        took = self._clock() - self._validating_from
+        self._validating_from = None
+        self._eval += took
+        self._exclude(took)
+
+    def _exclude(self, seconds: float) -> None:
+        """Keeps time of another kind out of the wait for data or the rank's own work."""
+        if self._inside:
+            self._inside_off += seconds
+        else:
+            self._between_off += seconds
+
+    def training_ended(self, step: int) -> None:
+        """The last batch is done."""
+        if not self._training:
+            return
+        self._training = False
+        for subscriber in self._subscribers:
+            subscriber.training_ended(step)

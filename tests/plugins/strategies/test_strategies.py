@@ -1,0 +1,138 @@
+"""Which strategies are served, what may be done with their tensors, and that one more is one class."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from resiliency.plugins.strategies import registry
+from resiliency.plugins.strategies.base import TensorRules
+from resiliency.plugins.strategies.replicated import ReplicatedAdapter
+from tests.callbacks.harness import NAMESPACES, content, loader, make_net, make_trainer, names, ours
+
+
+def strategy(namespace: str, name: str) -> Any:
+    kind = getattr(importlib.import_module(f"{namespace}.strategies"), name)
+    return kind.__new__(kind)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_strategies_with_the_whole_model_on_every_rank_are_served(namespace: str) -> None:
+    for name in ("SingleDeviceStrategy", "DDPStrategy"):
+        assert isinstance(registry.adapter_for(strategy(namespace, name)), ReplicatedAdapter)
+    for name in ("FSDPStrategy", "ModelParallelStrategy"):
+        assert registry.adapter_for(strategy(namespace, name)) is None
+
+
+def test_a_sharding_strategy_derived_from_ddp_is_not_served() -> None:
+    ddp = type(strategy(NAMESPACES[0], "DDPStrategy"))
+    assert registry.adapter_for(object.__new__(type("MegatronStrategy", (ddp,), {}))) is None
+    assert registry.adapter_for(object.__new__(type("OurDDP", (ddp,), {}))) is not None
+
+
+def stepped(net: torch.nn.Module, **arguments: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], **arguments)
+    sum(p.sum() for p in net.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return optimizer
+
+
+def test_trained_parameters_and_their_moments_are_late_and_replicated_buffers_are_neither() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+    net[2].requires_grad_(False)  # moved by somebody else, such as a moving average
+    optimizer = stepped(net)
+    trainer = SimpleNamespace(lightning_module=net, optimizers=[optimizer])
+    rules = ReplicatedAdapter().tensor_rules(trainer)
+
+    def judged(key: str, tensor: torch.Tensor) -> tuple[bool, bool]:
+        return rules.may_copy_late(key, tensor), rules.is_replicated(key, tensor)
+
+    state = net.state_dict()
+    assert judged("state_dict/0.weight", state["0.weight"]) == (True, True)
+    assert judged("state_dict/2.weight", state["2.weight"]) == (False, True)
+    assert judged("state_dict/1.running_mean", state["1.running_mean"]) == (False, False)
+    moment = optimizer.state[net[0].weight]["exp_avg"]
+    assert judged("optimizer_states/0/state/0/exp_avg", moment) == (True, True)
+    assert judged("callbacks/Average/weight", state["0.weight"]) == (False, False)
+
+    net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)  # an optimizer may run in there
+    assert not ReplicatedAdapter().tensor_rules(trainer).may_copy_late("state_dict/0.weight", state["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("make", "moments"),
+    [
+        (lambda p: torch.optim.Adam(p), {"exp_avg", "exp_avg_sq"}),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), {"momentum_buffer"}),
+        (lambda p: torch.optim.SGD(p, 0.1), set()),
+    ],
+    ids=["adam", "amsgrad", "momentum", "sgd"],
+)
+def test_expected_tensors_are_those_a_stepped_optimizer_has(make: Any, moments: set[str]) -> None:
+    net = torch.nn.Linear(3, 5, bias=False)
+    trainer = SimpleNamespace(lightning_module=net, optimizers=[make(net.parameters())])
+    expected = ReplicatedAdapter().expected_tensors(trainer)
+    assert set(expected) == {"state_dict/weight"} | {f"optimizer_states/0/state/0/{name}" for name in moments}
+    assert all(tensor.shape == (5, 3) and tensor.device.type == "meta" for tensor in expected.values())
+    sum(p.sum() for p in net.parameters()).backward()  # type: ignore[union-attr]
+    trainer.optimizers[0].step()
+    assert set(ReplicatedAdapter().expected_tensors(trainer)) == set(expected)
+
+
+class MadeUpAdapter:
+    """For a strategy nobody has: adds a word to the state and lets nothing be late."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def supports(self, strategy: Any) -> bool:
+        return type(strategy).__name__ == "MadeUpStrategy"
+
+    def dump_state(self, trainer: Any, *, weights_only: bool) -> dict[str, Any]:
+        self.asked.append("state")
+        return {**trainer._checkpoint_connector.dump_checkpoint(weights_only), "made_up": torch.arange(3)}
+
+    def tensor_rules(self, trainer: Any) -> TensorRules:
+        self.asked.append("rules")
+        return TensorRules(may_copy_late=lambda key, tensor: False, is_replicated=lambda key, tensor: False)
+
+    def expected_tensors(self, trainer: Any) -> dict[str, torch.Tensor]:
+        self.asked.append("expected")
+        return {"made_up": torch.empty(3, dtype=torch.int64, device="meta")}
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_one_more_strategy_is_one_class(
+    namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a Trainer leaves it set
+    single = type(strategy(namespace, "SingleDeviceStrategy"))
+    # As a sharding strategy that derives from a replicated one: the general adapter does not want it.
+    made_up = type("MadeUpStrategy", (type("FSDPStrategy", (single,), {}),), {})
+
+    def fit(root: Path) -> Any:
+        callback = ours(namespace, root, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+        trainer = make_trainer(namespace, [callback], root=root, max_epochs=1, strategy=made_up(torch.device("cpu")))
+        with caplog.at_level(logging.WARNING, logger="resiliency"):
+            trainer.fit(make_net(namespace), loader())
+        return callback
+
+    fit(tmp_path / "without")
+    assert "MadeUpStrategy is not supported" in caplog.text
+    assert not (tmp_path / "without" / ".resiliency").exists()
+    assert names(tmp_path / "without") == {"step=2.ckpt", "step=4.ckpt", "step=6.ckpt"}, "written the stock way"
+
+    caplog.clear()
+    adapter = MadeUpAdapter()
+    monkeypatch.setattr(registry, "ADAPTERS", (*registry.ADAPTERS, adapter))
+    fit(tmp_path / "with")
+    assert "not supported" not in caplog.text
+    assert adapter.asked == ["expected", *["state", "rules"] * 3]
+    assert torch.equal(content(tmp_path / "with" / "step=6.ckpt")["made_up"], torch.arange(3))
