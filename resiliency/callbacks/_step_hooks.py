@@ -79,3 +79,8 @@ class StepHooks(StockCallback):
         super().on_train_end(trainer, pl_module)
         if observer := self._driven(trainer):
             observer.training_ended(trainer.global_step)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        if observer := self._driven(trainer):
+            observer.training_interrupted()

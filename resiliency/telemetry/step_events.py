@@ -83,6 +83,9 @@ class StepEvents(StepSubscriber):
         self.flush()
         self.writer.emit(EventKind.TRAIN_ENDED, step=step)
 
+    def training_interrupted(self) -> None:
+        self.flush()
+
     def flush(self) -> None:
         """Writes the line of the steps that are pending, if any."""
         if not self._count:

@@ -58,7 +58,10 @@ class StepSubscriber:
         """One step is done."""
 
     def training_ended(self, step: int) -> None:
-        """The last batch is done. Not called when training ends with an exception."""
+        """The last batch is done."""
+
+    def training_interrupted(self) -> None:
+        """Training ended with an exception, perhaps in the middle of a step."""
 
 
 class StepObserver:
@@ -202,3 +205,11 @@ class StepObserver:
         self._training = False
         for subscriber in self._subscribers:
             subscriber.training_ended(step)
+
+    def training_interrupted(self) -> None:
+        """An exception ended the training, if any was under way."""
+        if not self._training:
+            return
+        self._training = False
+        for subscriber in self._subscribers:
+            subscriber.training_interrupted()

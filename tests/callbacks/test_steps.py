@@ -14,8 +14,6 @@ from resiliency.telemetry.reader import find_logs
 from resiliency.telemetry.step_observer import StepSubscriber, StepTiming
 from tests.callbacks.harness import NAMESPACES, content, loader, make_net, make_trainer, names, ours, stock
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
-
 
 class Heartbeat(StepSubscriber):
     """A consumer none of our callbacks knows of."""
@@ -40,7 +38,7 @@ class Heartbeat(StepSubscriber):
 def callbacks(namespace: str, which: str, root: Path) -> list[Any]:
     """``g``: goodput, ``a`` and ``b``: checkpoints in folders of these names, ``s``: the stock checkpoint callback."""
     made = {
-        "g": lambda: goodput.build(namespace)(),
+        "g": lambda: goodput.build(namespace)(log=False),
         "a": lambda: ours(namespace, root / "a", every_n_train_steps=2, save_top_k=-1, filename="{step}"),
         "b": lambda: ours(namespace, root / "b", every_n_train_steps=3),
         "s": lambda: stock(namespace)(dirpath=root / "s"),
@@ -48,9 +46,12 @@ def callbacks(namespace: str, which: str, root: Path) -> list[Any]:
     return [made[letter]() for letter in which]
 
 
-@pytest.mark.parametrize("which", ["g", "a", "ga", "ag", "ab", "gab", "gg", "sg", "gs"])
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_each_step_is_told_once_and_written_to_one_log(namespace: str, which: str, tmp_path: Path) -> None:
+COMBINATIONS = ["g", "a", "ga", "ag", "ab", "gab", "gg", "sg", "gs"]
+
+
+@pytest.mark.parametrize("which", COMBINATIONS)
+def test_each_step_is_told_once_and_written_to_one_log(which: str, tmp_path: Path) -> None:
+    namespace = NAMESPACES[COMBINATIONS.index(which) % 2]
     trainer = make_trainer(namespace, callbacks(namespace, which, tmp_path), root=tmp_path, num_sanity_val_steps=1)
     listed = list(trainer.callbacks)
     heartbeat = Heartbeat()
@@ -89,7 +90,7 @@ def test_both_callbacks_save_each_step_once_and_checkpoints_know_no_callback_of_
 def test_what_was_subscribed_by_callbacks_of_an_earlier_fit_is_not_written_again(tmp_path: Path) -> None:
     """A second fit after an exception: events of each fit are there once, in the log of that fit."""
     namespace = NAMESPACES[0]
-    trainer = make_trainer(namespace, callbacks(namespace, "ga", tmp_path), root=tmp_path, max_epochs=1)
+    trainer = make_trainer(namespace, callbacks(namespace, "ga", tmp_path), root=tmp_path, max_steps=6, max_epochs=-1)
     net = make_net(namespace)
     step = net.training_step
     net.training_step = lambda batch, batch_idx: 1 / 0 if batch_idx == 3 else step(batch, batch_idx)
@@ -99,16 +100,16 @@ def test_what_was_subscribed_by_callbacks_of_an_earlier_fit_is_not_written_again
     assert [type(subscriber).__name__ for subscriber in observer.subscribers] == ["StepTotals"]
     heartbeat = Heartbeat()
     observer.subscribe(heartbeat)
-    assert heartbeat.starts == [3], "no hook tells that training ended"
+    assert heartbeat.starts == [], "nothing trains now"
     net.training_step = step
     trainer.fit(net, loader())
-    assert heartbeat.starts == [3, 3]
+    assert heartbeat.starts == [3]
     assert heartbeat.steps == [4, 5, 6]
 
 
 def test_the_figure_of_the_first_step_counts_the_first_step(tmp_path: Path) -> None:
     namespace = NAMESPACES[0]
-    callback = goodput.build(namespace)()
+    callback = goodput.build(namespace)(log=False)
     trainer = make_trainer(namespace, [callback], root=tmp_path, max_steps=1, enable_checkpointing=False)
     trainer.fit(make_net(namespace), loader())
     assert float(trainer.callback_metrics["goodput"]) > 0

@@ -190,8 +190,9 @@ def test_steps_are_written_to_one_log() -> None:
     assert log_steps(observer, lambda: writer) is not None
 
 
-def test_a_fit_after_one_that_raised_begins_anew(parts: Parts) -> None:
-    """No hook tells the end of training after an exception; what the broken step had gathered is not the next one's."""
+@pytest.mark.parametrize("told", [True, False])
+def test_a_fit_after_one_that_raised_begins_anew(parts: Parts, told: bool) -> None:
+    """What the broken step had gathered is not the next one's, whether or not the end of training was told."""
     observer, hand = parts.observer, parts.hand
     observer.training_started(0)
     one_step(observer, hand, 1, rest=1.0)
@@ -199,6 +200,9 @@ def test_a_fit_after_one_that_raised_begins_anew(parts: Parts) -> None:
     observer.validation_started()
     hand.now += 50
     observer.stall(3.0)
+    if told:
+        observer.training_interrupted()
+        observer.training_ended(1)  # a second end is none
     observer.training_started(1, 2)
     observer.validation_ended()
     one_step(observer, hand, 2, data=0.5, rest=1.0)
@@ -206,6 +210,7 @@ def test_a_fit_after_one_that_raised_begins_anew(parts: Parts) -> None:
     assert [event.fields["step_s"] for event in steps] == [1.0, 1.5]
     assert steps[1].fields == {"step_s": 1.5, "data_wait_s": 0.5, "stall_s": 0.0, "save_in_flight": False}
     assert [event.fields for event in parts.events if event.kind == EventKind.TRAIN_STARTED] == [{}, {"world_size": 2}]
+    assert not [event for event in parts.events if event.kind == EventKind.TRAIN_ENDED]
 
 
 def test_a_jump_of_the_step_number_is_one_step_in_a_line_of_its_own(parts: Parts) -> None:
