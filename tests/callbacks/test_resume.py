@@ -285,7 +285,7 @@ def test_a_path_that_is_nothing_is_an_error(tmp_path: Path) -> None:
             tmp_path,
             ours(PL, tmp_path),
             max_steps=2,
-            ckpt_path=str(tmp_path / ".resiliency/default/steps/0000000007-a0001-abcdef00"),
+            ckpt_path=str(tmp_path / ".resiliency/default/steps/0000000007-a0001-abcdef-00"),
         )
 
 

@@ -108,6 +108,7 @@ PINNED = {
         "TierError",
         "Timeout",
         "TornSnapshot",
+        "UnsupportedFormat",
     ],
 }
 
