@@ -1,7 +1,7 @@
-"""Taking checkpoints off the local tier: which files go in which order, and which come back as free ones.
+"""Deletes steps from the local tier, and recycles their shard files.
 
-The manifest goes first, so that what is half deleted is no step; then names, records, shards. A shard file is not
-deleted but handed back to its rank, with its pages, until the rank has enough of them.
+A shard file is not deleted but given back to its rank together with its pages, until the rank has enough free files.
+The order of a deletion is that of :func:`resiliency.storage.deletion.delete_step`.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import os
 import shutil
 from collections.abc import Iterable
 
-from resiliency import faultpoints
 from resiliency.agent._reporter import Notify
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.messages import FileFreed, FileGone
-from resiliency.storage.catalog import read_name, step_prefix
-from resiliency.storage.manifest import ARENA_DIR, MANIFEST, META_DIR, StepId
+from resiliency.storage.catalog import step_prefix
+from resiliency.storage.deletion import delete_names, delete_step
+from resiliency.storage.manifest import ARENA_DIR, META_DIR, StepId
 from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["Remover"]
 
 logger = logging.getLogger(__name__)
 
-#: Free shard files kept per rank; more are deleted.
+#: Free shard files kept per rank.
 _SPARE_FILES = 2
 
 
 class Remover:
-    """Removes steps of one run. Thread: one at a time. What it removes was decided elsewhere.
+    """Deletes steps of one run from the local tier. Thread: one at a time. The agent decides which.
 
     Args:
         config: of this attempt.
         tier: the local tier.
-        notify: tells a rank of a file that is free again, or gone.
+        notify: tells a rank that one of its files can be used again, or was deleted.
     """
 
     def __init__(self, config: AgentConfig, tier: LocalTier, notify: Notify) -> None:
@@ -47,35 +47,21 @@ class Remover:
         return rank in ranks or (0 in ranks and rank >= self._config.world_size)
 
     def delete(self, step: StepId, names: Iterable[str]) -> None:
-        """Deletes this agent's part of a step, and the names that still mean it.
+        """Deletes this agent's part of a step, and the names that still point to it.
 
         Raises:
             OSError, TierError: a file cannot be removed; doing it again goes on where this ended.
         """
-        prefix = step_prefix(self._config.run, step)
-        folder = os.path.dirname(os.path.join(self._tier.root, prefix, MANIFEST))
-        faultpoints.hit("agent.prune.manifest")
-        self._tier.delete(prefix + MANIFEST)
-        for name in names:
-            pointer = read_name(self._tier, name)
-            if pointer is not None and pointer.id == step and pointer.run == self._config.run:
-                self._tier.delete(name)
-        for name, _ in self._files(folder):
-            if name.endswith(".json"):
-                faultpoints.hit("agent.prune.record")
-                self._tier.delete(prefix + name)
-        for name, rank in self._files(folder):
-            faultpoints.hit("agent.prune.shard")
-            self._recycle(rank, os.path.join(folder, name))
-        try:
-            os.rmdir(folder)
-        except OSError:
-            logger.debug("%s still holds files of other hosts", folder)
-
-    def _files(self, folder: str) -> list[tuple[str, int]]:
-        """Names of the files there that are this agent's to delete, with their ranks."""
-        found = [(name, _rank_of(name)) for name in _listing(folder)]
-        return [(name, rank) for name, rank in found if rank is not None and self.owns(rank)]
+        folder = os.path.join(self._tier.root, step_prefix(self._config.run, step).rstrip("/"))
+        owned = {name: rank for name in _listing(folder) if (rank := _rank_of(name)) is not None and self.owns(rank)}
+        delete_step(
+            self._tier,
+            self._config.run,
+            step,
+            files=owned,
+            names=names,
+            remove_shard=lambda name: self._recycle(owned[name], os.path.join(folder, name)),
+        )
 
     def _recycle(self, rank: int, path: str) -> None:
         inode = os.stat(path).st_ino
@@ -97,11 +83,8 @@ class Remover:
                 os.unlink(os.path.join(self._arena, name))
 
     def drop_run(self, names: Iterable[str]) -> None:
-        """Deletes the whole run, with these names as far as they are its own, and folders that are empty then."""
-        for name in names:
-            pointer = read_name(self._tier, name)
-            if pointer is not None and pointer.run == self._config.run:
-                self._tier.delete(name)
+        """Deletes the whole run, those of these names that point into it, and folders that are empty then."""
+        delete_names(self._tier, self._config.run, names)
         shutil.rmtree(self._run)
         for folder in (os.path.dirname(self._run), self._config.local.address):
             if os.path.isdir(folder) and not os.listdir(folder):

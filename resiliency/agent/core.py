@@ -26,7 +26,7 @@ from resiliency.agent._reporter import Notify, Reporter
 from resiliency.agent._worker import Worker
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.messages import Bye, Complete, Delete, FileFreed, Recorded, Request, Rescan, Seal
-from resiliency.agent.uploader import Uploader
+from resiliency.agent.uploader import Uploader, UploadOutcome
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventWriter
 from resiliency.storage.catalog import read_name, scan, step_prefix
@@ -459,17 +459,18 @@ class HostAgent:
         with self._lock:
             self._steps[step_id].pins += 1
 
-    def _uploaded(self, spec: TierSpec, step_id: StepId, outcome: str, reason: str) -> None:
+    def _uploaded(self, spec: TierSpec, step_id: StepId, outcome: UploadOutcome, reason: str) -> None:
         """Called by an uploader when it is done with a step, one way or the other."""
         with self._lock:
             step = self._steps.get(step_id)
-            if step is not None and outcome != "retrying":
+            if step is not None and outcome is not UploadOutcome.RETRYING:
                 step.pins -= 1
-        if outcome == "durable":
+        if outcome is UploadOutcome.DURABLE:
             self._report.tell_reached(step_id, Stage.DURABLE, spec.name)
-        elif outcome != "partial":
-            self._report.tell_failed(step_id, spec.name, reason, retrying=outcome == "retrying")
-        if outcome != "retrying":
+        elif outcome is not UploadOutcome.PARTIAL:
+            retrying = outcome is UploadOutcome.RETRYING
+            self._report.tell_failed(step_id, spec.name, reason, retrying=retrying)
+        if outcome is not UploadOutcome.RETRYING:
             self._commits.submit(self._prune)
 
     # -- pruning -------------------------------------------------------------------------------------------------

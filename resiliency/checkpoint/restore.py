@@ -1,41 +1,43 @@
-"""Restoring, step by step: what every place holds, which step is whole, its shards made good, its tensors filled.
+"""The collective restore: list what all sources hold, agree on a step, fetch its missing shards, read and check them.
 
-All of it is collective: every rank sees the same inventory, strikes out the same copies, and so chooses the same step.
-Decisions are in :mod:`resiliency.checkpoint.restore_plan`; this module asks the tiers and the other ranks.
+Which step, and which source for each shard, is decided by :mod:`resiliency.checkpoint.restore_plan`. This module asks
+the tiers and exchanges the answers between ranks. Every rank has the same inventory and the same list of bad copies,
+and so makes the same plan.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from resiliency import faultpoints
 from resiliency.agent.messages import Rescan
-from resiliency.checkpoint import restore_plan
 from resiliency.checkpoint.coordinator import Coordinator
+from resiliency.checkpoint.inventory import StepInventory, list_inventory
+from resiliency.checkpoint.restore_messages import CopyProblem, InventoryReport, ProblemReport
+from resiliency.checkpoint.restore_plan import RestorePlan, plan_restore
 from resiliency.checkpoint.session import Session
+from resiliency.checkpoint.shard_access import ShardAccess
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
-from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
+from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.checkpoint.state import flatten
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.events import EventKind
-from resiliency.storage.catalog import read_record
-from resiliency.storage.fetch import fetch_shard
 from resiliency.storage.manifest import StepId
+from resiliency.storage.sources import Cost, Opener, ShardSource, open_source
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 
-__all__ = ["Restorer", "Restored"]
+__all__ = ["Restored", "Restorer"]
 
 logger = logging.getLogger(__name__)
 
-#: How often a plan is made again after a copy was struck out.
-_MAX_ROUNDS = 50
+#: How many plans are tried, each without the copies that were found bad before.
+_MAX_PLANS = 50
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Restored:
         world_size: ranks that wrote it.
         names: names of the step.
         info: what the save passed as ``info``.
-        duration_s, nbytes: time and bytes read by this rank.
+        duration_s: seconds from the call of ``load`` to its result.
+        nbytes: size of the step's shards.
     """
 
     id: StepId
@@ -67,12 +70,14 @@ class Restored:
         return self.id.step
 
 
-@dataclass
-class _Findings:
-    """Copies that are no good, and why: (text, True when bytes are damaged and False when a tier failed)."""
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """Arguments of one ``load``, and when it began (monotonic seconds)."""
 
-    strikes: set[restore_plan.BadCopy] = field(default_factory=set)
-    messages: list[tuple[str, bool]] = field(default_factory=list)
+    into: Any
+    allow_pickle: bool
+    keys: Callable[[str], bool] | None
+    began: float
 
 
 class Restorer:
@@ -80,11 +85,11 @@ class Restorer:
 
     Args:
         session: of this attempt.
-        coordinator: how ranks talk.
-        local: the local tier; everything is read from there, after it was brought there.
-        remotes: further tiers, in the order they are asked. The list may grow.
+        coordinator: exchanges messages between the ranks.
+        local: the local tier; shards are read from there, and fetched into it when they lie elsewhere.
+        remotes: further tiers, in the order in which they are tried; the same on all ranks.
         run: name of the run.
-        agree_timeout: how long to wait for the other ranks.
+        agree_timeout: how long to wait for the other ranks, each time.
     """
 
     def __init__(
@@ -99,208 +104,191 @@ class Restorer:
     ) -> None:
         self._session = session
         self._coordinator = coordinator
-        self._tier = local
-        self._remote_tiers = remotes
         self._run = run
         self._agree_timeout = agree_timeout
+        self._local = local
+        self._tiers = (local, *remotes)
+        self._openers: dict[str, Opener] = {tier.name: _opener(tier) for tier in self._tiers}
+        here = ShardSource(tier=local.name, host=session.node, cost=Cost.LOCAL)
+        # What this rank lists for all: the first rank of a host its local tier, rank 0 the remote tiers.
+        self._listed = [here] if coordinator.rank == session.local_ranks[0] else []
+        if coordinator.rank == 0:
+            self._listed += [ShardSource(tier=tier.name, host=None, cost=Cost.REMOTE) for tier in remotes]
         self.rank = coordinator.rank
+        self._shards = ShardAccess(here=here, openers=self._openers, run=run, rank=self.rank, events=session.events)
 
     def load(
         self, *, into: Any, step: StepId | None, allow_pickle: bool, keys: Callable[[str], bool] | None
     ) -> Restored | None:
-        """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.load`."""
-        session = self._session
-        began = time.monotonic()
-        session.events.emit(EventKind.RESTORE_STARTED)
+        """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.load`. Collective: yes."""
+        request = _Request(into=into, allow_pickle=allow_pickle, keys=keys, began=time.monotonic())
+        self._session.events.emit(EventKind.RESTORE_STARTED)
         inventory = self._inventory()
-        strikes: set[restore_plan.BadCopy] = set()
-        damage: list[str] = []
-        refused: list[str] = []
-        for _ in range(_MAX_ROUNDS):
-            choice = restore_plan.plan_restore(inventory, set(session.nodes), strikes, only=step)
-            if choice is None:
+        problems: list[CopyProblem] = []
+        for _ in range(_MAX_PLANS):
+            plan = plan_restore(inventory, set(self._session.nodes), {p.copy for p in problems}, only=step)
+            if plan is None:
                 break
-            findings = self._bring_here(choice)
-            if not findings.strikes:
-                restored, findings = self._read(choice, into, allow_pickle, keys, began)
+            found = self._fetch_missing(plan)
+            if not found:
+                restored, found = self._read(plan, request)
                 if restored is not None:
-                    session.client.send(Rescan())
+                    self._session.client.send(Rescan())
                     return restored
-            strikes |= findings.strikes
-            damage += [text for text, corrupt in findings.messages if corrupt]
-            refused += [text for text, corrupt in findings.messages if not corrupt]
-        damage += [what for holding in inventory if step in (None, StepId.parse(holding.step)) for what in holding.lost]
-        if refused and not damage:
-            raise TierError(
-                "checkpoints exist but cannot be read or brought here: " + "; ".join(dict.fromkeys(refused)),
-                retryable=True,
-            )
+            problems += found
+        self._explain_nothing(inventory, problems, step)
+        return None
+
+    def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
+        """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.steps`. Collective: yes."""
+        inventory = self._inventory()
+        names: dict[StepId, tuple[str, ...]] = {}
+        for entry in inventory:
+            names[entry.step] = tuple(dict.fromkeys((*names.get(entry.step, ()), *entry.names)))
+        hosts = set(self._session.nodes)
+        return [
+            (step, names[step])
+            for step in sorted(names, reverse=True)
+            if plan_restore(inventory, hosts, only=step) is not None
+        ]
+
+    # -- what there is ----------------------------------------------------------------------------------------------
+
+    def _inventory(self) -> list[StepInventory]:
+        """What all sources hold, the same list on every rank. Collective: yes.
+
+        Raises:
+            TierError: tiers could not be listed and nothing was found on the others.
+        """
+        faultpoints.hit("restore.inventory", rank=self.rank)
+        entries: list[StepInventory] = []
+        problem = ""
+        try:
+            for source in self._listed:
+                entries += list_inventory(open_source(source, self._openers), self._run, source)
+        except TierError as error:
+            problem = f"rank {self.rank}: {error}"
+        mine = InventoryReport(entries=tuple(entries), problem=problem)
+        answers = self._coordinator.all("inventory", mine.encode(), timeout=self._agree_timeout)
+        reports = [InventoryReport.decode(data, rank=rank) for rank, data in enumerate(answers)]
+        problems = "; ".join(report.problem for report in reports if report.problem)
+        inventory = [entry for report in reports for entry in report.entries]
+        if problems and not inventory:
+            raise TierError(f"checkpoints cannot be listed: {problems}", retryable=True)
+        if problems:
+            logger.warning("some checkpoints cannot be listed: %s; restoring from the others", problems)
+        return inventory
+
+    def _explain_nothing(
+        self, inventory: Sequence[StepInventory], problems: Sequence[CopyProblem], step: StepId | None
+    ) -> None:
+        """Raises the reason why nothing was restored; returns when there is nothing that could have been.
+
+        Raises:
+            CorruptShard: there are checkpoints, and they are damaged.
+            TierError: there are checkpoints, and the tiers that hold them failed.
+            NoCheckpointFound: a step was asked for that is not there.
+        """
+        damage = [problem.reason for problem in problems if problem.damaged]
+        damage += [text for entry in inventory if step in (None, entry.step) for text in entry.lost]
+        failures = [problem.reason for problem in problems if not problem.damaged]
+        places = ", ".join(tier.root for tier in self._tiers)
         if damage:
             raise CorruptShard(
                 "nothing could be restored, although checkpoints exist: "
                 + "; ".join(dict.fromkeys(damage))
                 + ". Restore the files from a backup, or start afresh in another directory or run",
-                path=self._tier.root,
+                path=self._local.root,
+            )
+        if failures:
+            raise TierError(
+                "checkpoints exist but cannot be read or brought here: " + "; ".join(dict.fromkeys(failures)),
+                retryable=True,
             )
         if step is not None:
-            raise NoCheckpointFound(f"{step} of run {self._run!r} is not complete on any tier: {self._places()}")
+            raise NoCheckpointFound(f"{step} of run {self._run!r} is not complete on any tier: {places}")
         if inventory:
             logger.warning(
-                "only unfinished checkpoints of run %r were found in %s; starting from scratch",
-                self._run,
-                self._places(),
+                "only unfinished checkpoints of run %r were found in %s; starting from scratch", self._run, places
             )
-        return None
 
-    def _places(self) -> str:
-        return ", ".join([self._tier.root, *(tier.root for tier in self._remote_tiers)])
+    # -- fetching ---------------------------------------------------------------------------------------------------
 
-    def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
-        """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.steps`."""
-        session = self._session
-        inventory = self._inventory()
-        names: dict[str, tuple[str, ...]] = {}
-        for holding in inventory:
-            names[holding.step] = tuple(dict.fromkeys((*names.get(holding.step, ()), *holding.names)))
-        found = []
-        for step in sorted(filter(None, map(StepId.parse, names)), reverse=True):
-            if restore_plan.plan_restore(inventory, set(session.nodes), only=step) is not None:
-                found.append((step, names[step.dirname]))
-        return found
+    def _fetch_missing(self, plan: RestorePlan) -> list[CopyProblem]:
+        """Fetches the shards that this host lacks, shared out among its ranks, and returns the bad copies that any rank
+        met. Collective: only when some host has to fetch, which every rank sees from the plan."""
+        if not plan.fetches:
+            return []
+        host, ranks = self._session.node, self._session.local_ranks
+        problems: list[CopyProblem] = []
+        for rank in plan.to_fetch(host)[ranks.index(self.rank) :: len(ranks)]:
+            problems += self._shards.fetch(plan, rank)
+        return self._share("fetched", problems)
 
-    def _inventory(self) -> list[restore_plan.StepInventory]:
-        """What all places hold, the same list on every rank."""
-        session = self._session
-        faultpoints.hit("restore.inventory", rank=self.rank)
-        mine: list[restore_plan.StepInventory] = []
-        problem = ""
-        try:
-            if self.rank == session.local_ranks[0]:
-                mine += restore_plan.list_inventory(self._tier, self._run, node=session.node)
-            if self.rank == 0:
-                for tier in self._remote_tiers:
-                    mine += restore_plan.list_inventory(tier, self._run, node="")
-        except TierError as error:
-            problem = f"rank {self.rank}: {error}"
-        data = json.dumps({"h": [h.to_list() for h in mine], "p": problem}).encode()
-        answers = [json.loads(said) for said in self._coordinator.all("inventory", data, timeout=self._agree_timeout)]
-        problems = [answer["p"] for answer in answers if answer["p"]]
-        inventory = [restore_plan.StepInventory.from_list(item) for answer in answers for item in answer["h"]]
-        if problems:
-            if not inventory:
-                raise TierError("checkpoints cannot be listed: " + "; ".join(problems), retryable=True)
-            logger.warning("some checkpoints cannot be listed: %s; restoring from what is left", "; ".join(problems))
-        return inventory
+    def _share(self, topic: str, mine: Sequence[CopyProblem]) -> list[CopyProblem]:
+        """The bad copies that all ranks found. Collective: yes."""
+        message = ProblemReport(problems=tuple(mine)).encode()
+        answers = self._coordinator.all(topic, message, timeout=self._agree_timeout)
+        return [p for rank, data in enumerate(answers) for p in ProblemReport.decode(data, rank=rank).problems]
 
-    def _bring_here(self, choice: restore_plan.RestorePlan) -> _Findings:
-        """Fetches the shards of the choice that are not on this host, each checked on the way."""
-        findings = _Findings()
-        if all(tiers[0] == "local" for sources in choice.sources.values() for tiers in sources.values()):
-            return findings  # the same on every rank, so nobody needs to talk
-        session = self._session
-        sources = choice.sources[session.node]
-        remote = [rank for rank, tiers in sources.items() if tiers[0] != "local"]
-        place, share = session.local_ranks.index(self.rank), len(session.local_ranks)
-        for rank in remote[place::share]:
-            self._fetch(choice, rank, sources[rank], findings)
-        return self._together("fetched", findings)
+    # -- reading ----------------------------------------------------------------------------------------------------
 
-    def _together(self, topic: str, mine: _Findings) -> _Findings:
-        """What all ranks found. Collective: yes."""
-        data = json.dumps({"s": sorted(mine.strikes), "m": mine.messages}).encode()
-        answers = [json.loads(said) for said in self._coordinator.all(topic, data, timeout=self._agree_timeout)]
-        strikes = {(s[0], s[1], s[2], s[3]) for answer in answers for s in answer["s"]}
-        return _Findings(strikes, [(m[0], m[1]) for answer in answers for m in answer["m"]])
+    def _read(self, plan: RestorePlan, request: _Request) -> tuple[Restored | None, list[CopyProblem]]:
+        """Reads and checks what this rank wants. Collective: yes.
 
-    def _strike(
-        self, findings: _Findings, tier: str, node: str, choice: restore_plan.RestorePlan, rank: int, error: Exception
-    ) -> None:
-        """Takes note that a copy is no good."""
-        findings.strikes.add((tier, node, choice.step.dirname, rank))
-        findings.messages.append((str(error), isinstance(error, CorruptShard)))
-        ranges = list(error.ranges) if isinstance(error, CorruptShard) else []
-        self._session.events.emit(EventKind.CHECKPOINT_CORRUPT, step=choice.step.step, path=str(error), ranges=ranges)
-        logger.warning("rank %d: %s; trying the next copy", self.rank, error)
+        Returns:
+            The result, or None and the bad copies when any rank found one.
 
-    def _fetch(self, choice: restore_plan.RestorePlan, rank: int, tiers: Sequence[str], findings: _Findings) -> None:
-        session = self._session
-        for tier in self._remote_tiers:
-            if tier.name not in tiers:
-                continue
-            try:
-                fetch_shard(tier, self._run, choice.step, rank, self._tier.root, node=session.node)
-                session.events.emit(
-                    EventKind.CHECKPOINT_REPAIRED,
-                    step=choice.step.step,
-                    source=tier.name,
-                    shard=rank,
-                    path=self._tier.root,
-                )
-                return
-            except (CorruptShard, TierError) as error:
-                self._strike(findings, tier.name, "", choice, rank, error)
-
-    def _read(
-        self,
-        choice: restore_plan.RestorePlan,
-        into: Any,
-        allow_pickle: bool,
-        keys: Callable[[str], bool] | None,
-        began: float,
-    ) -> tuple[Restored | None, _Findings]:
-        """Reads what this rank wants, checking it, and hears what the others found; no result when anybody found
-        damage."""
-        session, findings = self._session, _Findings()
+        Raises:
+            ConfigError: the state passed in does not fit the checkpoint; raised after the other ranks were told.
+        """
         readers: list[ShardReader] = []
         misfit: ConfigError | None = None
+        assembler: ShardAssembler | None = None
+        problems: list[CopyProblem] = []
         try:
-            assembly = None
             try:
-                if self._open(choice, readers, findings):
-                    assembly = ShardAssembler(
-                        readers, rank=self.rank, into=flatten(into).tensors if into is not None else None, keys=keys
+                problems = self._shards.open(plan, readers)
+                if not problems:
+                    assembler = self._assembler(readers, request)
+                    problems = self._shards.fill(
+                        plan, readers, assembler, threads=threads_for(len(self._session.local_ranks))
                     )
-                    for rank, ranges in assembly.read(threads=threads_for(len(session.local_ranks))).items():
-                        path = readers[rank].path
-                        error = CorruptShard(
-                            f"{path}: bytes {ranges} do not match their digests", path=path, ranges=ranges
-                        )
-                        self._strike(findings, "local", session.node, choice, rank, error)
             except ConfigError as error:
-                misfit = error  # the others must not wait for this rank before it gives up
-            findings = self._together("verified", findings)
+                misfit = error  # the other ranks must not wait for this one
+            problems = self._share("verified", problems)
             if misfit is not None:
                 raise misfit
-            if findings.strikes or assembly is None:
-                return None, findings
+            if problems or assembler is None:
+                return None, problems
             faultpoints.hit("restore.load", rank=self.rank)
-            state, per_rank = assembly.result(allow_pickle=allow_pickle)
+            state, per_rank = assembler.result(allow_pickle=request.allow_pickle)
         finally:
             for reader in readers:
                 reader.close()
-        seconds, nbytes = time.monotonic() - began, sum(reader.record.nbytes for reader in readers)
-        local = all(tiers[0] == "local" for tiers in choice.sources[session.node].values())
-        session.events.emit(
+        return self._restored(plan, readers, state, per_rank, request.began), []
+
+    def _assembler(self, readers: Sequence[ShardReader], request: _Request) -> ShardAssembler:
+        into = flatten(request.into).tensors if request.into is not None else None
+        return ShardAssembler(readers, rank=self.rank, into=into, keys=request.keys)
+
+    def _restored(
+        self, plan: RestorePlan, readers: Sequence[ShardReader], state: Any, per_rank: Any, began: float
+    ) -> Restored:
+        duration_s, nbytes = time.monotonic() - began, sum(reader.record.nbytes for reader in readers)
+        self._session.events.emit(
             EventKind.CHECKPOINT_LOADED,
-            step=choice.step.step,
-            duration_s=round(seconds, 6),
+            step=plan.step.step,
+            duration_s=round(duration_s, 6),
             bytes=nbytes,
-            source="local" if local else "remote",
-            from_attempt=choice.step.attempt,
-            from_world_size=choice.world_size,
+            source="remote" if plan.to_fetch(self._session.node) else "local",
+            from_attempt=plan.step.attempt,
+            from_world_size=plan.world_size,
         )
         record = readers[0].record
-        return Restored(
-            choice.step, state, per_rank, choice.world_size, record.names, record.info, seconds, nbytes
-        ), findings
+        return Restored(plan.step, state, per_rank, plan.world_size, record.names, record.info, duration_s, nbytes)
 
-    def _open(self, choice: restore_plan.RestorePlan, readers: list[ShardReader], findings: _Findings) -> bool:
-        """Opens every shard, which checks its header; False when one is no good."""
-        for rank in range(choice.world_size):
-            try:
-                faultpoints.hit("restore.verify", rank=self.rank)
-                record = read_record(self._tier, self._run, choice.step, rank)
-                readers.append(shard_reader(self._tier.root, self._run, record))
-            except (CorruptShard, TierError, OSError) as error:
-                self._strike(findings, "local", self._session.node, choice, rank, error)
-        return not findings.strikes
+
+def _opener(tier: Tier) -> Opener:
+    """The opener of a tier that is one object for all sources of its name."""
+    return lambda source: tier

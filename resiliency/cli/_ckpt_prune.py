@@ -116,13 +116,13 @@ def _confirmed() -> bool:
 
 def _delete(target: Target, run: str, plan: Plan, nodes: set[str], assume_ended: bool, quiet: bool) -> dict[str, Any]:
     from resiliency.cli._ckpt_tables import size
-    from resiliency.inspection.pruning import delete_step
+    from resiliency.inspection.pruning import delete
 
     deleted, freed = [], 0
     for doomed in plan.doomed:
         # A job may have started since; what it resumes from is never in the plan, but it is not to be raced.
         _must_be_idle(target, run, nodes, assume_ended)
-        names = delete_step(target.tier, run, doomed)
+        names = delete(target.tier, run, doomed)
         freed += doomed.nbytes
         deleted.append({"folder": doomed.listing.id.dirname, "nbytes": doomed.nbytes, "names": names})
         if not quiet:

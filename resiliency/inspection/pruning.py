@@ -1,23 +1,21 @@
-"""Deleting steps by hand: what may go (pure), and how it goes. No torch.
+"""Which steps ``resiliency ckpt prune`` may delete (pure), and their deletion. No torch.
 
-The newest whole step always stays, and so does every step that cannot be judged. The order is the agent's: manifest
-first, so that a step which is half deleted is a step that is not there; then records, shards, and the names.
+The newest whole step always stays, and so does every step that cannot be judged.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from resiliency.errors import TierError
 from resiliency.inspection.survey import is_whole
-from resiliency.storage.catalog import StepListing, read_name, step_prefix
-from resiliency.storage.manifest import MANIFEST, StepId
+from resiliency.storage.catalog import StepListing
+from resiliency.storage.deletion import delete_step
+from resiliency.storage.manifest import StepId
 from resiliency.storage.retention import steps_to_delete
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["Doomed", "Kept", "Plan", "delete_step", "plan"]
+__all__ = ["Doomed", "Kept", "Plan", "delete", "plan"]
 
 
 @dataclass(frozen=True)
@@ -86,32 +84,14 @@ def plan(listings: Sequence[StepListing], *, keep: int | None, unfinished: bool)
     return Plan(doomed, tuple(sorted(kept, key=lambda item: item.id)), newest)
 
 
-def delete_step(tier: Tier, run: str, doomed: Doomed) -> list[str]:
-    """Deletes one step; returns the names that went with it. Killed halfway, it can be done again.
+def delete(tier: Tier, run: str, doomed: Doomed) -> list[str]:
+    """Deletes one step, with the temp files that killed writers left in its folder. Nobody may be writing there.
+
+    Returns:
+        The names that were deleted with it.
 
     Raises:
-        TierError: the tier refused; what is left is no complete step.
+        TierError: the tier refused; calling it again goes on where this ended.
     """
     listing = doomed.listing
-    prefix = step_prefix(run, listing.id)
-
-    def place(file: str) -> int:
-        return 0 if file == MANIFEST else 1 if file.endswith(".json") else 2
-
-    for file in sorted(listing.sizes, key=lambda file: (place(file), file)):
-        tier.delete(prefix + file)
-    if tier.is_local:
-        # Temp files of killed writers are in no listing and would keep the folder alive.
-        try:
-            shutil.rmtree(f"{tier.root}/{prefix}".rstrip("/"))
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise TierError(f"{tier.root}/{prefix} cannot be removed: {error}", retryable=False) from error
-    gone = []
-    for name in doomed.names:
-        pointer = read_name(tier, name)
-        if pointer is not None and pointer.run == run and pointer.id == listing.id:
-            tier.delete(name)
-            gone.append(name)
-    return gone
+    return delete_step(tier, run, listing.id, files=listing.sizes, names=doomed.names, leftovers=True)

@@ -1,7 +1,7 @@
-"""A shard brought from a slower tier into the local one, checked block by block on the way.
+"""Copies a shard from another tier into the local one, checking it block by block.
 
-What is on its way lies in a folder named after this process, so that the next start can tell what a killed restore has
-left behind (files as large as shards) from what another process is still fetching.
+A shard is written to a folder named after this process and moved when it is whole. The next start can so tell what a
+killed restore left behind (files as large as shards) from what another process is still fetching.
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ FETCH_DIR = "fetch"
 def fetch_shard(source: Tier, run: str, step: StepId, rank: int, target_root: str, *, node: str) -> ShardRecord:
     """Copies a shard and its record from a tier into the local tier, checking every block.
 
+    Blocks: as long as the source takes; one block of the shard is in memory at a time.
+
     Args:
-        node: of this process.
+        source: the tier to read from.
+        target_root: folder of the local tier.
+        node: host of this process.
+
+    Returns:
+        The record of the shard.
 
     Raises:
         CorruptShard: bytes differ from the record; nothing is left behind.
-        TierError: a tier failed.
+        TierError: one of the tiers failed.
     """
     record = read_record(source, run, step, rank)
     folder = Path(target_root, run_prefix(run), step.dirname)
@@ -70,7 +77,7 @@ def _copy_checked(source: Tier, key: str, record: ShardRecord, target: Path) -> 
 
 
 def remove_dead_fetches(root: str, run: str, node: str) -> int:
-    """Removes what processes of this node that are gone were fetching; returns how many left something."""
+    """Removes what dead processes of this host were fetching; returns how many of them left something."""
     removed = 0
     for folder in Path(root, META_DIR, run, FETCH_DIR).glob(f"{glob.escape(node)}-*"):
         pid = folder.name.removeprefix(f"{node}-").split("-")[0]
@@ -78,7 +85,7 @@ def remove_dead_fetches(root: str, run: str, node: str) -> int:
             continue
         shutil.rmtree(folder, ignore_errors=True)
         removed += 1
-        logger.info("%s was left behind by a restore that was killed; it is removed", folder)
+        logger.info("removed %s, which a killed restore left behind", folder)
     return removed
 
 

@@ -1,9 +1,9 @@
-"""What to keep: pure decisions about deletion. Nothing here touches a disk.
+"""Which names are live and which steps may be deleted. Pure.
 
-A *name* ("step=100.ckpt", "last.ckpt") means the newest complete step that lists it, unless a newer complete step says
-it supersedes the name. A named step lives while one of its names means it; unnamed steps live while they are among the
-``keep`` newest of their kind. On a tier where names do not hold (a ramdisk, which must stay small) the ``keep`` newest
-steps live, whatever their names. The newest complete step always lives.
+A *name* ("step=100.ckpt", "last.ckpt") points to the newest committed step that lists it, unless a newer committed step
+supersedes the name. A named step is kept while one of its names points to it; of the steps without a name, the ``keep``
+newest are kept. On a tier with ``keep_named=False`` (a ramdisk, which must stay small) the ``keep`` newest steps are
+kept, whatever their names. The newest committed step is always kept.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class DeleteRequest:
     """A name whose deletion was asked for.
 
     Attributes:
-        upto: what the name means up to this step is deleted; later saves under the same name are not meant.
-        after: the step that must be safe first, or a later one; None: any.
+        upto: the newest step the request covers; later saves under the same name stay.
+        after: the step, or a later one, that must be safe before anything is deleted; None: any.
     """
 
     upto: StepId
@@ -33,15 +33,15 @@ class DeleteRequest:
         return self.after is None or newest_safe >= self.after
 
 
-def live_names(complete: Iterable[StepRecords], *, deleted: Mapping[str, StepId] | None = None) -> dict[str, StepId]:
-    """Name -> step it means now.
+def live_names(committed: Iterable[StepRecords], *, deleted: Mapping[str, StepId] | None = None) -> dict[str, StepId]:
+    """Name -> step it points to now.
 
     Args:
-        complete: complete steps in any order.
+        committed: manifests of the committed steps, in any order.
         deleted: names whose deletion was asked for, with the newest step the request may remove.
     """
     names: dict[str, StepId] = {}
-    for manifest in sorted(complete, key=lambda m: m.id):
+    for manifest in sorted(committed, key=lambda m: m.id):
         for name in manifest.supersedes:
             names.pop(name, None)
         for name in manifest.names:
@@ -53,8 +53,8 @@ def live_names(complete: Iterable[StepRecords], *, deleted: Mapping[str, StepId]
 
 
 def steps_to_delete(
-    complete: Collection[StepRecords],
-    incomplete: Iterable[StepId],
+    committed: Collection[StepRecords],
+    unfinished: Iterable[StepId],
     *,
     keep: int | None,
     keep_named: bool = True,
@@ -64,21 +64,21 @@ def steps_to_delete(
     """Steps that may go now, oldest first.
 
     Args:
-        complete: complete (and, where it matters, durable) steps.
-        incomplete: steps that are not; those older than the newest complete one can never be needed again.
+        committed: manifests of the committed (and, where it matters, durable) steps.
+        unfinished: the other steps; those older than the newest committed one are never needed again.
         keep: how many steps to keep by age; None: all.
-        keep_named: see the module's docstring.
+        keep_named: whether a name keeps its step, see the module's docstring.
         deleted: as in :func:`live_names`.
         busy: steps being written or sent, which stay for now.
     """
-    if not complete:
+    if not committed:
         return []
-    ordered = sorted(complete, key=lambda m: m.id)
+    ordered = sorted(committed, key=lambda m: m.id)
     newest = ordered[-1].id
     by_age = [m.id for m in ordered if not m.names or not keep_named]
     wanted = set(by_age if keep is None else by_age[-keep:])
     if keep_named:
         wanted |= set(live_names(ordered, deleted=deleted).values())
-    doomed = [m.id for m in ordered if m.id != newest and m.id not in wanted and m.id not in busy]
-    doomed += [step for step in incomplete if step < newest and step not in busy]
-    return sorted(doomed)
+    deletable = [m.id for m in ordered if m.id != newest and m.id not in wanted and m.id not in busy]
+    deletable += [step for step in unfinished if step < newest and step not in busy]
+    return sorted(deletable)

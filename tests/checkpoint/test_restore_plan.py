@@ -7,94 +7,146 @@ import random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from resiliency.checkpoint.restore_plan import BadCopy, StepInventory, plan_restore
+from resiliency.checkpoint.inventory import StepInventory
+from resiliency.checkpoint.restore_plan import plan_restore
 from resiliency.storage.manifest import StepId
+from resiliency.storage.sources import BadCopy, Cost, ShardSource
 
 SETTINGS = settings(deadline=None, database=None, max_examples=300, suppress_health_check=list(HealthCheck))
-NODES = ["n0", "n1"]
+HOSTS = ["n0", "n1"]
+STORE = ShardSource(tier="store", host=None, cost=Cost.REMOTE)
+NFS = ShardSource(tier="nfs", host=None, cost=Cost.REMOTE)
+
+
+def local(host: str) -> ShardSource:
+    return ShardSource(tier="local", host=host, cost=Cost.LOCAL)
+
+
+LOCAL = local("n0")
+
+
+def peer(host: str) -> ShardSource:
+    return ShardSource(tier="peer", host=host, cost=Cost.PEER)
 
 
 def held(
     step: int,
     ranks: tuple[int, ...] = (0, 1),
+    source: ShardSource = LOCAL,
     *,
-    tier: str = "local",
-    node: str = "n0",
     world_size: int = 2,
     attempt: int = 1,
     serial: int = 0,
     exact: bool = True,
-) -> StepInventory:  # noqa: E501
-    return StepInventory(tier, node, StepId(step, attempt, "000000", serial).dirname, world_size, ranks, (), exact)
+) -> StepInventory:
+    return StepInventory(
+        source=source, step=StepId(step, attempt, "000000", serial), world_size=world_size, ranks=ranks, exact=exact
+    )
 
 
 @st.composite
 def inventories(draw: st.DrawFn) -> tuple[list[StepInventory], list[str], set[BadCopy]]:
-    nodes = draw(st.sampled_from([["n0"], ["n0", "n1"]]))
+    hosts = draw(st.sampled_from([["n0"], ["n0", "n1"]]))
     found = []
     for step in draw(st.lists(st.integers(1, 4), max_size=4, unique=True)):
         attempt = draw(st.integers(1, 2))
-        for tier, node in [("local", n) for n in nodes] + [("store", ""), ("nfs", "")]:
+        for source in [*map(local, hosts), *map(peer, hosts), STORE, NFS]:
             if draw(st.booleans()):
                 ranks = tuple(sorted(draw(st.sets(st.integers(0, 1), min_size=1))))
-                found.append(held(step, ranks, tier=tier, node=node, attempt=attempt))
-    strikes = {(h.tier, h.node, h.step, rank) for h in found for rank in h.ranks if draw(st.integers(0, 4)) == 0}
-    return found, nodes, strikes
+                found.append(held(step, ranks, source, attempt=attempt))
+    bad = {
+        BadCopy(source=h.source, step=h.step, rank=rank)
+        for h in found
+        for rank in h.ranks
+        if draw(st.integers(0, 4)) == 0
+    }
+    return found, hosts, bad
 
 
 @SETTINGS
 @given(inventories(), st.integers(0, 1000))
 def test_laws(given_: tuple[list[StepInventory], list[str], set[BadCopy]], seed: int) -> None:
-    inventory, nodes, strikes = given_
-    choice = plan_restore(inventory, nodes, strikes)
+    inventory, hosts, bad = given_
+    plan = plan_restore(inventory, hosts, bad)
 
-    def reachable(step: StepId) -> bool:
-        return all(
-            any(
-                h.node in ("", node) and rank in h.ranks and (h.tier, h.node, h.step, rank) not in strikes
-                for h in inventory
-                if h.step == step.dirname
-            )
-            for node in nodes
-            for rank in range(2)
+    def usable(entry: StepInventory, host: str, rank: int) -> bool:
+        return (
+            (entry.source.cost is not Cost.LOCAL or entry.source.host == host)
+            and rank in entry.ranks
+            and BadCopy(source=entry.source, step=entry.step, rank=rank) not in bad
         )
 
-    possible = [step for step in {StepId.parse(h.step) for h in inventory} if step is not None and reachable(step)]
-    assert (choice.step if choice else None) == max(possible, default=None)
-    if choice is None:
+    def reachable(step: StepId) -> bool:
+        entries = [entry for entry in inventory if entry.step == step]
+        return all(any(usable(entry, host, rank) for entry in entries) for host in hosts for rank in range(2))
+
+    possible = [step for step in {entry.step for entry in inventory} if reachable(step)]
+    assert (plan.step if plan else None) == max(possible, default=None)
+    if plan is None:
         return
-    for node in nodes:
-        for rank in range(choice.world_size):
-            tiers = choice.sources[node][rank]
-            assert tiers and len(set(tiers)) == len(tiers)
-            assert "local" not in tiers[1:], "the local copy is the first to try"
-            for tier in tiers:
-                assert (tier, node if tier == "local" else "", choice.step.dirname, rank) not in strikes
+    for host in hosts:
+        for rank in range(plan.world_size):
+            sources = plan.sources[host][rank]
+            assert set(sources) == {
+                entry.source for entry in inventory if entry.step == plan.step and usable(entry, host, rank)
+            }, "every usable source is there, and no other"
+            assert len(set(sources)) == len(sources)
+            assert [source.cost for source in sources] == sorted(source.cost for source in sources)
+            assert (rank in plan.to_fetch(host)) == (plan.in_place(host, rank) is None)
+            assert (rank in plan.to_fetch(host)) == (sources[0] != local(host))
+    assert plan.fetches == any(plan.to_fetch(host) for host in hosts)
     shuffled = list(inventory)
     random.Random(seed).shuffle(shuffled)
-    again = plan_restore(shuffled, list(reversed(nodes)), set(strikes))
-    assert again is not None and again.step == choice.step
+    again = plan_restore(shuffled, list(reversed(hosts)), set(bad))
+    assert again is not None and again.step == plan.step
     assert {n: {r: set(t) for r, t in s.items()} for n, s in again.sources.items()} == {
-        n: {r: set(t) for r, t in s.items()} for n, s in choice.sources.items()
+        n: {r: set(t) for r, t in s.items()} for n, s in plan.sources.items()
     }
 
 
 def test_each_host_has_its_half_and_the_store_nothing() -> None:
-    inventory = [held(1, (0,), node="n0"), held(1, (1,), node="n1")]
-    assert plan_restore(inventory, NODES) is None, "no host can reach the other's disk"
-    assert plan_restore([*inventory, held(1, tier="store", node="")], NODES) is not None
+    inventory = [held(1, (0,), local("n0")), held(1, (1,), local("n1"))]
+    assert plan_restore(inventory, HOSTS) is None, "no host can reach the other's disk"
+    assert plan_restore([*inventory, held(1, source=STORE)], HOSTS) is not None
+
+
+def test_a_peers_memory_is_tried_before_the_object_store_and_after_the_own_disk() -> None:
+    inventory = [
+        held(1, source=STORE),
+        held(1, source=peer("n1")),
+        held(1, (0,), local("n0")),
+        held(1, (1,), local("n1")),
+    ]
+    plan = plan_restore(inventory, HOSTS)
+    assert plan is not None and plan.fetches
+    assert plan.sources["n0"] == {0: (local("n0"), peer("n1"), STORE), 1: (peer("n1"), STORE)}
+    assert plan.to_fetch("n0") == [1] and plan.to_fetch("n1") == [0]
+    assert plan.in_place("n0", 0) == local("n0") and plan.in_place("n0", 1) is None
+
+
+def test_remote_tiers_are_tried_in_the_order_of_the_inventory() -> None:
+    for first, second in ((NFS, STORE), (STORE, NFS)):
+        plan = plan_restore([held(1, source=first), held(1, source=second)], ["n0"])
+        assert plan is not None and plan.sources["n0"][0] == (first, second)
+
+
+def test_a_bad_copy_on_one_host_says_nothing_of_the_same_tier_on_another() -> None:
+    inventory = [held(1, source=local("n0")), held(1, source=local("n1"))]
+    bad = BadCopy(source=local("n0"), step=StepId(1, 1, "000000"), rank=0)
+    assert plan_restore(inventory, ["n1"], {bad}) is not None
+    assert plan_restore(inventory, HOSTS, {bad}) is None
 
 
 def test_a_step_only_one_host_has_is_not_chosen() -> None:
-    found = plan_restore([held(2, node="n0"), held(1, node="n0"), held(1, node="n1")], NODES)
+    found = plan_restore([held(2), held(1), held(1, source=local("n1"))], HOSTS)
     assert found is not None and found.step.step == 1
 
 
 def test_places_that_disagree_about_the_world_size() -> None:
     """One of them is damaged; taking the smaller number would leave shards out."""
     for inventory in (
-        [held(1, (0,), world_size=1), held(1, tier="store", node="")],
-        [held(1, tier="store", node=""), held(1, (0,), world_size=1)],
+        [held(1, (0,), world_size=1), held(1, source=STORE)],
+        [held(1, source=STORE), held(1, (0,), world_size=1)],
     ):
         found = plan_restore(inventory, ["n0"])
         assert found is None or found.world_size == 2
@@ -114,10 +166,3 @@ def test_only_the_step_that_was_asked_for() -> None:
     found = plan_restore(inventory, ["n0"], only=StepId(1, 1, "000000"))
     assert found is not None and found.step.step == 1
     assert plan_restore(inventory, ["n0"], only=StepId(3, 1, "000000")) is None
-
-
-def test_holdings_travel_as_json() -> None:
-    import json
-
-    one = held(3, (1,), tier="store", node="", exact=False)
-    assert StepInventory.from_list(json.loads(json.dumps(one.to_list()))) == one

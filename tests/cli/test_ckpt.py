@@ -23,7 +23,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.cli.ckpt import app
 from resiliency.events import EventKind, EventWriter, JsonlSink
 from resiliency.inspection.liveness import witnesses
-from resiliency.inspection.pruning import Doomed, delete_step, plan
+from resiliency.inspection.pruning import Doomed, delete, plan
 from resiliency.settings import environment
 from resiliency.storage.catalog import scan
 from resiliency.storage.manifest import EVENTS_DIR
@@ -466,18 +466,18 @@ def test_prune_on_a_remote_tier(ck: Path) -> None:
     assert "no such checkpoint" not in run("verify", f"{address}/duo=2.ckpt").output
 
 
-def test_delete_goes_manifest_first_and_names_last(ck: Path) -> None:
+def test_delete_goes_manifest_first_then_names_records_and_shards(ck: Path) -> None:
     tier = RecordingTier(LocalTier(str(ck)))
     listing = scan(tier, "duo")[0]
-    assert delete_step(tier, "duo", Doomed(listing, "older")) == ["duo=1.ckpt"]
+    assert delete(tier, "duo", Doomed(listing, "older")) == ["duo=1.ckpt"]
     deleted = [call.key.rpartition("/")[2] for call in tier.calls("delete")]
     assert deleted == [
         "manifest.json",
+        "duo=1.ckpt",
         "shard-00000.json",
         "shard-00001.json",
         "shard-00000.safetensors",
         "shard-00001.safetensors",
-        "duo=1.ckpt",
     ]
 
 

@@ -1,0 +1,77 @@
+"""Deletes old steps from a remote tier, as its retention settings and the user's deletions say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from resiliency.agent.config import AgentConfig, TierSpec
+from resiliency.errors import TierError
+from resiliency.events import EventKind, EventWriter
+from resiliency.storage.catalog import StepListing, scan
+from resiliency.storage.deletion import delete_step
+from resiliency.storage.retention import DeleteRequest, steps_to_delete
+from resiliency.storage.tiers.base import Tier
+
+__all__ = ["RemotePruner"]
+
+logger = logging.getLogger(__name__)
+
+
+class RemotePruner:
+    """Prunes one remote tier for one run. Thread: :meth:`request` from any, :meth:`prune` from one.
+
+    Args:
+        config: of this attempt. Only the agent that serves rank 0 prunes, so that agents do not race each other.
+        spec: of the tier.
+        events: where deletions are recorded.
+    """
+
+    def __init__(self, config: AgentConfig, spec: TierSpec, events: EventWriter) -> None:
+        self._config = config
+        self._spec = spec
+        self._events = events
+        self._requested: dict[str, DeleteRequest] = {}
+
+    def request(self, requests: Mapping[str, DeleteRequest]) -> None:
+        """Names to delete; the step they wait for (``after``) must be on this tier."""
+        self._requested.update(requests)
+
+    def prune(self, tier: Tier) -> None:
+        """Deletes what may go. Call after a step was sent: nothing older goes before a newer one is there.
+
+        Blocks: one listing, a read per manifest, a delete per file. A tier that fails is logged and left for the next
+        call.
+        """
+        if 0 not in self._config.local_ranks:
+            return
+        try:
+            for listing in self._deletable(scan(tier, self._config.run)):
+                delete_step(tier, self._config.run, listing.id, files=listing.sizes, names=_names(listing))
+                self._events.emit(EventKind.CHECKPOINT_DELETED, step=listing.id.step, tier=self._spec.name)
+        except (OSError, TierError) as error:
+            logger.warning(
+                "old steps on %s could not be deleted: %s; tried again after the next upload",
+                self._spec.address,
+                error,
+            )
+
+    def _deletable(self, listings: Iterable[StepListing]) -> list[StepListing]:
+        by_id = {listing.id: listing for listing in listings}
+        committed = [found.manifest for found in by_id.values() if found.manifest is not None and found.committed]
+        newest = max((manifest.id for manifest in committed), default=None)
+        requested = {
+            name: request.upto
+            for name, request in dict(self._requested).items()
+            if newest is not None and request.is_due(newest)
+        }
+        # Another host may still be sending its part of a step newer than every committed one, so that one stays.
+        unfinished = [found.id for found in by_id.values() if not found.committed]
+        steps = steps_to_delete(
+            committed, unfinished, keep=self._spec.keep, keep_named=self._spec.keep_named, deleted=requested
+        )
+        return [by_id[step] for step in steps]
+
+
+def _names(listing: StepListing) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for record in listing.records.values() for name in record.names))

@@ -1,0 +1,115 @@
+"""Sends one host's part of a committed step to a remote tier: shards, records, and when all are there the manifest.
+
+Each block is checked against its digest while it is read, so damage in memory or on the local disk is not copied on.
+One call, no retries: :mod:`resiliency.agent.uploader` decides what to send and when to try again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from resiliency import faultpoints
+from resiliency.errors import CorruptShard
+from resiliency.storage.catalog import block_digest, step_prefix
+from resiliency.storage.manifest import (
+    MANIFEST,
+    Manifest,
+    NameFile,
+    ShardRecord,
+    StepId,
+    gather_records,
+    record_file,
+)
+from resiliency.storage.tiers.base import Tier
+
+__all__ = ["has_step", "send_step"]
+
+
+def send_step(
+    tier: Tier, run: str, step: StepId, records: Sequence[ShardRecord], *, world_size: int, path: Callable[[str], str]
+) -> bool:
+    """Sends shards and records, then the manifest and the names if no other host's record is missing.
+
+    Safe to repeat. Two hosts that finish at the same moment both write the manifest, with the same bytes.
+
+    Args:
+        records: of this host's shards; may be empty.
+        world_size: shards of the step, used when ``records`` is empty.
+        path: local path of a shard file, by file name.
+
+    Returns:
+        True when the whole step is on the tier now, False while other hosts are still sending.
+
+    Raises:
+        TierError: the tier failed.
+        OSError: a local file cannot be read.
+        CorruptShard: a local file changed after it was digested, or the records do not belong together.
+    """
+    prefix = step_prefix(run, step)
+    for record in records:
+        faultpoints.hit("agent.upload.shard", rank=record.rank)
+        tier.put_file(prefix + record.file, path(record.file), check=_block_checker(record))
+        faultpoints.hit("agent.upload.record", rank=record.rank)
+        tier.put_bytes(prefix + record_file(record.rank), json.dumps(record.to_dict()).encode())
+    # The job may have another size now than when this step was saved.
+    gathered = _gather_records(tier, prefix, records, records[0].world_size if records else world_size)
+    if gathered is None:
+        return False
+    manifest = gather_records(gathered)
+    if not isinstance(manifest, Manifest):
+        raise CorruptShard(f"the records of step {step.step} on {tier.root} do not belong together", path=prefix)
+    faultpoints.hit("agent.upload.manifest")
+    tier.put_bytes(prefix + MANIFEST, manifest.to_json().encode())
+    for name in manifest.names:
+        tier.put_bytes(name, NameFile(run=run, id=step).to_json().encode())
+    faultpoints.hit("agent.upload.done")
+    return True
+
+
+def _gather_records(
+    tier: Tier, prefix: str, records: Sequence[ShardRecord], world_size: int
+) -> list[ShardRecord] | None:
+    """The records of all ranks, or None while one is not on the tier yet or cannot be read."""
+    known = {record.rank: record for record in records}
+    for rank in range(world_size):
+        if rank not in known:
+            where = prefix + record_file(rank)
+            try:
+                known[rank] = ShardRecord.from_dict(json.loads(tier.read(where)), where=where)
+            except (FileNotFoundError, CorruptShard, ValueError):
+                return None
+    return list(known.values())
+
+
+def has_step(tier: Tier, run: str, step: StepId) -> bool:
+    """True when the tier has the whole step. Blocks: one read.
+
+    Raises:
+        TierError: the tier failed.
+    """
+    try:
+        Manifest.from_json(tier.read(step_prefix(run, step) + MANIFEST), where=tier.root)
+    except (FileNotFoundError, CorruptShard):
+        return False
+    return True
+
+
+def _block_checker(record: ShardRecord) -> Callable[[bytes], None]:
+    """A function that takes the blocks of a shard file in order, and raises at the first that is not as recorded."""
+    position = 0
+
+    def check(block: bytes) -> None:
+        nonlocal position
+        index = position // record.block_bytes
+        if index >= len(record.digests) or block_digest(block) != record.digests[index]:
+            raise CorruptShard(
+                f"{record.file} of step {record.id.step} changed after it was digested, bytes {position} to"
+                f" {position + len(block)};"
+                " the copy is not sent on",
+                path=record.file,
+                ranges=((position, position + len(block)),),
+            )
+        position += len(block)
+
+    return check

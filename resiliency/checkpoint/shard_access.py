@@ -1,0 +1,109 @@
+"""What one rank does with the shards of a plan: fetch them, open them, read them; bad copies are returned, not raised.
+
+Nothing here is collective; :mod:`resiliency.checkpoint.restore` exchanges the bad copies between the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from resiliency import faultpoints
+from resiliency.checkpoint.restore_messages import CopyProblem
+from resiliency.checkpoint.restore_plan import RestorePlan
+from resiliency.checkpoint.shard_assembler import ShardAssembler
+from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
+from resiliency.errors import CorruptShard, TierError
+from resiliency.events import EventKind, EventWriter
+from resiliency.storage.catalog import read_record
+from resiliency.storage.fetch import fetch_shard
+from resiliency.storage.sources import BadCopy, Opener, ShardSource, open_source
+
+__all__ = ["ShardAccess"]
+
+logger = logging.getLogger(__name__)
+
+
+class ShardAccess:
+    """Fetches and reads shards for one rank. Thread: training.
+
+    Args:
+        here: the local tier of this host, as a source; shards are fetched into it.
+        openers: by tier name; must open ``here`` and all that is to be fetched.
+        run: name of the run.
+        rank: this rank.
+        events: where repairs and bad copies are recorded.
+    """
+
+    def __init__(
+        self, *, here: ShardSource, openers: Mapping[str, Opener], run: str, rank: int, events: EventWriter
+    ) -> None:
+        assert here.host is not None
+        self._here, self._host = here, here.host
+        self._openers = openers
+        self._run, self._rank = run, rank
+        self._events = events
+
+    def fetch(self, plan: RestorePlan, rank: int) -> list[CopyProblem]:
+        """Copies the shard of ``rank`` into the local tier, from the first source that has it whole.
+
+        Blocks: as long as the sources take, with their own retries.
+
+        Returns:
+            The bad copies met on the way. When all were bad, the shard is not here.
+        """
+        root = open_source(self._here, self._openers).root
+        problems = []
+        for source in plan.sources[self._host][rank]:
+            try:
+                tier = open_source(source, self._openers)
+                fetch_shard(tier, self._run, plan.step, rank, root, node=self._host)
+            except (CorruptShard, TierError) as error:
+                problems.append(self._problem(BadCopy(source=source, step=plan.step, rank=rank), error))
+                continue
+            self._events.emit(
+                EventKind.CHECKPOINT_REPAIRED, step=plan.step.step, source=source.tier, shard=rank, path=root
+            )
+            break
+        return problems
+
+    def open(self, plan: RestorePlan, readers: list[ShardReader]) -> list[CopyProblem]:
+        """Opens every shard of the step, which checks its header, and returns the bad copies.
+
+        Args:
+            readers: opened shards are added here, in the order of the ranks; the caller closes them, also after errors.
+        """
+        problems = []
+        for rank in range(plan.world_size):
+            try:
+                faultpoints.hit("restore.verify", rank=self._rank)
+                tier = open_source(self._source(plan, rank), self._openers)
+                readers.append(shard_reader(tier.root, self._run, read_record(tier, self._run, plan.step, rank)))
+            except (CorruptShard, TierError, OSError) as error:
+                problems.append(self._problem(self._copy(plan, rank), error))
+        return problems
+
+    def fill(
+        self, plan: RestorePlan, readers: Sequence[ShardReader], assembler: ShardAssembler, *, threads: int
+    ) -> list[CopyProblem]:
+        """Reads what the assembler wants from all shards, checking every byte, and returns the bad copies."""
+        problems = []
+        for rank, ranges in assembler.read(threads=threads).items():
+            path = readers[rank].path
+            error = CorruptShard(f"{path}: bytes {ranges} do not match their digests", path=path, ranges=ranges)
+            problems.append(self._problem(self._copy(plan, rank), error))
+        return problems
+
+    def _source(self, plan: RestorePlan, rank: int) -> ShardSource:
+        """The source a shard is read in place from: one on this host, or the local tier it was fetched into."""
+        return plan.in_place(self._host, rank) or self._here
+
+    def _copy(self, plan: RestorePlan, rank: int) -> BadCopy:
+        return BadCopy(source=self._source(plan, rank), step=plan.step, rank=rank)
+
+    def _problem(self, copy: BadCopy, error: Exception) -> CopyProblem:
+        """Reports a bad copy to the user and the event log, and describes it for the other ranks."""
+        ranges = list(error.ranges) if isinstance(error, CorruptShard) else []
+        self._events.emit(EventKind.CHECKPOINT_CORRUPT, step=copy.step.step, path=str(error), ranges=ranges)
+        logger.warning("rank %d: %s; trying the next copy", self._rank, error)
+        return CopyProblem(copy=copy, reason=str(error), damaged=isinstance(error, CorruptShard))

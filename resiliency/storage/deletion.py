@@ -1,0 +1,111 @@
+"""Deleting one step from a tier. The only place that does; the agent, the uploader and ``ckpt prune`` call it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterable
+
+from resiliency import faultpoints
+from resiliency.errors import TierError, UnsupportedFormat
+from resiliency.storage.catalog import read_name, step_prefix
+from resiliency.storage.manifest import MANIFEST, StepId
+from resiliency.storage.tiers.base import Tier
+
+__all__ = ["delete_names", "delete_step"]
+
+
+def delete_step(
+    tier: Tier,
+    run: str,
+    step: StepId,
+    *,
+    files: Iterable[str],
+    names: Iterable[str],
+    remove_shard: Callable[[str], None] | None = None,
+    leftovers: bool = False,
+) -> list[str]:
+    """Deletes a step, or one host's part of it, in an order that a kill can cut anywhere:
+
+    1. the manifest. Killed after it: the records still make up a step, which no longer counts as committed. The next
+       pass over the tier finds it and, because the records list the names, deletes the same names;
+    2. name files that still point to this step; those that point to another step by now stay. Killed after it: no name
+       points to what is being deleted;
+    3. records. Killed after the first: the step is incomplete and is never restored from. It is deleted like any
+       unfinished step once a newer one is committed;
+    4. shards, and anything else among ``files``. Killed before the last: shards without records, deleted like 3.
+
+    Calling it again goes on where an earlier call ended. Blocks: one delete per file and one read per name.
+
+    Args:
+        files: file names in the step's folder that are the caller's to delete, in any order. The manifest is always
+            deleted, whoever wrote it.
+        names: names of the step, relative to the tier's root.
+        remove_shard: called with the name of each shard file instead of deleting it, to recycle the file.
+        leftovers: also remove whatever else lies in the folder, such as temp files of killed writers, which no listing
+            shows. Only for a caller that knows that nobody is writing there; on object stores there is nothing else.
+
+    Returns:
+        The names that were deleted.
+
+    Raises:
+        TierError: the tier refused.
+        OSError: raised by ``remove_shard``.
+    """
+    prefix = step_prefix(run, step)
+    rest = sorted(set(files) - {MANIFEST})
+    faultpoints.hit("agent.prune.manifest")
+    tier.delete(prefix + MANIFEST)
+    gone = delete_names(tier, run, names, step=step)
+    for file in (file for file in rest if _is_record(file)):
+        faultpoints.hit("agent.prune.record")
+        tier.delete(prefix + file)
+    for file in (file for file in rest if not _is_record(file)):
+        faultpoints.hit("agent.prune.shard")
+        if remove_shard is not None:
+            remove_shard(file)
+        else:
+            tier.delete(prefix + file)
+    if tier.is_local:
+        _remove_folder(os.path.join(tier.root, prefix.rstrip("/")), leftovers)
+    return gone
+
+
+def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | None = None) -> list[str]:
+    """Deletes the name files among ``names`` that point into a run, and returns those.
+
+    Args:
+        step: delete a name only when it points to this step; None: to any step of the run.
+
+    Raises:
+        TierError: the tier refused.
+    """
+    gone = []
+    for name in names:
+        try:
+            pointer = read_name(tier, name)
+        except UnsupportedFormat:
+            continue  # it points to a step that another version wrote
+        if pointer is not None and pointer.run == run and step in (None, pointer.id):
+            tier.delete(name)
+            gone.append(name)
+    return gone
+
+
+def _is_record(file: str) -> bool:
+    return file.endswith(".json")
+
+
+def _remove_folder(folder: str, leftovers: bool) -> None:
+    try:
+        if leftovers:
+            shutil.rmtree(folder)
+        else:
+            os.rmdir(folder)
+    except FileNotFoundError:
+        return  # deleting the last file already removed it
+    except OSError as error:
+        if not leftovers and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+            return  # files of other hosts
+        raise TierError(f"{folder} cannot be removed: {error}", retryable=False) from error

@@ -1,0 +1,160 @@
+"""Where a shard of a checkpoint can be read or fetched from, as values. Pure: no I/O, no torch.
+
+:class:`ShardSource` is one place, :class:`BadCopy` a shard in a place that turned out to be unusable, and
+:class:`SourceResolver` says for one step which sources each host has for each shard, cheapest first.
+
+To add a kind of place (the memory of a peer host, a folder that a replicator fills on each host), two things are
+needed:
+
+1. a ``ShardSource`` with a tier name of its own in the inventory of the rank that can list the place, and
+2. an opener for that tier name (:data:`Opener`) among the openers of the Restorer: it makes the tier to read from.
+
+Resolver, plan and fetching look only at :attr:`ShardSource.cost` and :attr:`ShardSource.only_host`, so they stay as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from resiliency.errors import ConfigError, TierError
+from resiliency.storage._decode import field, refused, step_id
+from resiliency.storage.manifest import StepId
+from resiliency.storage.tiers.base import Tier
+
+__all__ = ["BadCopy", "Cost", "Opener", "ShardSource", "SourceResolver", "open_source"]
+
+
+class Cost(IntEnum):
+    """How expensive a shard is to get, cheapest first."""
+
+    #: Files of the host that reads them; used in place.
+    LOCAL = 0
+    #: On another host of the job; copied into the local tier over the network.
+    PEER = 1
+    #: In storage outside the job's hosts; copied into the local tier.
+    REMOTE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSource:
+    """A place that holds shards.
+
+    Attributes:
+        tier: name of the tier; unique among the tiers of a job, and the key under which the source is opened.
+        host: the host it lies on; None for storage outside the job's hosts.
+        cost: what it costs to get a shard from there.
+    """
+
+    tier: str
+    host: str | None
+    cost: Cost
+
+    def __post_init__(self) -> None:
+        if (self.host is None) != (self.cost is Cost.REMOTE):
+            raise ConfigError(
+                f"source {self.tier!r} has cost {self.cost.name} and host={self.host!r}; pass a host with LOCAL and"
+                " PEER, and None with REMOTE"
+            )
+
+    def __str__(self) -> str:
+        return self.tier if self.host is None else f"{self.tier} on {self.host}"
+
+    @property
+    def only_host(self) -> str | None:
+        """The one host that can read it, or None when every host can."""
+        return self.host if self.cost is Cost.LOCAL else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"tier": self.tier, "host": self.host, "cost": self.cost.name}
+
+    @classmethod
+    def from_dict(cls, data: Any, *, what: str) -> ShardSource:
+        """Reads a source another rank sent. Raises ConfigError naming ``what`` and the field that is wrong."""
+        tier, cost = field(data, "tier", str, what=what), field(data, "cost", str, what=what)
+        if cost not in Cost.__members__:
+            raise refused(what, f"cost is {cost!r:.80}, not one of {', '.join(Cost.__members__)}")
+        host = None if Cost[cost] is Cost.REMOTE else field(data, "host", str, what=what)
+        return cls(tier=tier, host=host, cost=Cost[cost])
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadCopy:
+    """A shard in a place that is damaged or cannot be read.
+
+    Attributes:
+        source: the place.
+        step: the step.
+        rank: writer of the shard.
+    """
+
+    source: ShardSource
+    step: StepId
+    rank: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"source": self.source.to_dict(), "step": self.step.dirname, "rank": self.rank}
+
+    @classmethod
+    def from_dict(cls, data: Any, *, what: str) -> BadCopy:
+        """Reads a bad copy another rank reported. Raises ConfigError naming ``what`` and the field that is wrong."""
+        return cls(
+            source=ShardSource.from_dict(field(data, "source", dict, what=what), what=what),
+            step=step_id(data, "step", what=what),
+            rank=field(data, "rank", int, what=what),
+        )
+
+
+class SourceResolver:
+    """Which sources each host has for each shard of one step.
+
+    Args:
+        step: the step.
+        held: each source that holds something of the step, with the ranks whose shards it has.
+        bad: copies that are not to be used; those of other steps are ignored.
+    """
+
+    def __init__(
+        self, step: StepId, held: Iterable[tuple[ShardSource, Iterable[int]]], bad: Collection[BadCopy] = ()
+    ) -> None:
+        # By the only host that can read it (None: all can) and rank, so that a question costs the same however many
+        # hosts the job has.
+        self._found: dict[tuple[str | None, int], list[ShardSource]] = {}
+        excluded = {(copy.source, copy.rank) for copy in bad if copy.step == step}
+        for source, ranks in held:
+            for rank in ranks:
+                if (source, rank) not in excluded:
+                    known = self._found.setdefault((source.only_host, rank), [])
+                    if source not in known:
+                        known.append(source)
+
+    def sources(self, host: str, rank: int) -> tuple[ShardSource, ...]:
+        """Sources of a shard that a host can use, cheapest first; those of equal cost in the order given."""
+        found = [*self._found.get((host, rank), ()), *self._found.get((None, rank), ())]
+        return tuple(sorted(found, key=lambda source: source.cost))
+
+
+#: Makes the tier to read from, for a source of one tier name.
+Opener = Callable[[ShardSource], Tier]
+
+
+def open_source(source: ShardSource, openers: Mapping[str, Opener]) -> Tier:
+    """The tier of a source.
+
+    Args:
+        openers: one for each tier name of the job.
+
+    Raises:
+        TierError: no opener is known for it, or the opener refused.
+    """
+    opener = openers.get(source.tier)
+    if opener is None:
+        raise TierError(
+            f"this rank has no tier named {source.tier!r}, only {', '.join(sorted(openers))}; pass the same tiers"
+            " on all ranks",
+            retryable=False,
+        )
+    return opener(source)

@@ -1,0 +1,87 @@
+"""What is deleted from a remote tier after an upload, by whom, and what a failure there leaves."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from resiliency.agent.config import AgentConfig, TierSpec
+from resiliency.agent.remote_pruner import RemotePruner
+from resiliency.events import EventWriter
+from resiliency.storage.catalog import scan, step_prefix
+from resiliency.storage.retention import DeleteRequest
+from resiliency.storage.tiers.local import LocalTier
+from resiliency.testing.checkpoints import RUN, make_series
+from resiliency.testing.tier_doubles import Fault, FaultyTier
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> FaultyTier:
+    """Steps 10, 20 and 30, each named."""
+    return FaultyTier(LocalTier(make_series(tmp_path, remote=False).local_dir, name="store"))
+
+
+def pruner(tier: FaultyTier, *, rank: int = 0, keep: int | None = 1, keep_named: bool = False) -> RemotePruner:
+    spec = TierSpec(address=tier.root, name="store", keep=keep, keep_named=keep_named)
+    config = AgentConfig(
+        run=RUN,
+        node="n",
+        attempt=9,
+        token="0a0b0c",
+        world_size=2,
+        local_ranks=(rank,),
+        shared=False,
+        local=TierSpec(address="/nowhere", name="local"),
+        durable=True,
+        remotes=(spec,),
+    )
+    return RemotePruner(config, spec, EventWriter(run=RUN, attempt=9, rank=-1, host="h", sinks=()))
+
+
+def steps(tier: FaultyTier) -> list[int]:
+    return [listing.id.step for listing in scan(tier, RUN)]
+
+
+def test_only_the_agent_of_rank_0_prunes(tier: FaultyTier) -> None:
+    pruner(tier, rank=1).prune(tier)
+    assert steps(tier) == [10, 20, 30]
+    pruner(tier).prune(tier)
+    assert steps(tier) == [30]
+
+
+def test_what_an_agent_left_half_deleted_goes_with_its_names(tier: FaultyTier) -> None:
+    """It died after the manifest: the names are known from the records alone."""
+    (first, *_) = scan(tier, RUN)
+    names = {name for record in first.records.values() for name in record.names}
+    assert names and all(Path(tier.root, name).exists() for name in names)
+    tier.delete(step_prefix(RUN, first.id) + "manifest.json")
+    pruner(tier).prune(tier)
+    assert steps(tier) == [30]
+    assert not any(Path(tier.root, name).exists() for name in names), "a name is left that points to nothing"
+
+
+def test_a_tier_that_fails_is_pruned_at_the_next_call(tier: FaultyTier, caplog: pytest.LogCaptureFixture) -> None:
+    tier.fail("delete", Fault.BUSY, at=2)
+    one = pruner(tier)
+    with caplog.at_level(logging.WARNING):
+        one.prune(tier)
+    assert "could not be deleted" in caplog.text
+    assert 30 in steps(tier) and len(steps(tier)) > 1
+    one.prune(tier)
+    assert steps(tier) == [30]
+
+
+def test_a_requested_deletion_waits_for_its_step(tier: FaultyTier) -> None:
+    one = pruner(tier, keep_named=True)
+    names = {name for record in scan(tier, RUN)[0].records.values() for name in record.names}
+    (old, _, newest) = scan(tier, RUN)
+    later = replace(newest.id, step=31)
+    one.request({name: DeleteRequest(upto=old.id, after=later) for name in names})
+    one.prune(tier)
+    assert steps(tier) == [10, 20, 30], "deleted before the step that had to be safe first"
+    one.request({name: DeleteRequest(upto=old.id, after=newest.id) for name in names})
+    one.prune(tier)
+    assert steps(tier) == [20, 30]

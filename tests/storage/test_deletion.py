@@ -1,0 +1,186 @@
+"""Deleting a step: in one order for everybody, safe when cut anywhere, and sparing what is not the caller's."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from resiliency import faultpoints
+from resiliency.errors import TierError
+from resiliency.storage.catalog import block_digest, scan, step_prefix
+from resiliency.storage.deletion import delete_names, delete_step
+from resiliency.storage.manifest import MANIFEST, Manifest, NameFile, ShardRecord, StepId, gather_records, record_file
+from resiliency.storage.tiers import open_tier
+from resiliency.storage.tiers.base import Tier
+from resiliency.storage.tiers.local import LocalTier
+from resiliency.testing.tier_doubles import Fault, FaultyTier, RecordingTier
+
+OLD, NEW = StepId(1, 1, "0a0b0c"), StepId(2, 1, "0a0b0c")
+NAMES = ("a.ckpt", "b.ckpt")
+FILES = ("manifest.json", *(f"shard-{rank:05d}.{end}" for rank in range(2) for end in ("json", "safetensors")))
+
+
+def store(tier: Tier, step: StepId, names: tuple[str, ...] = NAMES) -> None:
+    """A committed step of two shards, with name files."""
+    records = []
+    for rank in range(2):
+        data = f"{step} {rank}".encode()
+        record = ShardRecord(
+            id=step,
+            run="r",
+            rank=rank,
+            world_size=2,
+            node="n",
+            nbytes=len(data),
+            block_bytes=8 << 20,
+            digests=(block_digest(data),),
+            plan="p",
+            names=names,
+        )
+        tier.put_bytes(step_prefix("r", step) + record.file, data)
+        tier.put_bytes(step_prefix("r", step) + record_file(rank), json.dumps(record.to_dict()).encode())
+        records.append(record)
+    manifest = gather_records(records)
+    assert isinstance(manifest, Manifest)
+    tier.put_bytes(step_prefix("r", step) + MANIFEST, manifest.to_json().encode())
+    for name in names:
+        tier.put_bytes(name, NameFile(run="r", id=step).to_json().encode())
+
+
+def pointers(tier: Tier) -> dict[str, StepId]:
+    found = {}
+    for info in tier.list(""):
+        if info.key.endswith(".ckpt"):
+            pointer = NameFile.from_json(tier.read(info.key))
+            assert pointer is not None
+            found[info.key] = pointer.id
+    return found
+
+
+@pytest.fixture(params=["folder", "object store"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
+    if request.param == "folder":
+        return LocalTier(tmp_path / "tier")
+    return open_tier(f"memory://{uuid.uuid4().hex}/job")
+
+
+def test_manifest_then_names_then_records_then_shards(tier: Tier) -> None:
+    store(tier, OLD)
+    seen = RecordingTier(tier)
+    assert delete_step(seen, "r", OLD, files=reversed(FILES), names=NAMES) == [*NAMES]
+    assert [call.key.rpartition("/")[2] for call in seen.calls("delete")] == [
+        "manifest.json",
+        "a.ckpt",
+        "b.ckpt",
+        "shard-00000.json",
+        "shard-00001.json",
+        "shard-00000.safetensors",
+        "shard-00001.safetensors",
+    ]
+    assert [*tier.list("")] == []
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_cut_anywhere_it_leaves_no_torn_step_and_is_finished_by_the_next_pass(tier: Tier, at: int) -> None:
+    """The next pass knows only what it can list."""
+    store(tier, OLD)
+    store(tier, NEW, ("new.ckpt",))
+    dying = FaultyTier(tier)
+    dying.fail("delete", Fault.REFUSED, at=at)
+    with pytest.raises(TierError):
+        delete_step(dying, "r", OLD, files=FILES, names=NAMES)
+    old = next(found for found in scan(tier, "r") if found.id == OLD)
+    assert old.committed == (at == 1)
+    if old.manifest is not None:
+        assert old.missing_files() == [], "a step that counts as whole lacks a shard"
+    names = {name for record in old.records.values() for name in record.names}
+    assert {name for name, step in pointers(tier).items() if step == OLD} <= names, "nobody will ever delete that name"
+    delete_step(tier, "r", OLD, files=old.sizes, names=names)
+    assert [found.id for found in scan(tier, "r")] == [NEW]
+    assert pointers(tier) == {"new.ckpt": NEW}
+
+
+@pytest.mark.parametrize("point", ["manifest", "record", "shard"])
+def test_the_fault_points_are_passed_before_each_deletion(tier: Tier, point: str) -> None:
+    store(tier, OLD)
+    before = {"manifest": 5, "record": 4, "shard": 2}[point]
+    faultpoints.arm(f"agent.prune.{point}:error")
+    try:
+        with pytest.raises(OSError, match="fault injected"):
+            delete_step(tier, "r", OLD, files=FILES, names=NAMES)
+    finally:
+        faultpoints.arm("")
+    assert len([*tier.list(step_prefix("r", OLD))]) == before
+
+
+def test_a_name_that_points_to_another_step_or_run_stays(tier: Tier) -> None:
+    store(tier, OLD)
+    store(tier, NEW, ("b.ckpt",))
+    tier.put_bytes("a.ckpt", NameFile(run="another", id=OLD).to_json().encode())
+    assert delete_step(tier, "r", OLD, files=FILES, names=NAMES) == []
+    assert pointers(tier) == {"a.ckpt": OLD, "b.ckpt": NEW}
+
+
+def test_a_stock_file_under_the_name_stays(tier: Tier) -> None:
+    store(tier, OLD)
+    tier.put_bytes("a.ckpt", b"PK\x03\x04 not ours")
+    assert delete_step(tier, "r", OLD, files=FILES, names=NAMES) == ["b.ckpt"]
+    assert tier.read("a.ckpt").startswith(b"PK")
+
+
+def test_a_name_file_of_another_format_stays(tier: Tier) -> None:
+    store(tier, OLD)
+    text = NameFile(run="r", id=OLD).to_json().replace('"version": 2', '"version": 99')
+    tier.put_bytes("a.ckpt", text.encode())
+    assert delete_step(tier, "r", OLD, files=FILES, names=NAMES) == ["b.ckpt"]
+    assert tier.read("a.ckpt") == text.encode()
+
+
+def test_files_of_other_hosts_stay(tier: Tier) -> None:
+    store(tier, OLD)
+    delete_step(tier, "r", OLD, files=["shard-00000.json", "shard-00000.safetensors"], names=NAMES)
+    left = sorted(info.key.rpartition("/")[2] for info in tier.list(step_prefix("r", OLD)))
+    assert left == ["shard-00001.json", "shard-00001.safetensors"]
+
+
+def test_shards_can_be_recycled_instead(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "tier")
+    store(tier, OLD)
+    folder = Path(tier.root, step_prefix("r", OLD))
+    seen: list[tuple[str, list[str]]] = []
+
+    def recycle(name: str) -> None:
+        seen.append((name, sorted(path.name for path in folder.glob("*.json"))))
+        (folder / name).rename(tmp_path / name)
+
+    delete_step(tier, "r", OLD, files=FILES, names=NAMES, remove_shard=recycle)
+    assert seen == [("shard-00000.safetensors", []), ("shard-00001.safetensors", [])], "a shard went before its record"
+    assert not folder.exists(), "an empty folder is left behind"
+    assert (tmp_path / "shard-00001.safetensors").read_bytes() == f"{OLD} 1".encode()
+
+
+def test_temp_files_of_killed_writers_go_only_when_asked(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "tier")
+    delete: Callable[[bool], object] = lambda leftovers: delete_step(  # noqa: E731
+        tier, "r", OLD, files=FILES, names=NAMES, leftovers=leftovers
+    )
+    store(tier, OLD)
+    partial = Path(tier.root, step_prefix("r", OLD), f".resiliency-{'0' * 32}.partial")
+    partial.write_bytes(b"half")
+    delete(False)
+    assert partial.exists()
+    delete(True)
+    assert not partial.parent.exists()
+    delete(True)  # again: nothing is there, which is no error
+
+
+def test_names_of_the_run_are_deleted_whatever_step_they_point_to(tier: Tier) -> None:
+    store(tier, OLD, ("a.ckpt",))
+    store(tier, NEW, ("b.ckpt",))
+    tier.put_bytes("c.ckpt", NameFile(run="another", id=OLD).to_json().encode())
+    assert delete_names(tier, "r", ["a.ckpt", "b.ckpt", "c.ckpt", "never.ckpt"]) == ["a.ckpt", "b.ckpt"]
+    assert [*pointers(tier)] == ["c.ckpt"]
