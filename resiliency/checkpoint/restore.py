@@ -183,7 +183,9 @@ class Restorer:
         except TierError as error:
             problem = f"rank {self.rank}: {error}"
         data = json.dumps({"h": [h.to_list() for h in mine], "p": problem}).encode()
-        answers = [json.loads(said) for said in self._coordinator.all("inventory", data, timeout=self._agree_timeout)]
+        answers = [
+            json.loads(said) for said in self._coordinator.all_gather("inventory", data, timeout=self._agree_timeout)
+        ]
         problems = [answer["p"] for answer in answers if answer["p"]]
         inventory = [restore_plan.StepInventory.from_list(item) for answer in answers for item in answer["h"]]
         if problems:
@@ -208,7 +210,7 @@ class Restorer:
     def _together(self, topic: str, mine: _Findings) -> _Findings:
         """What all ranks found. Collective: yes."""
         data = json.dumps({"s": sorted(mine.strikes), "m": mine.messages}).encode()
-        answers = [json.loads(said) for said in self._coordinator.all(topic, data, timeout=self._agree_timeout)]
+        answers = [json.loads(said) for said in self._coordinator.all_gather(topic, data, timeout=self._agree_timeout)]
         strikes = {(s[0], s[1], s[2], s[3]) for answer in answers for s in answer["s"]}
         return _Findings(strikes, [(m[0], m[1]) for answer in answers for m in answer["m"]])
 
