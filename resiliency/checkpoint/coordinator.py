@@ -6,6 +6,7 @@ No collective operation of a process group is used, so a missing rank is an erro
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from datetime import timedelta
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 #: A TCPStore closes the connection of a client that sends more than 8 MiB at once.
 _PIECE_NBYTES = 4 << 20
+_HEADER = struct.Struct("<III")  # rank, bytes of the message, bytes of this piece
 
 
 class Coordinator(Protocol):
@@ -94,9 +96,9 @@ class StoreCoordinator:
     def __init__(self, store: Store, *, rank: int, world_size: int, prefix: str) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._store: Any = store  # torch declares neither append nor has_extended_api, nor that values may be bytes
+        self._store: Any = store  # torch declares neither append nor that values may be bytes
         self._prefix = prefix
-        self._appends = bool(self._store.has_extended_api())
+        self._appends = bool(store.has_extended_api())  # type: ignore[attr-defined]  # nor this
         self._round = 0
         self._before = ""
 
@@ -173,7 +175,7 @@ class StoreCoordinator:
 
 def _frame(rank: int, message: bytes, piece: bytes) -> bytes:
     """A piece of a rank's message with what it takes to find it among others."""
-    return b"%d %d %d\n" % (rank, len(message), len(piece)) + piece
+    return _HEADER.pack(rank, len(message), len(piece)) + piece
 
 
 def _unframe(framed: bytes, *, where: str) -> dict[int, bytes]:
@@ -182,18 +184,22 @@ def _unframe(framed: bytes, *, where: str) -> dict[int, bytes]:
     Raises:
         ConfigError: two processes called themselves by one rank.
     """
-    pieces: dict[int, list[bytes]] = {}
-    sizes: dict[int, int] = {}
+    whole: dict[int, bytes] = {}
+    begun: dict[int, bytearray] = {}
     at = 0
     while at < len(framed):
-        start = framed.index(b"\n", at) + 1
-        rank, size, nbytes = map(int, framed[at:start].split())
-        at = start + nbytes
-        pieces.setdefault(rank, []).append(framed[start:at])
-        if sizes.setdefault(rank, size) != size or len(pieces[rank]) > max(1, -(-size // _PIECE_NBYTES)):
+        rank, message_nbytes, piece_nbytes = _HEADER.unpack_from(framed, at)
+        start = at + _HEADER.size
+        at = start + piece_nbytes
+        if rank in whole:
             raise ConfigError(f"two processes wrote to {where} as rank {rank}: the prefix must differ with each start")
-    whole = ((rank, b"".join(pieces[rank])) for rank in sizes)
-    return {rank: message for rank, message in whole if len(message) == sizes[rank]}
+        if piece_nbytes == message_nbytes:
+            whole[rank] = framed[start:at]
+            continue
+        begun.setdefault(rank, bytearray()).extend(framed[start:at])
+        if len(begun[rank]) >= message_nbytes:
+            whole[rank] = bytes(begun.pop(rank))
+    return whole
 
 
 def _first_line(error: RuntimeError) -> str:
