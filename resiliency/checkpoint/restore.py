@@ -169,7 +169,7 @@ class Restorer:
         except TierError as error:
             problem = f"rank {self.rank}: {error}"
         mine = InventoryReport(entries=tuple(entries), problem=problem)
-        answers = self._coordinator.all("inventory", mine.encode(), timeout=self._agree_timeout)
+        answers = self._coordinator.all_gather("inventory", mine.encode(), timeout=self._agree_timeout)
         reports = [InventoryReport.decode(data, rank=rank) for rank, data in enumerate(answers)]
         problems = "; ".join(report.problem for report in reports if report.problem)
         inventory = [entry for report in reports for entry in report.entries]
@@ -228,7 +228,7 @@ class Restorer:
     def _share(self, topic: str, mine: Sequence[CopyProblem]) -> list[CopyProblem]:
         """The bad copies that all ranks found. Collective: yes."""
         message = ProblemReport(problems=tuple(mine)).encode()
-        answers = self._coordinator.all(topic, message, timeout=self._agree_timeout)
+        answers = self._coordinator.all_gather(topic, message, timeout=self._agree_timeout)
         return [p for rank, data in enumerate(answers) for p in ProblemReport.decode(data, rank=rank).problems]
 
     # -- reading ----------------------------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def open_session(
         "unsupported": unsupported,
     }
     answers = [
-        json.loads(data) for data in coordinator.all("hello", json.dumps(hello).encode(), timeout=options.agree_timeout)
+        json.loads(data)
+        for data in coordinator.all_gather("hello", json.dumps(hello).encode(), timeout=options.agree_timeout)
     ]
     refusals = [answer["unsupported"] for answer in answers if answer["unsupported"]]
     if refusals:
@@ -195,7 +196,7 @@ def open_session(
         problem, failure = f"rank {rank}: {error}", error
     answers = [
         json.loads(data)
-        for data in coordinator.all(
+        for data in coordinator.all_gather(
             "agent", json.dumps({"p": problem, "e": client.embedded}).encode(), timeout=options.agree_timeout
         )
     ]
@@ -238,9 +239,9 @@ def _is_shared(
     if first:
         with open(mine, "w", encoding="ascii"):
             os.utime(mine)
-    coordinator.all("probe", b"", timeout=timeout)
+    coordinator.all_gather("probe", b"", timeout=timeout)
     seen = all(os.path.exists(os.path.join(meta, f".probe-{token}-{other}")) for other in nodes)
-    answers = coordinator.all("probed", b"1" if seen else b"0", timeout=timeout)
+    answers = coordinator.all_gather("probed", b"1" if seen else b"0", timeout=timeout)
     if first:
         os.unlink(mine)
     return all(answer == b"1" for answer in answers)

@@ -228,7 +228,7 @@ class ShardPlanner:
         if self._planned is None or self._planned[0] != mark:
             mine = describe(tensors, world_size=self._world_size)
             if self._world_size > 1 and any(is_sharded(t) for t in tensors.values()):
-                said = coordinator.all("plan", json.dumps(mine).encode(), timeout=agree_timeout)
+                said = coordinator.all_gather("plan", json.dumps(mine).encode(), timeout=agree_timeout)
                 plan = plan_writes([json.loads(data) for data in said], rank=self._rank)
             else:
                 plan = plan_replicated(mine, rank=self._rank, world_size=self._world_size)

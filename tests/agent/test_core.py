@@ -272,7 +272,7 @@ def test_two_embedded_agents_leave_each_others_unfinished_step_alone(local: Path
         with keeping(local, None, coordinator=coordinator) as checkpointer:
             if rank == 1:
                 faultpoints.arm("agent.shard.rename:delay=0.5,rank=1")
-            coordinator.all("armed", b"", timeout=SOON)
+            coordinator.all_gather("armed", b"", timeout=SOON)
             ticket = checkpointer.save(20, make_state(20))
             assert ticket is not None
             checkpointer.delete("nothing.ckpt")  # makes the agent look for what may go
@@ -452,7 +452,7 @@ def test_remote_is_pruned_whichever_rank_is_last(local: Path, tmp_path: Path, sl
             for step in (1, 2, 3, 4):
                 save(checkpointer, step, stage=Stage.COMMITTED)
             settle(checkpointer)
-            coordinator.all("sent", b"", timeout=SOON)
+            coordinator.all_gather("sent", b"", timeout=SOON)
             save(checkpointer, 5, stage=Stage.COMMITTED)
             settle(checkpointer)
 

@@ -491,10 +491,10 @@ def test_one_rank_fails_and_nobody_waits_for_it_at_the_end(local: Path) -> None:
         checkpointer = make_checkpointer(local, coordinator)
         try:
             for step in (1, 2, 3):
-                coordinator.all("step", b"", timeout=SOON)
+                coordinator.all_gather("step", b"", timeout=SOON)
                 if rank == 0:
                     faultpoints.arm("agent.record.write:full@*,rank=1" if step == 2 else "")
-                coordinator.all("armed", b"", timeout=SOON)
+                coordinator.all_gather("armed", b"", timeout=SOON)
                 ticket = checkpointer.save(step, make_state(step))
                 assert ticket is not None
                 if step == 2 and rank == 1:
@@ -525,7 +525,7 @@ def test_ranks_with_different_tensors_are_told(local: Path) -> None:
             assert ticket is not None
             checkpointer.flush(timeout=timedelta(seconds=3))
             told = [outcome.reason for outcome in checkpointer.poll() if outcome.failed]
-            coordinator.all("told", b"", timeout=SOON)
+            coordinator.all_gather("told", b"", timeout=SOON)
             ticket = checkpointer.save(2, {"w": torch.zeros(1000, 2)})
             assert ticket is not None
             ticket.wait(timeout=SOON)
