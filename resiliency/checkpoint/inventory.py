@@ -6,9 +6,7 @@ No torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from resiliency.storage._decode import field, integers, step_id, strings
 from resiliency.storage.catalog import StepListing, scan, step_prefix
 from resiliency.storage.manifest import StepId
 from resiliency.storage.sources import ShardSource
@@ -38,30 +36,6 @@ class StepInventory:
     names: tuple[str, ...] = ()
     exact: bool = True
     lost: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "source": self.source.to_dict(),
-            "step": self.step.dirname,
-            "world_size": self.world_size,
-            "ranks": list(self.ranks),
-            "names": list(self.names),
-            "exact": self.exact,
-            "lost": list(self.lost),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Any, *, what: str) -> StepInventory:
-        """Reads an entry another rank sent. Raises ConfigError naming ``what`` and the field that is wrong."""
-        return cls(
-            source=ShardSource.from_dict(field(data, "source", dict, what=what), what=what),
-            step=step_id(data, "step", what=what),
-            world_size=field(data, "world_size", int, what=what),
-            ranks=integers(data, "ranks", what=what),
-            names=strings(data, "names", what=what),
-            exact=field(data, "exact", bool, what=what),
-            lost=strings(data, "lost", what=what),
-        )
 
 
 def list_inventory(tier: Tier, run: str, source: ShardSource) -> list[StepInventory]:

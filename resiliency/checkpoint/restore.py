@@ -18,14 +18,14 @@ from resiliency import faultpoints
 from resiliency.agent.messages import Rescan
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.inventory import StepInventory, list_inventory
-from resiliency.checkpoint.restore_messages import CopyProblem, InventoryReport, ProblemReport
+from resiliency.checkpoint.rank_messages import CopyProblem, InventoryReport, ProblemReport, gather
 from resiliency.checkpoint.restore_plan import RestorePlan, plan_restore
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.shard_access import ShardAccess
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.checkpoint.state import flatten
-from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
+from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError, UnsupportedFormat
 from resiliency.events import EventKind
 from resiliency.storage.manifest import StepId
 from resiliency.storage.sources import Cost, Opener, ShardSource, open_source
@@ -166,11 +166,10 @@ class Restorer:
         try:
             for source in self._listed:
                 entries += list_inventory(open_source(source, self._openers), self._run, source)
-        except TierError as error:
+        except (TierError, UnsupportedFormat) as error:
             problem = f"rank {self.rank}: {error}"
         mine = InventoryReport(entries=tuple(entries), problem=problem)
-        answers = self._coordinator.all_gather("inventory", mine.encode(), timeout=self._agree_timeout)
-        reports = [InventoryReport.decode(data, rank=rank) for rank, data in enumerate(answers)]
+        reports = gather(self._coordinator, "inventory", mine, timeout=self._agree_timeout)
         problems = "; ".join(report.problem for report in reports if report.problem)
         inventory = [entry for report in reports for entry in report.entries]
         if problems and not inventory:
@@ -227,9 +226,9 @@ class Restorer:
 
     def _share(self, topic: str, mine: Sequence[CopyProblem]) -> list[CopyProblem]:
         """The bad copies that all ranks found. Collective: yes."""
-        message = ProblemReport(problems=tuple(mine)).encode()
-        answers = self._coordinator.all_gather(topic, message, timeout=self._agree_timeout)
-        return [p for rank, data in enumerate(answers) for p in ProblemReport.decode(data, rank=rank).problems]
+        report = ProblemReport(problems=tuple(mine))
+        reports = gather(self._coordinator, topic, report, timeout=self._agree_timeout)
+        return [problem for report in reports for problem in report.problems]
 
     # -- reading ----------------------------------------------------------------------------------------------------
 

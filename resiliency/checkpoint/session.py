@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -14,6 +13,7 @@ from resiliency.agent.client import AgentClient
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
+from resiliency.checkpoint.rank_messages import AgentReady, RankReport, SharedFolder, gather
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.settings import Environment
@@ -115,26 +115,23 @@ def open_session(
                 unsupported = unsupported or str(error)
             except TierError as error:
                 problem = problem or (f"{tier.root} cannot be listed: {error}" if not error.retryable else "")
-    hello = {
-        "node": environment.node,
-        "largest": largest,
-        "token": secrets.token_hex(3),
-        "problem": problem,
-        "unsupported": unsupported,
-    }
-    answers = [
-        json.loads(data)
-        for data in coordinator.all_gather("hello", json.dumps(hello).encode(), timeout=options.agree_timeout)
-    ]
-    refusals = [answer["unsupported"] for answer in answers if answer["unsupported"]]
+    mine = RankReport(
+        node=environment.node,
+        largest_attempt=largest,
+        token=secrets.token_hex(3),
+        problem=problem,
+        unsupported=unsupported,
+    )
+    reports = gather(coordinator, "report", mine, timeout=options.agree_timeout)
+    refusals = [report.unsupported for report in reports if report.unsupported]
     if refusals:
         raise UnsupportedFormat("; ".join(dict.fromkeys(refusals)), path=meta)
-    problems = [answer["problem"] for answer in answers if answer["problem"]]
+    problems = [report.problem for report in reports if report.problem]
     if problems:
         raise TierError("; ".join(dict.fromkeys(problems)), retryable=False)
-    attempt = max(answer["largest"] for answer in answers) + 1
-    token = answers[0]["token"]
-    nodes = tuple(str(answer["node"]) for answer in answers)
+    attempt = max(report.largest_attempt for report in reports) + 1
+    token = reports[0].token
+    nodes = tuple(report.node for report in reports)
     node = nodes[rank]
     local_ranks = tuple(r for r in range(world_size) if nodes[r] == node)
     if rank == local_ranks[0]:
@@ -194,19 +191,15 @@ def open_session(
         problem = ""
     except Exception as error:  # Boundary: the other ranks must hear of it before this rank gives up.
         problem, failure = f"rank {rank}: {error}", error
-    answers = [
-        json.loads(data)
-        for data in coordinator.all_gather(
-            "agent", json.dumps({"p": problem, "e": client.embedded}).encode(), timeout=options.agree_timeout
-        )
-    ]
+    ready = AgentReady(embedded=client.embedded, problem=problem)
+    answers = gather(coordinator, "agent", ready, timeout=options.agree_timeout)
     if problem:
         raise failure
-    problems = [answer["p"] for answer in answers if answer["p"]]
+    problems = [answer.problem for answer in answers if answer.problem]
     if problems:
         client.close()
         raise TierError("; ".join(problems), retryable=False)
-    together = len(set(nodes)) == 1 and not any(answer["e"] for answer in answers)
+    together = len(set(nodes)) == 1 and not any(answer.embedded for answer in answers)
     return Session(attempt, token, nodes, node, local_ranks, together, events, client)
 
 
@@ -241,7 +234,7 @@ def _is_shared(
             os.utime(mine)
     coordinator.all_gather("probe", b"", timeout=timeout)
     seen = all(os.path.exists(os.path.join(meta, f".probe-{token}-{other}")) for other in nodes)
-    answers = coordinator.all_gather("probed", b"1" if seen else b"0", timeout=timeout)
+    answers = gather(coordinator, "shared folder", SharedFolder(seen=seen), timeout=timeout)
     if first:
         os.unlink(mine)
-    return all(answer == b"1" for answer in answers)
+    return all(answer.seen for answer in answers)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from resiliency import faultpoints
-from resiliency.checkpoint.restore_messages import CopyProblem
+from resiliency.checkpoint.rank_messages import CopyProblem
 from resiliency.checkpoint.restore_plan import RestorePlan
 from resiliency.checkpoint.shard_assembler import ShardAssembler
 from resiliency.checkpoint.shard_reader import ShardReader, shard_reader

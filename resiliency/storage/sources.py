@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 from resiliency.errors import ConfigError, TierError
-from resiliency.storage._decode import field, refused, step_id
 from resiliency.storage.manifest import StepId
 from resiliency.storage.tiers.base import Tier
 
@@ -68,18 +66,6 @@ class ShardSource:
         """The one host that can read it, or None when every host can."""
         return self.host if self.cost is Cost.LOCAL else None
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"tier": self.tier, "host": self.host, "cost": self.cost.name}
-
-    @classmethod
-    def from_dict(cls, data: Any, *, what: str) -> ShardSource:
-        """Reads a source another rank sent. Raises ConfigError naming ``what`` and the field that is wrong."""
-        tier, cost = field(data, "tier", str, what=what), field(data, "cost", str, what=what)
-        if cost not in Cost.__members__:
-            raise refused(what, f"cost is {cost!r:.80}, not one of {', '.join(Cost.__members__)}")
-        host = None if Cost[cost] is Cost.REMOTE else field(data, "host", str, what=what)
-        return cls(tier=tier, host=host, cost=Cost[cost])
-
 
 @dataclass(frozen=True, kw_only=True)
 class BadCopy:
@@ -94,18 +80,6 @@ class BadCopy:
     source: ShardSource
     step: StepId
     rank: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"source": self.source.to_dict(), "step": self.step.dirname, "rank": self.rank}
-
-    @classmethod
-    def from_dict(cls, data: Any, *, what: str) -> BadCopy:
-        """Reads a bad copy another rank reported. Raises ConfigError naming ``what`` and the field that is wrong."""
-        return cls(
-            source=ShardSource.from_dict(field(data, "source", dict, what=what), what=what),
-            step=step_id(data, "step", what=what),
-            rank=field(data, "rank", int, what=what),
-        )
 
 
 class SourceResolver:

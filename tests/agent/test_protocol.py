@@ -188,8 +188,8 @@ def test_a_value_that_cannot_be_is_refused_with_its_field(change: dict[str, obje
 
 
 def test_a_stage_that_does_not_exist_is_refused() -> None:
-    line = pack(Flush(ticket=1, stage=Stage.DURABLE, timeout_s=1)).replace(b"durable", b"uploaded")
-    with pytest.raises(AgentError, match="'uploaded' is not a valid Stage"):
+    line = pack(Flush(ticket=1, stage=Stage.DURABLE, timeout_s=1)).replace(b"DURABLE", b"UPLOADED")
+    with pytest.raises(AgentError, match="'UPLOADED', not one of COPIED"):
         list(Framer().feed(line))
 
 

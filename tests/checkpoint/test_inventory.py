@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.checkpoint.inventory import StepInventory, list_inventory
-from resiliency.checkpoint.restore_messages import CopyProblem, InventoryReport, ProblemReport
+from resiliency.checkpoint.rank_messages import CopyProblem, InventoryReport, ProblemReport
 from resiliency.errors import ConfigError
 from resiliency.storage.manifest import StepId
 from resiliency.storage.sources import BadCopy, Cost, ShardSource
 from resiliency.storage.tiers.local import LocalTier
+from resiliency.storage.typed_json import decode, encode
 from resiliency.testing.checkpoints import RUN, Series, make_series, step_dirs
 
 HERE = ShardSource(tier="local", host="n0", cost=Cost.LOCAL)
@@ -85,16 +86,16 @@ PROBLEMS = ProblemReport(
 
 
 def test_what_one_rank_sends_another_reads() -> None:
-    assert InventoryReport.decode(INVENTORY.encode(), rank=1) == INVENTORY
-    assert ProblemReport.decode(PROBLEMS.encode(), rank=1) == PROBLEMS
-    assert INVENTORY.encode().isascii(), "coordinators carry text"
+    assert decode(InventoryReport, encode(INVENTORY), what="it") == INVENTORY
+    assert decode(ProblemReport, encode(PROBLEMS), what="it") == PROBLEMS
+    assert encode(INVENTORY).isascii(), "coordinators carry text"
 
 
 @pytest.mark.parametrize("report", [INVENTORY, PROBLEMS], ids=["inventory", "problems"])
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff", b'{"entries": 1}', b'{"problems": [1]}'])
 def test_what_is_no_report_is_refused_with_the_rank(report: Any, data: bytes) -> None:
     with pytest.raises(ConfigError, match=r"of rank 3 cannot be read: .+; start all ranks with the same version"):
-        type(report).decode(data, rank=3)
+        decode(type(report), data, what="the report of rank 3")
 
 
 def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -114,7 +115,7 @@ def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def test_a_field_of_another_kind_is_refused_or_read_never_a_keyerror(
     report: Any, data: st.DataObject, value: Any
 ) -> None:
-    message = copy.deepcopy(json.loads(report.encode()))
+    message = copy.deepcopy(json.loads(encode(report)))
     *way, last = data.draw(st.sampled_from(paths(message)))
     place = message
     for key in way:
@@ -124,8 +125,8 @@ def test_a_field_of_another_kind_is_refused_or_read_never_a_keyerror(
     else:
         place[last] = value
     try:
-        again = type(report).decode(json.dumps(message).encode(), rank=3)
+        again = decode(type(report), json.dumps(message).encode(), what="the report of rank 3")
     except ConfigError as error:
         assert "of rank 3" in str(error)
     else:
-        assert type(report).decode(again.encode(), rank=3) == again
+        assert decode(type(report), encode(again), what="it") == again

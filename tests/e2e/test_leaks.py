@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resiliency.agent.protocol import AgentConfig, TierSpec
+from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.testing.zygote import Zygote
 from tests.e2e.driver import Job, make_zygote
 
@@ -50,7 +50,7 @@ def _sockets(*directories: Path) -> set[str]:
             local=TierSpec(address=str(directory), name="local"),
             durable=True,
         )
-        ours.add("@" + config.address()[1:])
+        ours.add("@" + config.address[1:])
     with open("/proc/net/unix", encoding="ascii") as file:
         return {line.split()[-1] for line in file} & ours
 

@@ -11,6 +11,7 @@ from resiliency.errors import ConfigError, TierError
 from resiliency.storage.manifest import StepId
 from resiliency.storage.sources import BadCopy, Cost, Opener, ShardSource, SourceResolver, open_source
 from resiliency.storage.tiers.local import LocalTier
+from resiliency.storage.typed_json import decode, encode, to_jsonable
 
 STEP, OTHER = StepId(7, 1, "0a0b0c"), StepId(8, 1, "0a0b0c")
 LOCAL = ShardSource(tier="local", host="n0", cost=Cost.LOCAL)
@@ -68,29 +69,30 @@ def test_a_new_kind_of_source_needs_an_opener_and_nothing_else() -> None:
 @pytest.mark.parametrize("source", ALL, ids=str)
 def test_what_one_rank_says_another_reads(source: ShardSource) -> None:
     copy = BadCopy(source=source, step=STEP, rank=3)
-    assert BadCopy.from_dict(json.loads(json.dumps(copy.to_dict())), what="it") == copy
+    assert decode(BadCopy, encode(copy), what="it") == copy
 
 
-GOOD = BadCopy(source=LOCAL, step=STEP, rank=3).to_dict()
+GOOD = to_jsonable(BadCopy(source=LOCAL, step=STEP, rank=3))
 
 
 @pytest.mark.parametrize(
     "data, problem",
     [
-        ([], r"\[\] is not an object"),
-        ({}, "the field 'source' is missing"),
-        ({**GOOD, "source": "local"}, "source is 'local', not of type dict"),
-        ({**GOOD, "source": {"tier": "local", "cost": "LOCAL"}}, "the field 'host' is missing"),
-        ({**GOOD, "source": {"tier": "local", "cost": "LOCAL", "host": None}}, "host is None, not of type str"),
+        ([], "BadCopy must be an object, not list"),
+        ({}, "BadCopy lacks the field 'source'"),
+        ({**GOOD, "source": "local"}, "ShardSource must be an object, not str"),
+        ({**GOOD, "source": {"tier": "local", "cost": "LOCAL"}}, "ShardSource lacks the field 'host'"),
+        ({**GOOD, "source": {"tier": "local", "cost": "LOCAL", "host": None}}, "pass a host with LOCAL"),
         (
             {**GOOD, "source": {"tier": "local", "cost": "CHEAP", "host": "n0"}},
             "cost is 'CHEAP', not one of LOCAL, PEER",
         ),
-        ({**GOOD, "step": "../../etc"}, "step is '../../etc', which is no folder name"),
-        ({**GOOD, "rank": True}, "rank is True, not of type int"),
-        ({**GOOD, "rank": "3"}, "rank is '3', not of type int"),
+        ({**GOOD, "step": {**GOOD["step"], "token": "../../etc"}}, "step is no identity of a step"),
+        ({**GOOD, "rank": True}, "rank must be int, not bool"),
+        ({**GOOD, "rank": "3"}, "rank must be int, not str"),
+        ({**GOOD, "more": 1}, "no field 'more'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_field(data: Any, problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"the list of rank 5 cannot be read: {problem}"):
-        BadCopy.from_dict(data, what="the list of rank 5")
+    with pytest.raises(ConfigError, match=f"the list of rank 5 cannot be read: .*{problem}"):
+        decode(BadCopy, json.dumps(data).encode(), what="the list of rank 5")

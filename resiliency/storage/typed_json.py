@@ -1,7 +1,7 @@
-"""Frozen dataclasses <-> JSON objects, every field checked on the way in. For what crosses a process.
+"""Frozen dataclasses <-> JSON objects, every field checked on the way in: the codec of all that crosses a process.
 
 Understands what messages and settings are made of: str, int, float, bool, None, ``X | None``, ``tuple[X, ...]``,
-``Mapping[str, Any]`` (plain JSON), enums of strings, :class:`StepId` and other dataclasses.
+``Mapping[str, Any]`` (plain JSON), enums (by name), :class:`StepId` and other dataclasses.
 """
 
 from __future__ import annotations
@@ -9,16 +9,40 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import json
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar, Union
 
+from resiliency.errors import ConfigError
 from resiliency.storage.manifest import StepId
 
-__all__ = ["from_jsonable", "to_jsonable"]
+__all__ = ["decode", "encode", "from_jsonable", "to_jsonable"]
 
 T = TypeVar("T")
+
+
+def encode(message: Any) -> bytes:
+    """A dataclass as JSON text, ASCII only."""
+    return json.dumps(to_jsonable(message), separators=(",", ":")).encode()
+
+
+def decode(kind: type[T], data: bytes, *, what: str) -> T:
+    """The dataclass of :func:`encode`.
+
+    Args:
+        what: the message, for the error ("the inventory of rank 3").
+
+    Raises:
+        ConfigError: it is something else; says what is wrong with it.
+    """
+    try:
+        return from_jsonable(kind, json.loads(data))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{what} cannot be read: {error}; start all ranks with the same version of this library"
+        ) from error
 
 
 def to_jsonable(value: Any) -> Any:
@@ -29,7 +53,7 @@ def to_jsonable(value: Any) -> Any:
         return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple):
         return [to_jsonable(item) for item in value]
-    return value.value if isinstance(value, enum.Enum) else value
+    return value.name if isinstance(value, enum.Enum) else value
 
 
 def from_jsonable(kind: type[T], data: Any) -> T:
@@ -96,10 +120,9 @@ def _checked_scalar(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return from_jsonable(hint, value)  # type: ignore[arg-type]  # is_dataclass also passes instances
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        try:
-            return hint(value)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+        if not isinstance(value, str) or value not in hint.__members__:
+            raise ValueError(f"{where} is {value!r:.80}, not one of {', '.join(hint.__members__)}")
+        return hint[value]
     wanted = (int, float) if hint is float else hint
     # A bool is an int for Python, but not here.
     if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):

@@ -1,0 +1,107 @@
+"""What ranks tell each other, as frozen dataclasses, and how all hear it.
+
+A message is checked where it comes in; what another version of the library sent is refused with the rank and the field,
+on every rank alike, because every rank reads every message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+from resiliency.checkpoint.coordinator import Coordinator
+from resiliency.checkpoint.inventory import StepInventory
+from resiliency.storage.sources import BadCopy
+from resiliency.storage.typed_json import decode, encode
+
+__all__ = ["AgentReady", "CopyProblem", "InventoryReport", "ProblemReport", "RankReport", "SharedFolder", "gather"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """The first thing a rank says in an attempt.
+
+    Attributes:
+        node: host, as :class:`~resiliency.settings.Environment` names it.
+        largest_attempt: of those that left something where this rank can see it; 0 for none.
+        token: 6 hex digits drawn by this rank; rank 0's becomes the attempt's.
+        problem: why a tier cannot be used; empty when all can.
+        unsupported: which checkpoints another version of the format wrote; empty for none.
+    """
+
+    node: str
+    largest_attempt: int
+    token: str
+    problem: str = ""
+    unsupported: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFolder:
+    """Whether a rank sees what every host has written into its local tier."""
+
+    seen: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentReady:
+    """Whether a rank has an agent.
+
+    Attributes:
+        embedded: the agent's work is done in the rank's own process.
+        problem: why there is no agent; empty when there is.
+    """
+
+    embedded: bool
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InventoryReport:
+    """What one rank found on the tiers it lists.
+
+    Attributes:
+        entries: what it found.
+        problem: why a tier could not be listed; empty when all could.
+    """
+
+    entries: tuple[StepInventory, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyProblem:
+    """Why a copy of a shard cannot be used.
+
+    Attributes:
+        copy: which one.
+        reason: for people.
+        damaged: True when its bytes are wrong, False when a tier failed.
+    """
+
+    copy: BadCopy
+    reason: str
+    damaged: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemReport:
+    """The bad copies one rank found in one phase of a restore."""
+
+    problems: tuple[CopyProblem, ...]
+
+
+def gather(coordinator: Coordinator, topic: str, message: T, *, timeout: timedelta) -> list[T]:
+    """The message of every rank, indexed by rank, ``[world_size]``.
+
+    Collective: yes. Blocks: until every rank has called, up to ``timeout``.
+
+    Raises:
+        Timeout: names the ranks that did not call.
+        ConfigError: a rank sent something else; names the rank and the field.
+    """
+    answers = coordinator.all_gather(topic, encode(message), timeout=timeout)
+    return [decode(type(message), data, what=f"the {topic} of rank {rank}") for rank, data in enumerate(answers)]
