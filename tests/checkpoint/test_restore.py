@@ -121,15 +121,15 @@ def test_a_rank_of_another_version_is_refused_on_every_rank(series: Series, monk
         checkpointer = series.open(coordinator)
         try:
             checkpointer.open()
-            real: Any = coordinator.all
+            real: Any = coordinator.all_gather
             if rank == 1:
-                coordinator.all = lambda topic, data, **more: real(topic, b'{"h": [], "p": ""}', **more)  # type: ignore[method-assign]
+                coordinator.all_gather = lambda topic, data, **more: real(topic, b"{}", **more)  # type: ignore[method-assign]
             with pytest.raises(ConfigError) as caught:
                 checkpointer.load()
-            coordinator.all = real  # type: ignore[method-assign]
+            coordinator.all_gather = real  # type: ignore[method-assign]
             return str(caught.value)
         finally:
             checkpointer.close(flush=False)
 
     for text in run_ranks(2, work):
-        assert "inventory of rank 1 cannot be read: the field 'entries' is missing" in text
+        assert "inventory of rank 1 cannot be read: InventoryReport lacks the field 'entries'" in text
