@@ -4,70 +4,46 @@ One instance serves the ranks of one host in one attempt. Every decision about c
 several agents (one per host on a shared folder, or one per rank when embedded) can work side by side and an agent that
 dies at any point leaves nothing that its successor cannot finish or discard.
 
-Order of a commit on the local tier: shard renamed into its step folder, record, manifest (last), name files. Then, on
-a durable tier, fsync of all of it; only then older steps are pruned, manifest first.
+What a commit does to files is in :mod:`resiliency.agent.commit`. Only when a step was fsynced are older ones deleted
+(:mod:`resiliency.agent.local_pruner`).
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import os
-import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 from resiliency import faultpoints
 from resiliency.agent._removal import Remover
 from resiliency.agent._reporter import Notify, Reporter
 from resiliency.agent._worker import Worker
+from resiliency.agent.commit import (
+    fsync_step,
+    place_shard,
+    read_records_of_others,
+    record_of,
+    take_back_shard,
+    write_commit,
+)
 from resiliency.agent.config import AgentConfig, TierSpec
+from resiliency.agent.local_pruner import LocalPruner
+from resiliency.agent.local_steps import LocalStep, LocalSteps
 from resiliency.agent.messages import Bye, Complete, Delete, FileFreed, Recorded, Request, Rescan, Seal
 from resiliency.agent.uploader import Uploader, UploadOutcome
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventWriter
-from resiliency.storage.catalog import read_name, scan, step_prefix
+from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.fetch import remove_dead_fetches
-from resiliency.storage.manifest import (
-    BLOCK_BYTES,
-    MANIFEST,
-    Manifest,
-    NameFile,
-    ShardRecord,
-    StepId,
-    UnfinishedStep,
-    gather_records,
-    record_file,
-)
-from resiliency.storage.retention import DeleteRequest, live_names, steps_to_delete
+from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, StepId, UnfinishedStep, gather_records
+from resiliency.storage.retention import DeleteRequest
 from resiliency.storage.stage import Stage
-from resiliency.storage.tiers.local import LocalTier, fsync_dir, fsync_file
+from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["HostAgent"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Step:
-    """What the agent knows of a step on the local tier.
-
-    Attributes:
-        committed: the step, once it is committed here; on a node-local tier of a job over several hosts this host's
-            part of it, whose other parts are committed elsewhere.
-        pins: uploads under way, while which it is not deleted.
-        began: monotonic time when the save began.
-    """
-
-    id: StepId
-    records: dict[int, ShardRecord] = field(default_factory=dict)
-    committed: Manifest | UnfinishedStep | None = None
-    durable: bool = False
-    pins: int = 0
-    began: float = field(default_factory=time.monotonic)
 
 
 class HostAgent:
@@ -95,15 +71,14 @@ class HostAgent:
         self._report = Reporter(config.local_ranks, notify, events)
         # Commits must be quick and survive a kill, not a power loss: fsync follows in its own stage.
         self._tier = LocalTier(config.local.address, durable=False, name=config.local.name)
-        self._lock = threading.RLock()
-        self._steps: dict[StepId, _Step] = {}
-        self._deletes: dict[str, DeleteRequest] = {}
+        self._steps = LocalSteps()
         self._commits = Worker("resiliency-agent-commit")
         self._syncs = Worker("resiliency-agent-sync")
         self._uploaders = [Uploader(config, spec, self._path, self._uploaded, events) for spec in config.remotes]
         self._finished: set[int] = set()
         self._closed = False
         self._remover = Remover(config, self._tier, notify)
+        self._pruner = LocalPruner(config, self._tier, self._steps, self._remover, self._report)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -115,13 +90,9 @@ class HostAgent:
         """
         self._rescan()
         self._syncs.submit(self._sweep)
-        with self._lock:
-            newest = max((s for s in self._steps.values() if s.committed is not None), key=lambda s: s.id, default=None)
-        if newest is not None and newest.committed is not None:
-            for uploader in self._uploaders:
-                if uploader.spec.name in newest.committed.tiers:
-                    self._pin(newest.id)
-                    uploader.submit(newest.id, self._own_records(newest), only_if_missing=True)
+        committed = self._steps.select(lambda step: step.committed is not None)
+        if committed:
+            self._upload(committed[-1], only_if_missing=True)
 
     def _sweep(self) -> None:
         """Removes what killed writers and killed restores left half done; no listing shows it, but it takes room."""
@@ -136,9 +107,8 @@ class HostAgent:
         have died between doing something and saying so."""
 
         def tell() -> None:
-            with self._lock:
-                ours = [s for s in self._steps.values() if self._is_ours(s.id) and s.committed is not None]
-            for step in sorted(ours, key=lambda s: s.id):
+            ours = self._steps.select(lambda step: self._is_ours(step.id) and step.committed is not None)
+            for step in ours:
                 self._report.tell_reached(step.id, Stage.COMMITTED, self.config.local.name, ranks=(rank,))
                 if step.durable and self.config.durable:
                     self._report.tell_reached(step.id, Stage.DURABLE, self.config.local.name, ranks=(rank,))
@@ -149,18 +119,9 @@ class HostAgent:
         return step.of_attempt(self.config.attempt, self.config.token)
 
     def _rescan(self) -> None:
-        found = {listing.id: listing for listing in scan(self._tier, self.config.run)}
-        with self._lock:
-            for step in list(self._steps):
-                if step not in found and self._steps[step].committed is not None and self._steps[step].pins == 0:
-                    del self._steps[step]
-            for listing in found.values():
-                known = self._steps.setdefault(listing.id, _Step(listing.id))
-                known.records.update(listing.records)
-                if listing.manifest is not None and known.committed is None:
-                    # Whoever committed it may have died before its fsync: nothing older is deleted before ours.
-                    known.committed = listing.manifest
-                    self._syncs.submit(partial(self._sync, known))
+        for step in self._steps.add_listed(scan(self._tier, self.config.run)):
+            # Whoever committed it may have died before its fsync: nothing older is deleted before ours.
+            self._syncs.submit(partial(self._sync, step))
 
     def wait(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
         """Waits until everything sealed so far has come to a stage, see :class:`~resiliency.agent.messages.Flush`."""
@@ -201,7 +162,7 @@ class HostAgent:
         self._remover.drop_free_files()
         if not self._alone or not self._finished.issuperset(self.config.local_ranks):
             return
-        committed = [step.committed for step in self._steps.values() if step.committed is not None]
+        committed = [step.committed for step in self._steps.select() if step.committed is not None]
         newest = max((step.id for step in committed), default=None)
         if newest is None or any(uploader.holds(newest) for uploader in self._uploaders):
             self._remover.drop_run([name for step in committed for name in step.names])
@@ -216,7 +177,8 @@ class HostAgent:
         """
         if isinstance(message, Seal):
             faultpoints.hit("agent.seal.received", rank=rank)
-            record = self._record(rank, message)
+            self._check_attempt(rank, message.id)
+            record = record_of(self.config, rank, message)
             self._commits.submit(partial(self._commit, record, message.path, message.inode))
         elif isinstance(message, Delete):
             self._delete(message)
@@ -239,8 +201,7 @@ class HostAgent:
         # Before the first save of this attempt the names mean what earlier attempts left.
         upto = message.after or StepId(0, self.config.attempt, "")
         requests = dict.fromkeys(message.names, DeleteRequest(upto=upto, after=message.after))
-        with self._lock:
-            self._deletes.update(requests)
+        self._pruner.request(requests)
         for uploader in self._uploaders:
             uploader.delete(requests)
         self._commits.submit(self._prune)
@@ -250,62 +211,23 @@ class HostAgent:
     def _path(self, step: StepId, file: str) -> str:
         return os.path.join(self.config.local.address, step_prefix(self.config.run, step), file)
 
-    def _record(self, rank: int, seal: Seal) -> ShardRecord:
-        self._check_attempt(rank, seal.id)
-        if len(seal.digests) != -(-seal.nbytes // BLOCK_BYTES):
-            raise AgentError(
-                f"rank {rank} sent {len(seal.digests)} digests for {seal.nbytes} bytes in blocks of {BLOCK_BYTES}"
-            )
-        return ShardRecord(
-            id=seal.id,
-            run=self.config.run,
-            rank=rank,
-            world_size=self.config.world_size,
-            node=self.config.node,
-            nbytes=seal.nbytes,
-            block_bytes=BLOCK_BYTES,
-            digests=seal.digests,
-            plan=seal.plan,
-            names=seal.names,
-            supersedes=seal.supersedes,
-            created=seal.created,
-            info=seal.info,
-            tiers=seal.tiers,
-            exact=seal.exact,
-        )
-
     def _commit(self, record: ShardRecord, path: str, inode: int) -> None:
-        """Moves a sealed shard file into its step and writes its record."""
-        target, prefix = self._path(record.id, record.file), step_prefix(self.config.run, record.id)
+        """Moves a sealed shard file into its step and writes its record; commits the step if it was the last."""
+        target = self._path(record.id, record.file)
         try:
-            faultpoints.hit("agent.shard.rename", rank=record.rank)
-            if _is_file(path, inode, record.nbytes):
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                os.rename(path, target)
-            elif not _is_file(
-                target, inode, record.nbytes
-            ):  # where an agent before this one, which then died, may have put it
-                raise FileNotFoundError(errno.ENOENT, "the sealed file is gone or was changed", path)
-            faultpoints.hit("agent.record.write", rank=record.rank)
-            self._tier.put_bytes(prefix + record_file(record.rank), json.dumps(record.to_dict()).encode())
+            place_shard(self._tier, record, path, inode, target)
         except (OSError, TierError) as error:
-            self._undo(path, inode, target, record.nbytes)
+            try:
+                take_back_shard(record, path, inode, target)
+            except OSError:
+                logger.warning(
+                    "%s could not be moved back to %s; it is pruned with its step", target, path, exc_info=True
+                )
             self._failed(record, path, inode, f"cannot commit to {self.config.local.address}: {error}")
             return
-        with self._lock:
-            step = self._steps.setdefault(record.id, _Step(record.id))
-            step.records[record.rank] = record
-            step.began = min(step.began, time.monotonic() - max(0.0, time.time() - record.created))
+        self._steps.add_record(record)
         self._report.notify(record.rank, Recorded(id=record.id))
         self._complete(record.id)
-
-    def _undo(self, path: str, inode: int, target: str, nbytes: int) -> None:
-        """Puts the shard file back into the arena after a commit that failed."""
-        try:
-            if _is_file(target, inode, nbytes):
-                os.rename(target, path)
-        except OSError:
-            logger.warning("%s could not be moved back to %s; it is pruned with its step", target, path, exc_info=True)
 
     def _failed(self, record: ShardRecord, path: str, inode: int, reason: str) -> None:
         tier = self.config.local.name
@@ -322,12 +244,13 @@ class HostAgent:
 
     def _complete(self, step_id: StepId, *, all_recorded: bool = False) -> None:
         """Commits the step when every shard's record can be seen, or ``all_recorded`` says that every rank has one."""
-        with self._lock:
+        with self._steps.lock:
             step = self._steps.get(step_id)
             if step is None or step.committed is not None:
                 return
             records = dict(step.records)
-        if self.config.shared and not self._read_other_records(step_id, records):
+        config = self.config
+        if config.shared and not read_records_of_others(self._tier, config.run, step_id, records, config.world_size):
             return  # whoever writes the last record commits
         found = gather_records(records.values())
         if found is None:
@@ -337,7 +260,7 @@ class HostAgent:
         if isinstance(found, UnfinishedStep) and (self.config.shared or not all_recorded):
             return
         try:
-            self._write_commit(found)
+            write_commit(self._tier, found)
         except (OSError, TierError) as error:
             tier = self.config.local.name
             self._report.log_failed(step_id, Stage.COMMITTED, tier, str(error), will_retry=True)
@@ -349,8 +272,7 @@ class HostAgent:
             )
             self._report.tell_failed(step_id, tier, str(error))
             return
-        with self._lock:
-            step.records, step.committed = records, found
+        self._steps.commit(step, found)
         self._report.recovered("commit")
         self._report.log_reached(
             step_id,
@@ -363,36 +285,19 @@ class HostAgent:
         faultpoints.hit("agent.committed")
         self._after_commit(step)
 
-    def _read_other_records(self, step_id: StepId, records: dict[int, ShardRecord]) -> bool:
-        """Adds the records other agents wrote into the shared folder; False when one is not there yet."""
-        prefix = step_prefix(self.config.run, step_id)
-        for rank in range(self.config.world_size):
-            if rank not in records:
-                where = prefix + record_file(rank)
-                try:
-                    records[rank] = ShardRecord.from_dict(json.loads(self._tier.read(where)), where=where)
-                except (FileNotFoundError, TierError, CorruptShard, ValueError):
-                    return False
-        return True
-
-    def _write_commit(self, step: Manifest | UnfinishedStep) -> None:
-        """Writes the manifest (not for one host's part: no folder holds the whole), then the names."""
-        faultpoints.hit("agent.manifest.write")
-        if isinstance(step, Manifest):
-            self._tier.put_bytes(step_prefix(self.config.run, step.id) + MANIFEST, step.to_json().encode())
-        faultpoints.hit("agent.name.write")
-        for name in step.names:
-            self._tier.put_bytes(name, NameFile(run=self.config.run, id=step.id).to_json().encode())
-
-    def _after_commit(self, step: _Step) -> None:
+    def _after_commit(self, step: LocalStep) -> None:
         """Tells the ranks, and passes the step on to fsync and to the tiers it is due for."""
-        assert step.committed is not None
         self._report.tell_reached(step.id, Stage.COMMITTED, self.config.local.name)
+        self._upload(step)
+        self._syncs.submit(partial(self._sync, step))
+
+    def _upload(self, step: LocalStep, *, only_if_missing: bool = False) -> None:
+        """Queues this host's part of a committed step for every tier it is due for."""
+        assert step.committed is not None
         for uploader in self._uploaders:
             if uploader.spec.name in step.committed.tiers:
-                self._pin(step.id)
-                uploader.submit(step.id, self._own_records(step))
-        self._syncs.submit(partial(self._sync, step))
+                self._steps.pin(step.id, 1)
+                uploader.submit(step.id, self._own_records(step), only_if_missing=only_if_missing)
 
     def _refuse_plans(self, step_id: StepId) -> None:
         reason = (
@@ -404,25 +309,16 @@ class HostAgent:
         self._report.log_failed(step_id, Stage.COMMITTED, tier, reason, will_retry=False)
         self._report.warn_once("plan", "checkpoint of step %d cannot be committed: %s", step_id.step, reason)
 
-    def _own_records(self, step: _Step) -> list[ShardRecord]:
+    def _own_records(self, step: LocalStep) -> list[ShardRecord]:
         return [record for rank, record in sorted(step.records.items()) if self._remover.owns(rank)]
 
     # -- durability and uploads ----------------------------------------------------------------------------------
 
-    def _sync(self, step: _Step) -> None:
+    def _sync(self, step: LocalStep) -> None:
         folder = os.path.dirname(self._path(step.id, MANIFEST))
         if self.config.durable:
             try:
-                faultpoints.hit("agent.fsync")
-                for record in self._own_records(step):
-                    fsync_file(os.path.join(folder, record.file))
-                    fsync_file(os.path.join(folder, record_file(record.rank)))
-                manifest = os.path.join(folder, MANIFEST)
-                if os.path.exists(manifest):
-                    fsync_file(manifest)
-                for place in (folder, os.path.dirname(folder), self.config.local.address):
-                    fsync_dir(place)
-                faultpoints.hit("agent.durable")
+                fsync_step(self.config.local.address, folder, self._own_records(step))
             except OSError as error:
                 # Not durable: older steps stay (they are pruned after a later step's fsync), training goes on.
                 reason = f"fsync of {folder} failed: {error}"
@@ -433,10 +329,10 @@ class HostAgent:
                 )
                 self._report.tell_failed(step.id, tier, reason)
                 return
-        with self._lock:
+        with self._steps.lock:
             step.durable = True
         if not self._is_ours(step.id):
-            if self._deletes:  # asked for before this was known to be safe
+            if self._pruner.has_requests:  # asked for before this was known to be safe
                 self._commits.submit(self._prune)
             return  # unasked nothing is deleted at a start: the ranks may be reading it
         if self.config.durable:
@@ -455,16 +351,10 @@ class HostAgent:
         if self.config.durable:
             self._report.tell_reached(step_id, Stage.DURABLE, self.config.local.name)
 
-    def _pin(self, step_id: StepId) -> None:
-        with self._lock:
-            self._steps[step_id].pins += 1
-
     def _uploaded(self, spec: TierSpec, step_id: StepId, outcome: UploadOutcome, reason: str) -> None:
         """Called by an uploader when it is done with a step, one way or the other."""
-        with self._lock:
-            step = self._steps.get(step_id)
-            if step is not None and outcome is not UploadOutcome.RETRYING:
-                step.pins -= 1
+        if outcome is not UploadOutcome.RETRYING:
+            self._steps.pin(step_id, -1)
         if outcome is UploadOutcome.DURABLE:
             self._report.tell_reached(step_id, Stage.DURABLE, spec.name)
         elif outcome is not UploadOutcome.PARTIAL:
@@ -475,87 +365,19 @@ class HostAgent:
 
     # -- pruning -------------------------------------------------------------------------------------------------
 
-    def _deletes_due(self, newest: StepId) -> dict[str, StepId]:
-        """Names whose deletion was asked for and may be done, now that ``newest`` is safe."""
-        return {name: request.upto for name, request in self._deletes.items() if request.is_due(newest)}
+    def _prune(self) -> None:
+        if self.config.shared:
+            self._find_commits_of_others()
+        self._pruner.prune()
 
     def _find_commits_of_others(self) -> None:
         """Takes note of steps that another agent on the same folder has committed (another host, or a rank on its
         own)."""
-        with self._lock:
-            waiting = [step for step in self._steps.values() if step.committed is None and step.records]
-        for step in waiting:
+        for step in self._steps.select(lambda step: step.committed is None and bool(step.records)):
             where = step_prefix(self.config.run, step.id) + MANIFEST
             try:
                 manifest = Manifest.from_json(self._tier.read(where), where=where)
             except (FileNotFoundError, TierError, CorruptShard):
                 continue
-            with self._lock:
-                step.committed = manifest
-                step.records.update({record.rank: record for record in manifest.shards})
+            self._steps.commit(step, manifest)
             self._after_commit(step)
-
-    def _prune(self) -> None:
-        if self.config.shared:
-            self._find_commits_of_others()
-        with self._lock:
-            safe = [s.committed for s in self._steps.values() if s.committed is not None and s.durable]
-            if not safe:
-                return
-            newest = max(step.id for step in safe)
-            deletes = self._deletes_due(newest)
-            busy = {s.id for s in self._steps.values() if s.pins > 0}
-            unsafe = {s.id for s in self._steps.values() if s.committed is not None and not s.durable}
-            doomed = steps_to_delete(
-                safe,
-                [s.id for s in self._steps.values() if s.committed is None],
-                keep=self.config.local.keep,
-                keep_named=self.config.local.keep_named,
-                deleted=deletes,
-                busy=busy | unsafe,
-            )
-        for step_id in doomed:
-            try:
-                step = self._steps[step_id]
-                self._remover.delete(step_id, step.committed.names if step.committed is not None else ())
-            except (OSError, TierError) as error:
-                self._report.warn_once(
-                    "prune",
-                    "step %d could not be deleted from %s: %s; it is tried again after the next commit",
-                    step_id.step,
-                    self.config.local.address,
-                    error,
-                )
-                return
-            with self._lock:
-                self._steps.pop(step_id, None)
-            self._report.log_deleted(step_id, self.config.local.name)
-        try:
-            self._drop_dead_names(newest, deletes)
-        except TierError as error:
-            self._report.warn_once("prune", "a name could not be removed from %s: %s", self.config.local.address, error)
-
-    def _drop_dead_names(self, newest: StepId, deletes: Mapping[str, StepId]) -> None:
-        """Removes name files that point to no step any more although the step is kept (pinned, or under another
-        name)."""
-        with self._lock:
-            known = [s.committed for s in self._steps.values() if s.committed is not None]
-            safe = [s.committed for s in self._steps.values() if s.committed is not None and s.durable]
-        live = live_names(safe, deleted=deletes)
-        listed = {name for step in safe for name in step.names}
-        for name in listed - live.keys():
-            pointer = read_name(self._tier, name)
-            if pointer is not None and pointer.run == self.config.run and pointer.id < newest:
-                self._tier.delete(name)
-        with self._lock:
-            for name, upto in deletes.items():
-                if not any(name in step.names and step.id <= upto for step in known):
-                    self._deletes.pop(name, None)
-
-
-def _is_file(path: str, inode: int, nbytes: int) -> bool:
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return False
-    return found.st_ino == inode and found.st_size == nbytes

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from resiliency import faultpoints
-from resiliency.agent import core
+from resiliency.agent import commit, core
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Complete, Failed, Recorded, Seal
@@ -149,8 +149,8 @@ def test_order_of_the_fsyncs_and_the_first_deletion(local: Path, monkeypatch: py
     """Shard, record and manifest of the new step, then their folder, and only then the first file of the old step."""
     seen: list[tuple[str, str]] = []
     for name in ("fsync_file", "fsync_dir"):
-        real = getattr(core, name)
-        monkeypatch.setattr(core, name, lambda path, name=name, real=real: (seen.append((name, path)), real(path))[1])
+        real = getattr(commit, name)
+        monkeypatch.setattr(commit, name, lambda path, name=name, real=real: (seen.append((name, path)), real(path))[1])
     delete = LocalTier.delete
     monkeypatch.setattr(LocalTier, "delete", lambda self, key: (seen.append(("delete", key)), delete(self, key))[1])
     with keeping(local, 1) as checkpointer:

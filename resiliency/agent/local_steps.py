@@ -1,0 +1,100 @@
+"""What the agent knows of the steps on the local tier, shared by its threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from resiliency.storage.catalog import StepListing
+from resiliency.storage.manifest import Manifest, ShardRecord, StepId, UnfinishedStep
+
+__all__ = ["LocalStep", "LocalSteps"]
+
+
+@dataclass
+class LocalStep:
+    """One step. Changed under the lock of :class:`LocalSteps`.
+
+    Attributes:
+        records: records known, by rank.
+        committed: the step, once it is committed here; on a node-local tier of a job over several hosts this host's
+            part of it, whose other parts are committed elsewhere.
+        durable: everything of it was fsynced, where that means something.
+        pins: uploads under way; it is not deleted meanwhile.
+        began: monotonic time when the save began.
+    """
+
+    id: StepId
+    records: dict[int, ShardRecord] = field(default_factory=dict)
+    committed: Manifest | UnfinishedStep | None = None
+    durable: bool = False
+    pins: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_safe(self) -> bool:
+        """True when older steps may be deleted for it."""
+        return self.committed is not None and self.durable
+
+
+class LocalSteps:
+    """The steps by identity. Thread: any."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._steps: dict[StepId, LocalStep] = {}
+
+    def get(self, step: StepId) -> LocalStep | None:
+        with self.lock:
+            return self._steps.get(step)
+
+    def select(self, wanted: Callable[[LocalStep], bool] = lambda _: True) -> list[LocalStep]:
+        """Steps for which ``wanted`` is true, oldest first."""
+        with self.lock:
+            return sorted(filter(wanted, self._steps.values()), key=lambda step: step.id)
+
+    def add_record(self, record: ShardRecord) -> LocalStep:
+        """Takes down that a shard is recorded."""
+        with self.lock:
+            step = self._steps.setdefault(record.id, LocalStep(record.id))
+            step.records[record.rank] = record
+            step.began = min(step.began, time.monotonic() - max(0.0, time.time() - record.created))
+            return step
+
+    def add_listed(self, listings: Iterable[StepListing]) -> list[LocalStep]:
+        """Takes down what a listing found and forgets committed steps that are gone.
+
+        Returns:
+            Steps that were not known to be committed before.
+        """
+        found = {listing.id: listing for listing in listings}
+        fresh = []
+        with self.lock:
+            for step in [s for s in self._steps.values() if s.committed is not None and s.pins == 0]:
+                if step.id not in found:
+                    del self._steps[step.id]
+            for listing in found.values():
+                known = self._steps.setdefault(listing.id, LocalStep(listing.id))
+                known.records.update(listing.records)
+                if listing.manifest is not None and known.committed is None:
+                    known.committed = listing.manifest
+                    fresh.append(known)
+        return fresh
+
+    def commit(self, step: LocalStep, committed: Manifest | UnfinishedStep) -> None:
+        """Takes down that a step is committed."""
+        with self.lock:
+            step.committed = committed
+            step.records.update({record.rank: record for record in committed.shards})
+
+    def pin(self, step: StepId, amount: int) -> None:
+        """Adds to the number of uploads under way; a step that is gone is passed over."""
+        with self.lock:
+            if step in self._steps:
+                self._steps[step].pins += amount
+
+    def remove(self, step: StepId) -> None:
+        with self.lock:
+            self._steps.pop(step, None)
