@@ -151,6 +151,7 @@ BUCKETS: dict[Bucket, BucketInfo] = {
     ),
 }
 
+
 def empty() -> dict[Bucket, int]:
     """A zero for each bucket, in report order."""
     return dict.fromkeys(BUCKETS, 0)
