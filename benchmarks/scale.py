@@ -26,6 +26,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +41,9 @@ HOST = "127.0.0.1"
 DEADLINE = timedelta(minutes=10)
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 MESSAGES = {"small": 64, "inventory": 2048}
+
+#: Torch asks for the host name of every peer, which takes seconds where no name server answers, and warns of it.
+ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 #: ``(store, rank, ranks, key, message, rounds)``; returns the messages of the last round.
 Agree = Callable[[Any, int, int, str, bytes, int], list[bytes]]
@@ -151,9 +155,6 @@ class Simulation:
     """The store and the ranks, as processes. Thread: one. A context manager: leaving ends them."""
 
     def __init__(self, ranks: int, processes: int) -> None:
-        # Torch asks for the host name of every peer, which takes seconds where no name server answers.
-        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._context = multiprocessing.get_context("spawn")
         self._stack = ExitStack()
         self._keys = 0
@@ -203,7 +204,8 @@ class Simulation:
     def _start(self, target: Callable[..., None], *arguments: Any) -> Connection:
         here, there = self._context.Pipe()
         process = self._context.Process(target=target, args=(there, *arguments), daemon=True)
-        process.start()
+        with patch.dict(os.environ, ENVIRONMENT):
+            process.start()
         there.close()
         self._stack.callback(process.join, 10.0)
         self._stack.callback(process.kill)

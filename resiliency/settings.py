@@ -23,8 +23,6 @@ class Environment:
         run: name of the run (``RESILIENCY_RUN`` or ``JOB_IDENTIFIER``); "default" when neither is set.
         rank: global rank (``RANK``), 0 when unset.
         world_size: number of ranks (``WORLD_SIZE``), 1 when unset.
-        local_rank: rank on this host (``LOCAL_RANK``), 0 when unset.
-        local_world_size: ranks on this host (``LOCAL_WORLD_SIZE``); ``world_size`` when unset.
         node: name of this failure domain (``RESILIENCY_NODE``, else ``NODE_NAME``, else the host name).
         restart: restart count told by the launcher (``TORCHELASTIC_RESTART_COUNT``), 0 when unset.
         events_dir: folder for event logs (``RESILIENCY_EVENTS_DIR``), None: below the checkpoint directory.
@@ -36,8 +34,6 @@ class Environment:
     run: str
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
     node: str
     restart: int
     events_dir: str | None
@@ -68,13 +64,10 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         ConfigError: a variable that must be a whole number is not.
     """
     source = os.environ if env is None else env
-    world_size = _integer(source, "WORLD_SIZE", 1)
     return Environment(
         run=source.get("RESILIENCY_RUN") or source.get("JOB_IDENTIFIER") or "default",
         rank=_integer(source, "RANK", 0),
-        world_size=world_size,
-        local_rank=_integer(source, "LOCAL_RANK", 0),
-        local_world_size=_integer(source, "LOCAL_WORLD_SIZE", world_size),
+        world_size=_integer(source, "WORLD_SIZE", 1),
         node=source.get("RESILIENCY_NODE") or source.get("NODE_NAME") or socket.gethostname(),
         restart=_integer(source, "TORCHELASTIC_RESTART_COUNT", 0),
         events_dir=source.get("RESILIENCY_EVENTS_DIR") or None,

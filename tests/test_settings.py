@@ -16,13 +16,7 @@ from resiliency.settings import child_environment, environment
 
 def test_defaults() -> None:
     found = environment({})
-    assert (found.run, found.rank, found.world_size, found.local_rank, found.local_world_size) == (
-        "default",
-        0,
-        1,
-        0,
-        1,
-    )
+    assert (found.run, found.rank, found.world_size) == ("default", 0, 1)
     assert found.node == socket.gethostname() and found.restart == 0 and found.faults == ""
     assert found.events_dir is None and found.local_dir is None and not found.file_tracking
 
@@ -34,8 +28,6 @@ def test_values() -> None:
             "RESILIENCY_RUN": "new",
             "RANK": "3",
             "WORLD_SIZE": "8",
-            "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "2",
             "NODE_NAME": "n",
             "TORCHELASTIC_RESTART_COUNT": "4",
             "RESILIENCY_EVENTS_DIR": "/e",
@@ -44,7 +36,7 @@ def test_values() -> None:
             "RESILIENCY_FAULTS": "save.begin:kill",
         }
     )
-    assert (found.run, found.rank, found.world_size, found.local_rank, found.local_world_size) == ("new", 3, 8, 1, 2)
+    assert (found.run, found.rank, found.world_size) == ("new", 3, 8)
     assert (found.node, found.restart, found.events_dir, found.local_dir, found.file_tracking) == (
         "n",
         4,
@@ -54,11 +46,10 @@ def test_values() -> None:
     )
     assert environment({"JOB_IDENTIFIER": "old"}).run == "old"
     assert environment({"NODE_NAME": "n", "RESILIENCY_NODE": "m"}).node == "m"
-    assert environment({"WORLD_SIZE": "4"}).local_world_size == 4
     assert environment({"RANK": "", "RESILIENCY_RUN": "", "RESILIENCY_EVENTS_DIR": ""}) == environment({})
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
 @pytest.mark.parametrize("value", ["x", "1.5", "0x10", " "])
 def test_numbers_that_are_none(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):

@@ -64,13 +64,13 @@ class Incident:
 
 def incidents(ledger: Ledger) -> list[Incident]:
     """Everything worth a line, in order of time."""
-    found = [_ended(ledger, timing) for timing in ledger.timings if _went_wrong(ledger, timing)][:MOST]
+    found = [_ended(ledger, timing) for timing in ledger.timings if _went_wrong(timing)][:MOST]
     found += _survived(ledger)[:MOST]
     found += _stalls(ledger)[:MOST]
     return sorted(found, key=lambda incident: incident.time)
 
 
-def _went_wrong(ledger: Ledger, timing: Timing) -> bool:
+def _went_wrong(timing: Timing) -> bool:
     return timing.outcome in ("failed", "planned", "rolled back")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["BADPUT", "BUCKETS", "Bucket", "BucketInfo", "empty"]
+__all__ = ["BUCKETS", "Bucket", "BucketInfo", "empty"]
 
 
 class Bucket(str, Enum):
@@ -150,9 +150,6 @@ BUCKETS: dict[Bucket, BucketInfo] = {
         dark="#c3ccd8",
     ),
 }
-
-#: Everything that is not productive.
-BADPUT: tuple[Bucket, ...] = tuple(bucket for bucket in BUCKETS if bucket is not Bucket.PRODUCTIVE)
 
 
 def empty() -> dict[Bucket, int]:

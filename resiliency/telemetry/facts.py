@@ -19,7 +19,6 @@ __all__ = ["CheckpointTier", "Mark", "RunFacts", "Segment", "parse_stamp"]
 CLOCK_JUMP_S = 0.5
 MAX_MARKS = 20_000
 MAX_SAVES = 4_096
-MAX_SERIES = 512
 
 
 def parse_stamp(stamp: bytes | str | float | int | None) -> float | None:

@@ -7,6 +7,7 @@ end of both take some tens of milliseconds.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -23,24 +24,30 @@ from resiliency.checkpoint.checkpointer import Checkpointer, Restored
 from resiliency.checkpoint.coordinator import Coordinator, StoreCoordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.manifest import META_DIR, STEPS_DIR, StepId
+from resiliency.storage.manifest import EVENTS_DIR, META_DIR, STEPS_DIR, StepId
 from resiliency.storage.stage import Stage
+from resiliency.storage.tiers import open_tier
 
 __all__ = [
     "QUICK",
     "RUN",
     "Series",
     "bytes_of",
+    "copy_to_memory",
     "differences",
     "flip_bits",
     "make_checkpointer",
+    "make_lightning_state",
     "make_series",
     "make_state",
     "run_ranks",
+    "save_steps",
+    "step_dir",
     "step_dirs",
 ]
 
 T = TypeVar("T")
+_memory_stores = itertools.count()
 
 RUN = "run"
 
@@ -72,6 +79,23 @@ def make_state(seed: int, *, rows: int = 96) -> dict[str, Any]:
             "lr": 1e-3 * seed,
         },
         "loops": {"step": seed, "history": [(seed, "a"), (seed + 1, "b")]},
+    }
+
+
+def make_lightning_state(step: int, *, world_size: int = 1) -> dict[str, Any]:
+    """A state laid out as Lightning's, with tied weights; of several ranks also a tensor that is cut between them."""
+    made = torch.Generator().manual_seed(step)
+    rows = 2100 if world_size > 1 else 100  # tensors of more than 8 MiB are cut
+    weight = torch.randn(6, 4, generator=made)
+    return {
+        "epoch": 3,
+        "global_step": step,
+        "state_dict": {
+            "net.weight": weight,
+            "head.weight": weight,
+            "big": torch.randn(rows, 1024, generator=made),
+        },
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(float(step)), "exp_avg": torch.full((6, 4), 0.5)}}}],
     }
 
 
@@ -226,11 +250,59 @@ def make_series(root: Path, *, steps: Sequence[int] = (10, 20, 30), world_size: 
     return series
 
 
+def save_steps(
+    directory: str | Path,
+    *steps: int,
+    run: str = RUN,
+    world_size: int = 1,
+    name: str = "step={step}.ckpt",
+    what: Any = None,
+) -> None:
+    """Saves steps in a folder, one shard a rank, and waits until each is durable.
+
+    Args:
+        name: each step's, ``{step}`` in it becomes its number.
+        what: the state of every step; None: :func:`make_lightning_state` of it.
+    """
+    options = LocalTierOptions(directory=str(directory), keep=None)
+
+    def work(rank: int, coordinator: Coordinator) -> None:
+        with make_checkpointer(options, coordinator, run=run) as checkpointer:
+            for step in steps:
+                ticket = checkpointer.save(
+                    step,
+                    make_lightning_state(step, world_size=world_size) if what is None else what,
+                    per_rank={"rng": torch.arange(5) + rank},
+                    names=[name.format(step=step)],
+                    info={"epoch": 3, "val_loss": 0.25},
+                )
+                assert ticket is not None
+                ticket.wait(Stage.DURABLE, timeout=timedelta(seconds=30))
+
+    run_ranks(world_size, work)
+
+
 def step_dirs(tier: str | Path, run: str = RUN) -> dict[StepId, Path]:
     """Step folders of a run in a folder tier, oldest first, whether whole or not."""
     base = Path(tier, META_DIR, run, STEPS_DIR)
     found = {StepId.parse(path.name): path for path in base.iterdir()} if base.is_dir() else {}
     return {step: Path(tier, step_prefix(run, step)) for step in sorted(step for step in found if step is not None)}
+
+
+def step_dir(tier: str | Path, run: str, step: int) -> Path:
+    """Folder of the only save of a step in a folder tier."""
+    (found,) = [path for known, path in step_dirs(tier, run).items() if known.step == step]
+    return found
+
+
+def copy_to_memory(directory: Path) -> str:
+    """Copies the checkpoints of a folder to a ``memory://`` store of their own; returns its address."""
+    address = f"memory://copy-{next(_memory_stores)}"
+    tier = open_tier(address)
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.name != "attempt" and EVENTS_DIR not in path.parts:
+            tier.put_bytes(path.relative_to(directory).as_posix(), path.read_bytes())
+    return address
 
 
 def flip_bits(path: Path, ranges: Sequence[tuple[int, int]]) -> None:

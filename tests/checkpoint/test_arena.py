@@ -39,7 +39,7 @@ def write(slot: Slot, byte: bytes) -> None:
         view[: slot.nbytes] = byte * slot.nbytes
 
 
-def test_nothing_free_is_none(arena: Arena) -> None:
+def test_acquire_gives_none_when_no_file_is_free(arena: Arena) -> None:
     assert arena.acquire(10) is None and arena.free == 0 and arena.mapped_bytes == 0
 
 
@@ -77,7 +77,7 @@ def test_released_twice_is_free_once(arena: Arena) -> None:
     assert arena.acquire(PAGE) is None, "two saves would share a file"
 
 
-def test_shorter_and_longer_steps(arena: Arena) -> None:
+def test_a_file_takes_steps_shorter_and_longer_than_its_last(arena: Arena) -> None:
     arena.grow(4 * PAGE)
     for nbytes, fresh in ((4 * PAGE, False), (PAGE, False), (3 * PAGE + 5, True), (17, False), (4 * PAGE, True)):
         slot = taken(arena, nbytes)
@@ -166,7 +166,7 @@ def test_a_disk_that_fails_while_pages_are_touched_leaves_nothing(
     assert list(folder.iterdir()) == [] and set(os.listdir("/proc/self/fd")) == before
 
 
-def test_forgetting(arena: Arena) -> None:
+def test_a_forgotten_file_is_unmapped_and_not_used_again(arena: Arena) -> None:
     arena.grow(PAGE)
     slot = taken(arena)
     os.unlink(slot.path)

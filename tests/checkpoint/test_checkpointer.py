@@ -66,7 +66,7 @@ def load(checkpointer: Checkpointer, **arguments: Any) -> Restored:
         (torch.tensor(3), TypeError, "int"),
     ],
 )
-def test_wrong_steps(checkpointer: Checkpointer, step: Any, error: type[Exception], word: str) -> None:
+def test_a_wrong_step_is_refused(checkpointer: Checkpointer, step: Any, error: type[Exception], word: str) -> None:
     with pytest.raises(error, match=word):
         checkpointer.save(step, {})
     assert checkpointer.load() is None
@@ -94,14 +94,14 @@ def test_wrong_steps(checkpointer: Checkpointer, step: Any, error: type[Exceptio
     ],
     ids=repr,
 )
-def test_wrong_names(checkpointer: Checkpointer, names: Any, which: str) -> None:
+def test_wrong_names_are_refused_and_the_next_save_works(checkpointer: Checkpointer, names: Any, which: str) -> None:
     with pytest.raises((ValueError, TypeError), match="name"):
         checkpointer.save(1, {}, **{which: names})
     save(checkpointer, 2)
 
 
 @pytest.mark.parametrize("names", [([["a.ckpt"]]), ([1]), ([Path("a")]), ([None]), ([""])], ids=repr)
-def test_wrong_deletions(checkpointer: Checkpointer, names: Any) -> None:
+def test_a_deletion_of_a_wrong_name_is_refused(checkpointer: Checkpointer, names: Any) -> None:
     save(checkpointer, 1)
     with pytest.raises((ValueError, TypeError), match="name"):
         checkpointer.delete(*names)
@@ -114,7 +114,7 @@ def test_wrong_deletions(checkpointer: Checkpointer, names: Any) -> None:
     [{"a": object()}, {"a": torch.tensor(1)}, {"a": {1, 2}}, 3, [1]],
     ids=["object", "tensor", "set", "number", "list"],
 )
-def test_wrong_info(checkpointer: Checkpointer, info: Any) -> None:
+def test_info_that_is_not_json_is_refused(checkpointer: Checkpointer, info: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="info"):
         checkpointer.save(1, {}, info=info)
     save(checkpointer, 2)
@@ -168,7 +168,7 @@ def test_a_stage_that_is_none_is_refused(checkpointer: Checkpointer, stage: Any)
         ({"options": {"agent": "embedded"}}, (TypeError, ValueError), "CheckpointerOptions"),
     ],
 )
-def test_wrong_constructions(
+def test_wrong_arguments_are_refused_before_anything_is_made(
     tmp_path: Path, values: dict[str, Any], error: Any, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -196,7 +196,7 @@ def test_a_remote_tier_that_is_the_local_folder(tmp_path: Path) -> None:
         ({"lazy_bytes": "1M"}, "lazy_bytes"),
     ],
 )
-def test_wrong_options(values: dict[str, Any], word: str) -> None:
+def test_wrong_options_are_refused(values: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
         CheckpointerOptions(**values)
 
@@ -214,12 +214,12 @@ def test_wrong_options(values: dict[str, Any], word: str) -> None:
         (lambda: LocalTierOptions(directory="/x", keep=2.5), "keep"),  # type: ignore[arg-type]
     ],
 )
-def test_wrong_tiers(make: Any, word: str) -> None:
+def test_wrong_tiers_are_refused(make: Any, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         make()
 
 
-def test_after_the_end(tmp_path: Path) -> None:
+def test_a_closed_checkpointer_refuses_every_call(tmp_path: Path) -> None:
     checkpointer = make_checkpointer(tmp_path)
     with checkpointer:
         save(checkpointer, 1)
@@ -245,7 +245,7 @@ def test_a_path_object_and_the_home_directory(tmp_path: Path, monkeypatch: pytes
 # ---- what comes back
 
 
-def test_everything_that_was_saved(checkpointer: Checkpointer) -> None:
+def test_everything_that_was_saved_comes_back(checkpointer: Checkpointer) -> None:
     state = {
         **make_state(3),
         "odd": {"nan": float("nan"), "big": 10**300, "bytes": b"\0\xff", "set": {1, 2}, "np": np.arange(3)},
@@ -280,7 +280,7 @@ def test_everything_that_was_saved(checkpointer: Checkpointer) -> None:
 
 
 @pytest.mark.parametrize("state", [None, {}, [], 5, "text", torch.tensor(3.0), [torch.ones(5000)], {"a": {}}])
-def test_states_of_any_kind(checkpointer: Checkpointer, state: Any) -> None:
+def test_states_of_any_kind_come_back(checkpointer: Checkpointer, state: Any) -> None:
     ticket = checkpointer.save(1, state)
     assert ticket is not None
     ticket.wait(timeout=SOON)
@@ -288,7 +288,7 @@ def test_states_of_any_kind(checkpointer: Checkpointer, state: Any) -> None:
 
 
 @pytest.mark.parametrize("key", ["!objects", "__metadata__", "w@0,0", "!rank/rng", "a/b", "ü", "", "x" * 300])
-def test_keys_of_any_kind(checkpointer: Checkpointer, key: str) -> None:
+def test_keys_of_any_kind_come_back_and_do_not_clash(checkpointer: Checkpointer, key: str) -> None:
     state = {
         key: torch.arange(3000.0),
         "w": torch.arange(9.0).view(3, 3),

@@ -164,7 +164,7 @@ def test_two_coordinators_on_one_store_agree_at_the_same_time_without_meeting() 
 # ---- missing ranks
 
 
-@pytest.mark.parametrize("missing", [[0], [1], [0, 2]])
+@pytest.mark.parametrize("missing", [[0], [0, 2]])
 def test_every_rank_that_waits_names_the_missing_ranks_within_its_deadline(
     coordinators: list[StoreCoordinator], missing: list[int]
 ) -> None:
@@ -188,7 +188,7 @@ def test_ranks_whose_calls_lie_apart_each_keep_their_own_deadline(coordinators: 
             gather(coordinators[2], timeout=timedelta(seconds=1))()
         return time.monotonic() - began
 
-    earlier, apart = at_once(gather(coordinators[1], timeout=SHORT), later)
+    earlier, apart = at_once(gather(coordinators[1], timeout=timedelta(seconds=1)), later)
     assert isinstance(earlier.exception(), Timeout)
     assert "rank(s) [0]" in str(earlier.exception()), "rank 2 has called meanwhile"
     assert 0.9 < apart.result() < 2.2
@@ -221,7 +221,7 @@ def test_a_rank_that_dies_in_the_middle_is_missed_only_if_its_message_is(operati
         with pytest.raises(Died):
             gather(dying)()
 
-    *results, _ = at_once(*(gather(c, timeout=SHORT) for c in alive), last)
+    *results, _ = at_once(*(gather(c, timeout=timedelta(seconds=1.5)) for c in alive), last)
     for result in results:
         if operation == "append":
             assert "rank(s) [2]" in str(result.exception())

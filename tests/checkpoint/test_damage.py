@@ -87,7 +87,7 @@ def restored_from(series: Series) -> int:
     return found[0].step
 
 
-def test_without_damage_the_newest(copy: Series) -> None:
+def test_without_damage_the_newest_step_is_restored(copy: Series) -> None:
     assert restored_from(copy) == 30
 
 
@@ -353,7 +353,7 @@ def test_stale_attempt_with_a_part_of_a_newer_try(copy: Series) -> None:
     assert restored is not None and restored.id.attempt == 1 and restored.step == 30
 
 
-def test_junk_beside_the_steps(copy: Series) -> None:
+def test_junk_beside_the_steps_is_passed_over(copy: Series) -> None:
     for tier in copy.tiers:
         steps = folder_of(tier, 30).parent
         (steps / "0000000099-a0001-zzzzzz-00").mkdir()

@@ -210,7 +210,7 @@ def fill(folder: Path) -> Path:
     return filler
 
 
-def test_a_full_disk(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_fail_on_a_full_disk_and_work_again_after_it(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     with make_checkpointer(LocalTierOptions(directory=str(disk), keep=1)) as checkpointer:
         assert saved(checkpointer, 1)
         filler = fill(disk)
@@ -267,7 +267,9 @@ def test_state_that_outgrows_the_disk_leaves_no_orphan(disk: Path) -> None:
         assert in_use < 1024 * 1024, f"{in_use} bytes for steps of 256 KiB"
 
 
-def test_read_only_while_training(local: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_fail_while_the_folder_is_read_only_and_work_after_it(
+    local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with make_checkpointer(LocalTierOptions(directory=str(local), keep=1)) as checkpointer:
         assert saved(checkpointer, 1)
         steps = str(local / ".resiliency" / RUN / "steps")

@@ -69,6 +69,6 @@ def test_faults_are_those_of_touching_pages() -> None:
     ("faults", "nbytes", "small"),
     [(0, 0, False), (0, MIB, False), (256, MIB, True), (1, 2 * MIB, False), (16, MIB, False), (17, MIB, True)],
 )
-def test_what_small_means(faults: int, nbytes: int, small: bool) -> None:
+def test_small_pages_are_told_by_the_faults_of_a_touch(faults: int, nbytes: int, small: bool) -> None:
     assert has_small_pages(faults, nbytes) is small
     assert _pages._SMALL == 65536

@@ -63,14 +63,16 @@ states = st.dictionaries(
 
 @SETTINGS
 @given(states, st.integers(1, 8))
-def test_every_element_once(state: dict[str, tuple[tuple[int, ...], torch.dtype]], world_size: int) -> None:
+def test_every_element_is_written_by_exactly_one_rank(
+    state: dict[str, tuple[tuple[int, ...], torch.dtype]], world_size: int
+) -> None:
     tensors = {key: meta(*what) for key, what in state.items()}
     covers_once(tensors, chunks_of(tensors, world_size))
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
 @pytest.mark.parametrize("kind", ["many", "few large", "one", "skewed"])
-def test_balance(world_size: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_balanced_between_ranks(world_size: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "_CUT_BYTES", 16 * 1024)
     chance = random.Random(world_size)
     sizes = {

@@ -50,7 +50,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @pytest.mark.parametrize("into", [False, True])
 @pytest.mark.parametrize("now", [1, 2, 3, 4])
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
-def test_any_world_size(saved: dict[int, Path], before: int, now: int, into: bool) -> None:
+def test_a_checkpoint_loads_in_any_world_size(saved: dict[int, Path], before: int, now: int, into: bool) -> None:
     def work(rank: int, coordinator: Coordinator) -> tuple[Restored | None, Any]:
         target = {**make_state(1), "odd": torch.zeros(1013, 3, dtype=torch.int64)} if into else None
         checkpointer = make_checkpointer(saved[before], coordinator)
@@ -92,7 +92,7 @@ def test_into_tensors_with_other_strides(saved: dict[int, Path]) -> None:
     )
 
 
-def test_only_some_keys(saved: dict[int, Path]) -> None:
+def test_only_the_keys_asked_for_are_read(saved: dict[int, Path]) -> None:
     with make_checkpointer(saved[2]) as checkpointer:
         restored = checkpointer.load(keys=lambda key: key.startswith("model/"))
     assert restored is not None
@@ -235,7 +235,7 @@ def test_sharded_tensors_at_other_placements_and_in_one_process(tmp_path: Path) 
     _two("_load_elsewhere", tmp_path)
 
 
-def test_replicated_dtensors(tmp_path: Path) -> None:
+def test_replicated_dtensors_are_restored_whole(tmp_path: Path) -> None:
     _two("_save_replicated", tmp_path)
     assert differences(_alone(tmp_path).state["m"], WHOLE) == []
 

@@ -65,7 +65,9 @@ def inventories(draw: st.DrawFn) -> tuple[list[StepInventory], list[str], set[Ba
 
 @SETTINGS
 @given(inventories(), st.integers(0, 1000))
-def test_laws(given_: tuple[list[StepInventory], list[str], set[BadCopy]], seed: int) -> None:
+def test_the_newest_step_every_host_can_reach_is_chosen(
+    given_: tuple[list[StepInventory], list[str], set[BadCopy]], seed: int
+) -> None:
     inventory, hosts, bad = given_
     plan = plan_restore(inventory, hosts, bad)
 

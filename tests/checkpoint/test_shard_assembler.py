@@ -69,7 +69,9 @@ cuts = st.lists(st.tuples(st.integers(0, NBYTES - 1), st.integers(1, 400)), max_
 
 @SETTINGS
 @given(cuts=cuts, stride=st.integers(1, 350))
-def test_any_segments(tmp_path_factory: pytest.TempPathFactory, cuts: list[tuple[int, int]], stride: int) -> None:
+def test_segments_of_any_place_and_overlap_are_read_right(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[tuple[int, int]], stride: int
+) -> None:
     """Overlapping ones too: two destinations may want the same bytes."""
     data = os.urandom(NBYTES)
     path = tmp_path_factory.mktemp("raw") / "file"

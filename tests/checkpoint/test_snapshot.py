@@ -110,7 +110,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_every_kind_of_tensor(copier: Copier, kind: str) -> None:
+def test_every_kind_of_tensor_is_copied_bit_for_bit(copier: Copier, kind: str) -> None:
     tensor = ODD[kind]
     copies, size = laid_out([tensor])
     file = File(size)

@@ -88,7 +88,7 @@ def test_empty_tensors_are_never_ties() -> None:
         [0.5, "0.5"],
     ],
 )
-def test_any_keys(keys: list[Any]) -> None:
+def test_keys_of_any_kind_come_back(keys: list[Any]) -> None:
     tree = {key: {"t": torch.tensor([float(i)])} for i, key in enumerate(keys)}
     tree["nested"] = {key: torch.tensor([10.0 + i]) for i, key in enumerate(keys)}
     if len(keys) > 1 and isinstance(keys[0], str) and isinstance(keys[1], str):
@@ -193,7 +193,7 @@ def test_tags_of_a_newer_version_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2", "bool", "complex64", "uint16"])
-def test_dtype_names(name: str) -> None:
+def test_a_dtype_is_found_by_its_name(name: str) -> None:
     assert dtype_name(dtype_from_name(name)) == name
 
 

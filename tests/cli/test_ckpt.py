@@ -30,8 +30,17 @@ from resiliency.storage.manifest import EVENTS_DIR
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.local import LocalTier
+from resiliency.testing.checkpoints import (
+    QUICK,
+    copy_to_memory,
+    differences,
+    flip_bits,
+    make_lightning_state,
+    save_steps,
+    step_dir,
+    step_dirs,
+)
 from resiliency.testing.tier_doubles import RecordingTier
-from tests.checkpoint.made import EMBEDDED, duo, flip, folder_of, same, solo, state, steps_of, upload
 
 RUNNER = CliRunner()
 ROOT = Path(__file__).parents[2]
@@ -59,8 +68,8 @@ def told(*words: object, status: int) -> str:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs in one folder: solo with steps 10, 20, 30; duo, of two ranks, with steps 1, 2."""
     folder = tmp_path_factory.mktemp("made")
-    solo(folder, 10, 20, 30)
-    duo(folder, 1, 2)
+    save_steps(folder, 10, 20, 30, run="solo")
+    save_steps(folder, 1, 2, run="duo", world_size=2, name="duo={step}.ckpt")
     return folder
 
 
@@ -72,7 +81,7 @@ def ck(made: Path, tmp_path: Path) -> Path:
 
 
 def shard(ck: Path, name: str, step: int, rank: int = 0) -> Path:
-    return folder_of(ck, name, step) / f"shard-{rank:05d}.safetensors"
+    return step_dir(ck, name, step) / f"shard-{rank:05d}.safetensors"
 
 
 def numbers(listing: Any) -> dict[str, list[int]]:
@@ -94,7 +103,7 @@ def test_ls_shows_all_steps_of_all_runs(made: Path) -> None:
         2,
         ["duo=2.ckpt"],
     )
-    assert step["nbytes"] == sum(path.stat().st_size for path in folder_of(made, "duo", 2).glob("*.safetensors"))
+    assert step["nbytes"] == sum(path.stat().st_size for path in step_dir(made, "duo", 2).glob("*.safetensors"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", step["created"])
     text = run("ls", made).stdout
     assert re.search(r"^ *2 +1 +duo=2\.ckpt +\d{4}-.* MiB +2/2 +complete", text, re.M)
@@ -115,7 +124,7 @@ def test_ls_fits_the_terminal(made: Path, monkeypatch: pytest.MonkeyPatch, colum
 
 @pytest.mark.parametrize("what", ["name", "step", "run", "shard"])
 def test_ls_of_a_part(made: Path, what: str) -> None:
-    folder = folder_of(made, "solo", 20)
+    folder = step_dir(made, "solo", 20)
     path = {"name": made / "step=20.ckpt", "step": folder, "run": folder.parents[1], "shard": folder / "manifest.json"}[
         what
     ]
@@ -127,10 +136,10 @@ def test_ls_tells_what_is_wrong(ck: Path) -> None:
     shard(ck, "duo", 1, 1).unlink()
     with open(shard(ck, "duo", 2), "ab") as file:
         file.write(b"x")
-    for path in folder_of(ck, "solo", 10).glob("*.json"):
+    for path in step_dir(ck, "solo", 10).glob("*.json"):
         path.unlink()
-    (folder_of(ck, "solo", 20) / "manifest.json").unlink()
-    (folder_of(ck, "solo", 30) / "manifest.json").write_text("{")
+    (step_dir(ck, "solo", 20) / "manifest.json").unlink()
+    (step_dir(ck, "solo", 30) / "manifest.json").write_text("{")
     found = {step["step"]: step for steps in data("ls", ck)["runs"].values() for step in steps}
     assert {step: facts["state"] for step, facts in found.items()} == {
         1: "damaged",
@@ -150,7 +159,7 @@ def test_ls_tells_what_is_wrong(ck: Path) -> None:
 
 def test_ls_merges_places_as_tiers(ck: Path) -> None:
     """Each half of a step is elsewhere: together it is complete."""
-    address = upload(ck)
+    address = copy_to_memory(ck)
     shard(ck, "duo", 2, 1).unlink()
     assert [step["state"] for step in data("ls", ck)["runs"]["duo"]] == ["complete", "damaged"]
     found = data("ls", ck, address)
@@ -168,7 +177,7 @@ def test_ls_counts_the_parts_of_several_hosts(ck: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(ck, other)
     for place, rank in ((ck, 1), (other, 0)):
-        (folder_of(place, "duo", 2) / "manifest.json").unlink()
+        (step_dir(place, "duo", 2) / "manifest.json").unlink()
         shard(place, "duo", 2, rank).unlink()
         shard(place, "duo", 2, rank).with_suffix(".json").unlink()
     assert data("ls", ck)["runs"]["duo"][1]["state"] == "unfinished"
@@ -193,8 +202,8 @@ def test_ls_needs_no_torch(made: Path) -> None:
 
 
 def test_a_name_means_its_step_without_its_file_and_with_slashes(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, run="r", rank=0, world_size=1, options=EMBEDDED) as checkpointer:
-        ticket = checkpointer.save(4, state(4), names=["epoch=1-val/loss=0.5.ckpt"])
+    with Checkpointer(tmp_path, run="r", rank=0, world_size=1, options=QUICK) as checkpointer:
+        ticket = checkpointer.save(4, make_lightning_state(4), names=["epoch=1-val/loss=0.5.ckpt"])
         assert ticket is not None
         ticket.wait(Stage.DURABLE)
     name = tmp_path / "epoch=1-val" / "loss=0.5.ckpt"
@@ -202,7 +211,7 @@ def test_a_name_means_its_step_without_its_file_and_with_slashes(tmp_path: Path)
     assert data("ls", name)["runs"]["r"][0]["step"] == 4
     name.unlink()
     assert data("ls", name)["runs"]["r"][0]["step"] == 4
-    assert data("ls", f"{upload(tmp_path)}/epoch=1-val/loss=0.5.ckpt")["runs"]["r"][0]["step"] == 4
+    assert data("ls", f"{copy_to_memory(tmp_path)}/epoch=1-val/loss=0.5.ckpt")["runs"]["r"][0]["step"] == 4
 
 
 # ---- inspect
@@ -234,7 +243,7 @@ def test_inspect_shows_shards_tensors_and_objects(made: Path) -> None:
 
 
 def test_inspect_lists_twenty_tensors_or_all(tmp_path: Path) -> None:
-    solo(tmp_path, 1, what={"state_dict": {f"layer{i:02d}": torch.zeros(1 + i) for i in range(25)}})
+    save_steps(tmp_path, 1, what={"state_dict": {f"layer{i:02d}": torch.zeros(1 + i) for i in range(25)}}, run="solo")
     some, every = run("inspect", tmp_path).stdout, run("inspect", tmp_path, "--tensors").stdout
     assert (some.count("state_dict/layer"), every.count("state_dict/layer")) == (20, 25)
     assert "5 more; --tensors lists all" in some
@@ -243,14 +252,14 @@ def test_inspect_lists_twenty_tensors_or_all(tmp_path: Path) -> None:
 
 def test_inspect_takes_the_newest_complete_step_of_one_run(ck: Path) -> None:
     assert "several runs (duo, solo)" in told("inspect", ck, status=2)
-    (folder_of(ck, "solo", 30) / "shard-00000.safetensors").unlink()
+    (step_dir(ck, "solo", 30) / "shard-00000.safetensors").unlink()
     assert data("inspect", ck, "--run", "solo")["step"] == 20
     assert "no run 'none'" in told("inspect", ck, "--run", "none", status=2)
 
 
 def test_inspect_of_a_broken_shard(ck: Path) -> None:
     shard(ck, "duo", 2, 1).write_bytes(b"not a shard")
-    found = data("inspect", folder_of(ck, "duo", 2), status=1)
+    found = data("inspect", step_dir(ck, "duo", 2), status=1)
     assert any("shard-00001.safetensors" in note for note in found["notes"])
     assert any(row["key"] == "state_dict/net.weight" for row in found["tensors"])
 
@@ -260,7 +269,7 @@ def test_inspect_of_a_broken_shard(ck: Path) -> None:
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_verify_of_good_steps(made: Path, remote: bool) -> None:
-    found = data("verify", upload(made) if remote else made)
+    found = data("verify", copy_to_memory(made) if remote else made)
     assert (found["good"], [step["good"] for step in found["steps"]], found["findings"]) == (True, [True] * 5, [])
     assert found["checked_bytes"] == sum(path.stat().st_size for path in made.rglob("*.safetensors"))
     assert run("verify", made).stdout.startswith("all good: 5 steps, ")
@@ -271,15 +280,16 @@ def test_verify_names_the_shard_and_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool, blocks: int
 ) -> None:
     monkeypatch.setattr("resiliency.inspection.verify._TASK_BLOCKS", blocks)  # ranges are joined over tasks, too
-    solo(tmp_path, 1, 2, what={"state_dict": {"w": torch.zeros(5, 1024, 1024)}})
-    flip(shard(tmp_path, "solo", 2), 8 * 1024 * 1024 + 5)
-    flip(shard(tmp_path, "solo", 2), shard(tmp_path, "solo", 2).stat().st_size - 1)
-    place = upload(tmp_path) if remote else str(tmp_path)
+    save_steps(tmp_path, 1, 2, what={"state_dict": {"w": torch.zeros(5, 1024, 1024)}}, run="solo")
+    flip_bits(shard(tmp_path, "solo", 2), [(8 * 1024 * 1024 + 5, 8 * 1024 * 1024 + 6)])
+    size = shard(tmp_path, "solo", 2).stat().st_size
+    flip_bits(shard(tmp_path, "solo", 2), [(size - 1, size)])
+    place = copy_to_memory(tmp_path) if remote else str(tmp_path)
     found = data("verify", place, status=1)
     assert [(step["step"], step["good"]) for step in found["steps"]] == [(1, True), (2, False)]
     (finding,) = found["findings"]
     size = shard(tmp_path, "solo", 2).stat().st_size
-    assert finding["path"].endswith(f"{folder_of(tmp_path, 'solo', 2).name}/shard-00000.safetensors")
+    assert finding["path"].endswith(f"{step_dir(tmp_path, 'solo', 2).name}/shard-00000.safetensors")
     assert finding["ranges"] == [[8 * 1024 * 1024, size]]
     text = run("verify", place, status=1).stdout
     assert f"bytes 8,388,608 to {size:,}" in text
@@ -291,9 +301,9 @@ def test_verify_names_the_shard_and_the_bytes(
 def test_verify_tells_what_is_missing(ck: Path) -> None:
     shard(ck, "duo", 2, 1).unlink()
     shard(ck, "duo", 1, 1).with_suffix(".json").unlink()
-    (folder_of(ck, "solo", 10) / "manifest.json").unlink()
-    (folder_of(ck, "solo", 20) / "manifest.json").write_text("{}")
-    for path in folder_of(ck, "solo", 30).glob("*.json"):
+    (step_dir(ck, "solo", 10) / "manifest.json").unlink()
+    (step_dir(ck, "solo", 20) / "manifest.json").write_text("{}")
+    for path in step_dir(ck, "solo", 30).glob("*.json"):
         path.unlink()
     found = data("verify", ck, status=1)
     texts = {
@@ -311,17 +321,17 @@ def test_verify_tells_what_is_missing(ck: Path) -> None:
 
 
 def test_verify_of_an_unfinished_step_that_is_named(ck: Path) -> None:
-    (folder_of(ck, "duo", 2) / "manifest.json").unlink()
+    (step_dir(ck, "duo", 2) / "manifest.json").unlink()
     shard(ck, "duo", 2, 1).with_suffix(".json").unlink()
-    found = data("verify", folder_of(ck, "duo", 2), status=1)
+    found = data("verify", step_dir(ck, "duo", 2), status=1)
     assert [(Path(f["path"]).name, f["bad"]) for f in found["findings"]] == [("shard-00001.json", True)]
 
 
 def test_verify_needs_the_manifest_on_a_remote_tier(ck: Path) -> None:
     """As restore does: there, records may be there before their shards' neighbours."""
-    (folder_of(ck, "duo", 2) / "manifest.json").unlink()
+    (step_dir(ck, "duo", 2) / "manifest.json").unlink()
     run("verify", ck)
-    found = data("verify", upload(ck), status=1)
+    found = data("verify", copy_to_memory(ck), status=1)
     assert [(Path(f["path"]).name, f["bad"]) for f in found["findings"]] == [("manifest.json", True)]
 
 
@@ -353,19 +363,19 @@ def test_verify_shows_progress_on_a_terminal_only(made: Path, monkeypatch: pytes
 def test_export(made: Path, tmp_path: Path) -> None:
     text = run("export", made / "duo=2.ckpt", tmp_path / "out.ckpt").stdout
     assert "step 2 of run duo, 4 tensors" in text and "weights_only=True" in text
-    assert same(torch.load(tmp_path / "out.ckpt", weights_only=True), state(2, ranks=2))
+    assert not differences(torch.load(tmp_path / "out.ckpt", weights_only=True), make_lightning_state(2, world_size=2))
     assert "exists; choose another name or say --force" in told(
         "export", made / "duo=2.ckpt", tmp_path / "out.ckpt", status=2
     )
     run("export", made / "duo=1.ckpt", tmp_path / "out.ckpt", "--force")
-    assert same(torch.load(tmp_path / "out.ckpt", weights_only=True), state(1, ranks=2))
+    assert not differences(torch.load(tmp_path / "out.ckpt", weights_only=True), make_lightning_state(1, world_size=2))
     found = data("export", made, tmp_path / "weights", "--format", "safetensors", "--run", "solo")
     assert (found["step"], found["tensors"], found["tied"]) == (30, 3, {"head.weight": "net.weight"})
     assert "choose one with --run" in told("export", made, tmp_path / "x.ckpt", status=2)
 
 
 def test_export_of_bad_bytes_fails(ck: Path, tmp_path: Path) -> None:
-    flip(shard(ck, "duo", 2, 1), 2_000_000)
+    flip_bits(shard(ck, "duo", 2, 1), [(2_000_000, 2_000_001)])
     assert "shard-00001.safetensors" in told("export", ck / "duo=2.ckpt", tmp_path / "out.ckpt", status=1)
     assert not (tmp_path / "out.ckpt").exists()
 
@@ -374,7 +384,7 @@ def test_export_of_bad_bytes_fails(ck: Path, tmp_path: Path) -> None:
 
 
 def left(ck: Path, name: str) -> list[int]:
-    return [step.step for step in steps_of(ck, name)]
+    return [step.step for step in step_dirs(ck, name)]
 
 
 def everything(ck: Path) -> dict[str, bytes]:
@@ -384,7 +394,7 @@ def everything(ck: Path) -> dict[str, bytes]:
 
 def test_prune_keeps_the_newest_and_no_other_run_is_touched(ck: Path) -> None:
     others = {path: content for path, content in everything(ck).items() if "duo" in path}
-    freed = sum(path.stat().st_size for step in (10, 20) for path in folder_of(ck, "solo", step).iterdir())
+    freed = sum(path.stat().st_size for step in (10, 20) for path in step_dir(ck, "solo", step).iterdir())
     text = run("prune", ck, "--keep", "1", "--run", "solo", "--yes").stdout
     assert f"({freed:,} bytes) to delete" in text and f"freed {freed / 1024:.1f} KiB ({freed:,} bytes)" in text
     assert "deleted step 10 (attempt 1)" in text and "step=10.ckpt" in text
@@ -412,29 +422,29 @@ def test_prune_asks_and_can_be_tried_dry(ck: Path) -> None:
 def test_prune_keeps_the_newest_whole_step_not_the_newest_folder(ck: Path) -> None:
     shard(ck, "solo", 30).unlink()
     found = data("prune", ck, "--keep", "1", "--unfinished", "--run", "solo", "--yes")
-    assert [step["folder"] for step in found["deleted"]] == [folder_of(ck, "solo", 20).name.replace("20-a", "10-a")]
+    assert [step["folder"] for step in found["deleted"]] == [step_dir(ck, "solo", 20).name.replace("20-a", "10-a")]
     assert left(ck, "solo") == [20, 30]
     assert "newer than every whole step" in found["kept"][0]["why"]
 
 
 def test_prune_deletes_unfinished_steps_only_when_they_are_older(ck: Path) -> None:
-    (folder_of(ck, "solo", 10) / "manifest.json").unlink()
-    (folder_of(ck, "solo", 10) / "shard-00000.json").unlink()
-    (folder_of(ck, "solo", 10) / f".resiliency-{'0' * 32}.partial").write_text("half of something")
+    (step_dir(ck, "solo", 10) / "manifest.json").unlink()
+    (step_dir(ck, "solo", 10) / "shard-00000.json").unlink()
+    (step_dir(ck, "solo", 10) / f".resiliency-{'0' * 32}.partial").write_text("half of something")
     assert run("prune", ck, "--keep", "9", "--run", "solo", "--yes").stdout.startswith("run solo: nothing to delete")
     run("prune", ck, "--unfinished", "--run", "solo", "--yes")
     assert left(ck, "solo") == [20, 30]
     assert not list(ck.rglob("*.partial"))
     for step in (20, 30):
-        (folder_of(ck, "solo", step) / "manifest.json").unlink()
-        (folder_of(ck, "solo", step) / "shard-00000.json").unlink()
+        (step_dir(ck, "solo", step) / "manifest.json").unlink()
+        (step_dir(ck, "solo", step) / "shard-00000.json").unlink()
     assert data("prune", ck, "--unfinished", "--run", "solo", "--yes")["delete"] == []
     assert left(ck, "solo") == [20, 30]
 
 
 def test_prune_leaves_what_it_cannot_judge(ck: Path) -> None:
     """The manifest of a newer version, say."""
-    for path in folder_of(ck, "solo", 10).glob("*.json"):
+    for path in step_dir(ck, "solo", 10).glob("*.json"):
         path.write_text(path.read_text().replace('"version": 2', '"version": 99'))
     found = data("prune", ck, "--keep", "1", "--unfinished", "--run", "solo", "--yes")
     assert left(ck, "solo") == [10, 30]
@@ -442,7 +452,7 @@ def test_prune_leaves_what_it_cannot_judge(ck: Path) -> None:
 
 
 def test_prune_does_not_trade_good_steps_for_a_rotten_one(ck: Path) -> None:
-    flip(shard(ck, "solo", 30), 100_000)
+    flip_bits(shard(ck, "solo", 30), [(100_000, 100_001)])
     assert "the newest step, 30, is not good" in told(
         "prune", ck, "--keep", "1", "--run", "solo", "--yes", "--json", status=1
     )
@@ -457,7 +467,7 @@ def test_prune_keeps_a_name_that_means_a_later_step(ck: Path) -> None:
 
 
 def test_prune_on_a_remote_tier(ck: Path) -> None:
-    address = upload(ck)
+    address = copy_to_memory(ck)
     words = ("prune", address, "--keep", "1", "--run", "duo", "--yes")
     assert "say --assume-ended" in told(*words, "--json", status=1)
     data(*words, "--assume-ended")
@@ -530,7 +540,7 @@ def test_a_real_agent_is_seen(tmp_path: Path) -> None:
 
 
 def test_prune_is_refused_while_a_trainer_with_an_embedded_agent_runs(ck: Path) -> None:
-    with Checkpointer(ck, run="solo", rank=0, world_size=1, options=EMBEDDED):
+    with Checkpointer(ck, run="solo", rank=0, world_size=1, options=QUICK):
         assert "rank 0 of attempt 2" in prune_is_refused(ck, "--assume-ended")
     data("prune", ck, "--keep", "1", "--run", "solo", "--yes")
 

@@ -18,20 +18,28 @@ from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, Tier
 from resiliency.inspection.by_path import locate
 from resiliency.inspection.export import export, format_of
 from resiliency.storage.stage import Stage
-from tests.checkpoint.made import EMBEDDED, duo, flip, folder_of, same, solo, state, upload
+from resiliency.testing.checkpoints import (
+    QUICK,
+    copy_to_memory,
+    differences,
+    flip_bits,
+    make_lightning_state,
+    save_steps,
+    step_dir,
+)
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one")
-    solo(folder, 10, 20)
+    save_steps(folder, 10, 20, run="solo")
     return folder
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    duo(folder, 7)
+    save_steps(folder, 7, run="duo", world_size=2, name="duo={step}.ckpt")
     return folder
 
 
@@ -49,7 +57,7 @@ class Words(str):
 def test_a_ckpt_is_what_was_saved(one: Path, tmp_path: Path) -> None:
     done = export(one / "step=10.ckpt", tmp_path / "out.ckpt")
     loaded = torch.load(tmp_path / "out.ckpt", weights_only=True)
-    assert same(loaded, state(10))
+    assert not differences(loaded, make_lightning_state(10))
     assert loaded["state_dict"]["net.weight"].data_ptr() == loaded["state_dict"]["head.weight"].data_ptr()
     assert (done.id.step, done.run, done.format, done.weights_only, done.tensors) == (10, "solo", "ckpt", True, 4)
     assert done.nbytes == (tmp_path / "out.ckpt").stat().st_size
@@ -61,33 +69,41 @@ def test_a_folder_means_its_newest_step_and_located_steps_are_taken(one: Path, t
     located = locate(str(one / "step=10.ckpt"))
     assert located is not None
     assert export(located, tmp_path / "b.ckpt").id.step == 10
-    assert export(folder_of(one, "solo", 10), tmp_path / "c.ckpt").id.step == 10
+    assert export(step_dir(one, "solo", 10), tmp_path / "c.ckpt").id.step == 10
 
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_shards_of_two_ranks_become_one_file(two: Path, tmp_path: Path, remote: bool) -> None:
-    source = f"{upload(two)}/duo=7.ckpt" if remote else str(two / "duo=7.ckpt")
+    source = f"{copy_to_memory(two)}/duo=7.ckpt" if remote else str(two / "duo=7.ckpt")
     export(source, tmp_path / "out.ckpt")
-    assert same(torch.load(tmp_path / "out.ckpt", weights_only=True), state(7, ranks=2))
+    assert not differences(torch.load(tmp_path / "out.ckpt", weights_only=True), make_lightning_state(7, world_size=2))
     export(source, tmp_path / "out.safetensors")
-    assert same(load_file(tmp_path / "out.safetensors"), dict(sorted(state(7, ranks=2)["state_dict"].items())))
+    assert not differences(
+        load_file(tmp_path / "out.safetensors"),
+        dict(sorted(make_lightning_state(7, world_size=2)["state_dict"].items())),
+    )
 
 
 def test_safetensors_holds_every_name_of_tied_tensors(one: Path, tmp_path: Path) -> None:
     done = export(one / "step=10.ckpt", tmp_path / "out.safetensors")
     loaded = load_file(tmp_path / "out.safetensors")
-    assert {key: same(loaded[key], value) for key, value in state(10)["state_dict"].items()} == dict.fromkeys(
-        loaded, True
-    )
+    assert {
+        key: not differences(loaded[key], value) for key, value in make_lightning_state(10)["state_dict"].items()
+    } == dict.fromkeys(loaded, True)
     assert done.tied == {"head.weight": "net.weight"}
     assert done.weights_only is None
 
 
 def test_a_tensor_tied_to_another_branch_is_exported_too(tmp_path: Path) -> None:
     weight = torch.randn(3)
-    solo(tmp_path, 1, what={"ema": {"w": weight}, "state_dict": {"w": weight, "_extra_state": {"version": 1}}})
+    save_steps(
+        tmp_path,
+        1,
+        what={"ema": {"w": weight}, "state_dict": {"w": weight, "_extra_state": {"version": 1}}},
+        run="solo",
+    )
     done = export(tmp_path, tmp_path / "out.safetensors")
-    assert same(load_file(tmp_path / "out.safetensors"), {"w": weight})
+    assert not differences(load_file(tmp_path / "out.safetensors"), {"w": weight})
     assert done.left_out == ("_extra_state.version",)
     assert export(tmp_path, tmp_path / "ema.safetensors", key="ema").tensors == 1
 
@@ -99,7 +115,7 @@ def test_nothing_is_overwritten_unless_asked(one: Path, tmp_path: Path) -> None:
         export(one, out)
     assert out.read_text() == "mine"
     export(one, out, force=True)
-    assert same(torch.load(out, weights_only=True), state(20))
+    assert not differences(torch.load(out, weights_only=True), make_lightning_state(20))
 
 
 def test_a_file_that_appears_meanwhile_is_not_overwritten(
@@ -143,7 +159,7 @@ def test_a_failed_write_leaves_nothing_behind(
 def test_versions_of_modules_survive(tmp_path: Path) -> None:
     """Modules read state dicts by the versions that torch keeps beside them; without, they take the oldest."""
     saved = torch.nn.BatchNorm1d(2).state_dict()
-    solo(tmp_path, 1, what={"state_dict": saved})
+    save_steps(tmp_path, 1, what={"state_dict": saved}, run="solo")
     export(tmp_path, tmp_path / "out.ckpt")
     loaded = torch.load(tmp_path / "out.ckpt", weights_only=True)["state_dict"]
     assert loaded._metadata == saved._metadata
@@ -151,8 +167,8 @@ def test_versions_of_modules_survive(tmp_path: Path) -> None:
 
 def test_a_name_with_a_slash_is_located(tmp_path: Path) -> None:
     """As Lightning makes them of metrics called "val/loss"."""
-    with Checkpointer(tmp_path, run="r", rank=0, world_size=1, options=EMBEDDED) as checkpointer:
-        ticket = checkpointer.save(4, state(4), names=["epoch=1-val/loss=0.5.ckpt"])
+    with Checkpointer(tmp_path, run="r", rank=0, world_size=1, options=QUICK) as checkpointer:
+        ticket = checkpointer.save(4, make_lightning_state(4), names=["epoch=1-val/loss=0.5.ckpt"])
         assert ticket is not None
         ticket.wait(Stage.DURABLE)
     assert export(tmp_path / "epoch=1-val" / "loss=0.5.ckpt", tmp_path / "out.ckpt").id.step == 4
@@ -163,19 +179,21 @@ def test_a_name_with_a_slash_is_located(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_bad_bytes_are_named_and_not_exported(tmp_path: Path, remote: bool) -> None:
-    solo(tmp_path / "ck", 5)
-    shard = folder_of(tmp_path / "ck", "solo", 5) / "shard-00000.safetensors"
-    flip(shard, shard.stat().st_size - 200_000)
+    save_steps(tmp_path / "ck", 5, run="solo")
+    shard = step_dir(tmp_path / "ck", "solo", 5) / "shard-00000.safetensors"
+    size = shard.stat().st_size
+    flip_bits(shard, [(size - 200_000, size - 199_999)])
     with pytest.raises(CorruptShard, match=r"shard-00000\.safetensors.*(bytes|0)"):
-        export(upload(tmp_path / "ck") if remote else tmp_path / "ck", tmp_path / "out.ckpt")
+        export(copy_to_memory(tmp_path / "ck") if remote else tmp_path / "ck", tmp_path / "out.ckpt")
     assert not (tmp_path / "out.ckpt").exists()
 
 
 def test_objects_of_own_classes_need_leave(tmp_path: Path) -> None:
-    solo(
+    save_steps(
         tmp_path,
         1,
         what={"state_dict": {"w": torch.ones(2)}, "hparams": {"settings": Settings(3), "words": Words("hello")}},
+        run="solo",
     )
     out = tmp_path / "out.ckpt"
     with pytest.raises(ConfigError, match=r"hparams/settings .*Settings.*--allow-pickle"):
@@ -190,7 +208,7 @@ def test_objects_of_own_classes_need_leave(tmp_path: Path) -> None:
 
 
 def test_a_subclass_of_a_builtin_becomes_the_builtin_and_is_told(tmp_path: Path) -> None:
-    solo(tmp_path, 1, what={"state_dict": {"w": torch.ones(2)}, "words": Words("hello")})
+    save_steps(tmp_path, 1, what={"state_dict": {"w": torch.ones(2)}, "words": Words("hello")}, run="solo")
     done = export(tmp_path, tmp_path / "out.ckpt")
     assert [where for where, _ in done.plain] == ["words"]
     loaded = torch.load(tmp_path / "out.ckpt", weights_only=True)
@@ -199,7 +217,7 @@ def test_a_subclass_of_a_builtin_becomes_the_builtin_and_is_told(tmp_path: Path)
 
 
 def test_paths_are_no_reason_to_refuse(tmp_path: Path) -> None:
-    solo(tmp_path, 1, what={"state_dict": {"w": torch.ones(2)}, "data": Path("/data")})
+    save_steps(tmp_path, 1, what={"state_dict": {"w": torch.ones(2)}, "data": Path("/data")}, run="solo")
     done = export(tmp_path, tmp_path / "out.ckpt")
     assert done.weights_only is False
     assert torch.load(tmp_path / "out.ckpt", weights_only=False)["data"] == Path("/data")
@@ -236,8 +254,8 @@ def test_wrong_sources(one: Path, two: Path, tmp_path: Path) -> None:
 
 
 def test_of_several_runs_one_must_be_chosen(tmp_path: Path) -> None:
-    solo(tmp_path, 1, run="a")
-    solo(tmp_path, 2, run="b")
+    save_steps(tmp_path, 1, run="a")
+    save_steps(tmp_path, 2, run="b")
     with pytest.raises(ConfigError, match="a, b"):
         export(tmp_path, tmp_path / "out.ckpt")
     assert export(tmp_path, tmp_path / "out.ckpt", run="a").id.step == 1
@@ -316,7 +334,7 @@ def test_stock_lightning_goes_on_from_an_export(stock_model: Path) -> None:
         filename="{step}",
         every_n_train_steps=3,
         save_top_k=-1,
-        options=EMBEDDED,
+        options=QUICK,
         auto_resume=False,
     )
     module.trainer(stock_model, max_steps=3, callbacks=[callback]).fit(model, module.loader())

@@ -169,7 +169,7 @@ trees = st.recursive(
 
 @SETTINGS
 @given(trees)
-def test_round_trip(value: Any) -> None:
+def test_what_was_encoded_comes_back(value: Any) -> None:
     assert same(through(value), value)
 
 
@@ -181,18 +181,18 @@ def test_encoding_changes_nothing(value: Any) -> None:
     assert pickle.dumps(value) == before
 
 
-def test_integers_of_any_size() -> None:
+def test_integers_of_any_size_come_back() -> None:
     """Random states of other languages and cryptographic counters have thousands of digits; Python's int() has a limit of 4300."""
     value = {"n": 7**9000, "negative": -(3**10000)}
     assert through(value) == value
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udcffb", "\0", "\u2028", "é" * 3])
-def test_odd_text(text: str) -> None:
+def test_odd_text_comes_back(text: str) -> None:
     assert through({text: [text]}) == {text: [text]}
 
 
-def test_kinds_of_dictionaries() -> None:
+def test_dictionaries_of_every_kind_come_back() -> None:
     for value in (
         collections.Counter("aab"),
         collections.OrderedDict([(2, "b"), (1, "a")]),
@@ -306,7 +306,7 @@ def test_what_cannot_be_stored_is_named(value: Any) -> None:
     assert "loops/1/cache" in str(caught.value) and type(value).__name__ in str(caught.value)
 
 
-def test_defaultdict_of_a_partial() -> None:
+def test_a_defaultdict_of_a_partial_comes_back_as_a_dict() -> None:
     value = collections.defaultdict(functools.partial(int, 3), a=1)
     got = through(value)
     assert dict(got) == {"a": 1}

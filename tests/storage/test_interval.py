@@ -38,6 +38,6 @@ def test_going_back_to_an_older_step_sends_again_when_it_is_passed() -> None:
         ({"steps": 1, "time": timedelta(1)}, "one of them"),
     ],
 )
-def test_wrong_intervals(values: dict[str, object], word: str) -> None:
+def test_wrong_intervals_are_refused(values: dict[str, object], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         Interval(**values)  # type: ignore[arg-type]

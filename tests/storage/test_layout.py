@@ -216,13 +216,13 @@ def test_any_json_in_parts_of_a_good_header(entries: dict[str, Any], metadata: d
         struct.pack("<Q", 200_000) + b"[" * 200_000,
     ],
 )
-def test_no_header_at_all(data: bytes) -> None:
+def test_what_is_no_header_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptShard):
         parse_header(data, where="x")
 
 
 @pytest.mark.parametrize("data", [b"", b"1234567", struct.pack("<Q", 0), struct.pack("<Q", 1 << 60)])
-def test_no_header_length(data: bytes) -> None:
+def test_what_is_no_header_length_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptShard):
         header_length(data, where="x")
 

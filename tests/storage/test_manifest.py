@@ -63,7 +63,7 @@ def adds_up(manifest: Manifest) -> bool:
     )
 
 
-def test_record_round_trip() -> None:
+def test_a_record_comes_back_from_json() -> None:
     assert ShardRecord.from_dict(json.loads(json.dumps(record().to_dict())), where="x") == record()
 
 
@@ -280,7 +280,7 @@ def test_a_record_is_refused_when_any_value_changed(change: str) -> None:
         ShardRecord.from_dict(data, where="x")
 
 
-def test_name_file_round_trip() -> None:
+def test_a_name_file_comes_back_from_json() -> None:
     name = NameFile(run="r", id=StepId(7, 1, "0a0b0c"))
     assert NameFile.from_json(name.to_json()) == name
     assert name.id.dirname in name.to_json()

@@ -41,7 +41,7 @@ deletions = st.dictionaries(st.sampled_from(NAMES), ids, max_size=2)
 
 @SETTINGS
 @given(histories, st.sets(ids, max_size=5), keeps, st.booleans(), deletions, st.sets(ids, max_size=4))
-def test_laws(
+def test_only_what_nobody_needs_is_deleted_whatever_is_there(
     complete: list[Manifest],
     others: set[StepId],
     keep: int | None,

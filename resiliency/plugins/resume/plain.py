@@ -1,4 +1,9 @@
-"""Copies of batches and loader states that any safe codec can carry: plain Python and CPU tensors only."""
+"""Copies of batches and loader states made of plain Python and CPU tensors only.
+
+Not :mod:`resiliency.storage.codec`, which writes JSON for our own files and pickles what it does not know: what this
+module makes keeps its tensors, passes ``torch.load(weights_only=True)`` in whatever file it travels, and an object it
+does not know is refused, so that the caller can say that the resume will not be exact.
+"""
 
 from __future__ import annotations
 

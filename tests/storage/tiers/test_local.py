@@ -238,7 +238,9 @@ def test_without_durability_nothing_is_synced(tmp_path: Path, synced: list[str])
     assert synced == [f"-> {tier.root}/a/b/k"]
 
 
-def test_fsync_helpers(tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_folders_are_fsynced_and_folders_that_cannot_be_are_passed_over(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "f"
     file.write_bytes(b"x")
     fsync_file(str(file))
@@ -351,7 +353,7 @@ def test_the_names_of_files_in_flight_are_refused(tier: LocalTier) -> None:
 # ---- addresses
 
 
-def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_spelling_of_a_folder_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for address, root in {
         str(tmp_path / "x"): tmp_path / "x",

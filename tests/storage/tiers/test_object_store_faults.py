@@ -133,7 +133,9 @@ def test_passing_faults_are_sat_out(
 
 
 @pytest.mark.parametrize("fault", [408, 500, 504, HttpFault.LOST_ANSWER], ids=str)
-def test_more_passing_faults(make: Make, proxy: FaultProxy, bucket: GcsFolder, fault: HttpFault | int) -> None:
+def test_a_put_outlasts_passing_faults(
+    make: Make, proxy: FaultProxy, bucket: GcsFolder, fault: HttpFault | int
+) -> None:
     proxy.fail(PUT, fault, times=2)
     make().put_bytes("k", b"data")
     assert bucket.get("k") == b"data"
