@@ -29,10 +29,10 @@ from resiliency.agent.messages import Bye, Complete, Delete, FileFreed, Recorded
 from resiliency.agent.uploader import Uploader, UploadOutcome
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventWriter
+from resiliency.storage.blocks import BLOCK_BYTES, Blocks
 from resiliency.storage.catalog import read_name, scan, step_prefix
 from resiliency.storage.fetch import remove_dead_fetches
 from resiliency.storage.manifest import (
-    BLOCK_BYTES,
     MANIFEST,
     Manifest,
     NameFile,
@@ -252,7 +252,7 @@ class HostAgent:
 
     def _record(self, rank: int, seal: Seal) -> ShardRecord:
         self._check_attempt(rank, seal.id)
-        if len(seal.digests) != -(-seal.nbytes // BLOCK_BYTES):
+        if len(seal.digests) != Blocks(seal.nbytes, BLOCK_BYTES).count:
             raise AgentError(
                 f"rank {rank} sent {len(seal.digests)} digests for {seal.nbytes} bytes in blocks of {BLOCK_BYTES}"
             )

@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from resiliency import faultpoints
@@ -42,7 +41,7 @@ from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint._pages import fill, has_small_pages, page_faults, view
 from resiliency.checkpoint.arena import Slot
 from resiliency.errors import Timeout, TornSnapshot
-from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest, new_digest
 
 __all__ = ["Copier", "CopyTask", "Snapshot"]
 
@@ -150,6 +149,7 @@ class Snapshot:
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     _lock: threading.Condition = field(default_factory=threading.Condition)
+    _blocks: Blocks = field(init=False)
     _next: int = 0
     _blocks_left: int = 0
     _running: int = 0
@@ -158,7 +158,8 @@ class Snapshot:
     _device_waited: bool = False
 
     def __post_init__(self) -> None:
-        self._blocks_left = -(-self.slot.nbytes // BLOCK_BYTES)
+        self._blocks = Blocks(self.slot.nbytes, BLOCK_BYTES)
+        self._blocks_left = self._blocks.count
         self.digests = [""] * self._blocks_left
 
     def finish_device(self) -> None:
@@ -172,8 +173,8 @@ class Snapshot:
             if not self.wait_blocks(_HELPER_S):
                 raise Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
             for index in range(len(self.digests)):
-                start, end = self._bounds(index)
-                self.digests[index] = xxhash.xxh3_64_hexdigest(view(self.slot.address + start, end - start))
+                start, end = self._blocks.bounds(index)
+                self.digests[index] = block_digest(view(self.slot.address + start, end - start))
         except (RuntimeError, Timeout) as failure:  # RuntimeError: what every CUDA failure is
             logger.exception("copying from the GPU failed")
             error = failure
@@ -217,17 +218,14 @@ class Snapshot:
         self._finish_if_last()
         return error is None
 
-    def _bounds(self, index: int) -> tuple[int, int]:
-        return index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self.slot.nbytes)
-
     def _copy_block(self, index: int, *, by_writes: bool) -> tuple[int, int]:
         """See :func:`_copy` for what is returned."""
         slot, sources = self.slot, self.sources
         assert sources is not None  # a block is left
-        start, end = self._bounds(index)
+        start, end = self._blocks.bounds(index)
         if slot.fresh and not slot.in_memory and self.device is None:  # a GPU may have written here already
             fill(slot.fd, start, end)
-        digest = xxhash.xxh3_64() if self.device is None else None
+        digest = new_digest() if self.device is None else None
         cost = _copy(sources.within(start, end), slot.address, slot.fd if by_writes else None, digest)
         if digest is not None:
             self.digests[index] = digest.hexdigest()
