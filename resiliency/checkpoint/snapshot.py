@@ -1,8 +1,8 @@
 """Lazy copy of live tensors into a shard file, digested on the way, and the fence before they may change.
 
-``start`` queues the copies and returns; a background thread works through them while forward and backward run.
-``fence`` is called before anything mutates the tensors: the caller helps with what is left, so that waiting is never
-longer than copying everything at once would have been (two threads share the work).
+``start`` queues the copies and returns; a background thread makes them while forward and backward run. ``fence`` is
+called before anything changes the tensors: the caller copies the remaining blocks together with that thread, so that
+waiting never takes longer than copying everything at once would have.
 
 The file is cut into the blocks that carry a digest. A block is read in strides that fit into a core's cache: digested,
 and copied while still there. That makes the digest nearly free (1 GiB on two cores: 63 ms with it, 58 ms without;
@@ -12,12 +12,12 @@ CPU tensors are copied without the GIL, by one of two ways into the same pages. 
 ramdisks and where a disk's file has huge pages (256 MiB: 18 to 20 ms on two cores, a bare copy to shared memory 14).
 With small pages a store pays a fault for each 4 KiB after every fsync, which write-protects them (32 to 35 ms). There
 the copy thread uses ``pwrite``, while the thread at the fence stores, as two writers of one file would wait for each
-other (23 to 28 ms). Which it is, the threads find out by counting their faults. Pages that are not in memory yet are
-made first, huge where that is possible.
+other (23 to 28 ms). The threads count their page faults to find out which pages the file has. Pages that are not in
+memory yet are made first, huge where that is possible.
 
 CUDA tensors are copied asynchronously on a side stream into the mapping registered as page-locked memory, where the
 fence makes the compute stream wait, not the CPU; the copy thread digests the mapping afterwards. The idea of
-overlapping the copy with the next forward and backward and gating only the update is that of CheckFreq (FAST '21) and
+overlapping the copy with the next forward and backward, and making only the update wait, is that of CheckFreq (FAST '21) and
 DataStates-LLM (HPDC '24).
 """
 
