@@ -42,11 +42,13 @@ class _Agreed:
 
     Attributes:
         mine: the boxes this rank described.
+        alone: True when it was worked out without the other ranks.
         share: what it writes of them.
         keys: of the tensors of all ranks.
     """
 
     mine: Sequence[Mapping[str, Any]]
+    alone: bool
     share: RankShare
     keys: tuple[str, ...]
 
@@ -140,7 +142,7 @@ class ShardPlanner:
         sources = [
             (mine_alone if alone_here else tensors)[key]
             if box is None
-            else _source((mine_alone if alone_here else tensors)[key], box)
+            else _source(key, (mine_alone if alone_here else tensors)[key], box)
             for alone_here, key, box in laid.chunks
         ]
         late = _late(lazy, laid, lambda index: tensors[laid.chunks[index][1]])
@@ -176,7 +178,7 @@ class ShardPlanner:
         if laid is None or laid.structure != structure or self._reserve < len(objects):
             laid = self._lay(structure, agreed.share.digest, agreed.share.chunks, {}, own.tensors, len(objects))
         sources = [
-            held[key, box.offsets] if box is not None and not alone_here else _source(own.tensors[key], box)
+            held[key, box.offsets] if box is not None and not alone_here else _source(key, own.tensors[key], box)
             for alone_here, key, box in laid.chunks
         ]
         return self._planned(laid, sources, _late(lazy, laid, sources.__getitem__), objects)
@@ -204,19 +206,19 @@ class ShardPlanner:
         self, mine: Sequence[Mapping[str, Any]], coordinator: Coordinator | None, agree_timeout: timedelta
     ) -> _Agreed:
         """Who writes which box; worked out alone with ``coordinator=None``, when every rank has the same boxes."""
-        if self._agreed is None or self._agreed.mine != mine:
+        alone, known = coordinator is None, self._agreed
+        if known is None or (known.mine, known.alone) != (mine, alone):
+            described = [mine]
             if coordinator is None:
                 share = plan_replicated(mine, rank=self._rank, world_size=self._world_size)
-                described = [mine]
             else:
-                described = [mine]
                 if self._world_size > 1:
                     said = coordinator.all_gather("plan", json.dumps(mine).encode(), timeout=agree_timeout)
                     described = [json.loads(data) for data in said]
                 share = plan_writes(described, rank=self._rank)
             keys = tuple(dict.fromkeys(str(box["key"]) for boxes in described for box in boxes))
-            self._agreed = _Agreed(mine, share, keys)
-        return self._agreed
+            known = self._agreed = _Agreed(mine, alone, share, keys)
+        return known
 
     def _lay(
         self,
@@ -267,9 +269,14 @@ class ShardPlanner:
         return small if self._rank == 0 else {}, large
 
 
-def _source(leaf: Any, box: Box | None) -> Tensor:
+def _source(key: str, leaf: Any, box: Box | None) -> Tensor:
     """The memory a chunk is taken from."""
-    return leaf if box is None else kind_of(leaf).local(leaf, box)
+    if box is None:
+        return leaf  # type: ignore[no-any-return]  # a plain tensor, whole
+    try:
+        return kind_of(leaf).local(leaf, box)
+    except ConfigError as error:
+        raise ConfigError(f"tensor {key!r}: {error}") from error
 
 
 def _late(lazy: Wanted, laid: _Laid, leaf: Callable[[int], Any]) -> Sequence[bool] | None:

@@ -17,8 +17,8 @@ memory yet are made first, huge where that is possible.
 
 CUDA tensors are copied asynchronously on a side stream into the mapping registered as page-locked memory, where the
 fence makes the compute stream wait, not the CPU; the copy thread digests the mapping afterwards. The idea of
-overlapping the copy with the next forward and backward, and making only the update wait, is that of CheckFreq (FAST '21) and
-DataStates-LLM (HPDC '24).
+overlapping the copy with the next forward and backward, and making only the update wait, is that of CheckFreq
+(FAST '21) and DataStates-LLM (HPDC '24).
 """
 
 from __future__ import annotations

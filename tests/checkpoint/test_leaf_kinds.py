@@ -14,6 +14,7 @@ from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.leaf_kinds import Box, LeafDescription, box_of, kind_of, register_leaf_kind
 from resiliency.checkpoint.state import flatten
 from resiliency.errors import ConfigError
+from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import differences, make_checkpointer, run_ranks
 
 
@@ -78,7 +79,7 @@ def test_pieces_are_written_by_the_ranks_that_hold_them_and_filled_at_any_other_
                 assert ticket is not None
                 checkpointer.fence()
                 piece.data.fill_(-9)
-                ticket.wait("durable")
+                ticket.wait(Stage.DURABLE)
 
     run_ranks(2, save)
     for ranks, dim in ((1, 0), (3, 0), (2, 1)):

@@ -15,6 +15,7 @@ from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.read_plan import Read
 from resiliency.errors import ConfigError, CorruptShard
 from resiliency.storage.layout import Chunk, parse_header
+from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import make_checkpointer, run_ranks
 
 TABLE = torch.arange(2000 * 6, dtype=torch.float32).view(2000, 6)
@@ -35,7 +36,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             for step in (1, 2):
                 ticket = checkpointer.save(step, state(step), per_rank={"rank": rank, "own": torch.full((9,), rank)})
                 assert ticket is not None
-                ticket.wait("durable")
+                ticket.wait(Stage.DURABLE)
 
     run_ranks(2, work)
     return tmp_path
