@@ -15,9 +15,9 @@ from resiliency import faultpoints
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.messages import Seal
 from resiliency.errors import AgentError, CorruptShard, TierError
+from resiliency.storage.blocks import BLOCK_BYTES, Blocks
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import (
-    BLOCK_BYTES,
     MANIFEST,
     Manifest,
     NameFile,
@@ -38,7 +38,7 @@ def record_of(config: AgentConfig, rank: int, seal: Seal) -> ShardRecord:
     Raises:
         AgentError: the digests do not cover the file.
     """
-    if len(seal.digests) != -(-seal.nbytes // BLOCK_BYTES):
+    if seal.nbytes < 0 or len(seal.digests) != Blocks(seal.nbytes, BLOCK_BYTES).count:
         raise AgentError(
             f"rank {rank} sent {len(seal.digests)} digests for {seal.nbytes} bytes in blocks of {BLOCK_BYTES}"
         )

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from resiliency import faultpoints
 from resiliency.errors import CorruptShard
-from resiliency.storage.catalog import block_digest, step_prefix
+from resiliency.storage.blocks import block_digest
+from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import (
     MANIFEST,
     Manifest,
@@ -101,7 +102,7 @@ def _block_checker(record: ShardRecord) -> Callable[[bytes], None]:
 
     def check(block: bytes) -> None:
         nonlocal position
-        index = position // record.block_bytes
+        index = record.blocks.index_at(position)
         if index >= len(record.digests) or block_digest(block) != record.digests[index]:
             raise CorruptShard(
                 f"{record.file} of step {record.id.step} changed after it was digested, bytes {position} to"

@@ -1,6 +1,6 @@
 """Memory at an address, and the pages behind a mapped file.
 
-How a file's pages came to be decides what a store to its mapping costs after each fsync, which write-protects them all.
+What a store to a file's mapping costs after an fsync, which write-protects all pages, depends on how they were made.
 Pages made by faults, or by small writes, cost one fault for every 4 KiB (ext4 of Linux 6.18, 512 MiB: 63 to 79 ms, and
 430 to 550 ms when they were made by writes of 512 KiB). Made by writes of 2 MiB they are huge where the file system can
 (ext4 since Linux 6.16, XFS), are mapped as such, and the same stores take 41 to 48 ms.

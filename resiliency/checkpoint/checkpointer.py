@@ -32,17 +32,19 @@ from resiliency.checkpoint._cuda import pin
 from resiliency.checkpoint.arena import Arena, Slot
 from resiliency.checkpoint.coordinator import Coordinator, SoloCoordinator, StoreCoordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
+from resiliency.checkpoint.read_plan import Read, plan_given, plan_into, plan_new
 from resiliency.checkpoint.restore import Restored, Restorer
 from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.checkpoint.session import Session, open_session
 from resiliency.checkpoint.shard_plan import ShardPlanner, Wanted
+from resiliency.checkpoint.shard_writer import copy_tasks
 from resiliency.checkpoint.snapshot import Copier, Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError, TierError
 from resiliency.events import EventKind, EventSink
 from resiliency.settings import environment
-from resiliency.storage.layout import stamp
+from resiliency.storage.layout import Chunk, stamp
 from resiliency.storage.manifest import ARENA_DIR, META_DIR, StepId
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier
@@ -203,7 +205,7 @@ class Checkpointer:
         Collective: yes (it opens the checkpointer). Blocks: first touch, 0.3 to 3 s per GiB and slot.
 
         Args:
-            state: a state like those that will be saved; its tensors are only looked at.
+            state: a state tree or write plan like those that will be saved; its tensors are only looked at.
             nbytes: or the expected size of this rank's shard.
             slots: how many; a save needs one while the step before it is still being committed.
         """
@@ -247,7 +249,8 @@ class Checkpointer:
     ) -> Ticket | None:
         """Takes a checkpoint. Every rank calls it at the same step.
 
-        Collective: no talk between ranks, except at the first save of a sharded (DTensor) structure.
+        Collective: ranks do not talk, except at the first save of a sharded (DTensor) structure, or of a
+            :class:`~resiliency.checkpoint.write_plan.WritePlan`.
         Blocks: the copy of what is not lazy; up to ``options.previous_save_timeout`` when the previous save is not
             recorded yet.
         Safe after return: everything when ``lazy`` is False. Otherwise lazy tensors must not change before
@@ -256,7 +259,8 @@ class Checkpointer:
         Args:
             step: number of the optimizer step, >= 0.
             state: any tree of dicts, lists, tuples, tensors and Python objects. Plain tensors are taken to be equal on
-                all ranks; each rank writes its share of them. DTensors are written as they are sharded.
+                all ranks; each rank writes its share of them. DTensors are written as they are sharded. Or a
+                :class:`~resiliency.checkpoint.write_plan.WritePlan`: the boxes this rank holds, planned by the caller.
             per_rank: a tree that differs from rank to rank (RNG, data restorer); each rank gets its own back.
             names: names by which the step can be loaded, relative to the directory ("step=100.ckpt").
             supersedes: names to be deleted once this step is committed.
@@ -286,21 +290,22 @@ class Checkpointer:
         saves.process_messages()
         if not self._wait_for_previous(parts, step):
             return None
-        draft = self._planner.plan(
+        plan = self._planner.plan(
             state,
             per_rank,
             info=info,
             coordinator=parts.coordinator,
             agree_timeout=self.options.agree_timeout,
+            lazy=lazy,
             replicated=replicated,
         )
-        slot = self._slot(parts, step, draft.layout.nbytes, on_cuda=draft.on_cuda)
+        slot = self._slot(parts, step, plan.layout.nbytes, on_cuda=plan.on_cuda)
         if slot is None:
             return None
         due, undo_schedule = parts.schedule.due(step)
         ticket = Ticket(
             id=save_id,
-            nbytes=draft.layout.nbytes,
+            nbytes=plan.layout.nbytes,
             names=tuple(names),
             tiers=(LOCAL, *due),
             can_be_durable=(*((LOCAL,) if self._local.durable else ()), *due),
@@ -323,7 +328,7 @@ class Checkpointer:
                     inode=slot.inode,
                     nbytes=ticket.nbytes,
                     digests=tuple(snapshot.digests),
-                    plan=draft.plan,
+                    plan=plan.plan,
                     names=ticket.names,
                     supersedes=tuple(in_flight.supersedes),
                     created=created,
@@ -335,7 +340,7 @@ class Checkpointer:
 
         try:
             mark = stamp(save_id)
-            copies, lazy_bytes = draft.copies(mark, lazy=lazy, lazy_nbytes=self.options.lazy_bytes)
+            copies, lazy_bytes = copy_tasks(plan, mark)
             faultpoints.hit("save.eager", rank=self.rank)
             in_flight.snapshot = parts.copier.start(copies, slot, done)
             faultpoints.hit("save.fill", rank=self.rank)
@@ -555,6 +560,7 @@ class Checkpointer:
         step: StepId | None = None,
         allow_pickle: bool = False,
         keys: Callable[[str], bool] | None = None,
+        reads: Callable[[Sequence[Chunk]], Sequence[Read]] | None = None,
     ) -> Restored | None:
         """Restores the newest step that every host can get whole, or ``step``.
 
@@ -567,24 +573,30 @@ class Checkpointer:
                 (then the state must not hold DTensors of which no rank wants all).
             step: which step; None: the newest.
             allow_pickle: also restore objects of unknown classes. Only for checkpoints you trust.
-            keys: with ``into=None``: load only tensors whose key passes.
+            keys: with ``into=None``: load only tensors whose key passes; the others become empty tensors.
+            reads: instead of ``into`` and ``keys``: called with every chunk the step stores, returns the copies to
+                make (:class:`~resiliency.checkpoint.read_plan.Read`). Called again when another copy or step is tried.
+                All tensors of the restored state are empty then. What it raises becomes a ConfigError.
 
         Returns:
             What was restored, or None when there is nothing.
 
         Raises:
             CorruptShard: ``step`` was given and has no good copy, or every step is damaged; names the files. The
-                tensors of ``into`` then hold anything.
-            ConfigError: the state does not fit ``into``.
+                tensors to be filled then hold undefined values.
+            ConfigError: the checkpoint does not fit ``into`` or ``reads``, or more than one way to fill was given.
             TierError, Timeout: storage or another rank failed.
         """
         if step is not None and not isinstance(step, StepId):
             raise TypeError(
                 f"step is a {type(step).__name__}; pass a StepId as listed by steps(), or None for the newest"
             )
+        if sum(way is not None for way in (into, keys, reads)) > 1:
+            raise ConfigError("pass one of into=, keys= and reads=, which each say what to fill")
+        planner = plan_given(reads) if reads is not None else plan_into(into) if into is not None else plan_new(keys)
         parts = self._parts()
         self.fence()
-        return parts.restorer.load(into=into, step=step, allow_pickle=allow_pickle, keys=keys)
+        return parts.restorer.load(planner=planner, step=step, allow_pickle=allow_pickle)
 
     def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
         """Steps that could be restored now, newest first, with their names. Collective: yes.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,12 +19,12 @@ from resiliency.agent.messages import Rescan
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.inventory import StepInventory, list_inventory
 from resiliency.checkpoint.rank_messages import CopyProblem, InventoryReport, ProblemReport, gather
+from resiliency.checkpoint.read_plan import ReadPlanner
 from resiliency.checkpoint.restore_plan import RestorePlan, plan_restore
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.shard_access import ShardAccess
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
 from resiliency.checkpoint.shard_reader import ShardReader
-from resiliency.checkpoint.state import flatten
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError, UnsupportedFormat
 from resiliency.events import EventKind
 from resiliency.storage.manifest import StepId
@@ -74,9 +74,8 @@ class Restored:
 class _Request:
     """Arguments of one ``load``, and when it began (monotonic seconds)."""
 
-    into: Any
+    planner: ReadPlanner
     allow_pickle: bool
-    keys: Callable[[str], bool] | None
     began: float
 
 
@@ -117,11 +116,9 @@ class Restorer:
         self.rank = coordinator.rank
         self._shards = ShardAccess(here=here, openers=self._openers, run=run, rank=self.rank, events=session.events)
 
-    def load(
-        self, *, into: Any, step: StepId | None, allow_pickle: bool, keys: Callable[[str], bool] | None
-    ) -> Restored | None:
+    def load(self, *, planner: ReadPlanner, step: StepId | None, allow_pickle: bool) -> Restored | None:
         """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.load`. Collective: yes."""
-        request = _Request(into=into, allow_pickle=allow_pickle, keys=keys, began=time.monotonic())
+        request = _Request(planner=planner, allow_pickle=allow_pickle, began=time.monotonic())
         self._session.events.emit(EventKind.RESTORE_STARTED)
         inventory = self._inventory()
         problems: list[CopyProblem] = []
@@ -249,7 +246,7 @@ class Restorer:
             try:
                 problems = self._shards.open(plan, readers)
                 if not problems:
-                    assembler = self._assembler(readers, request)
+                    assembler = ShardAssembler(readers, rank=self.rank, planner=request.planner)
                     problems = self._shards.fill(
                         plan, readers, assembler, threads=threads_for(len(self._session.local_ranks))
                     )
@@ -266,10 +263,6 @@ class Restorer:
             for reader in readers:
                 reader.close()
         return self._restored(plan, readers, state, per_rank, request.began), []
-
-    def _assembler(self, readers: Sequence[ShardReader], request: _Request) -> ShardAssembler:
-        into = flatten(request.into).tensors if request.into is not None else None
-        return ShardAssembler(readers, rank=self.rank, into=into, keys=request.keys)
 
     def _restored(
         self, plan: RestorePlan, readers: Sequence[ShardReader], state: Any, per_rank: Any, began: float

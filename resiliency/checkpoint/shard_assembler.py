@@ -1,9 +1,10 @@
-"""A state put together from its shards, every byte checked on its way into place.
+"""Carries out a read plan over the shards of a step, checking every byte on its way into place.
 
-A block of a shard is read once, in strides that fit into a core's cache: digested, and copied to where it belongs while
-still there. Several threads share the blocks. Checking everything first and copying then read the file twice (1 GiB on
-two cores: 101 ms, against 66 ms like this; a bare copy takes 52 to 60). The price: on damage the tensors to be filled
-hold anything until another copy has been read over them, or the restore has failed.
+A block of a shard is read once, in strides that fit into a core's cache: each stride is digested, and copied to where
+it belongs while it is in the cache. Several threads share the blocks. Checking
+everything first and copying then would read the file twice (1 GiB on two cores: 101 ms, against 66 ms like this; a
+bare copy takes 52 to 60). The price: after damage was found, the tensors to be filled hold undefined values until
+another copy has been read over them, or the restore has failed.
 
 Boxes that are cut across rows, converted, or go to a GPU are copied by torch, after their blocks were found good.
 """
@@ -14,19 +15,19 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
-from resiliency.checkpoint.plan import Read, box_of, plan_reads
+from resiliency.checkpoint.leaf_kinds import box_of
+from resiliency.checkpoint.read_plan import Read, ReadPlanner
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.checkpoint.state import dtype_from_name, unflatten
-from resiliency.errors import ConfigError
+from resiliency.storage.blocks import new_digest
 from resiliency.storage.layout import Chunk
 
 __all__ = ["ShardAssembler", "threads_for"]
@@ -54,43 +55,21 @@ class _Segment:
 
 
 class ShardAssembler:
-    """What one rank wants of a step, and where it lies. Made, :meth:`read`, then asked for its :meth:`result`.
+    """Carries out a read plan over the shards of a step. Made, :meth:`read`, then asked for its :meth:`result`.
 
     Args:
         readers: one per shard, ``readers[i]`` being rank i's; they stay open until the result was taken.
         rank: whose per-rank part is wanted.
-        into: key -> tensor to fill; None makes new CPU tensors.
-        keys: with ``into=None``: load only tensors whose key passes; the others become empty tensors.
+        planner: called once with every chunk stored for all ranks; says what to read into which memory.
 
     Raises:
-        ConfigError: the checkpoint and ``into`` do not hold the same tensors.
+        ConfigError: of the planner: what is stored and what is wanted do not fit.
     """
 
-    def __init__(
-        self,
-        readers: Sequence[ShardReader],
-        *,
-        rank: int,
-        into: Mapping[str, Tensor] | None = None,
-        keys: Callable[[str], bool] | None = None,
-    ) -> None:
-        self._readers, self._rank, self._partial = readers, rank, into is None and keys is not None
-        stored = [placed.chunk for reader in readers for placed in reader.header.placed]
-        if into is not None:
-            absent = sorted({c.key for c in stored if not c.per_rank} - set(into))
-            if absent:
-                raise ConfigError(
-                    f"the checkpoint holds tensor {absent[0]!r} (and {len(absent) - 1} more), which the state passed"
-                    " lacks"
-                )
-            _warn_of_conversions(into, stored)
-            self._wanted = into
-        else:
-            self._wanted = {
-                c.key: torch.empty(c.shape, dtype=dtype_from_name(c.dtype))
-                for c in stored
-                if not c.per_rank and (keys is None or keys(c.key))
-            }
+    def __init__(self, readers: Sequence[ShardReader], *, rank: int, planner: ReadPlanner) -> None:
+        self._readers, self._rank = readers, rank
+        shared = [placed.chunk for reader in readers for placed in reader.header.placed if not placed.chunk.per_rank]
+        self._plan = planner(shared)
         where = {
             (key, offsets): (index, placed)
             for index, reader in enumerate(readers)
@@ -101,7 +80,7 @@ class ShardAssembler:
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in readers]  # bytes that must be good, segments aside
         self._by_torch: list[tuple[int, Read]] = []
         self._direct: list[Tensor] = []
-        for read in plan_reads(self._wanted, stored):
+        for read in self._plan.reads:
             index, placed = where[read.key, read.chunk_offsets]
             segment = _segment(read, placed.chunk, placed.start)
             if segment is not None:
@@ -144,7 +123,7 @@ class ShardAssembler:
         bad: dict[int, list[tuple[int, int]]] = {}
         for (index, block, _), fine in zip(jobs, good, strict=True):
             if not fine:
-                bad.setdefault(index, []).append(self._readers[index].block(block))
+                bad.setdefault(index, []).append(self._readers[index].record.blocks.bounds(block))
         for tensor in self._direct:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)  # autograd should know, as of any other change in place
@@ -155,32 +134,27 @@ class ShardAssembler:
 
     def _blocks(self, index: int) -> list[tuple[int, list[_Segment]]]:
         """Blocks of a shard that hold something wanted, in order, each with the segments that lie in it, in order."""
-        size = self._readers[index].record.block_bytes
+        blocks = self._readers[index].record.blocks
         found: dict[int, list[_Segment]] = {}
         for segment in sorted(self._segments[index], key=lambda segment: segment.start):
-            for block in _within(segment.start, segment.start + segment.nbytes, size):
+            for block in blocks.within(segment.start, segment.start + segment.nbytes):
                 found.setdefault(block, []).append(segment)
         for start, end in self._ranges[index]:
-            for block in _within(start, end, size):
+            for block in blocks.within(start, end):
                 found.setdefault(block, [])
         return sorted(found.items())
 
     def result(self, *, allow_pickle: bool = False) -> tuple[Any, Any]:
         """The state tree and the per-rank tree (None when the step has no such rank); after a :meth:`read` that found
         all well."""
-        absent, wanted = torch.empty(0), self._wanted
-        lookup: Any = (lambda key: wanted.get(key, absent)) if self._partial else wanted
+        absent, wanted = torch.empty(0), self._plan.tensors
+        lookup: Any = (lambda key: wanted.get(key, absent)) if self._plan.partial else wanted
         state = unflatten(self._readers[0].objects()["state"], lookup, allow_pickle=allow_pickle)
         if self._rank >= len(self._readers):
             return state, None
         mine = self._readers[self._rank]
         own = {p.chunk.key: mine.tensor(p.chunk, p).clone() for p in mine.header.placed if p.chunk.per_rank}
         return state, unflatten(mine.objects()["per_rank"], own, allow_pickle=allow_pickle)
-
-
-def _within(start: int, end: int, size: int) -> range:
-    """Numbers of the blocks of ``size`` bytes that bytes ``[start, end)`` lie in."""
-    return range(start // size, (end - 1) // size + 1) if end > start else range(0)
 
 
 def _segment(read: Read, chunk: Chunk, start: int) -> _Segment | None:
@@ -210,14 +184,14 @@ def _is_good(reader: ShardReader, block: int, segments: Sequence[_Segment]) -> b
     try:
         return _read_block(reader, block, segments)
     except OSError as error:
-        logger.warning("%s cannot be read at bytes %s: %s", reader.path, reader.block(block), error)
+        logger.warning("%s cannot be read at bytes %s: %s", reader.path, reader.record.blocks.bounds(block), error)
         return False
 
 
 def _read_block(reader: ShardReader, block: int, segments: Sequence[_Segment]) -> bool:
     """Puts what lies in the block into place, and tells whether the block is good. Thread: any."""
-    begin, end = reader.block(block)
-    digest = xxhash.xxh3_64()
+    begin, end = reader.record.blocks.bounds(block)
+    digest = new_digest()
     at = begin
     for segment in segments:
         first, last = max(segment.start, begin), min(segment.start + segment.nbytes, end)
@@ -241,24 +215,3 @@ def _read_block(reader: ShardReader, block: int, segments: Sequence[_Segment]) -
 def _copy_box(reader: ShardReader, placed: Any, read: Read) -> None:
     source = reader.tensor(placed.chunk, placed)
     read.destination.detach().copy_(box_of(source, read.box_offsets, read.lengths))
-
-
-def _warn_of_conversions(wanted: Mapping[str, Tensor], stored: Sequence[Chunk]) -> None:
-    """A restore into another dtype is allowed, as everywhere in torch, but it is not exact, which must be said."""
-    odd = sorted(
-        {
-            (c.key, c.dtype)
-            for c in stored
-            if not c.per_rank and c.key in wanted and wanted[c.key].dtype != dtype_from_name(c.dtype)
-        }
-    )
-    if odd:
-        (key, dtype), more = odd[0], len({name for name, _ in odd}) - 1
-        logger.warning(
-            "tensor %r is stored as %s and restored into %s (%d more are converted): what follows is not bit-equal to"
-            " the run that saved it",
-            key,
-            dtype,
-            wanted[key].dtype,
-            more,
-        )

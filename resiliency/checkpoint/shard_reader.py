@@ -1,4 +1,4 @@
-"""One shard file of the local tier, mapped for reading; every byte handed out can be checked against its record."""
+"""One shard file of the local tier, mapped for reading; its bytes can be checked against its record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from resiliency.checkpoint._pages import view
 from resiliency.checkpoint.state import dtype_from_name
 from resiliency.errors import CorruptShard
-from resiliency.storage.catalog import block_digest, step_prefix
+from resiliency.storage.blocks import block_digest
+from resiliency.storage.catalog import step_prefix
 from resiliency.storage.layout import Chunk, Placed, ShardHeader, header_length, parse_header
 from resiliency.storage.manifest import ShardRecord
 
@@ -53,11 +54,11 @@ class ShardReader:
         }
 
     def _checked_header(self) -> bytes:
-        """The header, after its blocks were found good: what it says decides what else is read."""
+        """The header, once the blocks it lies in match their digests: it decides what else is read."""
         assert self._map is not None
-        length, index = 0, 0
-        while index == 0 or self.block(index)[0] < min(length, self.record.nbytes):
-            start, end = self.block(index)
+        length, index, blocks = 0, 0, self.record.blocks
+        while index == 0 or blocks.bounds(index)[0] < min(length, self.record.nbytes):
+            start, end = blocks.bounds(index)
             if block_digest(self.view(start, end)) != self.record.digests[index]:
                 raise CorruptShard(
                     f"{self.path}: bytes {[(start, end)]} do not match their digests",
@@ -68,10 +69,6 @@ class ShardReader:
             index += 1
         return self._map[:length]
 
-    def block(self, index: int) -> tuple[int, int]:
-        """Byte range of a block."""
-        return index * self.record.block_bytes, min((index + 1) * self.record.block_bytes, self.record.nbytes)
-
     def view(self, start: int, end: int) -> memoryview:
         """Bytes of the file, unchecked."""
         return view(self._address + start, end - start)
@@ -79,9 +76,8 @@ class ShardReader:
     def take(self, start: int, address: int, nbytes: int, digest: Any) -> None:
         """Copies bytes of the file to memory and adds them to a digest. Thread: any; without the GIL.
 
-        By reading, not through the mapping: that costs a fault per page (on a ramdisk twice the time in all), and a
-            disk that
-        fails would end the process.
+        By reading the file, not through the mapping: the mapping costs a fault per page (twice the time in all on a
+        ramdisk), and a disk that fails would end the process by a signal.
 
         Raises:
             OSError: the disk failed.
@@ -91,7 +87,7 @@ class ShardReader:
         while done < nbytes:
             count = os.preadv(self._fd, [target[done:]], start + done)
             if count == 0:
-                break  # it became shorter: no digest matches that
+                break  # the file became shorter: the digest will not match
             done += count
         digest.update(target)
 

@@ -1,8 +1,8 @@
 """Lazy copy of live tensors into a shard file, digested on the way, and the fence before they may change.
 
-``start`` queues the copies and returns; a background thread works through them while forward and backward run.
-``fence`` is called before anything mutates the tensors: the caller helps with what is left, so that waiting is never
-longer than copying everything at once would have been (two threads share the work).
+``start`` queues the copies and returns; a background thread makes them while forward and backward run. ``fence`` is
+called before anything changes the tensors: the caller copies the remaining blocks together with that thread, so that
+waiting never takes longer than copying everything at once would have.
 
 The file is cut into the blocks that carry a digest. A block is read in strides that fit into a core's cache: digested,
 and copied while still there. That makes the digest nearly free (1 GiB on two cores: 63 ms with it, 58 ms without;
@@ -12,13 +12,13 @@ CPU tensors are copied without the GIL, by one of two ways into the same pages. 
 ramdisks and where a disk's file has huge pages (256 MiB: 18 to 20 ms on two cores, a bare copy to shared memory 14).
 With small pages a store pays a fault for each 4 KiB after every fsync, which write-protects them (32 to 35 ms). There
 the copy thread uses ``pwrite``, while the thread at the fence stores, as two writers of one file would wait for each
-other (23 to 28 ms). Which it is, the threads find out by counting their faults. Pages that are not in memory yet are
-made first, huge where that is possible.
+other (23 to 28 ms). The threads count their page faults to find out which pages the file has. Pages that are not in
+memory yet are made first, huge where that is possible.
 
 CUDA tensors are copied asynchronously on a side stream into the mapping registered as page-locked memory, where the
 fence makes the compute stream wait, not the CPU; the copy thread digests the mapping afterwards. The idea of
-overlapping the copy with the next forward and backward and gating only the update is that of CheckFreq (FAST '21) and
-DataStates-LLM (HPDC '24).
+overlapping the copy with the next forward and backward, and making only the update wait, is that of CheckFreq
+(FAST '21) and DataStates-LLM (HPDC '24).
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from resiliency import faultpoints
@@ -42,7 +41,7 @@ from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint._pages import fill, has_small_pages, page_faults, view
 from resiliency.checkpoint.arena import Slot
 from resiliency.errors import Timeout, TornSnapshot
-from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest, new_digest
 
 __all__ = ["Copier", "CopyTask", "Snapshot"]
 
@@ -150,6 +149,7 @@ class Snapshot:
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     _lock: threading.Condition = field(default_factory=threading.Condition)
+    _blocks: Blocks = field(init=False)
     _next: int = 0
     _blocks_left: int = 0
     _running: int = 0
@@ -158,7 +158,8 @@ class Snapshot:
     _device_waited: bool = False
 
     def __post_init__(self) -> None:
-        self._blocks_left = -(-self.slot.nbytes // BLOCK_BYTES)
+        self._blocks = Blocks(self.slot.nbytes, BLOCK_BYTES)
+        self._blocks_left = self._blocks.count
         self.digests = [""] * self._blocks_left
 
     def finish_device(self) -> None:
@@ -172,8 +173,8 @@ class Snapshot:
             if not self.wait_blocks(_HELPER_S):
                 raise Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
             for index in range(len(self.digests)):
-                start, end = self._bounds(index)
-                self.digests[index] = xxhash.xxh3_64_hexdigest(view(self.slot.address + start, end - start))
+                start, end = self._blocks.bounds(index)
+                self.digests[index] = block_digest(view(self.slot.address + start, end - start))
         except (RuntimeError, Timeout) as failure:  # RuntimeError: what every CUDA failure is
             logger.exception("copying from the GPU failed")
             error = failure
@@ -217,17 +218,14 @@ class Snapshot:
         self._finish_if_last()
         return error is None
 
-    def _bounds(self, index: int) -> tuple[int, int]:
-        return index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, self.slot.nbytes)
-
     def _copy_block(self, index: int, *, by_writes: bool) -> tuple[int, int]:
         """See :func:`_copy` for what is returned."""
         slot, sources = self.slot, self.sources
         assert sources is not None  # a block is left
-        start, end = self._bounds(index)
+        start, end = self._blocks.bounds(index)
         if slot.fresh and not slot.in_memory and self.device is None:  # a GPU may have written here already
             fill(slot.fd, start, end)
-        digest = xxhash.xxh3_64() if self.device is None else None
+        digest = new_digest() if self.device is None else None
         cost = _copy(sources.within(start, end), slot.address, slot.fd if by_writes else None, digest)
         if digest is not None:
             self.digests[index] = digest.hexdigest()

@@ -1,8 +1,9 @@
-"""State tree <-> tensors by key, and a JSON skeleton for everything else.
+"""State tree <-> leaves by key, and a JSON skeleton for everything else.
 
-A state tree is any nesting of dicts, lists and tuples with tensors (plain, DTensor) and Python objects in it, such as
-what Lightning's ``dump_checkpoint`` returns. :func:`flatten` splits it; :func:`unflatten` puts it together again. A
-tensor that occurs twice (tied weights) is stored once and shared again on load.
+A state tree is any nesting of dicts, lists and tuples with leaves (tensors of the kinds known to
+:mod:`resiliency.checkpoint.leaf_kinds`) and Python objects in it, such as what Lightning's ``dump_checkpoint`` returns.
+:func:`flatten` splits it; :func:`unflatten` puts it together again. A plain tensor that occurs twice (tied weights) is
+stored once and shared again on load.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from resiliency.checkpoint.leaf_kinds import kind_of, kind_of_class, refusal
 from resiliency.errors import ConfigError
-from resiliency.storage.codec import decode, encode, join_path, table, table_keys
+from resiliency.storage.codec import decode, encode
+from resiliency.storage.tensor_table import TENSOR, TENSOR_TABLE, TensorTable, join_path
 
-__all__ = ["FlatState", "dtype_from_name", "dtype_name", "flatten", "unflatten"]
+__all__ = ["FlatState", "dtype_from_name", "dtype_name", "flatten", "flatten_by_key", "unflatten"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,11 @@ class FlatState:
     """A split state tree.
 
     Attributes:
-        tensors: key -> live tensor (detached alias, not a copy).
-        skeleton: JSON value with a placeholder where each tensor was.
+        tensors: key -> live leaf (detached alias, not a copy). ``Tensor`` or what another registered kind takes.
+        skeleton: JSON value with a placeholder where each leaf was.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Any]
     skeleton: Any
 
 
@@ -53,16 +57,6 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-def _refuse(tensor: Tensor, key: str) -> ConfigError:
-    if tensor.layout is not torch.strided:
-        return ConfigError(
-            f"tensor {key!r} has layout {tensor.layout}; only dense tensors can be stored: call .to_dense() first"
-        )
-    if tensor.is_quantized:
-        return ConfigError(f"tensor {key!r} is quantized; store its int_repr() and scales instead")
-    return ConfigError(f"tensor {key!r} is on the meta device and has no data; materialise the model before saving")
-
-
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     """Equal for tensors at one address that are the same bytes seen the same way."""
     return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
@@ -80,65 +74,82 @@ def flatten(tree: Any) -> FlatState:
     return FlatState(walk.tensors, skeleton)
 
 
+def flatten_by_key(keys: Iterable[str], objects: Mapping[str, Any]) -> Any:
+    """The skeleton of a flat dict: a tensor under each of ``keys``, and ``objects`` beside them.
+
+    Raises:
+        ConfigError: an object that cannot be stored, is a tensor, or has the key of one.
+    """
+    split = {key: flatten(value) for key, value in objects.items()}
+    tensors = dict.fromkeys(keys)
+    for key, flat in split.items():
+        if flat.tensors or key in tensors:
+            what = "holds a tensor, which belongs into a chunk" if flat.tensors else "has the key of a tensor"
+            raise ConfigError(f"the object {key!r} {what}")
+    items = {key: {"!": TENSOR, "key": key} for key in tensors} | {key: flat.skeleton for key, flat in split.items()}
+    return items if "!" not in items else {"!": "dict", "value": [[key, item] for key, item in items.items()]}
+
+
 class _Walk:
-    """Collects the tensors of one tree."""
+    """Collects the leaves of one tree."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Any] = {}
         self._seen: dict[int, tuple[str, ...]] = {}  # by address, which nearly always differs
 
     def leaf(self, value: Any, path: tuple[str, ...]) -> Any:
         if type(value) is dict:
             return self._table(value, path)
-        if isinstance(value, Tensor):
-            return {"!": "tensor", "k": self._keep((value,), (_key(path),))[0]}
+        if kind_of_class(type(value)) is not None:
+            return {"!": TENSOR, "key": self._keep((value,), (_key(path),))[0]}
         if isinstance(value, torch.Size):
-            return {"!": "size", "v": list(value)}
+            return {"!": "size", "value": list(value)}
         if isinstance(value, torch.dtype):
-            return {"!": "dtype", "v": dtype_name(value)}
+            return {"!": "dtype", "value": dtype_name(value)}
         if isinstance(value, torch.device):
-            return {"!": "device", "v": str(value)}
+            return {"!": "device", "value": str(value)}
         return NotImplemented
 
     def _table(self, value: dict[Any, Any], path: tuple[str, ...]) -> Any:
-        """A dict of tensors at once."""
+        """A dict of leaves at once."""
         if not value:
             return NotImplemented
         for name, item in value.items():
-            if not isinstance(item, Tensor) or type(name) is not str:
+            if type(name) is not str or not (isinstance(item, Tensor) or kind_of_class(type(item)) is not None):
                 return NotImplemented
-        names = tuple(value)
-        at, keys = _table_keys(path, names)
+        table = _table_of(path, tuple(value))
+        keys = table.keys
         kept = self._keep(value.values(), keys)
-        same = kept == keys
-        return table(
-            at,
-            names,
-            {} if same else {name: is_ for name, is_, key in zip(names, kept, keys, strict=True) if is_ != key},
-        )
+        return (table if kept == keys else table.with_keys(kept)).to_json()
 
-    def _keep(self, values: Iterable[Tensor], keys: Sequence[str]) -> list[str]:
-        """Adds tensors, except those whose bytes are there already; returns their keys."""
+    def _keep(self, values: Iterable[Any], keys: Sequence[str]) -> list[str]:
+        """Adds leaves, except plain tensors whose bytes are there already; returns their keys."""
         # One loop without helpers: it runs for every tensor at every save, while the training thread waits.
         tensors, seen, kept, strided = self.tensors, self._seen, [], torch.strided
         for value, key in zip(values, keys, strict=True):
-            tensor = value.detach()
-            dense = tensor.layout is strided
-            # 0: there is no first byte, or it cannot be told.
-            address = tensor.data_ptr() if dense and type(tensor) is Tensor else 0
-            if address in seen:
+            class_ = type(value)
+            if class_ is Tensor or class_ is Parameter:
+                tensor = value.detach()
+            else:
+                tensor = kind_of(value).detach(value, key)
+            if type(tensor) is Tensor:
+                if tensor.layout is not strided or tensor.is_quantized or tensor.is_meta:
+                    raise refusal(tensor, key)
+                address = tensor.data_ptr()  # 0: it has no elements
+            else:
+                address = 0
+            others = seen.get(address)
+            if others is not None:
                 identity = _identity(tensor)
-                known = next((known for known in seen[address] if _identity(tensors[known]) == identity), None)
+                known = next((known for known in others if _identity(tensors[known]) == identity), None)
                 if known is not None:
                     kept.append(known)
                     continue
             while key in tensors:
                 key += "~"
-            if not dense or tensor.is_quantized or tensor.is_meta:
-                raise _refuse(tensor, key)
             tensors[key] = tensor
             if address:
-                seen[address] = (*seen[address], key) if address in seen else (key,)
+                seen[address] = (key,) if others is None else (*others, key)
             kept.append(key)
         return kept
 
@@ -149,30 +160,34 @@ def _key(path: tuple[str, ...]) -> str:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _table_keys(path: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Key of a dict, and those of its tensors."""
-    at = join_path(path)
-    return at, table_keys(at, names)
+def _table_of(path: tuple[str, ...], names: tuple[str, ...]) -> TensorTable:
+    """A dict of leaves none of which is tied, the same at every save."""
+    return TensorTable(join_path(path), names)
 
 
-def unflatten(
-    skeleton: Any, tensors: Mapping[str, Tensor] | Callable[[str], Tensor], *, allow_pickle: bool = False
-) -> Any:
-    """Puts a tree together; ``tensors`` gives the tensor of each key."""
+def unflatten(skeleton: Any, tensors: Mapping[str, Any] | Callable[[str], Any], *, allow_pickle: bool = False) -> Any:
+    """Puts a tree together; ``tensors`` gives the leaf of each key.
+
+    Raises:
+        ConfigError: the skeleton was written by another version.
+    """
     get = tensors if callable(tensors) else tensors.__getitem__
 
     def leaf(item: dict[str, Any]) -> Any:
-        tag = item["!"]
-        if tag == "tensor":
-            return get(item["k"])
-        if tag == "size":
-            return torch.Size(item["v"])
-        if tag == "dtype":
-            return dtype_from_name(item["v"])
-        if tag == "device":
-            return torch.device(item["v"])
+        tag, value = item["!"], item.get("value")
+        if tag == TENSOR_TABLE:
+            return {name: get(key) for name, key in TensorTable.from_json(item).items()}
+        if tag == TENSOR and "key" in item:
+            return get(item["key"])
+        if tag == "size" and value is not None:
+            return torch.Size(value)
+        if tag == "dtype" and value is not None:
+            return dtype_from_name(value)
+        if tag == "device" and value is not None:
+            return torch.device(value)
         raise ConfigError(
-            f"the checkpoint holds an object tagged {tag!r}, written by a newer version; upgrade resiliency"
+            f"the checkpoint holds an object tagged {tag!r} that this version cannot read; it was written by another"
+            " version of resiliency: upgrade, or load it with that version"
         )
 
     return decode(skeleton, leaf=leaf, allow_pickle=allow_pickle)

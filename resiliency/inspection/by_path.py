@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from resiliency.checkpoint.read_plan import plan_new
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
 from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
@@ -93,7 +94,7 @@ def load_path(
             for record in manifest.shards:
                 reader = shard_reader(root, located.run, record)
                 readers.append(reader)
-            assembly = ShardAssembler(readers, rank=rank, keys=keys)
+            assembly = ShardAssembler(readers, rank=rank, planner=plan_new(keys))
             for writer, bad in assembly.read(threads=threads_for(1)).items():
                 path = readers[writer].path
                 raise CorruptShard(f"{path}: bytes {bad} do not match their digests", path=path, ranges=bad)

@@ -10,15 +10,25 @@ from typing import Any
 
 from resiliency.errors import CorruptShard
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.codec import expand
 from resiliency.storage.layout import ShardHeader, header_length, parse_header
 from resiliency.storage.manifest import ShardRecord
+from resiliency.storage.tensor_table import TENSOR, TENSOR_TABLE, TensorTable
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["Entry", "TensorRow", "entries", "pickled", "read_header", "read_objects", "tensor_keys", "tensor_rows"]
+__all__ = [
+    "Entry",
+    "TensorRow",
+    "branches",
+    "entries",
+    "pickled",
+    "read_header",
+    "read_objects",
+    "tensor_keys",
+    "tensor_rows",
+]
 
 _FIRST_READ = 64 * 1024
-#: Tagged objects whose value is a list but which people take for one thing.
+#: Tagged objects whose value is a list but which are listed as one value.
 _LEAVES = ("complex", "range", "size", "slice", "timedelta")
 
 
@@ -86,7 +96,7 @@ def read_objects(tier: Tier, run: str, record: ShardRecord, header: ShardHeader)
     key = step_prefix(run, record.id) + record.file
     try:
         data = json.loads(tier.read_range(key, *header.objects))
-        return {name: expand(data.get(name)) for name in ("state", "per_rank", "info")}
+        return {name: data.get(name) for name in ("state", "per_rank", "info")}
     except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError) as error:
         where = f"{tier.root}/{key}"
         raise CorruptShard(
@@ -123,13 +133,15 @@ def tensor_rows(headers: Mapping[int, ShardHeader]) -> list[TensorRow]:
 
 
 def _children(item: Any) -> Iterator[tuple[str, Any]]:
-    """Parts of an encoded container with the names people know them by; nothing for a leaf."""
+    """Parts of an encoded container by the names people know them by; nothing for anything else."""
     if isinstance(item, list):
         yield from ((str(at), part) for at, part in enumerate(item))
     elif isinstance(item, dict) and "!" not in item:
         yield from item.items()
-    elif isinstance(item, dict) and isinstance(item.get("v"), dict | list) and item["!"] not in _LEAVES:
-        inner = item["v"]
+    elif isinstance(item, dict) and item["!"] == TENSOR_TABLE:
+        yield from ((name, {"!": TENSOR, "key": key}) for name, key in TensorTable.from_json(item).items())
+    elif isinstance(item, dict) and isinstance(item.get("value"), dict | list) and item["!"] not in _LEAVES:
+        inner = item["value"]
         if isinstance(inner, list) and item["!"] == "dict":
             yield from ((_text(pair[0]), pair[1]) for pair in inner)
         else:
@@ -139,15 +151,15 @@ def _children(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _text(item: Any, width: int = 60) -> str:
-    """A leaf in words."""
+    """What is not a container, in words."""
     if isinstance(item, dict) and "!" in item:
-        tag, value = item["!"], item.get("v")
-        if tag == "tensor":
-            return f"tensor {item.get('k')}"
+        tag, value = item["!"], item.get("value")
+        if tag == TENSOR:
+            return f"tensor {item.get('key')}"
         if tag == "pickle":
-            return f"{item.get('t')} (pickled)"
+            return f"{item.get('class')} (pickled)"
         if tag in ("ndarray", "npscalar"):
-            return f"numpy {item.get('d')} {item.get('s')}"
+            return f"numpy {item.get('dtype')} {item.get('shape')}"
         if tag in ("bytes", "bytearray"):
             return f"{len(value or '') * 3 // 4} bytes"
         if isinstance(value, str | int | float):
@@ -160,18 +172,26 @@ def _text(item: Any, width: int = 60) -> str:
 def _kind(item: Any) -> str:
     if isinstance(item, dict):
         tag = item.get("!", "dict")
-        return str(item.get("t", "object")).rpartition(".")[2] if tag == "pickle" else str(tag)
+        if tag == TENSOR_TABLE:
+            return "dict"
+        return str(item.get("class", "object")).rpartition(".")[2] if tag == "pickle" else str(tag)
     return "none" if item is None else type(item).__name__
 
 
 def _count(item: Any) -> tuple[int, int]:
     """(tensors, other values) in a subtree."""
-    if isinstance(item, dict) and item.get("!") == "tensor":
+    if isinstance(item, dict) and item.get("!") == TENSOR:
         return 1, 0
     parts = [_count(part) for _, part in _children(item)]
     if not parts:
         return 0, 0 if isinstance(item, dict | list) and "!" not in (item if isinstance(item, dict) else {}) else 1
     return sum(tensors for tensors, _ in parts), sum(values for _, values in parts)
+
+
+def branches(skeleton: Any) -> dict[str, Any]:
+    """The entries of a state that is a dict with names for keys; nothing for any other."""
+    named = isinstance(skeleton, dict) and skeleton.get("!", TENSOR_TABLE) == TENSOR_TABLE
+    return dict(_children(skeleton)) if named else {}
 
 
 def entries(skeleton: Any) -> list[Entry]:
@@ -196,8 +216,8 @@ def _listing(names: list[str], kind: str, width: int = 60) -> str:
 
 def tensor_keys(skeleton: Any) -> set[str]:
     """Keys of all tensors a subtree refers to; tied ones may have been stored under another branch's key."""
-    if isinstance(skeleton, dict) and skeleton.get("!") == "tensor":
-        return {str(skeleton["k"])}
+    if isinstance(skeleton, dict) and skeleton.get("!") == TENSOR:
+        return {str(skeleton["key"])}
     return set().union(*(tensor_keys(part) for _, part in _children(skeleton)))
 
 
@@ -205,7 +225,7 @@ def pickled(skeleton: Any, path: str = "") -> list[tuple[str, str, bool]]:
     """(where, class, whether a plain builtin can stand for it) of every object that was stored as a pickle."""
     found = []
     if isinstance(skeleton, dict) and skeleton.get("!") == "pickle":
-        found.append((path or "the root", str(skeleton.get("t")), "plain" in skeleton))
+        found.append((path or "the root", str(skeleton.get("class")), "plain" in skeleton))
     for name, part in _children(skeleton):
         found += pickled(part, f"{path}/{name}" if path else name)
     return found

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from resiliency.errors import ConfigError, NoCheckpointFound, TierError
 from resiliency.inspection.by_path import Located, load_path
-from resiliency.inspection.contents import pickled, read_header, read_objects, tensor_keys
+from resiliency.inspection.contents import branches, pickled, read_header, read_objects, tensor_keys
 from resiliency.inspection.survey import Target, close_tier, find, one_step
 from resiliency.storage.catalog import scan
 from resiliency.storage.manifest import NameFile, StepId
@@ -142,10 +142,11 @@ def _export(located: Located, target: str, kind: Format, allow_pickle: bool, for
             unsafe=tuple(sorted(unsafe)),
             plain=plain,
         )
-    if not isinstance(skeleton, dict) or "!" in skeleton or key not in skeleton:
-        keys = ", ".join(skeleton) if isinstance(skeleton, dict) and "!" not in skeleton else "none"
+    parts = branches(skeleton)
+    if key not in parts:
+        keys = ", ".join(parts) or "none"
         raise ConfigError(f"{manifest.id} has no entry {key!r} to take weights from; choose with --key: {keys}")
-    wanted = tensor_keys(skeleton[key])
+    wanted = tensor_keys(parts[key])
     if not wanted:
         raise ConfigError(f"the entry {key!r} of {manifest.id} holds no tensors; choose another with --key")
     state = _load(located, allow_pickle, wanted.__contains__)

@@ -106,7 +106,7 @@ def _bytes(view: StepView, copy: StoredCopy, advance: Callable[[int], None]) -> 
     lock = threading.Lock()
     tasks: list[_Task] = []
     for record in sorted(_readable(copy.listing), key=lambda record: record.rank):
-        blocks = len(record.digests)
+        blocks = record.blocks.count
         tasks += [(record, first, min(first + _TASK_BLOCKS, blocks)) for first in range(0, blocks, _TASK_BLOCKS)]
 
     def check(task: _Task) -> _Result:
@@ -117,7 +117,7 @@ def _bytes(view: StepView, copy: StoredCopy, advance: Callable[[int], None]) -> 
             return [], str(error)
         finally:
             with lock:
-                advance(min(last * record.block_bytes, record.nbytes) - first * record.block_bytes)
+                advance(record.blocks.bounds(last - 1)[1] - record.blocks.bounds(first)[0])
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="verify") as pool:
         results = list(pool.map(check, tasks))

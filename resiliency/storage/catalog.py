@@ -10,9 +10,8 @@ import json
 import logging
 from dataclasses import dataclass, field
 
-import xxhash
-
 from resiliency.errors import CorruptShard, TierError
+from resiliency.storage.blocks import block_digest
 from resiliency.storage.manifest import (
     MANIFEST,
     META_DIR,
@@ -30,7 +29,6 @@ from resiliency.storage.tiers.base import Tier
 
 __all__ = [
     "StepListing",
-    "block_digest",
     "find_runs",
     "read_name",
     "read_record",
@@ -52,11 +50,6 @@ def run_prefix(run: str) -> str:
 def step_prefix(run: str, step: StepId) -> str:
     """Key prefix of one step."""
     return f"{run_prefix(run)}{step.dirname}/"
-
-
-def block_digest(data: bytes | memoryview) -> str:
-    """Digest of one block: xxh3_64, 16 hex digits. Not cryptographic: it finds damage, not malice."""
-    return xxhash.xxh3_64_hexdigest(data)
 
 
 @dataclass
@@ -210,7 +203,7 @@ def verify_shard(
     key = step_prefix(run, record.id) + record.file
     bad: list[tuple[int, int]] = []
     for index in range(first_block, len(record.digests) if last_block is None else last_block):
-        start, end = index * record.block_bytes, min((index + 1) * record.block_bytes, record.nbytes)
+        start, end = record.blocks.bounds(index)
         try:
             data = tier.read_range(key, start, end)
         except FileNotFoundError:

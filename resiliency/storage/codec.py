@@ -1,13 +1,11 @@
 """Python objects <-> JSON, without executing anything that was stored.
 
-Tensors are not handled here: :mod:`resiliency.checkpoint.state` replaces them by placeholders through ``leaf``.
-What JSON cannot say is tagged: ``{"!": "tuple", "v": [...]}``. Objects of unknown classes are pickled into the text
-but only unpickled when the reader says so (``allow_pickle``); otherwise a subclass of a builtin degrades to that
-builtin and everything else becomes :class:`Opaque`.
+What JSON cannot say is tagged: ``{"!": "tuple", "value": [...]}``. Objects of unknown classes are pickled into the text
+but only unpickled when the reader says so (``allow_pickle``); otherwise a subclass of a builtin becomes that builtin
+and everything else becomes :class:`Opaque`.
 
-A dict that holds nothing but tensors, which is most of a state, is one :func:`table` of names instead of a placeholder
-for
-each: it is written at every save, while the training thread waits.
+Tensors are not handled here: :mod:`resiliency.checkpoint.state` puts placeholders and tables
+(:mod:`resiliency.storage.tensor_table`) in their place through ``leaf``.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ import datetime
 import pathlib
 import pickle
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from resiliency.errors import ConfigError
 
-__all__ = ["Opaque", "decode", "encode", "expand", "join_path", "table", "table_keys"]
+__all__ = ["Opaque", "decode", "encode"]
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "list": list,
@@ -50,47 +48,6 @@ class Opaque:
         return f"Opaque({self.type_name!r})"
 
 
-def join_path(parts: Sequence[str]) -> str:
-    """Keys from the root as one text; different paths may give the same (which callers must look out for)."""
-    return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in parts)
-
-
-def table_keys(at: str, names: Sequence[str]) -> list[str]:
-    """Keys of tensors called ``names`` in a dict whose own key is ``at`` ("" for the root)."""
-    prefix = f"{at}/" if at else ""
-    return [prefix + join_path((name,)) or "value" for name in names]
-
-
-def table(at: str, names: Sequence[str], otherwise: Mapping[str, str]) -> dict[str, Any]:
-    """What stands for a dict of tensors.
-
-    Args:
-        at: key of the dict.
-        names: its keys.
-        otherwise: name -> key of the tensors that are stored under another key than :func:`table_keys` gives.
-    """
-    made: dict[str, Any] = {"!": "tensors", "at": at, "k": list(names)}
-    if otherwise:
-        made["as"] = dict(otherwise)
-    return made
-
-
-def expand(value: Any) -> Any:
-    """JSON from :func:`encode` with every table as a dict of placeholders, for those who walk through it."""
-    if isinstance(value, list):
-        return [expand(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.get("!") != "tensors":
-        return {key: expand(item) for key, item in value.items()}
-    otherwise = value.get("as", {})
-    items = {
-        name: {"!": "tensor", "k": otherwise.get(name, key)}
-        for name, key in zip(value["k"], table_keys(value["at"], value["k"]), strict=True)
-    }
-    return items if "!" not in items else {"!": "dict", "v": [[name, item] for name, item in items.items()]}
-
-
 def encode(value: Any, *, leaf: Callable[[Any, tuple[str, ...]], Any]) -> Any:
     """Turns ``value`` into what :func:`json.dumps` accepts.
 
@@ -113,11 +70,11 @@ def _encode(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path: tuple
     if value is None or kind in (bool, float, str):
         return value
     if kind is int:
-        return value if -_JSON_INT < value < _JSON_INT else {"!": "int", "v": hex(value)}
+        return value if -_JSON_INT < value < _JSON_INT else {"!": "int", "value": hex(value)}
     if kind is list:
         return [_encode(item, leaf, (*path, str(i))) for i, item in enumerate(value)]
     if kind is tuple:
-        return {"!": "tuple", "v": [_encode(item, leaf, (*path, str(i))) for i, item in enumerate(value)]}
+        return {"!": "tuple", "value": [_encode(item, leaf, (*path, str(i))) for i, item in enumerate(value)]}
     if kind is dict:
         return _encode_dict(value, leaf, path)
     replaced = leaf(value, path)
@@ -134,7 +91,7 @@ def _encode_dict(value: dict[Any, Any], leaf: Callable[[Any, tuple[str, ...]], A
         return {key: _encode(item, leaf, (*path, key)) for key, item in value.items()}
     return {
         "!": "dict",
-        "v": [[_encode(k, leaf, path), _encode(v, leaf, (*path, str(k)))] for k, v in value.items()],
+        "value": [[_encode(k, leaf, path), _encode(v, leaf, (*path, str(k)))] for k, v in value.items()],
     }
 
 
@@ -145,36 +102,36 @@ def _encode_other(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path:
         return [_encode(item, leaf, (*path, str(i))) for i, item in enumerate(values)]
 
     if kind in (bytes, bytearray):
-        return {"!": kind.__name__, "v": base64.b64encode(value).decode()}
+        return {"!": kind.__name__, "value": base64.b64encode(value).decode()}
     if kind in (set, frozenset):
-        return {"!": kind.__name__, "v": items(value)}
+        return {"!": kind.__name__, "value": items(value)}
     if kind is complex:
-        return {"!": "complex", "v": [value.real, value.imag]}
+        return {"!": "complex", "value": [value.real, value.imag]}
     if kind is range:
-        return {"!": "range", "v": [value.start, value.stop, value.step]}
+        return {"!": "range", "value": [value.start, value.stop, value.step]}
     if kind is slice:
-        return {"!": "slice", "v": items((value.start, value.stop, value.step))}
+        return {"!": "slice", "value": items((value.start, value.stop, value.step))}
     if kind is collections.OrderedDict or kind is collections.Counter:
-        tagged = {"!": kind.__name__, "v": _encode_dict(dict(value), leaf, path)}
+        tagged = {"!": kind.__name__, "value": _encode_dict(dict(value), leaf, path)}
         if vars(value):  # torch keeps the versions of modules as an attribute of a state_dict
-            tagged["a"] = _encode_dict(dict(vars(value)), leaf, path)
+            tagged["attributes"] = _encode_dict(dict(vars(value)), leaf, path)
         return tagged
     if kind is collections.defaultdict:
         factory = getattr(value.default_factory, "__name__", None)
         if value.default_factory is None or _FACTORIES.get(str(factory)) is value.default_factory:
-            return {"!": "defaultdict", "f": factory, "v": _encode_dict(dict(value), leaf, path)}
+            return {"!": "defaultdict", "factory": factory, "value": _encode_dict(dict(value), leaf, path)}
     if kind is collections.deque:
-        return {"!": "deque", "n": value.maxlen, "v": items(value)}
+        return {"!": "deque", "maxlen": value.maxlen, "value": items(value)}
     if isinstance(value, pathlib.PurePath):
-        return {"!": "path", "v": str(value)}
+        return {"!": "path", "value": str(value)}
     if kind is datetime.datetime:
-        return {"!": "datetime", "v": value.isoformat()}
+        return {"!": "datetime", "value": value.isoformat()}
     if kind is datetime.date:
-        return {"!": "date", "v": value.isoformat()}
+        return {"!": "date", "value": value.isoformat()}
     if kind is datetime.timedelta:
-        return {"!": "timedelta", "v": [value.days, value.seconds, value.microseconds]}
+        return {"!": "timedelta", "value": [value.days, value.seconds, value.microseconds]}
     if kind is types.SimpleNamespace:
-        return {"!": "namespace", "v": _encode_dict(vars(value), leaf, path)}
+        return {"!": "namespace", "value": _encode_dict(vars(value), leaf, path)}
     if (
         kind.__module__ == "numpy"
         and hasattr(value, "dtype")
@@ -184,7 +141,7 @@ def _encode_other(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path:
         tag = "ndarray" if kind.__name__ == "ndarray" else "npscalar"
         data = base64.b64encode(value.tobytes()).decode()
         dtype = value.dtype.str if value.dtype.names is None else [list(part) for part in value.dtype.descr]
-        return {"!": tag, "d": dtype, "s": list(value.shape), "v": data}
+        return {"!": tag, "dtype": dtype, "shape": list(value.shape), "value": data}
     return _encode_pickle(value, leaf, path)
 
 
@@ -203,7 +160,7 @@ def _encode_pickle(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path
             f"the object at {'/'.join(path) or 'the root'} is a {name}, which cannot be stored ({error}); "
             "remove it from the state (for hyper-parameters: save_hyperparameters(ignore=[...]))"
         ) from error
-    result: dict[str, Any] = {"!": "pickle", "t": name, "v": data}
+    result: dict[str, Any] = {"!": "pickle", "class": name, "value": data}
     plain = _as_builtin(value)
     if plain is not None:
         result["plain"] = _encode(plain, leaf, path)
@@ -225,7 +182,7 @@ def decode(value: Any, *, leaf: Callable[[dict[str, Any]], Any], allow_pickle: b
     """Turns JSON written by :func:`encode` back into objects.
 
     Args:
-        leaf: called with tagged dicts this module does not know.
+        leaf: called with tagged dicts this module does not know; returns what they stand for, or raises.
         allow_pickle: unpickle objects of unknown classes. Only for files you trust: it can run code.
     """
 
@@ -249,9 +206,9 @@ def _decode_tagged(
     leaf: Callable[[dict[str, Any]], Any],
     allow_pickle: bool,
 ) -> Any:
-    v = item.get("v")
-    if tag == "tensors":
-        return walk(expand(item))
+    if "value" not in item:
+        return leaf(item)
+    v = item["value"]
     if tag == "int":
         return int(str(v), 16)
     if tag == "tuple":
@@ -271,14 +228,14 @@ def _decode_tagged(
         return slice(*walk(v))
     if tag in ("OrderedDict", "Counter"):
         made = getattr(collections, tag)(walk(v))
-        for name, attribute in walk(item.get("a", {})).items():
+        for name, attribute in walk(item.get("attributes", {})).items():
             setattr(made, str(name), attribute)
         return made
     if tag == "defaultdict":
-        name = item.get("f")
+        name = item.get("factory")
         return collections.defaultdict(_FACTORIES[name] if name else None, walk(v))
     if tag == "deque":
-        return collections.deque(walk(v), maxlen=item.get("n"))
+        return collections.deque(walk(v), maxlen=item.get("maxlen"))
     if tag == "path":
         return pathlib.Path(str(v))
     if tag == "datetime":
@@ -293,14 +250,14 @@ def _decode_tagged(
         import numpy
 
         dtype = (
-            item["d"]
-            if isinstance(item["d"], str)
-            else [(str(n), str(k), *map(tuple, shape)) for n, k, *shape in item["d"]]
+            item["dtype"]
+            if isinstance(item["dtype"], str)
+            else [(str(n), str(k), *map(tuple, shape)) for n, k, *shape in item["dtype"]]
         )
-        array = numpy.frombuffer(base64.b64decode(v or ""), dtype=numpy.dtype(dtype)).reshape(item["s"])
+        array = numpy.frombuffer(base64.b64decode(v or ""), dtype=numpy.dtype(dtype)).reshape(item["shape"])
         return array.copy() if tag == "ndarray" else array[()]
     if tag == "pickle":
         if allow_pickle:
             return pickle.loads(base64.b64decode(v or ""))  # noqa: S301 - the caller vouches for the file
-        return walk(item["plain"]) if "plain" in item else Opaque(str(item.get("t")))
+        return walk(item["plain"]) if "plain" in item else Opaque(str(item.get("class")))
     return leaf(item)

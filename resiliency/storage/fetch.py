@@ -15,7 +15,8 @@ import uuid
 from pathlib import Path
 
 from resiliency.errors import CorruptShard, TierError
-from resiliency.storage.catalog import block_digest, read_record, run_prefix, step_prefix
+from resiliency.storage.blocks import block_digest
+from resiliency.storage.catalog import read_record, run_prefix, step_prefix
 from resiliency.storage.manifest import META_DIR, ShardRecord, StepId, record_file
 from resiliency.storage.tiers.base import Tier
 
@@ -63,7 +64,7 @@ def fetch_shard(source: Tier, run: str, step: StepId, rank: int, target_root: st
 def _copy_checked(source: Tier, key: str, record: ShardRecord, target: Path) -> None:
     with open(target, "wb") as out:
         for index, digest in enumerate(record.digests):
-            start, end = index * record.block_bytes, min((index + 1) * record.block_bytes, record.nbytes)
+            start, end = record.blocks.bounds(index)
             try:
                 data = source.read_range(key, start, end)
             except FileNotFoundError:

@@ -126,7 +126,7 @@ _EMPTY_STAMP = stamp(StepId(0, 0, "000000"))
 
 
 def objects_reserve(nbytes: int) -> int:
-    """Bytes to reserve for a JSON blob of ``nbytes``: a quarter of slack, whole pages."""
+    """Bytes to reserve for a JSON text of ``nbytes`` bytes: a quarter more, rounded up to whole pages."""
     return -(-(nbytes + nbytes // 4 + 1024) // _PAGE) * _PAGE
 
 
@@ -198,7 +198,7 @@ class ShardHeader:
 
 
 def parse_header(head: bytes, *, where: str) -> ShardHeader:
-    """Reads a header.
+    """Reads and checks a header.
 
     Args:
         head: the first bytes of the file, at least the whole header.

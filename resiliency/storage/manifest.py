@@ -28,9 +28,9 @@ from typing import Any
 import xxhash
 
 from resiliency.errors import CorruptShard, UnsupportedFormat
+from resiliency.storage.blocks import Blocks
 
 __all__ = [
-    "BLOCK_BYTES",
     "FORMAT_VERSION",
     "Manifest",
     "NameFile",
@@ -45,9 +45,6 @@ __all__ = [
 
 #: Version of everything written below ``.resiliency``. A reader refuses any other and says so.
 FORMAT_VERSION = 2
-
-#: Bytes covered by one digest of a shard (the last block may be shorter).
-BLOCK_BYTES = 8 * 1024 * 1024
 
 META_DIR = ".resiliency"
 STEPS_DIR = "steps"
@@ -198,6 +195,11 @@ class ShardRecord:
     def file(self) -> str:
         return shard_file(self.rank)
 
+    @property
+    def blocks(self) -> Blocks:
+        """The parts of the file that carry a digest each."""
+        return Blocks(self.nbytes, self.block_bytes)
+
     def to_dict(self) -> dict[str, Any]:
         data = self._fields()
         return {**data, "check": _check(data)}
@@ -257,8 +259,8 @@ class ShardRecord:
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CorruptShard(f"{where}: not a shard record ({type(error).__name__}: {error})", path=where) from error
-        blocks = -(-record.nbytes // record.block_bytes) if record.block_bytes > 0 else -1
-        if record.nbytes < 0 or blocks != len(record.digests) or not 0 <= record.rank < record.world_size:
+        sized = record.nbytes >= 0 and record.block_bytes > 0
+        if not sized or record.blocks.count != len(record.digests) or not 0 <= record.rank < record.world_size:
             raise CorruptShard(
                 f"{where}: record does not add up (rank {record.rank} of {record.world_size}, {record.nbytes} bytes,"
                 f" {len(record.digests)} digests of {record.block_bytes} bytes)",

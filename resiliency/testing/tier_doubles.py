@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal, TypeVar
 
 from resiliency.errors import TierError
-from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.tiers.base import ObjectInfo, Tier
 
 __all__ = ["Call", "Fault", "FaultyTier", "RecordingTier", "SlowTier", "Verb", "WrappedTier"]

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from resiliency.errors import TierError
-from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["TierTests"]

@@ -14,7 +14,8 @@ from resiliency.agent import uploader as uploader_module
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.uploader import Uploader
 from resiliency.events import EventWriter
-from resiliency.storage.catalog import block_digest, scan, step_prefix
+from resiliency.storage.blocks import block_digest
+from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.manifest import ShardRecord, StepId
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import Fault, FaultyTier

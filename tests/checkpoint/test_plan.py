@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.checkpoint import plan as plan_module
-from resiliency.checkpoint.plan import describe, fingerprint, plan_reads, plan_replicated, plan_writes
+from resiliency.checkpoint.plan import describe, plan_replicated, plan_writes
+from resiliency.checkpoint.read_plan import plan_reads
 from resiliency.errors import ConfigError
 from resiliency.storage.layout import Chunk
 
@@ -191,14 +192,15 @@ def test_reads_that_do_not_fit(wanted: dict[str, torch.Tensor], word: str) -> No
         plan_reads(wanted, [Chunk("w", (0,), (3,), "float32", 4, (3,))])
 
 
-def test_fingerprint_changes_with_the_structure_only() -> None:
+def test_a_description_changes_with_the_structure_only() -> None:
+    """It is what tells the planner that the boxes must be dealt out anew."""
     base = {"w": torch.zeros(3), "v": torch.zeros(2, 2)}
-    mark = fingerprint(base)
-    assert fingerprint({key: tensor + 1 for key, tensor in base.items()}) == mark
+    mark = describe(base, world_size=2)
+    assert describe({key: tensor + 1 for key, tensor in base.items()}, world_size=2) == mark
     for other in (
         {"w": torch.zeros(4), "v": base["v"]},
         {"w": base["w"]},
         {"w": base["w"].int(), "v": base["v"]},
         {"v": base["v"], "x": base["w"]},
     ):
-        assert fingerprint(other) != mark
+        assert describe(other, world_size=2) != mark

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import socket
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,10 @@ import torch
 from resiliency.checkpoint import plan as plan_module
 from resiliency.checkpoint.checkpointer import Restored
 from resiliency.checkpoint.coordinator import Coordinator
+from resiliency.checkpoint.read_plan import Read
+from resiliency.checkpoint.state import dtype_from_name
+from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
+from resiliency.storage.layout import Chunk
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, run_ranks
 
 SOON = timedelta(seconds=30)
@@ -190,6 +196,80 @@ def _load_elsewhere(rank: int, directory: str) -> None:
                 assert torch.equal(got, WHOLE[key] + (1000 if key == "even" else 0)), (key, placement)
 
 
+def _save_dcp_plan(rank: int, directory: str) -> None:
+    """torch DCP's planner says what is written; nothing of it is written by DCP."""
+    from torch.distributed.checkpoint import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import WriteItemType
+    from torch.distributed.tensor import Shard
+
+    state = {"m": _dtensors(Shard(0)), "note": {"a": [1, 2]}}
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    planner.set_up_planner(state, is_coordinator=rank == 0)
+    local: list[Any] = [None, None]
+    torch.distributed.all_gather_object(local, planner.create_local_plan())
+    items = planner.finish_plan(planner.create_global_plan(local)[0][rank]).items
+    chunks = [
+        WriteChunk(
+            key=item.index.fqn,
+            tensor=planner.resolve_data(item),
+            offsets=tuple(item.tensor_data.chunk.offsets),
+            shape=tuple(item.tensor_data.size),
+        )
+        for item in items
+        if item.type is not WriteItemType.BYTE_IO
+    ]
+    objects = {
+        item.index.fqn: planner.resolve_data(item).getvalue() for item in items if item.type is WriteItemType.BYTE_IO
+    }
+    assert bool(objects) is (rank == 0) and chunks
+    with make_checkpointer_of(directory) as checkpointer:
+        ticket = checkpointer.save(1, WritePlan(chunks=chunks, objects=objects), per_rank={"rank": rank})
+        assert ticket is not None
+        ticket.wait(timeout=SOON)
+
+
+def _load_dcp_plan(rank: int, directory: str) -> None:
+    """torch DCP's planner says what is read, at another placement."""
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.tensor import Shard
+
+    state = {"m": _dtensors(Shard(1))}
+    for key, tensor in state["m"].items():
+        (tensor if key == "plain" else tensor.to_local()).fill_(-1)
+
+    def reads(stored: Sequence[Chunk]) -> list[Read]:
+        known: dict[str, Any] = {}
+        for chunk in stored:
+            properties = TensorProperties(dtype=dtype_from_name(chunk.dtype))
+            entry = known.setdefault(chunk.key, TensorStorageMetadata(properties, torch.Size(chunk.shape), []))
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(state, Metadata(known), is_coordinator=rank == 0)
+        return [
+            Read(
+                item.storage_index.fqn,
+                tuple(item.storage_index.offset),
+                tuple(item.storage_offsets),
+                tuple(item.lengths),
+                planner.resolve_tensor(item),
+            )
+            for item in planner.create_local_plan().items
+        ]
+
+    with make_checkpointer_of(directory) as checkpointer:
+        restored = checkpointer.load(reads=reads)
+    assert restored is not None and restored.per_rank == {"rank": rank}
+    assert torch.load(io.BytesIO(restored.state["note.a"])) == [1, 2]
+    for key, tensor in state["m"].items():
+        assert torch.equal(tensor if key == "plain" else tensor.full_tensor(), WHOLE[key]), key
+
+
 def _save_replicated(rank: int, directory: str) -> None:
     from torch.distributed.tensor import Replicate
 
@@ -242,3 +322,11 @@ def test_replicated_dtensors_are_restored_whole(tmp_path: Path) -> None:
 
 def test_sharded_structures_that_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
     _two("_save_different", tmp_path)
+
+
+def test_plans_of_torch_dcp_are_written_and_read(tmp_path: Path) -> None:
+    _two("_save_dcp_plan", tmp_path)
+    restored = _alone(tmp_path)
+    assert differences({key: restored.state[f"m.{key}"] for key in WHOLE}, WHOLE) == []
+    assert all(isinstance(value, bytes) for key, value in restored.state.items() if not key.startswith("m."))
+    _two("_load_dcp_plan", tmp_path)

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from resiliency.agent import core
 from resiliency.checkpoint import shard_assembler, snapshot
+from resiliency.checkpoint.read_plan import plan_into, plan_new
 from resiliency.checkpoint.shard_assembler import _read_block, _Segment
 from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
 from resiliency.errors import CorruptShard
-from resiliency.storage.catalog import block_digest, read_record
+from resiliency.storage.blocks import block_digest
+from resiliency.storage.catalog import read_record
 from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
@@ -40,9 +42,6 @@ class Raw(ShardReader):
 
         self._map = mmap.mmap(self._fd, NBYTES, access=mmap.ACCESS_COPY)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def block(self, index: int) -> tuple[int, int]:
-        return index * BLOCK, min((index + 1) * BLOCK, NBYTES)
 
 
 @pytest.fixture
@@ -77,6 +76,8 @@ def test_segments_of_any_place_and_overlap_are_read_right(
     path = tmp_path_factory.mktemp("raw") / "file"
     path.write_bytes(data)
     record = ShardRecord.__new__(ShardRecord)
+    for name, value in (("nbytes", NBYTES), ("block_bytes", BLOCK)):
+        object.__setattr__(record, name, value)
     object.__setattr__(record, "digests", tuple(block_digest(data[at : at + BLOCK]) for at in range(0, NBYTES, BLOCK)))
     targets = [torch.zeros(min(length, NBYTES - start), dtype=torch.uint8) for start, length in cuts]
     segments = [
@@ -86,7 +87,7 @@ def test_segments_of_any_place_and_overlap_are_read_right(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_assembler, "_STRIDE", stride)
         for block in range(-(-NBYTES // BLOCK)):
-            begin, end = reader.block(block)
+            begin, end = reader.record.blocks.bounds(block)
             inside = [
                 s for s in sorted(segments, key=lambda s: s.start) if s.start < end and s.start + s.nbytes > begin
             ]
@@ -106,7 +107,7 @@ def test_into_tensors_of_every_layout(saved: tuple[Path, ShardRecord, dict[str, 
     }
     versions = {key: tensor._version for key, tensor in into.items()}
     reader = shard_reader(str(folder), RUN, record)
-    one = shard_assembler.ShardAssembler([reader], rank=0, into=into)
+    one = shard_assembler.ShardAssembler([reader], rank=0, planner=plan_into(into))
     assert one.read(threads=3) == {}
     _, own = one.result()
     reader.close()
@@ -122,7 +123,7 @@ def test_all_threads_read(
     folder, record, _ = saved
     reader = shard_reader(str(folder), RUN, record)
     one, real, used, meet = (
-        shard_assembler.ShardAssembler([reader], rank=0),
+        shard_assembler.ShardAssembler([reader], rank=0, planner=plan_new()),
         shard_assembler._is_good,
         set(),
         threading.Barrier(threads),
@@ -147,7 +148,7 @@ def test_what_any_thread_raises_is_heard(
     folder, record, _ = saved
     reader = shard_reader(str(folder), RUN, record)
     one, real, here, gone = (
-        shard_assembler.ShardAssembler([reader], rank=0),
+        shard_assembler.ShardAssembler([reader], rank=0, planner=plan_new()),
         shard_assembler._is_good,
         threading.current_thread(),
         threading.Event(),
@@ -188,10 +189,12 @@ def test_damage_anywhere_is_found(
     reader = shard_reader(str(folder), RUN, record)
     placed = {("per rank" if p.chunk.per_rank else p.chunk.key): (p.start, p.end) for p in reader.header.placed}
     start, end = {**placed, "objects": reader.header.objects}[where]
-    one = shard_assembler.ShardAssembler([reader], rank=0, into=targets)
+    one = shard_assembler.ShardAssembler(
+        [reader], rank=0, planner=plan_new() if targets is None else plan_into(targets)
+    )
     for at in (start, (start + end) // 2, end - 1):
         damage(reader.path, at)
-        assert one.read(threads=1) == {0: [reader.block(at // 64)]}
+        assert one.read(threads=1) == {0: [reader.record.blocks.bounds(at // 64)]}
         damage(reader.path, at)
     assert one.read(threads=1) == {}
     reader.close()
@@ -214,7 +217,7 @@ def test_what_nobody_wants_is_not_read(saved: tuple[Path, ShardRecord, dict[str,
     reader = shard_reader(str(folder), RUN, record)
     a, b = (next(p for p in reader.header.placed if p.chunk.key == key) for key in "ab")
     damage(reader.path, (a.start + a.end) // 2)
-    one = shard_assembler.ShardAssembler([reader], rank=0, keys=lambda key: key == "b")
+    one = shard_assembler.ShardAssembler([reader], rank=0, planner=plan_new(lambda key: key == "b"))
     assert one.read(threads=2) == {}
     assert torch.equal(one.result()[0]["b"], state["b"])
     damage(reader.path, (b.start + b.end) // 2)
@@ -229,13 +232,13 @@ def test_a_disk_that_fails_is_damage_and_no_end(
 ) -> None:
     folder, record, _ = saved
     reader = shard_reader(str(folder), RUN, record)
-    one = shard_assembler.ShardAssembler([reader], rank=0)
+    one = shard_assembler.ShardAssembler([reader], rank=0, planner=plan_new())
 
     def fails(fd: int, buffers: object, at: int) -> int:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fails)
     bad = one.read(threads=1)[0]
-    assert reader.block(reader.header.objects[0] // 64) in bad and len(bad) > 20
+    assert reader.record.blocks.bounds(reader.header.objects[0] // 64) in bad and len(bad) > 20
     assert "cannot be read at bytes (" in caplog.text
     reader.close()

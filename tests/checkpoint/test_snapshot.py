@@ -17,7 +17,7 @@ from resiliency.checkpoint import snapshot as snapshot_module
 from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.snapshot import Copier, CopyTask, Snapshot
 from resiliency.errors import Timeout, TornSnapshot
-from resiliency.storage.catalog import block_digest
+from resiliency.storage.blocks import block_digest
 from resiliency.testing.checkpoints import bytes_of
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from resiliency import faultpoints
 from resiliency.errors import TierError
-from resiliency.storage.catalog import block_digest, scan, step_prefix
+from resiliency.storage.blocks import block_digest
+from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.deletion import delete_names, delete_step
 from resiliency.storage.manifest import MANIFEST, Manifest, NameFile, ShardRecord, StepId, gather_records, record_file
 from resiliency.storage.tiers import open_tier

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from resiliency.errors import TierError
-from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import Call, Fault, FaultyTier, RecordingTier, SlowTier, Verb

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.tiers._os_errors import tier_error
 
 __all__ = ["Source", "opened"]

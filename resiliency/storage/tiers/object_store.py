@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from resiliency.errors import ConfigError, TierError
-from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.tiers._address import store_path
 from resiliency.storage.tiers._failures import SessionLost, explain
 from resiliency.storage.tiers._filesystem import PerProcess

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from resiliency.errors import ConfigError, TierError
-from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.tiers import local, open_tier
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier, fsync_dir, fsync_file

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from resiliency.errors import ConfigError, TierError
-from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.tiers import object_store, open_tier
 from resiliency.storage.tiers._upload import Upload
 from resiliency.storage.tiers.base import Tier
@@ -179,7 +179,7 @@ def interrupt(sent: int) -> None:
 
 CHILD = """
 import os, signal, sys
-from resiliency.storage.manifest import BLOCK_BYTES
+from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.tiers.object_store import ObjectStoreTier
 what, url, endpoint, source = sys.argv[1:]
 options = {"endpoint_url": endpoint, "token": "anon", "project": "test"}

@@ -1,0 +1,227 @@
+"""What counts as a tensor of a state, and how each kind of it is described, cut and filled.
+
+A *leaf* is an object of a state tree whose elements go into shards as raw bytes: a plain tensor, a ``DTensor``, or what
+a framework uses in their place. One class per kind answers what the engine asks; :func:`register_leaf_kind` adds one.
+Which kind an object has is decided by its class, once per class.
+
+Boxes are in coordinates of the whole (global) tensor. A kind is asked for as many boxes as this process holds; what is
+written, by which rank, and what is read into which box follows from that and is the planner's work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from resiliency.errors import ConfigError
+
+__all__ = ["Box", "LeafDescription", "LeafKind", "box_of", "is_plain", "kind_of", "kind_of_class", "register_leaf_kind"]
+
+
+class Box(NamedTuple):
+    """A box of a tensor: its first index and its length in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeafDescription:
+    """What a planner has to know of a leaf.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of its elements.
+        boxes: what this process holds of it; empty when it holds nothing.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+
+class LeafKind(Protocol):
+    """How the engine handles leaves of one kind. Thread: training; no method may talk to other ranks.
+
+    Attributes:
+        name: for messages; registered once.
+        replicated: True when every rank holds the whole of each leaf, so that ranks can share out the writing without
+            talking. False when ranks hold parts: they exchange descriptions at the first save of a structure.
+    """
+
+    name: str
+    replicated: bool
+
+    def takes(self, class_: type) -> bool:
+        """True for the classes this kind handles."""
+        ...
+
+    def detach(self, leaf: Any, key: str) -> Any:
+        """The leaf as it is kept while a save runs: the same memory, nothing of autograd. Copies no elements.
+
+        Raises:
+            ConfigError: it cannot be stored; names ``key`` and says what to do instead.
+        """
+        ...
+
+    def describe(self, leaf: Any) -> LeafDescription:
+        """Shape, dtype and the boxes this process holds."""
+        ...
+
+    def structure(self, leaf: Any) -> Hashable:
+        """Equal for leaves of one plan: same shape, dtype, boxes and device. Asked at every save; in-process only."""
+        ...
+
+    def local(self, leaf: Any, box: Box) -> Tensor:
+        """One of the boxes of :meth:`describe` as a tensor of shape ``box.sizes`` that shares the leaf's memory.
+
+        Raises:
+            ConfigError: the leaf does not hold that box.
+        """
+        ...
+
+
+def box_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A view of one box of a plain tensor."""
+    if tuple(sizes) == tuple(tensor.shape):
+        return tensor
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def is_plain(class_: type) -> bool:
+    """True for the two classes nearly all leaves have. What runs per tensor and save asks this first."""
+    return class_ is Tensor or class_ is Parameter
+
+
+class _Plain:
+    """``torch.Tensor``, parameters, and subclasses nobody else takes: the whole of it on every rank."""
+
+    name = "tensor"
+    replicated = True
+
+    def takes(self, class_: type) -> bool:
+        return issubclass(class_, Tensor)
+
+    def detach(self, leaf: Any, key: str) -> Any:
+        tensor: Tensor = leaf.detach()
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise refusal(tensor, key)
+        return tensor
+
+    def describe(self, leaf: Any) -> LeafDescription:
+        shape = tuple(leaf.shape)
+        return LeafDescription(shape=shape, dtype=leaf.dtype, boxes=(Box((0,) * len(shape), shape),))
+
+    def structure(self, leaf: Any) -> Hashable:
+        return leaf.dtype, leaf.shape, leaf.device
+
+    def local(self, leaf: Any, box: Box) -> Tensor:
+        return box_of(leaf, box.offsets, box.sizes)
+
+
+class _Distributed:
+    """``DTensor`` and what looks like one: the local part differs from rank to rank, or is a replica of others'."""
+
+    name = "dtensor"
+    replicated = False
+
+    def takes(self, class_: type) -> bool:
+        # By its attributes: importing torch.distributed.tensor takes a third of a second.
+        return hasattr(class_, "__create_chunk_list__") or (
+            hasattr(class_, "device_mesh") and hasattr(class_, "placements")
+        )
+
+    def detach(self, leaf: Any, key: str) -> Any:
+        return _plain.detach(leaf, key)
+
+    def describe(self, leaf: Any) -> LeafDescription:
+        # A rank outside the tensor's mesh holds nothing of it.
+        held = leaf.__create_chunk_list__() if leaf.device_mesh.get_coordinate() is not None else []
+        boxes = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in held)
+        return LeafDescription(shape=tuple(leaf.shape), dtype=leaf.dtype, boxes=boxes)
+
+    def structure(self, leaf: Any) -> Hashable:
+        return leaf.dtype, leaf.shape, leaf.device, str(leaf.placements), id(leaf.device_mesh)
+
+    def local(self, leaf: Any, box: Box) -> Tensor:
+        local: Tensor = leaf.to_local()
+        if tuple(local.shape) != box.sizes:
+            raise ConfigError(
+                f"the local shard has shape {tuple(local.shape)}, not that of the planned box {box.sizes}"
+            )
+        return local.detach()
+
+
+def refusal(tensor: Tensor, key: str) -> ConfigError:
+    """Why a tensor without plain bytes cannot be stored."""
+    if tensor.layout is not torch.strided:
+        return ConfigError(
+            f"tensor {key!r} has layout {tensor.layout}; only dense tensors can be stored: call .to_dense() first"
+        )
+    if tensor.is_quantized:
+        return ConfigError(f"tensor {key!r} is quantized; store its int_repr() and scales instead")
+    return ConfigError(f"tensor {key!r} is on the meta device and has no data; materialise the model before saving")
+
+
+_plain = _Plain()
+#: Asked in this order; the plain kind takes every tensor that is left.
+_kinds: list[LeafKind] = [_Distributed(), _plain]
+_of_class: dict[type, LeafKind] = {}
+_lock = threading.Lock()
+
+
+def register_leaf_kind(kind: LeafKind) -> Callable[[], None]:
+    """Adds a kind. It is asked before those there already are, so it may take classes that another would.
+
+    Call it before the first save or load that meets such a leaf, on every rank.
+
+    Returns:
+        A function that takes the kind out again.
+
+    Raises:
+        ConfigError: a kind of this name is there already.
+    """
+    with _lock:
+        if any(known.name == kind.name for known in _kinds):
+            raise ConfigError(f"a leaf kind named {kind.name!r} is registered already; register each kind once")
+        _kinds.insert(0, kind)
+        _of_class.clear()
+
+    def remove() -> None:
+        with _lock:
+            if kind in _kinds:
+                _kinds.remove(kind)
+            _of_class.clear()
+
+    return remove
+
+
+def kind_of_class(class_: type) -> LeafKind | None:
+    """The kind of objects of a class; None when they are no leaves."""
+    found = _of_class.get(class_)
+    if found is None:
+        with _lock:
+            found = next((kind for kind in _kinds if kind.takes(class_)), None)
+            if found is not None:  # only those: any class of a user's state may be asked for
+                _of_class[class_] = found
+    return found
+
+
+def kind_of(leaf: Any) -> LeafKind:
+    """The kind of a leaf.
+
+    Raises:
+        ConfigError: the object is none.
+    """
+    kind = kind_of_class(type(leaf))
+    if kind is None:
+        raise ConfigError(f"a {type(leaf).__qualname__} is no tensor of a registered kind; see register_leaf_kind")
+    return kind

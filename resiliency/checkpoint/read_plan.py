@@ -1,0 +1,207 @@
+"""What a restore copies: which box of which stored chunk goes where.
+
+A *read plan* is made from the list of all chunks of the step, once the step is chosen: :func:`plan_into` fills the
+leaves of a given state, :func:`plan_new` makes CPU tensors, :func:`plan_given` takes reads a caller planned itself.
+Whoever carries it out (:class:`~resiliency.checkpoint.shard_assembler.ShardAssembler`) knows no leaves and no trees.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resiliency.checkpoint.leaf_kinds import Box, box_of, kind_of
+from resiliency.checkpoint.state import dtype_from_name, flatten
+from resiliency.errors import ConfigError
+from resiliency.storage.layout import Chunk
+
+__all__ = ["Read", "ReadPlan", "ReadPlanner", "plan_given", "plan_into", "plan_new", "plan_reads"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Read:
+    """One copy of a restore: a box of a stored chunk into a tensor.
+
+    Attributes:
+        key: of the tensor the chunk belongs to.
+        chunk_offsets: where the chunk begins in the whole tensor; with ``key`` it names the chunk.
+        box_offsets: first index of the box within the chunk.
+        lengths: shape of the box.
+        destination: gets the elements; of shape ``lengths``, any strides, dtype and device. Detached from autograd.
+    """
+
+    key: str
+    chunk_offsets: tuple[int, ...]
+    box_offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    destination: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPlan:
+    """What one rank wants of a step.
+
+    Attributes:
+        reads: what to copy.
+        tensors: key -> leaf to put into the restored state.
+        partial: True when the state may have other tensors too; they become empty tensors.
+    """
+
+    reads: Sequence[Read]
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    partial: bool = False
+
+
+#: Makes a read plan from every chunk of a step, per-rank chunks aside. Called again for every copy or step tried.
+ReadPlanner = Callable[[Sequence[Chunk]], ReadPlan]
+
+
+def plan_into(into: Any) -> ReadPlanner:
+    """Fills the leaves of a state tree in place.
+
+    Raises (when it is called):
+        ConfigError: checkpoint and state do not hold the same tensors.
+    """
+
+    def plan(stored: Sequence[Chunk]) -> ReadPlan:
+        wanted = flatten(into).tensors
+        absent = sorted({chunk.key for chunk in stored} - set(wanted))
+        if absent:
+            raise ConfigError(
+                f"the checkpoint holds tensor {absent[0]!r} (and {len(absent) - 1} more), which the state passed lacks"
+            )
+        return ReadPlan(reads=plan_reads(wanted, stored), tensors=wanted)
+
+    return plan
+
+
+def plan_new(keys: Callable[[str], bool] | None = None) -> ReadPlanner:
+    """Makes CPU tensors.
+
+    Args:
+        keys: only tensors whose key passes; None: all.
+    """
+
+    def plan(stored: Sequence[Chunk]) -> ReadPlan:
+        wanted = {
+            chunk.key: torch.empty(chunk.shape, dtype=dtype_from_name(chunk.dtype))
+            for chunk in stored
+            if keys is None or keys(chunk.key)
+        }
+        return ReadPlan(reads=plan_reads(wanted, stored), tensors=wanted, partial=keys is not None)
+
+    return plan
+
+
+def plan_given(reads: Callable[[Sequence[Chunk]], Sequence[Read]]) -> ReadPlanner:
+    """Takes the reads of a caller, who keeps the destinations; each is checked against the chunks stored.
+
+    Raises (when it is called):
+        ConfigError: ``reads`` failed, or a read does not fit the chunk it names.
+    """
+
+    def plan(stored: Sequence[Chunk]) -> ReadPlan:
+        try:
+            given = list(reads(stored))
+        except ConfigError:
+            raise
+        except Exception as error:  # Boundary: the caller's code; the other ranks must hear that this one gives up.
+            raise ConfigError(f"reads= failed: {type(error).__name__}: {error}") from error
+        chunks = {(chunk.key, chunk.offsets): chunk for chunk in stored}
+        for read in given:
+            _check(read, chunks.get((read.key, read.chunk_offsets)))
+        return ReadPlan(reads=given, partial=True)
+
+    return plan
+
+
+def _check(read: Read, chunk: Chunk | None) -> None:
+    where = f"a read of tensor {read.key!r}, chunk at {read.chunk_offsets}"
+    if chunk is None:
+        raise ConfigError(f"{where}: the checkpoint has no such chunk; plan reads from the chunks passed to reads=")
+    inside = len(read.box_offsets) == len(read.lengths) == len(chunk.sizes) and all(
+        0 <= first and 0 <= length and first + length <= size
+        for first, length, size in zip(read.box_offsets, read.lengths, chunk.sizes, strict=True)
+    )
+    if not inside:
+        raise ConfigError(f"{where}: box {read.lengths} at {read.box_offsets} is not within the chunk's {chunk.sizes}")
+    if tuple(read.destination.shape) != tuple(read.lengths):
+        raise ConfigError(f"{where}: the destination has shape {tuple(read.destination.shape)}, not {read.lengths}")
+
+
+def plan_reads(wanted: Mapping[str, Any], stored: Sequence[Chunk]) -> list[Read]:
+    """Cuts the boxes this process holds of the wanted leaves into ranges of stored chunks.
+
+    Args:
+        wanted: key -> leaf to fill (of any registered kind, any device).
+        stored: every chunk of the step, of all shards; the chunks of a tensor do not overlap.
+
+    Raises:
+        ConfigError: a key is not stored, not whole, or of another global shape.
+    """
+    by_key: dict[str, list[Chunk]] = {}
+    for chunk in stored:
+        by_key.setdefault(chunk.key, []).append(chunk)
+    reads: list[Read] = []
+    converted: list[tuple[str, str, torch.dtype]] = []
+    for key, leaf in wanted.items():
+        kind = kind_of(leaf)
+        known, found = kind.describe(leaf), by_key.get(key)
+        if found is None:
+            raise ConfigError(
+                f"tensor {key!r} is not in the checkpoint; it holds {len(by_key)} tensors such as {sorted(by_key)[:3]}"
+            )
+        if found[0].shape != known.shape:
+            raise ConfigError(f"tensor {key!r} has shape {known.shape} here but {found[0].shape} in the checkpoint")
+        if known.dtype != dtype_from_name(found[0].dtype):
+            converted.append((key, found[0].dtype, known.dtype))
+        elements = 0
+        for box in known.boxes:
+            target = kind.local(leaf, box)
+            for read in _reads_of(key, box, target, found):
+                elements += math.prod(read.lengths)
+                reads.append(read)
+        needed = sum(math.prod(box.sizes) for box in known.boxes)
+        if elements != needed:
+            raise ConfigError(f"tensor {key!r}: only {elements} of {needed} elements are in the checkpoint")
+    _warn_of_conversions(sorted(converted, key=lambda entry: entry[0]))
+    return reads
+
+
+def _reads_of(key: str, box: Box, target: Tensor, chunks: Sequence[Chunk]) -> list[Read]:
+    """The parts of a box that lie in each chunk; ``target`` is the box's memory."""
+    reads = []
+    for chunk in chunks:
+        first = tuple(map(max, box.offsets, chunk.offsets))
+        last = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True)
+        )
+        lengths = tuple(end - start for start, end in zip(first, last, strict=True))
+        if any(length <= 0 for length in lengths):
+            continue
+        at = tuple(start - offset for start, offset in zip(first, box.offsets, strict=True))
+        within = tuple(start - offset for start, offset in zip(first, chunk.offsets, strict=True))
+        reads.append(Read(key, chunk.offsets, within, lengths, box_of(target, at, lengths)))
+    return reads
+
+
+def _warn_of_conversions(converted: Sequence[tuple[str, str, torch.dtype]]) -> None:
+    """A restore into another dtype is allowed, as everywhere in torch, but it is not exact, which must be said."""
+    if converted:
+        key, stored, here = converted[0]
+        logger.warning(
+            "tensor %r is stored as %s and restored into %s (%d more are converted): what follows is not bit-equal to"
+            " the run that saved it",
+            key,
+            stored,
+            here,
+            len(converted) - 1,
+        )

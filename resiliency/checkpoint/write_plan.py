@@ -1,0 +1,88 @@
+"""A save whose plan is made by the caller: boxes of tensors, each with the memory it is taken from.
+
+For those who know already which rank holds which part of what: torch DCP's planners, Megatron's sharded state dicts, a
+strategy. The engine needs no state tree then; :meth:`Checkpointer.save` takes a :class:`WritePlan` in its place::
+
+    rows = WriteChunk(key="table", tensor=my_rows, offsets=(1000 * rank, 0), shape=(1000 * world_size, 64))
+    checkpointer.save(step, WritePlan(chunks=[rows], objects={"epoch": 3}))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resiliency.checkpoint.leaf_kinds import Box, refusal
+from resiliency.errors import ConfigError
+
+__all__ = ["WriteChunk", "WritePlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteChunk:
+    """A box of a tensor that this rank offers to write.
+
+    Attributes:
+        key: of the tensor; parts joined by "/" name where a state tree given to ``load(into=...)`` has it.
+        tensor: the box's elements, dense, any strides, CPU or CUDA; its shape is that of the box.
+        offsets: first index of the box in the whole tensor; empty: it begins at its first element.
+        shape: of the whole tensor; None: the box is all of it.
+
+    Raises:
+        ConfigError: the box does not lie within the shape, or the tensor has no plain bytes.
+    """
+
+    key: str
+    tensor: Tensor
+    offsets: tuple[int, ...] = ()
+    shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        sizes = tuple(self.tensor.shape)
+        offsets = tuple(self.offsets) or (0,) * len(sizes)
+        shape = sizes if self.shape is None else tuple(self.shape)
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            0 <= first and first + size <= length for first, size, length in zip(offsets, sizes, shape, strict=True)
+        )
+        if not self.key or not inside:
+            raise ConfigError(f"chunk of tensor {self.key!r}: box {sizes} at {offsets} is not within shape {shape}")
+        if self.tensor.layout is not torch.strided or self.tensor.is_quantized or self.tensor.is_meta:
+            raise refusal(self.tensor, self.key)
+        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "shape", shape)
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, tuple(self.tensor.shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritePlan:
+    """What this rank offers to one save. All ranks together must offer every element of every tensor.
+
+    Boxes are exchanged at the first save of a plan and whenever a rank's boxes change, which all ranks must do at the
+    same save. A box that several ranks offer is written by one of them; boxes that overlap otherwise are refused.
+
+    ``load()`` of such a step gives a flat dict: each tensor under its key, then the objects.
+
+    Attributes:
+        chunks: boxes this rank holds.
+        objects: name -> Python object without tensors. Those of rank 0 are stored.
+
+    Raises:
+        ConfigError: two chunks begin at one place of one tensor.
+    """
+
+    chunks: Sequence[WriteChunk]
+    objects: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        seen: set[tuple[str, tuple[int, ...]]] = set()
+        for chunk in self.chunks:
+            if (chunk.key, chunk.offsets) in seen:
+                raise ConfigError(f"two chunks of tensor {chunk.key!r} begin at {chunk.offsets}; pass each box once")
+            seen.add((chunk.key, chunk.offsets))

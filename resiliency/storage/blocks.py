@@ -1,0 +1,59 @@
+"""The blocks of a shard file: how many there are, which bytes each covers, and the digest of one. Pure; no torch.
+
+A record keeps one digest for each block, so that damage is known by its place, a part of a file can be checked alone,
+and several threads can share the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+
+__all__ = ["BLOCK_BYTES", "Blocks", "block_digest", "new_digest"]
+
+#: Bytes covered by one digest of a shard written now (the last block may be shorter). Readers go by the record.
+BLOCK_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A file of ``nbytes`` bytes, cut into blocks of ``block_bytes``.
+
+    Raises:
+        ValueError: a negative size, or blocks without bytes.
+    """
+
+    nbytes: int
+    block_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0 or self.block_bytes < 1:
+            raise ValueError(f"{self.nbytes} bytes cannot be cut into blocks of {self.block_bytes}")
+
+    @property
+    def count(self) -> int:
+        """Number of blocks; 0 for an empty file."""
+        return -(-self.nbytes // self.block_bytes)
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """Byte range ``[start, end)`` of a block."""
+        return index * self.block_bytes, min((index + 1) * self.block_bytes, self.nbytes)
+
+    def index_at(self, offset: int) -> int:
+        """Number of the block that the byte at ``offset`` lies in."""
+        return offset // self.block_bytes
+
+    def within(self, start: int, end: int) -> range:
+        """Numbers of the blocks that bytes ``[start, end)`` lie in; none for an empty range."""
+        return range(self.index_at(start), self.index_at(end - 1) + 1) if end > start else range(0)
+
+
+def block_digest(data: bytes | memoryview) -> str:
+    """Digest of one block: xxh3_64, 16 hex digits. Not cryptographic: it finds damage, not malice."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def new_digest() -> xxhash.xxh3_64:
+    """The same digest for a block that comes piece by piece: ``update`` it, then ask for its ``hexdigest``."""
+    return xxhash.xxh3_64()
