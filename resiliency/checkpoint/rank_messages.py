@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from resiliency.checkpoint.coordinator import Coordinator
-from resiliency.checkpoint.inventory import StepInventory
+from resiliency.storage.inventory import StepInventory
 from resiliency.storage.sources import BadCopy
 from resiliency.storage.typed_json import decode, encode
 

@@ -1,6 +1,6 @@
 """The collective restore: list what all sources hold, agree on a step, fetch its missing shards, read and check them.
 
-Which step, and which source for each shard, is decided by :mod:`resiliency.checkpoint.restore_plan`. This module asks
+Which step, and which source for each shard, is decided by :mod:`resiliency.storage.restore_plan`. This module asks
 the tiers and exchanges the answers between ranks. Every rank has the same inventory and the same list of bad copies,
 and so makes the same plan.
 """
@@ -17,17 +17,17 @@ from typing import Any
 from resiliency import faultpoints
 from resiliency.agent.messages import Rescan
 from resiliency.checkpoint.coordinator import Coordinator
-from resiliency.checkpoint.inventory import StepInventory, list_inventory
 from resiliency.checkpoint.rank_messages import CopyProblem, InventoryReport, ProblemReport, gather
 from resiliency.checkpoint.read_plan import ReadPlanner
-from resiliency.checkpoint.restore_plan import RestorePlan, plan_restore
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.shard_access import ShardAccess
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError, UnsupportedFormat
 from resiliency.events import EventKind
+from resiliency.storage.inventory import StepInventory, list_inventory
 from resiliency.storage.manifest import StepId
+from resiliency.storage.restore_plan import RestorePlan, plan_restore
 from resiliency.storage.sources import Cost, Opener, ShardSource, open_source
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier

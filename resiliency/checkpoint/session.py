@@ -17,7 +17,7 @@ from resiliency.checkpoint.rank_messages import AgentReady, RankReport, SharedFo
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.settings import Environment
-from resiliency.storage.catalog import step_folders
+from resiliency.storage.attempts import attempt_file, largest_attempt_of_steps, read_attempt, write_attempt
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.base import Tier
@@ -51,27 +51,9 @@ class Session:
     client: AgentClient
 
 
-def _largest_attempt(tier: Tier, run: str) -> int:
-    """Of the steps a tier holds; 0 for none. Raises UnsupportedFormat, TierError."""
-    return max((step.attempt for step in step_folders(tier, run)), default=0)
-
-
 def _try_writing(path: str) -> None:
     with open(path, "wb"):
         os.unlink(path)
-
-
-def _attempt_file(directory: str, run: str) -> str:
-    return os.path.join(directory, META_DIR, run, "attempt")
-
-
-def _read_attempt(path: str) -> int:
-    """Last attempt started here; attempts that saved nothing count too. 0 when unknown."""
-    try:
-        with open(path, encoding="ascii") as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return 0
 
 
 def open_session(
@@ -101,7 +83,7 @@ def open_session(
     try:
         os.makedirs(meta, exist_ok=True)
         _try_writing(os.path.join(meta, f".write-{rank:05d}"))
-        largest = max(_read_attempt(_attempt_file(local.directory, run)), _largest_attempt(local_tier, run))
+        largest = max(read_attempt(local.directory, run), largest_attempt_of_steps(local_tier, run))
     except UnsupportedFormat as error:
         unsupported, largest = str(error), 0
     except (OSError, TierError) as error:
@@ -110,7 +92,7 @@ def open_session(
     if rank == 0:
         for tier in remote_tiers:
             try:
-                largest = max(largest, _largest_attempt(tier, run))
+                largest = max(largest, largest_attempt_of_steps(tier, run))
             except UnsupportedFormat as error:
                 unsupported = unsupported or str(error)
             except TierError as error:
@@ -136,13 +118,12 @@ def open_session(
     local_ranks = tuple(r for r in range(world_size) if nodes[r] == node)
     if rank == local_ranks[0]:
         try:
-            with open(_attempt_file(local.directory, run), "w", encoding="ascii") as file:
-                file.write(str(attempt))
+            write_attempt(local.directory, run, attempt)
         except OSError as error:
             # The step folders tell it too, once something is saved.
             logger.warning(
                 "%s cannot be written (%s); the attempt is counted from the checkpoints",
-                _attempt_file(local.directory, run),
+                attempt_file(local.directory, run),
                 error,
             )
     shared = _is_shared(

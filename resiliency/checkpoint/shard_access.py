@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from resiliency import faultpoints
 from resiliency.checkpoint.rank_messages import CopyProblem
-from resiliency.checkpoint.restore_plan import RestorePlan
 from resiliency.checkpoint.shard_assembler import ShardAssembler
 from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
 from resiliency.errors import CorruptShard, TierError
 from resiliency.events import EventKind, EventWriter
 from resiliency.storage.catalog import read_record
 from resiliency.storage.fetch import fetch_shard
+from resiliency.storage.restore_plan import RestorePlan
 from resiliency.storage.sources import BadCopy, Opener, ShardSource, open_source
 
 __all__ = ["ShardAccess"]

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from resiliency.checkpoint.inventory import StepInventory, list_inventory
 from resiliency.checkpoint.rank_messages import CopyProblem, InventoryReport, ProblemReport
 from resiliency.errors import ConfigError
+from resiliency.storage.inventory import StepInventory, list_inventory
 from resiliency.storage.manifest import StepId
 from resiliency.storage.sources import BadCopy, Cost, ShardSource
 from resiliency.storage.tiers.local import LocalTier

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from resiliency.checkpoint.inventory import StepInventory
+from resiliency.storage.inventory import StepInventory
 from resiliency.storage.manifest import StepId
 from resiliency.storage.sources import BadCopy, Cost, ShardSource, SourceResolver
 

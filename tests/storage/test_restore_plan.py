@@ -7,9 +7,9 @@ import random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from resiliency.checkpoint.inventory import StepInventory
-from resiliency.checkpoint.restore_plan import plan_restore
+from resiliency.storage.inventory import StepInventory
 from resiliency.storage.manifest import StepId
+from resiliency.storage.restore_plan import plan_restore
 from resiliency.storage.sources import BadCopy, Cost, ShardSource
 
 SETTINGS = settings(deadline=None, database=None, max_examples=300, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,45 @@
+"""Which attempt of a run is the next: from what earlier ones left on the tiers. No torch."""
+
+from __future__ import annotations
+
+import os
+
+from resiliency.storage.catalog import step_folders
+from resiliency.storage.manifest import META_DIR
+from resiliency.storage.tiers.base import Tier
+
+__all__ = ["attempt_file", "largest_attempt_of_steps", "read_attempt", "write_attempt"]
+
+
+def attempt_file(directory: str, run: str) -> str:
+    """Path of the file that holds the number of the last attempt started in a local tier."""
+    return os.path.join(directory, META_DIR, run, "attempt")
+
+
+def read_attempt(directory: str, run: str) -> int:
+    """The last attempt started here, also when it saved nothing; 0 when unknown."""
+    try:
+        with open(attempt_file(directory, run), encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 0
+
+
+def write_attempt(directory: str, run: str, attempt: int) -> None:
+    """Notes that an attempt has started.
+
+    Raises:
+        OSError: the file cannot be written; the step folders tell the attempt too, once something is saved.
+    """
+    with open(attempt_file(directory, run), "w", encoding="ascii") as file:
+        file.write(str(attempt))
+
+
+def largest_attempt_of_steps(tier: Tier, run: str) -> int:
+    """The newest attempt that left a step on a tier; 0 for none. Blocks: one listing.
+
+    Raises:
+        UnsupportedFormat: the run holds steps that another version of the format wrote.
+        TierError: the tier cannot be listed.
+    """
+    return max((step.attempt for step in step_folders(tier, run)), default=0)
