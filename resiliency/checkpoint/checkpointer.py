@@ -214,7 +214,7 @@ class Checkpointer:
             if state is None:
                 raise ConfigError("warm_up needs the state that will be saved, or nbytes=")
             nbytes = self._planner.plan(
-                state, None, info={}, coordinator=parts.coordinator, agree_timeout=self.options.agree_timeout
+                state, None, coordinator=parts.coordinator, agree_timeout=self.options.agree_timeout
             ).layout.nbytes
         self._warm(parts, nbytes, slots)
 
@@ -293,7 +293,6 @@ class Checkpointer:
         plan = self._planner.plan(
             state,
             per_rank,
-            info=info,
             coordinator=parts.coordinator,
             agree_timeout=self.options.agree_timeout,
             lazy=lazy,

@@ -96,7 +96,6 @@ class ShardPlanner:
         state: Any,
         per_rank: Any,
         *,
-        info: Mapping[str, Any],
         coordinator: Coordinator,
         agree_timeout: timedelta,
         lazy: Wanted = False,
@@ -108,7 +107,6 @@ class ShardPlanner:
         Args:
             state: a state tree, or a :class:`WritePlan`.
             per_rank: a tree only this rank has.
-            info: facts about the save, kept in the shard.
             lazy: which tensors of the state may be copied late; asked for large ones only.
             replicated: which plain tensors of a state tree are equal on all ranks; None: all.
 
@@ -119,10 +117,10 @@ class ShardPlanner:
         if isinstance(state, WritePlan):
             if replicated is not None:
                 raise ConfigError("replicated= is for state trees; a WritePlan says what each rank holds")
-            return self._plan_given(state, own, info, lazy, coordinator, agree_timeout)
+            return self._plan_given(state, own, lazy, coordinator, agree_timeout)
         shared = flatten(state)
         tensors = shared.tensors
-        objects = self._objects(shared.skeleton, own, info)
+        objects = self._objects(shared.skeleton, own)
         # What one rank alone has, when not all is replicated. None: nothing, without asking for each tensor.
         alone = (
             None
@@ -161,7 +159,6 @@ class ShardPlanner:
         self,
         given: WritePlan,
         own: FlatState,
-        info: Mapping[str, Any],
         lazy: Wanted,
         coordinator: Coordinator,
         agree_timeout: timedelta,
@@ -172,7 +169,7 @@ class ShardPlanner:
             for chunk in given.chunks
         ]
         agreed = self._agree(mine, coordinator, agree_timeout)
-        objects = self._objects(flatten_by_key(agreed.keys, given.objects), own, info)
+        objects = self._objects(flatten_by_key(agreed.keys, given.objects), own)
         structure = (mine, [tensor.device for tensor in held.values()], _structure(own.tensors))
         laid = self._laid
         if laid is None or laid.structure != structure or self._reserve < len(objects):
@@ -198,9 +195,9 @@ class ShardPlanner:
             on_cuda=laid.on_cuda,
         )
 
-    def _objects(self, skeleton: Any, own: FlatState, info: Mapping[str, Any]) -> bytes:
+    def _objects(self, skeleton: Any, own: FlatState) -> bytes:
         state = skeleton if self._rank == 0 else None
-        return _json({"state": state, "per_rank": own.skeleton, "info": dict(info)}).encode()
+        return _json({"state": state, "per_rank": own.skeleton}).encode()
 
     def _agree(
         self, mine: Sequence[Mapping[str, Any]], coordinator: Coordinator | None, agree_timeout: timedelta

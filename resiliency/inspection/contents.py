@@ -87,7 +87,7 @@ def read_header(tier: Tier, run: str, record: ShardRecord) -> ShardHeader:
 
 
 def read_objects(tier: Tier, run: str, record: ShardRecord, header: ShardHeader) -> dict[str, Any]:
-    """The JSON of everything in a shard that is not a tensor: ``state`` (rank 0 only), ``per_rank``, ``info``.
+    """The JSON of everything in a shard that is not a tensor: ``state`` (rank 0 only), ``per_rank``.
 
     Raises:
         CorruptShard: not there or not JSON.
@@ -96,7 +96,7 @@ def read_objects(tier: Tier, run: str, record: ShardRecord, header: ShardHeader)
     key = step_prefix(run, record.id) + record.file
     try:
         data = json.loads(tier.read_range(key, *header.objects))
-        return {name: data.get(name) for name in ("state", "per_rank", "info")}
+        return {name: data.get(name) for name in ("state", "per_rank")}
     except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError) as error:
         where = f"{tier.root}/{key}"
         raise CorruptShard(
