@@ -122,7 +122,7 @@ def torch_checkpointing_async(folder: Path, every: int) -> Parts:
 
 def ours(folder: Path, every: int) -> Parts:
     """This library's callback with the arguments of the stock one."""
-    from resiliency.callbacks.model_checkpoint import ModelCheckpoint
+    from resiliency import ModelCheckpoint
 
     return Parts(callbacks=[ModelCheckpoint(dirpath=folder, every_n_train_steps=every, save_top_k=1)])
 

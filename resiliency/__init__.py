@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from resiliency.callbacks.model_checkpoint import ModelCheckpoint
-    from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions, Restored, Ticket
+    from resiliency.checkpoint import (
+        Checkpointer,
+        CheckpointerOptions,
+        Interval,
+        LocalTierOptions,
+        Outcome,
+        RemoteTierOptions,
+        Restored,
+        Stage,
+        StepId,
+        Ticket,
+    )
     from resiliency.errors import (
         AgentError,
         ConfigError,
@@ -20,6 +31,7 @@ if TYPE_CHECKING:
         TierError,
         Timeout,
         TornSnapshot,
+        UnsupportedFormat,
     )
 
 __version__ = "0.1.0"
@@ -30,31 +42,45 @@ __all__ = [
     "CheckpointerOptions",
     "ConfigError",
     "CorruptShard",
+    "Interval",
+    "LocalTierOptions",
     "ModelCheckpoint",
     "NoCheckpointFound",
+    "Outcome",
+    "RemoteTierOptions",
     "ResiliencyError",
     "Restored",
+    "Stage",
+    "StepId",
     "Ticket",
     "TierError",
     "Timeout",
     "TornSnapshot",
+    "UnsupportedFormat",
     "__version__",
 ]
 
 _HOME = {
     "AgentError": "resiliency.errors",
-    "Checkpointer": "resiliency.checkpoint.checkpointer",
-    "CheckpointerOptions": "resiliency.checkpoint.checkpointer",
+    "Checkpointer": "resiliency.checkpoint",
+    "CheckpointerOptions": "resiliency.checkpoint",
     "ConfigError": "resiliency.errors",
     "CorruptShard": "resiliency.errors",
+    "Interval": "resiliency.checkpoint",
+    "LocalTierOptions": "resiliency.checkpoint",
     "ModelCheckpoint": "resiliency.callbacks.model_checkpoint",
     "NoCheckpointFound": "resiliency.errors",
+    "Outcome": "resiliency.checkpoint",
+    "RemoteTierOptions": "resiliency.checkpoint",
     "ResiliencyError": "resiliency.errors",
-    "Restored": "resiliency.checkpoint.checkpointer",
-    "Ticket": "resiliency.checkpoint.checkpointer",
+    "Restored": "resiliency.checkpoint",
+    "Stage": "resiliency.checkpoint",
+    "StepId": "resiliency.checkpoint",
+    "Ticket": "resiliency.checkpoint",
     "TierError": "resiliency.errors",
     "Timeout": "resiliency.errors",
     "TornSnapshot": "resiliency.errors",
+    "UnsupportedFormat": "resiliency.errors",
 }
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from recipes.quickstart.data import ByteWindows, read_corpus
 from recipes.quickstart.model import TinyGPT
-from resiliency.callbacks.model_checkpoint import ModelCheckpoint
+from resiliency import ModelCheckpoint
 
 __all__ = ["main"]
 

@@ -1,6 +1,6 @@
-"""The checkpoint engine. Needs torch only, and of it nothing for :mod:`~resiliency.storage.manifest` and the tiers.
+"""The checkpoint engine: everything a user of plain torch passes or gets.
 
-The names below are loaded when first used (PEP 562), so that the host agent can import the manifest without torch.
+The names below are loaded when first used (PEP 562), so that importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -9,15 +9,59 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions, Restored, Ticket
+    from resiliency.checkpoint.checkpointer import Checkpointer
+    from resiliency.checkpoint.coordinator import Coordinator, StoreCoordinator
+    from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
+    from resiliency.checkpoint.read_plan import Read
+    from resiliency.checkpoint.restore import Restored
+    from resiliency.checkpoint.ticket import Outcome, Ticket
+    from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
+    from resiliency.storage.interval import Interval
+    from resiliency.storage.manifest import StepId
+    from resiliency.storage.stage import Stage
 
-__all__ = ["Checkpointer", "CheckpointerOptions", "Restored", "Ticket"]
+__all__ = [
+    "Checkpointer",
+    "CheckpointerOptions",
+    "Coordinator",
+    "Interval",
+    "LocalTierOptions",
+    "Outcome",
+    "Read",
+    "RemoteTierOptions",
+    "Restored",
+    "Stage",
+    "StepId",
+    "StoreCoordinator",
+    "Ticket",
+    "WriteChunk",
+    "WritePlan",
+]
+
+_HOME = {
+    "Checkpointer": "resiliency.checkpoint.checkpointer",
+    "CheckpointerOptions": "resiliency.checkpoint.options",
+    "Coordinator": "resiliency.checkpoint.coordinator",
+    "Interval": "resiliency.storage.interval",
+    "LocalTierOptions": "resiliency.checkpoint.options",
+    "Outcome": "resiliency.checkpoint.ticket",
+    "Read": "resiliency.checkpoint.read_plan",
+    "RemoteTierOptions": "resiliency.checkpoint.options",
+    "Restored": "resiliency.checkpoint.restore",
+    "Stage": "resiliency.storage.stage",
+    "StepId": "resiliency.storage.manifest",
+    "StoreCoordinator": "resiliency.checkpoint.coordinator",
+    "Ticket": "resiliency.checkpoint.ticket",
+    "WriteChunk": "resiliency.checkpoint.write_plan",
+    "WritePlan": "resiliency.checkpoint.write_plan",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    home = _HOME.get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module("resiliency.checkpoint.checkpointer"), name)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 
