@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.agent import core
+from resiliency.agent import commit
 from resiliency.checkpoint import snapshot
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.read_plan import Read
@@ -28,7 +28,7 @@ def state(step: int) -> dict[str, Any]:
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Steps 1 and 2, written by two ranks, in blocks so small that none holds two tensors and the header has its own."""
-    for module in (snapshot, core):
+    for module in (snapshot, commit):
         monkeypatch.setattr(module, "BLOCK_BYTES", 512)
 
     def work(rank: int, coordinator: Coordinator) -> None:

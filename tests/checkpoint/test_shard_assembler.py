@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from resiliency.agent import core
+from resiliency.agent import commit
 from resiliency.checkpoint import shard_assembler, snapshot
 from resiliency.checkpoint.read_plan import plan_into, plan_new
 from resiliency.checkpoint.shard_assembler import _read_block, _Segment
@@ -47,7 +47,7 @@ class Raw(ShardReader):
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, ShardRecord, dict[str, torch.Tensor]]:
     """A shard of many small blocks, none of which holds two things; its record is the agent's."""
-    for module in (snapshot, core):
+    for module in (snapshot, commit):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     state = {
         "a": torch.randn(40, 7),
