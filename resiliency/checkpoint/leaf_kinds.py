@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from resiliency.errors import ConfigError
 
-__all__ = ["Box", "LeafDescription", "LeafKind", "box_of", "is_plain", "kind_of", "kind_of_class", "register_leaf_kind"]
+__all__ = ["Box", "LeafDescription", "LeafKind", "box_of", "kind_of", "kind_of_class", "refusal", "register_leaf_kind"]
 
 
 class Box(NamedTuple):
@@ -94,11 +93,6 @@ def box_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tens
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
-
-
-def is_plain(class_: type) -> bool:
-    """True for the two classes nearly all leaves have. What runs per tensor and save asks this first."""
-    return class_ is Tensor or class_ is Parameter
 
 
 class _Plain:
