@@ -261,7 +261,7 @@ class Checkpointer:
             state: any tree of dicts, lists, tuples, tensors and Python objects. Plain tensors are taken to be equal on
                 all ranks; each rank writes its share of them. DTensors are written as they are sharded. Or a
                 :class:`~resiliency.checkpoint.write_plan.WritePlan`: the boxes this rank holds, planned by the caller.
-            per_rank: a tree that differs from rank to rank (RNG, data restorer); each rank gets its own back.
+            per_rank: a tree that differs from rank to rank (RNG, data loader); each rank gets its own back.
             names: names by which the step can be loaded, relative to the directory ("step=100.ckpt").
             supersedes: names to be deleted once this step is committed.
             info: small JSON-able facts shown by listings.
