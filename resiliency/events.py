@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 
+#: How often the end of a log is looked at before half a line there is taken for a torn one.
+_TAIL_LOOKS = 100
+
 
 class EventKind:
     """Names of events. The first six are the older library's; a reader must skip names it does not know.
@@ -147,13 +150,16 @@ class JsonlSink:
 
     def _heal_torn_tail(self, fd: int) -> None:
         """A writer killed inside write(2) can leave half a line; start on a fresh one so only that line is lost."""
-        size = os.fstat(fd).st_size
-        if size == 0:
-            return
         with open(self.path, "rb") as file:
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                os.write(fd, b"\n")
+            for _ in range(_TAIL_LOOKS):
+                size = os.fstat(fd).st_size
+                if size == 0:
+                    return
+                file.seek(size - 1)
+                if file.read(1) == b"\n":
+                    return
+                os.sched_yield()  # another writer may be in the middle of a long line: let it finish
+        os.write(fd, b"\n")
 
     def close(self) -> None:
         self._closed = True
