@@ -31,8 +31,7 @@ class OursLazy(Contender):
         self._checkpointer = self._make(folder)
 
     def _make(self, folder: Path) -> Checkpointer:
-        from resiliency.checkpoint import Checkpointer
-        from resiliency.checkpoint.options import LocalTierOptions
+        from resiliency.checkpoint import Checkpointer, LocalTierOptions
 
         # the newest step is kept, like every other contender's in this benchmark; the engine prunes and recycles
         return Checkpointer(LocalTierOptions(directory=str(folder), keep=1), rank=0, world_size=1)
@@ -41,7 +40,7 @@ class OursLazy(Contender):
         self._checkpointer.warm_up(state)
 
     def save(self, step: int, state: State) -> Pending:
-        from resiliency.storage.stage import Stage
+        from resiliency.checkpoint import Stage
 
         ticket = self._checkpointer.save(step, state, lazy=self.lazy)
         if ticket is None:
@@ -80,8 +79,7 @@ class OursRamdisk(OursLazy):
     """The local tier is a ramdisk; durable is what the agent has sent on to the disk."""
 
     def _make(self, folder: Path) -> Checkpointer:
-        from resiliency.checkpoint import Checkpointer
-        from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
+        from resiliency.checkpoint import Checkpointer, LocalTierOptions, RemoteTierOptions
 
         self._memory = Path(tempfile.mkdtemp(prefix="resiliency-bench-", dir="/dev/shm"))
         local = LocalTierOptions(directory=str(self._memory), keep=1, keep_named=False, durable=False)
@@ -90,7 +88,7 @@ class OursRamdisk(OursLazy):
         )
 
     def save(self, step: int, state: State) -> Pending:
-        from resiliency.storage.stage import Stage
+        from resiliency.checkpoint import Stage
 
         pending = super().save(step, state)
         sent = False

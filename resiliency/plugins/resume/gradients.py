@@ -1,8 +1,8 @@
 """Gradients accumulated so far, for the rare save in the middle of gradient accumulation.
 
 Lightning saves there when a validation with a monitored metric falls between two optimizer steps, and loses what was
-accumulated; a run resumed from such a checkpoint goes another way. The gradients differ from rank to rank until they
-are reduced, so each rank keeps its own.
+accumulated, so a run resumed from such a checkpoint ends with other weights. The gradients differ from rank to rank
+until they are reduced, so each rank saves its own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Making the passes over a data loader visible, and beginning one as an earlier one began.
+"""Records where each iteration over a data loader starts and replays it from there.
 
-A *pass* begins with ``iter(loader)``. Three moments draw random numbers: opening the sampler, seeding the workers, and
-the first index drawn (where ``RandomSampler`` chooses its seed, with ``num_workers=0`` long after ``iter``). The
-generators are noted at each, so that the same order can come again.
+A *pass* is one iteration over a loader; it begins with ``iter(loader)``. Random numbers are drawn at three points of
+it: when the sampler is opened, when the workers are seeded, and with the first index (where ``RandomSampler``
+chooses its seed; with ``num_workers=0`` that is long after ``iter``). The state of the generators is recorded at
+each of them, so that a later pass can draw the same order.
 
-:func:`follow` gives the loader object a subclass of its own class. It draws no random number and changes no batch.
+:func:`follow` gives the loader object a subclass of its own class. It draws no random numbers and changes no batch.
 Private names of torch's loaders used: ``_index_sampler``, ``_num_yielded``. All of it runs on the thread that trains;
 nothing here is collective.
 """
@@ -49,7 +50,16 @@ PASS = "_resiliency_pass"
 
 
 class Pass:
-    """One pass, as far as it was seen: the generators at its three moments and the last indices drawn."""
+    """What is recorded of one pass: the state of the generators at its three points, and the last indices drawn.
+
+    Attributes:
+        before: generators before ``iter(loader)``.
+        opened: generators when the sampler was opened, None before that.
+        begun: generators before the first index (or item) was drawn, None before that.
+        indices: the iterator over indices, None when the loader has no index sampler.
+        drawn: number of indices drawn.
+        recent: the last of them.
+    """
 
     def __init__(self, before: dict[str, Any], lookahead: int) -> None:
         self.before = before
@@ -64,38 +74,47 @@ class Pass:
         self.recent.append(index)
 
     def index_of_batch(self, number: int) -> Any:
-        """The indices of batch ``number`` (1 is the first), None when no longer known."""
+        """The indices of batch ``number`` (1 is the first), None when it is no longer kept."""
         back = self.drawn - number + 1
         return self.recent[-back] if 0 < back <= len(self.recent) and number > 0 else None
 
 
 class Replay:
-    """How the next pass of a loader is to begin."""
+    """How the next pass of a loader is to begin.
+
+    Attributes:
+        opened, begun: generators to set at these points, as in :class:`Pass`.
+        skip: batches whose indices are drawn and dropped.
+        check: digest of the last skipped batch's indices, to notice another order; None: not checked.
+        reseeds: the workers' seed is drawn in this pass because of the restart; the pass of an undisturbed run would
+            not draw it.
+    """
 
     def __init__(
         self, *, opened: Any = None, begun: Any = None, skip: int = 0, check: int | None = None, reseeds: bool = False
     ) -> None:
         self.opened, self.begun, self.skip, self.check = opened, begun, skip, check
-        self.reseeds = reseeds  # the workers' seed is drawn although it would not be without the restart
+        self.reseeds = reseeds
 
 
 class Followed:
-    """What is kept with a followed loader."""
+    """State kept on a followed loader."""
 
-    def __init__(self, holding: Callable[[], bool]) -> None:
-        self.holding = holding  # True: iter() is put off until the first batch is asked for
+    def __init__(self, defer_open: Callable[[], bool]) -> None:
+        self.defer_open = defer_open  # True: iter() does nothing until the first batch is asked for
         self.current: Pass | None = None
         self.replay: Replay | None = None
 
 
-class _Deferred:
-    """An iterator that begins its pass when the first batch is asked for: no workers, no random numbers before."""
+class _DeferredIterator:
+    """An iterator that begins its pass when the first batch is asked for; before, no workers start and no random
+    numbers are drawn."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin = begin
         self._it: Iterator[Any] | None = None
 
-    def __iter__(self) -> _Deferred:
+    def __iter__(self) -> _DeferredIterator:
         return self
 
     def __next__(self) -> Any:
@@ -104,13 +123,13 @@ class _Deferred:
         return next(self._it)
 
 
-class _Counted:
-    """Counts what an iterator gave, and notes the generators when the first is asked for."""
+class _CountingIterator:
+    """Counts the items of an iterator, and records the generators before the first."""
 
     def __init__(self, iterator: Iterator[Any], seen: Pass) -> None:
         self._it, self._seen, self.taken = iterator, seen, 0
 
-    def __iter__(self) -> _Counted:
+    def __iter__(self) -> _CountingIterator:
         return self
 
     def __next__(self) -> Any:
@@ -122,7 +141,7 @@ class _Counted:
 
 
 class _IndexSampler:
-    """Stands before the loader's index sampler; users never see it, ``loader.sampler`` stays their own."""
+    """Wraps the loader's index sampler. Users do not see it: ``loader.sampler`` stays their own object."""
 
     def __init__(self, sampler: Any, loader: Any) -> None:
         self._sampler, self._loader, self._opened = sampler, loader, 0
@@ -150,7 +169,8 @@ class _IndexSampler:
 
 
 class _Indices:
-    """The indices of one pass; on a replay the first call begins with the old generators and skips what was taken."""
+    """The indices of one pass. On a replay the first call sets the recorded generators and skips the batches already
+    taken."""
 
     def __init__(self, indices: Iterator[Any], loader: Any, seen: Pass, replay: Replay | None) -> None:
         self._it, self._loader, self._seen, self._replay = indices, loader, seen, replay
@@ -173,7 +193,7 @@ class _Indices:
             seen.begun = snapshot_of(self._loader)
             return
         seen.begun = replay.begun
-        if not replay.skip:  # a stream: what the dataset draws at its own beginning comes right after
+        if not replay.skip:  # a stream: the dataset draws its own first random numbers right after this
             restore_to(self._loader, replay.begun)
             return
         with rng.preserved():
@@ -182,7 +202,7 @@ class _Indices:
                 index = next(self._it, None)
                 if index is None:
                     log.warning(
-                        "the sampler ended before the %d batches taken before the restart; the data changed",
+                        "the sampler ended within the %d batches taken before the restart; the data has changed",
                         replay.skip,
                     )
                     return
@@ -190,23 +210,22 @@ class _Indices:
         if replay.check is not None and digest_of(seen.index_of_batch(replay.skip)) != replay.check:
             log.warning(
                 "batch %d of this epoch has other indices than before the restart: the order of %s cannot be replayed,"
-                " the"
-                " resumed run is not exact. Let the sampler draw only when its iteration begins, or give it set_epoch"
-                " or its"
-                " own generator",
+                " the resumed run is not exact. Let the sampler draw only when its iteration begins, or give it"
+                " set_epoch or its own generator",
                 replay.skip,
                 type(self._loader.sampler).__name__,
             )
 
 
-class _Noted:
-    """The indices of a sampler whose loader keeps its own place: notes where they begin, and begins there again."""
+class _ReplayableIndices:
+    """The indices of a sampler whose loader restores its own position: records the generators at their start, and sets
+    them there on a replay."""
 
     def __init__(self, indices: Iterator[Any], loader: Any, seen: Pass, begun: dict[str, Any] | None) -> None:
         self._it, self._loader, self._seen, self._replayed = indices, loader, seen, begun
         self._begun = False
 
-    def __iter__(self) -> _Noted:
+    def __iter__(self) -> _ReplayableIndices:
         return self
 
     def __next__(self) -> Any:
@@ -216,7 +235,7 @@ class _Noted:
         self._seen.begun = self._replayed or snapshot_of(self._loader)
         if self._replayed is None:
             return next(self._it)
-        with rng.preserved():  # the loader may skip what was taken only when the next batch is asked for
+        with rng.preserved():  # the loader may wait with skipping until the next batch is asked for
             restore_to(self._loader, self._replayed)
             return next(self._it)
 
@@ -224,18 +243,18 @@ class _Noted:
 # ---- following
 
 
-def follow(loader: Any, holding: Callable[[], bool]) -> bool:
-    """Makes the passes over ``loader`` visible. Idempotent.
+def follow(loader: Any, defer_open: Callable[[], bool]) -> bool:
+    """Records the passes over ``loader`` from now on. Idempotent.
 
     Args:
         loader: the object that will be iterated; it stays the same object, an instance of its class.
-        holding: asked at every ``iter(loader)``; while True the pass begins only with the first batch.
+        defer_open: asked at every ``iter(loader)``; when True the pass begins only with the first batch.
 
     Returns:
         False when its class cannot be replaced (a list, a generator): it is iterated as it is.
     """
     if KEY in getattr(loader, "__dict__", {}):
-        loader.__dict__[KEY].holding = holding
+        loader.__dict__[KEY].defer_open = defer_open
         return True
     base = type(loader)
     names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
@@ -246,12 +265,12 @@ def follow(loader: Any, holding: Callable[[], bool]) -> bool:
         return False
     try:
         object.__setattr__(loader, "__class__", type(base.__name__, (base,), names))
-        object.__setattr__(loader, KEY, Followed(holding))
+        object.__setattr__(loader, KEY, Followed(defer_open))
         if is_stateful(loader):
-            for sampler in samplers_of(loader, inner=False):  # inner ones are drawn from while an outer one is opened
+            for sampler in samplers_of(loader, inner=False):  # the inner ones are read while an outer one is opened
                 _follow_sampler(sampler, loader)
-    except TypeError:  # built in, slotted or otherwise of a fixed layout
-        log.debug("%s cannot be followed; batches already seen are read again after a restart", base.__qualname__)
+    except TypeError:  # a built-in class, one with slots, or another whose layout is fixed
+        log.debug("%s cannot be followed; batches already taken are read again after a restart", base.__qualname__)
         return False
     return True
 
@@ -283,11 +302,11 @@ def _followed_iter(base: type) -> Callable[[Any], Iterator[Any]]:
                 if followed.replay is not None and followed.replay.reseeds:
                     followed.replay = None
             if not hasattr(iterator, "_num_yielded"):
-                return _Counted(iterator, seen)
+                return _CountingIterator(iterator, seen)
             setattr(iterator, PASS, seen)
             return iterator  # type: ignore[no-any-return]
 
-        return _Deferred(begin) if followed.holding() else begin()
+        return _DeferredIterator(begin) if followed.defer_open() else begin()
 
     return __iter__
 
@@ -300,8 +319,8 @@ def _followed_index_sampler(base: Any) -> property:
 
 
 def _follow_sampler(sampler: Any, loader: Any) -> None:
-    """Notes the generators where a sampler of a stateful loader begins; a sampler that keeps its own state is left
-    alone."""
+    """Records the generators at the start of a sampler of a stateful loader; a sampler that keeps its own state is not
+    touched."""
     base = type(sampler)
 
     def __iter__(self: Any) -> Iterator[Any]:
@@ -310,13 +329,14 @@ def _follow_sampler(sampler: Any, loader: Any) -> None:
             return base.__iter__(self)  # type: ignore[no-any-return]
         replay, seen = followed.replay, followed.current
         if replay is not None and replay.opened is not None:
-            restore_to(loader, replay.opened)  # torchdata opens a sampler several times; each must give the same
+            # torchdata opens a sampler several times; each time must give the same order.
+            restore_to(loader, replay.opened)
         opened = snapshot_of(loader)
         indices = base.__iter__(self)
         if is_stateful(indices):
             return indices  # type: ignore[no-any-return]
         seen.opened = opened
-        return _Noted(indices, loader, seen, replay.begun if replay is not None else None)
+        return _ReplayableIndices(indices, loader, seen, replay.begun if replay is not None else None)
 
     names = {"__iter__": __iter__, "__reduce_ex__": _followed_reduce(base), "_resiliency_base": base}
     names |= {"__module__": base.__module__, "__qualname__": base.__qualname__}

@@ -1,7 +1,7 @@
-"""One data loader's place: written down at a save, found again after a restart.
+"""The position of one data loader: captured at a save, restored after a restart.
 
 ======== ========================================== =========================================================
-kind     loaders                                    batches already taken are passed over by
+kind     loaders                                    batches already taken are skipped by
 ======== ========================================== =========================================================
 map      ``DataLoader`` of a map-style dataset      drawing the same indices; the dataset is not touched
 stream   ``DataLoader`` of an iterable dataset      reading the batches and dropping them
@@ -9,9 +9,9 @@ stateful anything with state_dict/load_state_dict   its own state, which is this
 plain    every other iterable                       reading the batches and dropping them
 ======== ========================================== =========================================================
 
-How a pass is made to begin as before is in :mod:`resiliency.plugins.resume.loader_follow`. Private names of torch's and
-torchdata's loaders used: ``_num_yielded``, ``_dataset_fetcher``. All of it runs on the thread that trains; nothing here
-is collective.
+How a pass is made to begin as an earlier one is in :mod:`resiliency.plugins.resume.loader_follow`. Private names of
+torch's and torchdata's loaders used: ``_num_yielded``, ``_dataset_fetcher``. All of it runs on the thread that
+trains; nothing here is collective.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 _NOTHING = object()
 
 
-# ---- writing down
+# ---- capture
 
 
 def describe(loader: Any, iterator: Any, *, taken: int, undone: int) -> dict[str, Any]:
-    """One loader's place, as plain data that shares nothing with live objects.
+    """One loader's position, as plain data that shares nothing with live objects.
 
     Args:
         iterator: the loader's live iterator, None when it has none.
@@ -78,23 +78,24 @@ def describe(loader: Any, iterator: Any, *, taken: int, undone: int) -> dict[str
     return entry
 
 
-# ---- going through it again
+# ---- restore
 
 
 def resume_pass(loader: Any, entry: dict[str, Any], *, reread: bool = False) -> Iterator[Any]:
-    """Opens ``loader`` at the place in the middle of a pass that ``entry`` describes.
+    """Opens ``loader`` in the middle of a pass, at the position that ``entry`` describes.
 
-    Leaves the process generators anywhere: the caller sets them afterwards.
+    Leaves the generators of the process in any state: the caller sets them afterwards.
 
     Args:
-        reread: read and drop the batches of a map-style loader too, so that its workers draw what they drew.
+        reread: read and drop the batches of a map-style loader too, so that its workers draw the same random numbers
+            again.
     """
     kind, taken, before = entry["kind"], entry["taken"], entry.get("before")
     if before is not None:
         restore_to(loader, before)
     if kind == "stateful":
         return _resume_stateful(loader, entry)
-    if kind == "map" and _finds_its_place(loader):
+    if kind == "map" and _restores_its_own_position(loader):
         iterator: Iterator[Any] = iter(loader)
         setattr(iterator, "_num_yielded" if hasattr(iterator, "_num_yielded") else "taken", taken)
         return iterator
@@ -106,7 +107,7 @@ def resume_pass(loader: Any, entry: dict[str, Any], *, reread: bool = False) -> 
     if skip:
         seen = getattr(iterator, PASS, None) or getattr(iterator, "_seen", None)
         if seen is not None and seen.indices is not None and not seen.indices._begun:
-            seen.indices.begin()  # at once, so that a changed order is told now and not with the next batch
+            seen.indices.begin()  # now, so that a changed order is reported before the next batch
         setattr(iterator, "_num_yielded" if hasattr(iterator, "_num_yielded") else "taken", taken)
         return iterator
     for number in range(taken):
@@ -114,7 +115,7 @@ def resume_pass(loader: Any, entry: dict[str, Any], *, reread: bool = False) -> 
             next(iterator)
         except StopIteration:
             log.warning(
-                "%s ended after %d of the %d batches taken before the restart; the data changed",
+                "%s ended after %d of the %d batches that were taken before the restart; the data has changed",
                 type(loader).__name__,
                 number,
                 taken,
@@ -124,7 +125,7 @@ def resume_pass(loader: Any, entry: dict[str, Any], *, reread: bool = False) -> 
 
 
 def prepare_next_pass(loader: Any, entry: dict[str, Any]) -> None:
-    """Brings ``loader`` to where it stood between two passes; the process generators are left as they are."""
+    """Puts ``loader`` into the state it had between two passes; the generators of the process are not changed."""
     with rng.preserved():
         if entry["kind"] == "stateful":
             _finish_stateful(loader, entry)
@@ -136,13 +137,14 @@ def prepare_next_pass(loader: Any, entry: dict[str, Any]) -> None:
         and KEY in getattr(loader, "__dict__", {})
         and entry["kind"] != "stateful"
     ):
-        # workers that outlive a pass are seeded once, in the first; here they start anew and their seed is drawn from
-        # the process generators, which the next pass of an undisturbed run does not do
+        # Persistent workers are seeded once, in the first pass. Here new ones start, and their seed is drawn from the
+        # generators of the process, which the next pass of an undisturbed run does not do.
         loader.__dict__[KEY].replay = Replay(reseeds=True)
 
 
-def _finds_its_place(loader: Any) -> bool:
-    """Megatron's and NeMo's samplers are built anew at the samples already consumed; skipping would skip twice."""
+def _restores_its_own_position(loader: Any) -> bool:
+    """True for samplers that start at the samples already consumed (Megatron, NeMo): batches must not be skipped
+    again."""
     consumed = (getattr(sampler, "consumed_samples", 0) for sampler in samplers_of(loader))
     return any(isinstance(count, int) and count > 0 for count in consumed)
 
@@ -171,15 +173,15 @@ def _finish_stateful(loader: Any, entry: dict[str, Any]) -> None:
     if entry.get("state") is None:
         return
     if isinstance(loader, DataLoader) and isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict"):
-        return  # nothing outlives the pass, and finding its end would mean to read it all
+        return  # nothing is kept after the pass, and finding its end would mean reading all of it
     iterator = _open_with_state(loader, entry)
     at_its_end = _dataset_is_at_its_end(iterator)
     if at_its_end is None:
         at_its_end = (
             next(iterator, _NOTHING) is _NOTHING
-        )  # asked, since a generator function looks at its state only then
+        )  # one more item, since a generator function looks at its state only then
     if not at_its_end:
-        # the pass was left before its end, or its end has set the state back: only the place counts, not that batch
+        # The pass was left before its end, or its end has reset the state: only the position matters, not that batch.
         _open_with_state(loader, entry)
 
 
@@ -190,13 +192,14 @@ def _open_with_state(loader: Any, entry: dict[str, Any]) -> Iterator[Any]:
 
 
 def _dataset_is_at_its_end(iterator: Any) -> bool | None:
-    """Lets a dataset whose end was already met before the save meet it again.
+    """Reads past the end of a dataset that had already ended before the save.
 
-    torchdata remembers that end and never asks the dataset again; one written as a generator function then keeps the
-    loaded place for the next pass, which would be empty.
+    torchdata remembers that end and does not ask the dataset again. A dataset written as a generator function then
+    keeps the loaded position for the next pass, which would be empty.
 
     Returns:
-        None when the end was not met (or cannot be seen), False when the dataset gave a sample after all.
+        True when the dataset ended again, False when it gave a sample, None when it had not ended before (or that
+        cannot be seen).
     """
     fetcher = getattr(iterator, "_dataset_fetcher", None)
     if fetcher is None or not getattr(fetcher, "ended", False):

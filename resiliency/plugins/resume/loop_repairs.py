@@ -1,6 +1,6 @@
-"""Repairs of what Lightning's loops lose at a restart and no random generator or loader can make good.
+"""Repairs what Lightning's loops lose at a restart, beyond random number generators and data loaders.
 
-Each function names the loss it repairs. All run on the thread that trains, on every rank, during the first
+Each function says which loss it repairs. All run on the thread that trains, on every rank, during the first
 ``on_advance_start`` after a restart (loops restored, ``fit_loop.reset`` done) or at the end of the first epoch.
 Written against the trainer object alone; names that a version of Lightning lacks make the repair a no-op.
 """
@@ -17,9 +17,8 @@ __all__ = ["begin_epoch_after_last_batch", "count_saved_batch", "end_restart", "
 def begin_epoch_after_last_batch(fit_loop: Any) -> None:
     """After a save in ``on_train_batch_end`` of the last batch of an epoch: begin the next epoch as a new one.
 
-    ``fit_loop`` rightly counts the saved epoch as done, but goes on as if in the middle of one:
-        ``on_train_epoch_start``
-    is left out, and with loaders without length the whole next epoch is.
+    ``fit_loop`` counts the saved epoch as done, but continues as if in the middle of one: it leaves out
+    ``on_train_epoch_start``, and for loaders without length the whole next epoch.
     """
     epoch_loop = fit_loop.epoch_loop
     if not (getattr(epoch_loop, "restarted_on_train_batch_end", False) and epoch_loop.batch_progress.is_last_batch):
@@ -34,7 +33,7 @@ def begin_epoch_after_last_batch(fit_loop: Any) -> None:
 def count_saved_batch(fit_loop: Any) -> None:
     """After a save in ``on_train_batch_end``: that batch is done and is not trained on again.
 
-    Lightning before 2.5 does not know, and later ones not when a step of an earlier epoch found no more batches
+    Lightning before 2.5 trains on it again; later versions do when a step of an earlier epoch found no more batches
     (``training_step(dataloader_iter)`` without length).
     """
     epoch_loop = fit_loop.epoch_loop
@@ -46,13 +45,13 @@ def count_saved_batch(fit_loop: Any) -> None:
 
 
 def note_plateau(trainer: Any, state: dict[str, Any]) -> str | None:
-    """Writes down what ``ReduceLROnPlateau`` will need: its metrics and which update is still owed.
+    """Records what ``ReduceLROnPlateau`` will need: its metrics and which update is still due.
 
     Lightning updates these schedulers after the hooks in which checkpoints are saved, from metrics it does not save.
     Does nothing, and computes no metric, when there is no such scheduler.
 
     Returns:
-        what will not be exact, None when all will be.
+        what will not be exact, in words; None when all will be.
     """
     monitors = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
     if not monitors:
@@ -61,7 +60,7 @@ def note_plateau(trainer: Any, state: dict[str, Any]) -> str | None:
     state["metrics"] = {name: float(metrics[name]) for name in monitors if name in metrics}
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     before_validation = progress.completed == progress.processed - 1
-    state["owes_step_update"] = before_validation  # a restart from within a validation makes it by itself
+    state["owes_step_update"] = before_validation  # a restart from within a validation does this update itself
     due = before_validation and trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
     return (
         "saved right before a validation, which a restart leaves out, and ReduceLROnPlateau wants its result"
@@ -81,15 +80,15 @@ def settle_plateau(trainer: Any, state: dict[str, Any]) -> None:
         fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
     if getattr(fit_loop, "resumed_on_epoch_end", False) and _has_metrics(trainer):
         progress = fit_loop.epoch_progress.current
-        progress.completed -= 1  # counted as done by the restart already; the update belongs to the epoch before
+        progress.completed -= 1  # the restart counts it as done already; the update belongs to the previous epoch
         fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         progress.completed += 1
 
 
 def end_restart(trainer: Any) -> None:
-    """At the end of the epoch that was restarted: let the schedulers of the epoch be updated as at any other.
+    """At the end of the restarted epoch: have the schedulers updated as at the end of any other.
 
-    Otherwise Lightning leaves the update of ``ReduceLROnPlateau`` out, as if its metrics were unknown, and before 2.5
+    Otherwise Lightning skips the update of ``ReduceLROnPlateau``, as if its metrics were unknown, and before 2.5
     updates the other schedulers twice.
     """
     if _has_metrics(trainer):

@@ -1,9 +1,9 @@
-"""What differs between ranks and is not in a Lightning checkpoint: random generators and each rank's place in its data.
+"""Per-rank state that Lightning checkpoints lack: random number generators and each rank's position in its data.
 
-Stock Lightning saves no generator, saves the loader state of rank 0 only, begins a plain ``DataLoader`` anew in the
-middle of an epoch, opens it before the sampler knows the epoch, and loses one batch of a loader without length.
-:class:`RankState` writes down what is missing and, after a restart, opens the loaders again at the moment the first
-batch is fetched: by then every other restored part is in place, and nothing has drawn a random number in between.
+Stock Lightning saves no generator, saves the loader state of rank 0 only, starts a plain ``DataLoader`` from its
+beginning in the middle of an epoch, opens it before the sampler knows the epoch, and loses one batch of a loader
+without length. :class:`RankState` captures what is missing. After a restart it opens the loaders when the first
+batch is fetched: by then everything else is restored, and nothing draws random numbers in between.
 
 Everything here that touches private parts of Lightning's trainer works on the trainer object alone, so that
 ``lightning.pytorch`` and ``pytorch_lightning`` (2.2 and later) are served by the same code:
@@ -11,7 +11,7 @@ Everything here that touches private parts of Lightning's trainer works on the t
 ``_last_train_dl_reload_epoch``),
 ``epoch_loop`` (``run``, ``batch_progress``, ``val_loop``), the fetcher (``iterator``, ``batches``, ``fetched``) and the
 combined loader (``flattened``, ``_iterator`` with ``iterators``, ``_idx``, ``_consumed``). torch's loaders are handled
-in :mod:`resiliency.plugins.resume.loader_passes`, losses in Lightning's own loops in
+in :mod:`resiliency.plugins.resume.loader_passes`, what Lightning's own loops lose in
 :mod:`resiliency.plugins.resume.loop_repairs`.
 """
 
@@ -39,7 +39,7 @@ _VERSION = 1
 def is_step_boundary(trainer: Any) -> bool:
     """True when a save here loses nothing: no gradients are being accumulated and no batch is half done.
 
-    With manual optimisation only the half done batch is seen; gradients the module accumulates by itself are not.
+    With manual optimisation only a half done batch is noticed; gradients that the module accumulates itself are not.
 
     Thread: the one that trains. Collective: no.
     """
@@ -48,16 +48,16 @@ def is_step_boundary(trainer: Any) -> bool:
 
 
 class RankState:
-    """Captures what is different on every rank and puts it back exactly.
+    """Captures and restores the state of a fit that differs from rank to rank.
 
     Thread: every method is called on the thread that trains, on every rank. Collective: no.
 
     Args:
-        reread: pass over batches already seen of map-style loaders by reading and dropping them, not by drawing their
-            indices alone. Exact also when loader workers draw random numbers (augmentation) in the middle of an epoch;
-            costs the loading of these batches.
+        reread: skip batches of map-style loaders that were already taken by reading and dropping them, not by drawing
+            only their indices. Then resuming within an epoch is exact also when loader workers draw random numbers
+            (augmentation); costs the loading of these batches.
         isolate_validation: give validation its own copy of the generators. A resumed run may skip or repeat a
-            validation; without this, training would draw other numbers afterwards.
+            validation; without this, training would use other random numbers afterwards.
     """
 
     def __init__(self, *, reread: bool = False, isolate_validation: bool = True) -> None:
@@ -71,12 +71,12 @@ class RankState:
         self._outer_rng: rng.Rng | None = None
         self._warned: set[str] = set()
 
-    # ---- life
+    # ---- attach and detach
 
     def attach(self, trainer: Any) -> None:
-        """Puts this object between the trainer and its train loaders; call it in ``Callback.setup("fit")``. Idempotent.
+        """Starts to follow the trainer's train loaders; call it in ``Callback.setup("fit")``. Idempotent.
 
-        Draws no random number and changes no batch.
+        Draws no random numbers and changes no batch.
         """
         if self._trainer is trainer:
             return
@@ -98,7 +98,7 @@ class RankState:
             if target.__dict__.get(name) is patch:
                 delattr(target, name)
             else:
-                log.debug("%s.%s was replaced by someone else meanwhile and is left", type(target).__name__, name)
+                log.debug("%s.%s was replaced by other code meanwhile and stays as it is", type(target).__name__, name)
         for reference in self._followed:
             if (loader := reference()) is not None:
                 unfollow(loader)
@@ -118,10 +118,10 @@ class RankState:
         length (Lightning has already fetched it).
 
         Returns:
-            ``caveats`` in it lists, in words, what will not be exact after a restart from here; empty as a rule.
+            the state. Its ``caveats`` list, in words, what will not be exact after a restart from it; usually empty.
         """
-        generators = self._outer_rng or rng.snapshot()  # in validation: what training will go on with
-        if self._pending is not None:  # restored, but not a batch fetched since
+        generators = self._outer_rng or rng.snapshot()  # in validation: those that training will continue with
+        if self._pending is not None:  # restored, and no batch fetched since
             return {**self._pending, "rng": generators if self._rng_placed else self._pending["rng"]}
         state: dict[str, Any] = {
             "version": _VERSION,
@@ -136,9 +136,9 @@ class RankState:
         undone = int(progress.ready - progress.processed)
         fetcher = trainer.fit_loop._data_fetcher
         if hasattr(fetcher, "iterator_wrapper") and fetcher.length is None and fetcher.done:
-            undone = 0  # a step that fetches by itself and found no more batches is none
+            undone = 0  # a step that fetches its own batches and found none does not count
         if undone:
-            caveats.append("saved in the middle of a step: its random numbers will be others")
+            caveats.append("saved in the middle of a step: that step will use other random numbers")
         elif not is_step_boundary(trainer):
             state["gradients"] = copy_gradients(trainer)  # in the middle of gradient accumulation
 
@@ -185,14 +185,14 @@ class RankState:
     def patch_loaded_checkpoint(self, checkpoint: dict[str, Any], state: dict[str, Any]) -> None:
         """Replaces rank 0's loader states in a loaded checkpoint, in place, by those of this rank.
 
-        Only needed for code that reads the checkpoint's loop state by itself: :meth:`load` alone makes the run exact.
+        Only needed for code that reads the checkpoint's loop state itself: for an exact run :meth:`load` is enough.
         """
         loop_state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         own = [entry for entry in state["loaders"] if entry["kind"] == "stateful"]
         if "combined_loader" in loop_state and own and all(entry["state"] is not None for entry in own):
             loop_state["combined_loader"] = [from_plain(entry["state"]) for entry in own]
 
-    # ---- seams
+    # ---- patches of Lightning's methods
 
     def _patch(self, target: Any, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(target, name, None)
@@ -212,21 +212,22 @@ class RankState:
     def _process_dataloader(self, original: Callable[[Any], Any], dataloader: Any) -> Any:
         """Called for every loader after Lightning has put in its distributed sampler."""
         loader = original(dataloader)
-        if self._trainer.training and follow(loader, self._putting_off):
+        if self._trainer.training and follow(loader, self._defers_opening):
             self._followed.append(weakref.ref(loader))
         return loader
 
-    def _putting_off(self) -> bool:
-        """Whether the loaders' iter() waits for the first batch; a reload at the start of an epoch does not."""
+    def _defers_opening(self) -> bool:
+        """True when ``iter(loader)`` must wait until the first batch is asked for; not at a reload at the start of
+        an epoch."""
         return self._pending is not None and not self._advancing
 
     def _on_advance_start(self, original: Callable[[], None]) -> None:
-        """After every on_train_start and before on_train_epoch_start of the first epoch."""
+        """Runs after every ``on_train_start`` and before ``on_train_epoch_start`` of the first epoch."""
         state, self._advancing = self._pending, True
         try:
             if state is not None and not self._rng_placed:
                 fit_loop = self._trainer.fit_loop
-                if "last_reload" in state:  # counted from the restart otherwise
+                if "last_reload" in state:  # otherwise Lightning counts from the restart
                     fit_loop._last_train_dl_reload_epoch = state["last_reload"]
                 loop_repairs.settle_plateau(self._trainer, state)
                 loop_repairs.begin_epoch_after_last_batch(fit_loop)
@@ -239,10 +240,9 @@ class RankState:
 
     def _run_epoch(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
         if self._pending is not None:
-            _hold(data_fetcher, self._open_loaders)
+            _defer_opening(data_fetcher, self._open_loaders)
             if self._restarted and self._trainer.fit_loop.epoch_loop.restarting:
-                # Lightning before 2.5 calls on_train_epoch_start again in the middle of an epoch: what it drew is not
-                # counted
+                # Lightning before 2.5 calls on_train_epoch_start again in the middle of an epoch: undo what it drew
                 rng.restore(self._pending["rng"])
         original(data_fetcher)
         if self._restarted:
@@ -261,7 +261,8 @@ class RankState:
             self._outer_rng = None
 
     def _open_loaders(self, fetcher: Any) -> None:
-        """The first batch after a restart is about to be fetched."""
+        """Opens the loaders where they were at the save. Runs when the first batch after a restart is about to be
+        fetched."""
         state, trainer = self._pending, self._trainer
         if state is None:
             return
@@ -277,12 +278,12 @@ class RankState:
         loaders, entries = list(combined.flattened), state["loaders"]
         if [entry["kind"] for entry in entries] != [passes.kind_of(loader) for loader in loaders]:
             log.warning(
-                "the train loaders are not of the number and kind they were at the save (%s): they begin anew",
+                "the train loaders differ in number or kind from those of the save (%s): they begin anew",
                 [entry["kind"] for entry in entries],
             )
             loaders, entries = [], []
         pairs = list(zip(loaders, entries, strict=True))
-        combined.reset()  # ends what was opened while the trainer was set up
+        combined.reset()  # closes what was opened while the trainer was set up
         if pairs and trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0:
             self._continue_epoch(fetcher, combined, pairs, state)
         else:
@@ -293,7 +294,7 @@ class RankState:
 
     def _continue_epoch(self, fetcher: Any, combined: Any, pairs: list[tuple[Any, Any]], state: dict[str, Any]) -> None:
         fetched = fetcher.fetched
-        fetcher.iterator = iter(combined)  # the loaders' own iter() is still put off
+        fetcher.iterator = iter(combined)  # the loaders themselves are not opened yet
         fetcher.reset()
         self._pending = None
         mode, ahead = combined._iterator, state["ahead"]
@@ -313,10 +314,10 @@ class RankState:
             set_generators(loader, entry)
         rng.restore(state["rng"])
 
-    # ---- small parts
+    # ---- helpers
 
     def _prefetched(self, fetcher: Any, undone: int, stateful: bool, caveats: list[str]) -> tuple[int, Any]:
-        """How many batches Lightning holds that no step has seen, and these batches when they can be written down."""
+        """How many batches Lightning has fetched ahead of the steps, and these batches if they can be stored."""
         batches = list(getattr(fetcher, "batches", None) or ())
         if not batches or undone:
             return len(batches), None
@@ -334,17 +335,17 @@ class RankState:
 
 
 def _taken(loader: Any, index: int, again: bool) -> int:
-    """Batches taken from an iterator that does not count, from the combined loader's index."""
+    """Batches taken from an iterator that does not count them, worked out from the combined loader's index."""
     try:
         return index % len(loader) if again else min(index, len(loader))
     except TypeError:
         return index
 
 
-def _hold(fetcher: Any, open_loaders: Callable[[Any], None]) -> None:
-    """Puts off opening the loaders until the first batch is asked for, whoever calls iter() before. Idempotent."""
+def _defer_opening(fetcher: Any, open_loaders: Callable[[Any], None]) -> None:
+    """Makes the fetcher open the loaders when the first batch is asked for, whoever calls iter() before. Idempotent."""
     base = type(fetcher)
-    if getattr(base, "_resiliency_held", False):
+    if getattr(base, "_resiliency_deferred", False):
         return
 
     def __iter__(self: Any) -> Any:
@@ -356,5 +357,5 @@ def _hold(fetcher: Any, open_loaders: Callable[[Any], None]) -> None:
         open_loaders(self)
         return next(self)
 
-    names = {"__iter__": __iter__, "__next__": __next__, "__module__": base.__module__, "_resiliency_held": True}
+    names = {"__iter__": __iter__, "__next__": __next__, "__module__": base.__module__, "_resiliency_deferred": True}
     fetcher.__class__ = type(base.__name__, (base,), names)

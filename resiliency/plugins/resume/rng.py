@@ -1,7 +1,7 @@
-"""Random number generators of this process: taken as plain data, put back exactly.
+"""Random number generators of this process: their state as plain data, and back.
 
 Covers ``random``, ``numpy.random`` (only when numpy is already imported), torch on the CPU and, once CUDA is in use,
-every visible CUDA device. Taking never advances a generator.
+every visible CUDA device. Taking a snapshot never advances a generator.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ _WORD = "I"  # Python's and numpy's Mersenne Twister hold 32-bit words
 def snapshot() -> Rng:
     """The state of every generator, as a copy that nothing else will change.
 
-    Thread: the one that trains. Collective: no. Blocks: about 40 microseconds on the CPU (10 KB), plus 2 per CUDA
-        device.
+    Thread: the one that trains. Collective: no. Blocks: about 40 microseconds (10 KB), plus 2 per CUDA device.
     """
     version, words, gauss = random.getstate()
     rng: Rng = {"torch": torch.get_rng_state(), "python": (version, array(_WORD, words).tobytes(), gauss)}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state = numpy.random.get_state(legacy=False)
-        if state["bit_generator"] == "MT19937":  # anything else was put there by hand and has its own layout
+        if state["bit_generator"] == "MT19937":  # the user replaced it by another kind, with a layout of its own
             inner = state["state"]
             rng["numpy"] = (inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"]))
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # generators live on the host: this opens no context on the devices of other ranks
+        # their states are on the host: this opens no context on the devices of other ranks
         rng["cuda"] = {"own": torch.cuda.current_device(), "states": torch.cuda.get_rng_state_all()}
     return rng
 
@@ -46,8 +45,9 @@ def snapshot() -> Rng:
 def restore(rng: Rng) -> None:
     """Puts back what :func:`snapshot` took.
 
-    CUDA states go to the devices of the same number; the one of the rank's own device follows the rank when its number
-    changed. What this process does not have (numpy not imported, fewer devices) is left out.
+    A CUDA state goes to the device of the same number; that of the rank's own device goes to the rank's device of
+    now if its number changed. States of what this process does not have (numpy not imported, fewer devices) are
+    ignored.
 
     Thread: the one that trains. Collective: no. Blocks: microseconds.
     """
@@ -67,7 +67,7 @@ def restore(rng: Rng) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Whatever the body draws, the generators are afterwards as they were before."""
+    """Restores the generators afterwards to their state before."""
     before = snapshot()
     try:
         yield
