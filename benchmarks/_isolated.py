@@ -1,6 +1,6 @@
 """One contender in isolation: ``python -m benchmarks._isolated SPEC_FILE``, started by the harness only.
 
-Phases, in this order: set-up and warm-up (timed apart), saves with nothing to hide behind, saves whose memory is
+Phases, in this order: set-up and warm-up (timed apart), saves without compute beside them, saves whose memory is
 sampled, saves beside compute, restores. The state changes before every save.
 """
 
@@ -83,7 +83,7 @@ class _Run:
         return self._step, start, self._contender.save(self._step, self._state)
 
     def _bare(self) -> dict[str, float | None]:
-        """A save with no compute at all: the worst case for a contender that hides its copy."""
+        """A save without compute beside it: the worst case for a contender that copies in the background."""
         step, start, pending = self._begin()
         called = time.perf_counter()
         pending.safe()
@@ -100,23 +100,23 @@ class _Run:
         }
 
     def _busy(self) -> dict[str, float | None]:
-        """A save followed by compute, then the fence, then the state changes and compute goes on until all is
+        """A save followed by compute, then the fence; then the state changes, and compute goes on until the save is
         durable."""
         self._idle.append(self._compute.rate(_IDLE_PROBE_S))
         step, start, pending = self._begin()
         called = time.perf_counter()
-        flight: _Flight = _Polled(pending.poll) if pending.poll else _Watched(lambda: self._finish(step, pending))
+        flight: _InFlight = _Polled(pending.poll) if pending.poll else _Watched(lambda: self._finish(step, pending))
         units, computing = self._compute_while(lambda: time.perf_counter() < called + self._spec["compute_s"], flight)
         before_fence = time.perf_counter()
         pending.safe()
         fence = time.perf_counter() - before_fence
         self._saved = digest(self._state)
-        mutate(self._state)  # the optimizer step: whatever is not copied yet would be torn now
+        mutate(self._state)  # the optimizer step: what is not copied yet would now be of another step
         more, longer = self._compute_while(lambda: not flight.done(), flight)
         flight.finish()
         units, computing = units + more, computing + longer
         self._idle.append(self._compute.rate(_IDLE_PROBE_S))
-        flown = computing >= 0.02  # below that nothing was in flight, or too short to tell
+        flown = computing >= 0.02  # with less, nothing was in flight, or too briefly to measure
         self._contender.forget(step - 1)
         return {
             "call_s": called - start,
@@ -126,7 +126,7 @@ class _Run:
             "in_flight_s": computing,
         }
 
-    def _compute_while(self, wanted: Callable[[], bool], flight: _Flight) -> tuple[int, float]:
+    def _compute_while(self, wanted: Callable[[], bool], flight: _InFlight) -> tuple[int, float]:
         """Computes while ``wanted``; counts only the units finished while the save was in flight, and their seconds."""
         units, counted, start = 0, 0.0, time.perf_counter()
         while wanted():
@@ -148,7 +148,8 @@ class _Run:
         return time.perf_counter()
 
     def _restore(self) -> float:
-        """The last save was beside compute and the state was changed right after its fence: neither may show."""
+        """Restores the last save, which was made beside compute and whose state was changed right after its fence, and
+        compares every bit."""
         wipe(self._state)
         start = time.perf_counter()
         self._contender.restore(self._step, self._state)
@@ -160,8 +161,8 @@ class _Run:
         return seconds
 
 
-class _Flight(Protocol):
-    """Tells whether a save is still on its way; asked from the training thread."""
+class _InFlight(Protocol):
+    """Whether a save is still in flight; asked from the training thread."""
 
     def done(self) -> bool: ...
 
@@ -170,7 +171,7 @@ class _Flight(Protocol):
 
 
 class _Polled:
-    """A save whose contender is asked from the training thread."""
+    """A save whose contender must be polled from the training thread."""
 
     def __init__(self, poll: Callable[[], bool]) -> None:
         self._poll, self._done = poll, False
@@ -184,7 +185,7 @@ class _Polled:
 
 
 class _Watched:
-    """A save that a thread sees through, so that the training thread can compute meanwhile."""
+    """A save that a thread waits for, so that the training thread can compute meanwhile."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._finished = threading.Event()
@@ -252,7 +253,7 @@ def main(spec_file: str) -> None:
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(result))
     partial.replace(target)
-    # some contenders leave threads or processes that never end; the harness kills what the mark finds
+    # some contenders leave threads or processes that never end; the harness kills all that carry the mark
     sys.stdout.flush()
     os._exit(0)
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node R -m benchmarks._loop SPEC_FILE
 
 Saves come at the end of every ``2 * segment`` steps. The ``segment`` steps from there on are the loop with saves, the
-``segment`` steps after them the same loop without, so that a drift of the machine hits both alike.
+``segment`` steps after them the same loop without, so that drift of the machine affects both equally.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Stack(pl.LightningModule):
     """Residual linear layers: with Adam the state is three times the parameters.
 
     Args:
-        mebibytes: size of parameters and Adam's state together, hit to within one layer.
+        mebibytes: size of parameters and Adam's state together, to within one layer.
         width: of each layer.
     """
 
@@ -49,7 +49,7 @@ class Stack(pl.LightningModule):
 
 
 class Clock(pl.Callback):
-    """Notes when each step begins."""
+    """Records when each step begins."""
 
     def __init__(self) -> None:
         self.starts: list[float] = []
@@ -87,7 +87,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     )
     trainer.fit(model, DataLoader(TensorDataset(rows), batch_size=spec["batch"]))
     starts = clock.starts
-    dist.barrier()  # rank 0 may still have been writing in its teardown
+    dist.barrier()  # rank 0 may still be writing in its teardown
     found = [path for path in Path(spec["folder"]).rglob("*") if path.is_file()]
     events = _events(found)
     if trainer.is_global_zero and parts.callbacks and not any(f"step={steps}" in str(path) for path in found):
@@ -105,7 +105,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(files: list[Path]) -> list[str]:
-    """Kinds in this library's event log: a save that was skipped costs little, which must not pass unsaid."""
+    """Kinds in this library's event log: a skipped save costs little, which must be reported."""
     logs = [path.read_text() for path in files if path.suffix == ".jsonl"]
     return [json.loads(line)["event_type"] for log in logs for line in log.splitlines() if line.endswith("}")]
 
@@ -127,7 +127,7 @@ def main(spec_file: str) -> None:
         partial = target.with_suffix(".partial")
         partial.write_text(json.dumps(result))
         partial.replace(target)
-    # writer processes and threads of a contender must not keep the rank alive; the harness kills them by their mark
+    # a contender's processes and threads must not keep the rank alive; the harness kills those that carry the mark
     sys.stdout.flush()
     os._exit(code)
 

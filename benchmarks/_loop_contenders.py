@@ -62,7 +62,8 @@ def lightning_async(folder: Path, every: int) -> Parts:
 
 
 def dcp_thread(folder: Path, every: int) -> Parts:
-    """All ranks call ``dcp.async_save``; a gloo group of its own, as the thread's collectives must not meet DDP's."""
+    """All ranks call ``dcp.async_save``; with a gloo group of its own, because its thread's collectives must not mix
+    with DDP's."""
     import torch.distributed.checkpoint as dcp
 
     group = _Group()
@@ -98,7 +99,7 @@ def dcp_process(folder: Path, every: int) -> Parts:
 
 
 def torch_checkpointing_async(folder: Path, every: int) -> Parts:
-    """torch-checkpointing with staging in a thread; its lock is taken where the optimizer would step.
+    """torch-checkpointing with staging in a thread; its lock is taken before the optimizer step.
 
     Its default layout is one file a rank, so that replicated state would be written twice: rank 0 alone saves. Its
     manager is made before the process group exists and therefore waits for no other rank.
@@ -128,7 +129,7 @@ def ours(folder: Path, every: int) -> Parts:
 
 
 class _Group(pl.Callback):
-    """A gloo group apart from DDP's, made once training starts. Collective: yes."""
+    """A gloo group besides DDP's, made when training starts. Collective: yes."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -138,12 +139,13 @@ class _Group(pl.Callback):
 
 
 class _Periodic(pl.Callback):
-    """Saves model and optimizer on every rank each ``every`` steps, waiting for the save before; keeps the newest two.
+    """Saves model and optimizer on every rank each ``every`` steps, waiting for the previous save; keeps the newest
+    two.
 
     Args:
         save: starts a save.
         fence: called before each optimizer step.
-        warm_up: called with the state once it is whole, after the first step.
+        warm_up: called with the state once the optimizer has its own, after the first step.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class _Periodic(pl.Callback):
             self._wait()
         while len(self._kept) > 1:
             oldest = self._kept.pop(0)
-            if trainer.is_global_zero:  # apart from the loop: deleting is no matter of the contender
+            if trainer.is_global_zero:  # not part of what is measured: the harness deletes, not the contender
                 threading.Thread(
                     target=shutil.rmtree, args=(oldest,), kwargs={"ignore_errors": True}, daemon=True
                 ).start()

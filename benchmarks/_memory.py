@@ -1,10 +1,10 @@
 """Peak memory of a contender and of every process it started: ``python -m benchmarks._memory MARK``.
 
 Proportional set size (PSS) is used because it counts a page shared by trainer and writer once; where the kernel
-does not tell it, resident size without shared pages plus the largest shared part stands in. Processes belong to a
+does not report it, resident size without shared pages plus the largest shared part is used. Processes belong to a
 contender when their environment carries its mark, so a daemon that left the process group is counted too.
 
-It runs apart from the contender (reading page tables takes time) and only during saves that are not timed.
+It runs in a process of its own (reading page tables takes time) and only during saves that are not timed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def marked(mark: str) -> Iterator[int]:
         try:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 yield int(entry.name)
-        except OSError:  # gone meanwhile, or not ours to read
+        except OSError:  # it has ended, or may not be read
             continue
 
 
@@ -65,7 +65,7 @@ def _fields(pid: int, name: str) -> dict[str, int]:
 
 
 def main(mark: str) -> None:
-    """Says "ready" after a first sample, samples until standard input closes and once more, then prints the peak as
+    """Prints "ready" after a first sample, samples until standard input closes and once more, then prints the peak as
     JSON."""
     peak = 0
     over = False

@@ -1,8 +1,8 @@
-"""Runs one contender in a process of its own and hands back the JSON it wrote.
+"""Runs one contender in a process of its own and returns the JSON it wrote.
 
-Each run has a process group, a deadline, a folder and a mark in its environment. Whatever way it ends, every process
-that carries the mark is killed and everything it left in shared memory under that mark is removed, so no contender
-can leak into the next one.
+Each run has a process group, a deadline, a folder and a mark in its environment. However it ends, every process that
+carries the mark is killed and everything it left in shared memory under that mark is removed, so that no contender
+affects the next one.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def run_contender(
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Kills the process group, then whoever else carries the mark until nobody does; waits for each to be gone."""
+    """Kills the process group, then every other process that carries the mark, and waits until all have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""The tables, from rows and targets only."""
+"""Makes the tables from rows and targets."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ _LOOP: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def isolated_table(title: str, entries: Sequence[Entry], rows: Mapping[str, Row]) -> Table:
-    """One row a contender; seconds unless the head says otherwise."""
+    """One row per contender; seconds, unless the column's head names another unit."""
     return _table(title, entries, rows, _ISOLATED)
 
 
 def loop_table(title: str, entries: Sequence[Entry], rows: Mapping[str, Row]) -> Table:
-    """One row a contender: training seconds lost per save, all waits included."""
+    """One row per contender: training seconds lost per save, all waits included."""
     return _table(title, entries, rows, _LOOP)
 
 
@@ -97,7 +97,7 @@ def reasons(entries: Iterable[Entry], rows: Mapping[str, Row]) -> list[str]:
 
 
 def target_table(targets: Sequence[Target]) -> Table:
-    """Promise, limit, measured ratio, the figures behind it and whether it is met."""
+    """One row per target: its text, limit, measured ratio, the figures behind it and whether it is met."""
     table = Table(title="Targets (ratios within this run)", title_justify="left", pad_edge=False)
     for head in ("where", "target", "limit", "measured", "met", "from"):
         table.add_column(head, justify="right" if head in ("limit", "measured") else "left", no_wrap=True)

@@ -16,7 +16,7 @@ __all__ = ["Compute", "digest", "make_state", "mutate", "nbytes", "wipe"]
 def make_state(*, mebibytes: int, tensors: int) -> dict[str, torch.Tensor]:
     """Returns ``tensors`` float32 CPU tensors of ``mebibytes`` MiB together, every page touched and filled.
 
-    The values are a shuffled-looking block repeated with an offset: cheap to make, different in every tensor.
+    The values are one block of varied numbers, repeated with an offset: quick to make and different in every tensor.
     """
     numel = mebibytes * 1024 * 1024 // 4 // tensors
     block = torch.rand(min(numel, 1 << 18), generator=torch.Generator().manual_seed(0))
@@ -36,7 +36,7 @@ def nbytes(state: dict[str, torch.Tensor]) -> int:
 
 
 def mutate(state: dict[str, torch.Tensor]) -> None:
-    """What an optimizer step does to the state: every value changes, in place."""
+    """Changes every value in place, as an optimizer step does."""
     for tensor in state.values():
         tensor.add_(1.0)
 
@@ -48,7 +48,8 @@ def wipe(state: dict[str, torch.Tensor]) -> None:
 
 
 def digest(state: dict[str, torch.Tensor]) -> dict[str, int]:
-    """A sum of the raw bits of each tensor: equal states have equal digests, a torn or stale one almost never has."""
+    """A sum of the raw bits of each tensor: equal states have equal digests, a torn or outdated one has them almost
+    never."""
     return {name: int(tensor.view(torch.int32).sum(dtype=torch.int64)) for name, tensor in state.items()}
 
 
@@ -68,7 +69,7 @@ class Compute:
         self._buffer.mul_(0.999)
 
     def rate(self, seconds: float) -> float:
-        """Units a second over ``seconds`` of nothing else to do."""
+        """Units per second, measured over ``seconds`` with nothing else running."""
         units = 0
         start = time.perf_counter()
         while (elapsed := time.perf_counter() - start) < seconds:

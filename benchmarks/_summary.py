@@ -16,7 +16,7 @@ def summarize_isolated(rounds: Sequence[Result]) -> dict[str, Any]:
     """One row of the first table.
 
     Args:
-        rounds: what the runs of one contender at one size wrote; failed ones among them are counted.
+        rounds: the results of one contender's runs at one size, also of failed ones.
 
     Returns:
         Seconds (``_s``), ratios, and ``status``: "ok", "unavailable" or "failed" with a ``reason``.
@@ -53,10 +53,10 @@ def summarize_isolated(rounds: Sequence[Result]) -> dict[str, Any]:
 def summarize_loop(rounds: Sequence[Result], *, segment: int) -> dict[str, Any]:
     """One row of the second table: seconds of training lost per save.
 
-    A cycle is ``segment`` steps from the end of the step that saves on, then ``segment`` steps without a save. What a
-    save costs is ``segment`` times the difference of their mean step times: stall, fence and interference together.
-    The row has the mean of the middle half of the cycles and a 90 % interval by resampling them; the first save stands
-    apart.
+    A cycle is ``segment`` steps, beginning at the end of the step that saves, then ``segment`` steps without a save. A
+    save costs ``segment`` times the difference of their mean step times: stall, fence and interference together.
+    The row has the mean of the middle half of the cycles and a 90 % interval by resampling them; the first save is
+    separate.
     """
     status = _status(rounds)
     good = [one for one in rounds if "step_s" in one]
@@ -111,7 +111,7 @@ def _interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def _midmean(values: Sequence[float]) -> float:
-    """Mean of the middle half: nearly as steady as the mean, and one hiccup of the machine does not show."""
+    """Mean of the middle half: nearly as stable as the mean, and single outliers of the machine do not count."""
     cut = len(values) // 4
     return mean(sorted(values)[cut : len(values) - cut])
 

@@ -1,4 +1,4 @@
-"""What the library promises itself, each as a ratio of two figures of one run: pure functions over the rows."""
+"""The targets, each a ratio of two figures of one run: pure functions over the rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One promise and what came of it.
+    """One target and its result.
 
     Attributes:
         where: size and variant it was measured at.
-        text: the promise.
-        limit: the ratio that is promised.
+        text: what is measured.
+        limit: the ratio to keep.
         measured: the ratio that was measured; None when a figure is missing.
         at_most: True when smaller is better.
         figures: the two figures behind the ratio, in words.
@@ -35,7 +35,7 @@ class Target:
 
     @property
     def met(self) -> bool | None:
-        """None when it could not be measured."""
+        """None when it was not measured."""
         if self.measured is None:
             return None
         return self.measured <= self.limit if self.at_most else self.measured >= self.limit
@@ -88,14 +88,14 @@ def loop_targets(rows: Mapping[str, Row], roles: Mapping[str, str], *, where: st
         lost = row.get("lost_s")
         text, figures, measured = "training seconds lost per save / best peer's", "", None
         if best is not None and lost is not None:
-            # a loss below nothing is noise; it is counted as nothing, not as a gain
+            # a negative loss is noise; it counts as zero, not as a gain
             measured = max(lost, 0.0) / rows[best]["lost_s"]
             figures = f"{_seconds(lost)} / {_seconds(rows[best]['lost_s'])} ({best})"
         yield Target(where=where, text=text, limit=0.5, measured=measured, figures=figures)
 
 
 def best_peer(rows: Mapping[str, Row], roles: Mapping[str, str]) -> str | None:
-    """The peer that loses least; None when none was measured above zero."""
+    """The peer that loses least; None when no peer has a loss above zero."""
     peers: Sequence[str] = [
         name for name, row in rows.items() if roles[name] == "peer" and (row.get("lost_s") or 0) > 0
     ]

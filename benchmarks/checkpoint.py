@@ -42,7 +42,7 @@ _SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """MiB of state in how many tensors."""
+    """Size of a state in MiB, and its number of tensors."""
 
     mebibytes: int
     tensors: int
@@ -57,18 +57,18 @@ class Settings:
 
     Attributes:
         sizes: states of the first part.
-        rounds: how often the whole field is gone through, so that drift hits all alike.
-        processes: of the floors, the bounds, DCP and this library a round.
-        saves: warm saves a process with nothing beside them.
-        overlapped_saves: saves a round beside compute.
-        restores: restores a round.
+        rounds: how often all contenders are measured in turn, so that drift affects all equally.
+        processes: per round, for the floors, the bounds, DCP and this library.
+        saves: warm saves per process without compute beside them.
+        overlapped_saves: saves per round beside compute.
+        restores: restores per round.
         compute_s: least length of the simulated forward and backward; at least three copy floors.
         threads: of torch in the first part.
         loop_mebibytes: states of the second part, a rank.
         loop_rounds: runs of each contender.
         loop_saves: measured saves a run.
         segment: steps with and steps without a save.
-        batch: rows a rank and step; with the width of the layers it sets the length of a step.
+        batch: rows per rank and step; with the width of the layers it decides how long a step takes.
         ranks: of the training loop, sharing all cores.
         only: names of contenders, empty for all.
         deadline: of one contender's run.
@@ -113,7 +113,7 @@ _FULL = {
 
 
 class Benchmark:
-    """Runs the parts and keeps what they found. Used by one thread.
+    """Runs the parts and keeps their results. Used by one thread.
 
     Args:
         settings: what to do.
@@ -134,12 +134,11 @@ class Benchmark:
     # -- the two parts --------------------------------------------------------------------------------------------
 
     def run_isolated(self) -> None:
-        """Every contender at every size, as many rounds as set; the peers begin with another one each round.
+        """Every contender at every size, for the given number of rounds; each round begins with another peer.
 
-        Where a process's memory lies makes a copy up to twice as fast, for as long as it lives. So what the targets are
-        ratios of is measured in several processes a round, next to each other. The floors come first as well: the
-            length
-        of compute depends on them.
+        Depending on the physical memory a process gets, its copies are up to twice as fast for as long as it lives. So
+        the contenders in the targets are measured in several processes per round, next to each other. The floors come
+        first, because the length of compute depends on them.
         """
         settings = self._settings
         entries = self._wanted(ISOLATED)
@@ -225,12 +224,12 @@ class Benchmark:
         return self._run(launcher, spec, {"OMP_NUM_THREADS": str(threads)})
 
     def _run(self, module: Sequence[str], spec: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
-        os.sync()  # what the contender before left to be written must not be paid by this one
+        os.sync()  # pending writes of the contender before must not slow this one
         return run_contender(module, spec, folder=self._folder, deadline=self._settings.deadline, env=env)
 
     def _try(self, entry: Entry, found: list[dict[str, Any]], where: str, once: Callable[[], dict[str, Any]]) -> None:
-        """Runs a contender; a failure is said at once, kept, and tried one more time: peers are not always ready in
-        time."""
+        """Runs a contender. A failure is printed and kept, and the run is tried once more: peers sometimes fail to
+        start in time."""
         for _ in range(2):
             if any("unavailable" in one for one in found):
                 return
@@ -248,7 +247,7 @@ class Benchmark:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         return Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
 
-    # -- what came of it ------------------------------------------------------------------------------------------
+    # -- the results ------------------------------------------------------------------------------------------
 
     def _rows(self) -> Iterator[tuple[str, object, dict[str, dict[str, Any]]]]:
         for size, found in self._isolated.items():

@@ -1,9 +1,8 @@
 """How fast event logs are read, and in how much memory.
 
-``python benchmarks/goodput_reader.py [--events 10000000] [--ranks 8] [--shape rank|one] [--keep DIR]`` writes a log as
-the step clock and the checkpoint engine would, reads it in a fresh process and prints a table. ``--shape rank`` is one
-file a rank, as our writers make them; ``--shape one`` is a single file with all ranks interleaved line by line, the
-hardest case.
+``python benchmarks/goodput_reader.py [--events 10000000] [--ranks 8] [--shape rank|one] [--keep DIR]`` writes a log
+like that of a training job, reads it in a fresh process and prints a table. ``--shape rank`` is one file a rank, as
+our writers make them; ``--shape one`` is a single file with all ranks interleaved line by line, the hardest case.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The one exception tree of the library.
+"""The exceptions of the library, in one tree.
 
 ::
 
     ResiliencyError
     ├── ConfigError          (also a ValueError) a setting or argument that cannot work
     ├── TierError            a storage tier refused or failed; ``retryable`` says whether trying again can help
-    ├── CorruptShard         bytes that do not match their digest; never loaded
+    ├── CorruptShard         bytes that do not match their digest; they are never loaded
     │   └── UnsupportedFormat  a checkpoint that another version of the format wrote; neither loaded nor changed
-    ├── TornSnapshot         a tensor changed while it was being copied; the save is given up
+    ├── TornSnapshot         a tensor changed while it was being copied; the save is dropped
     ├── NoCheckpointFound    nothing restorable where something was asked for
     ├── AgentError           the host agent cannot be reached or refused a request
-    └── Timeout              (also a TimeoutError) a wait ran out of its deadline
+    └── Timeout              (also a TimeoutError) a wait passed its deadline
 
 Every message says what happened, where (rank, step, tier, path) and what to do next.
 """
@@ -58,7 +58,7 @@ class TierError(ResiliencyError):
         self.retryable = retryable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are pickled by their positional arguments; ours must survive a process pool.
+        # Exceptions are pickled by their positional arguments alone; these must survive a process pool.
         return _rebuild, (type(self), str(self), {"retryable": self.retryable})
 
 
@@ -84,16 +84,16 @@ class UnsupportedFormat(CorruptShard):
 
 
 class TornSnapshot(ResiliencyError):
-    """A tensor was changed while a save was still copying it; the save is given up, as it may mix two moments."""
+    """A tensor was changed while a save was still copying it; the save is dropped, as its bytes may be of two steps."""
 
 
 class NoCheckpointFound(ResiliencyError):
-    """Nothing restorable was found although a checkpoint was asked for by name or path."""
+    """A checkpoint was asked for by name or path, and there is none that can be restored."""
 
 
 class AgentError(ResiliencyError):
-    """The host agent cannot be reached, was refused, or answered with an error."""
+    """The host agent cannot be reached, refused the request, or answered with an error."""
 
 
 class Timeout(ResiliencyError, TimeoutError):
-    """A bounded wait ran out; the message names who did not answer."""
+    """A wait passed its deadline; the message says who did not answer."""

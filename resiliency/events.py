@@ -1,8 +1,8 @@
 """Events: one append-only JSON line per fact that matters, for people, the goodput ledger and the supervisor.
 
 A line is a superset of the older goodput library's (``timestamp``, ``job_name``, ``event_type``, ``step``,
-``node_rank``), so both can read each other's files. Writing an event never raises into training, costs one
-``write(2)`` on an ``O_APPEND`` file (tens of microseconds, no lock, no buffer) and therefore survives SIGKILL.
+``node_rank``), so both can read each other's files. Writing an event never raises in the caller. It costs one
+``write(2)`` on an ``O_APPEND`` file (tens of microseconds, no lock, no buffer), and what is written survives SIGKILL.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EventKind:
     CHECKPOINT_LOADED = "checkpoint_loaded"  # step, duration_s, source tier, bytes
     CHECKPOINT_SAVED = "checkpoint_saved"  # step is committed (manifest written) on `tier`
 
-    TRAIN_STARTED = "train_started"  # first batch is about to run; ends start-up and restore
+    TRAIN_STARTED = "train_started"  # the first batch is about to run: start-up and restore are over
     TRAIN_ENDED = "train_ended"
     #: Step finished: step_s wall, data_wait_s, stall_s (checkpoint part), save_in_flight bool; optional busy_s (own
     #: work before first waiting for other ranks), eval_s (validation). With `count` the line holds that many steps, the
@@ -69,7 +69,7 @@ class EventKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One fact. ``time`` is UTC seconds since the epoch, ``monotonic_s`` this host's monotonic clock."""
+    """Something that happened. ``time`` is UTC seconds since the epoch, ``monotonic_s`` this host's monotonic clock."""
 
     kind: str
     time: float
@@ -141,11 +141,11 @@ class JsonlSink:
                 self._heal_torn_tail(self._fd)
             os.write(self._fd, event.to_json().encode() + b"\n")
         except (OSError, ValueError, TypeError):
-            # Boundary: training must outlive its event log (disk full, read-only, odd field values).
+            # Boundary: training goes on without its event log (disk full, read-only, field values that are no JSON).
             self.dropped += 1
             if self.dropped == 1:
                 logger.warning(
-                    "event log %s cannot be written; events are dropped from here on", self.path, exc_info=True
+                    "event log %s cannot be written; events are dropped from now on", self.path, exc_info=True
                 )
 
     def _heal_torn_tail(self, fd: int) -> None:
@@ -169,11 +169,10 @@ class JsonlSink:
 
 
 class BackgroundSink:
-    """Hands events to another sink on a thread of its own, for emitters that must not wait.
+    """Passes events to another sink on a thread of its own, for emitters that must not wait.
 
     A ``write(2)`` takes microseconds, except while the file system commits its journal, which an fsync of a large
-    checkpoint makes it do: then it takes tens of milliseconds, and the training step would wait for it. A process that
-        is
+    checkpoint causes: then it takes tens of milliseconds, and the training step would wait for it. A process that is
     killed loses only what was emitted in that time.
 
     Thread: any. ``close`` writes out what is queued, up to ``drain_s``.
@@ -212,7 +211,7 @@ class BackgroundSink:
 
 
 class EventWriter:
-    """Stamps events with who and when, and hands them to sinks. Thread: any. Never raises."""
+    """Makes events (adding time, run, attempt, rank and host) and passes them to sinks. Thread: any. Never raises."""
 
     def __init__(self, *, run: str, attempt: int, rank: int, host: str, sinks: tuple[EventSink, ...]) -> None:
         self.run = run

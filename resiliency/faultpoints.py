@@ -1,9 +1,9 @@
-"""Named places where tests make a process die, fail or stop; free when none is armed.
+"""Named points in the code where tests make a process die, fail or stop; they cost nothing when none is armed.
 
 ``RESILIENCY_FAULTS="agent.record.before:kill@3;save.fill:error"`` arms points in this process and its children:
 ``NAME:ACTION[@N][,rank=R]`` where ACTION is ``kill`` (SIGKILL to this process), ``stop`` (SIGSTOP), ``error``
-(raises OSError EIO), ``full`` (OSError ENOSPC) or ``delay=SECONDS``; ``@N`` trips at the Nth passage (1 based,
-default 1; ``@*`` every time); ``rank=R`` only in the process of that rank. Never set it in production.
+(raises OSError EIO), ``full`` (OSError ENOSPC) or ``delay=SECONDS``; ``@N`` acts when the point is passed for the Nth
+time (1 based, default 1; ``@*`` every time); ``rank=R`` only in the process of that rank. Never set it in production.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def _parse(text: str) -> dict[str, _Armed]:
             armed[name] = _Armed(action, None if at == "*" else int(at or 1), int(where) if where else None)
         except ValueError:
             raise ConfigError(
-                f"fault {item!r} means nothing; write NAME:ACTION[@N][,rank=R] with kill, stop, error, full or delay=S"
+                f"fault {item!r} is not understood; write NAME:ACTION[@N][,rank=R] with kill, stop, error, full or"
+                " delay=SECONDS"
             ) from None
     return armed
 

@@ -1,6 +1,6 @@
-"""The only reader of ``os.environ``: every variable the library looks at is named here.
+"""The only module that reads ``os.environ``: every variable the library uses is named here.
 
-Values are read when asked for, never at import.
+Variables are read when :func:`environment` is called, never at import.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Environment:
         run: name of the run (``RESILIENCY_RUN`` or ``JOB_IDENTIFIER``); "default" when neither is set.
         rank: global rank (``RANK``), 0 when unset.
         world_size: number of ranks (``WORLD_SIZE``), 1 when unset.
-        node: name of this failure domain (``RESILIENCY_NODE``, else ``NODE_NAME``, else the host name).
-        restart: restart count told by the launcher (``TORCHELASTIC_RESTART_COUNT``), 0 when unset.
+        node: name of this host, as a failure domain (``RESILIENCY_NODE``, else ``NODE_NAME``, else the host name).
+        restart: restart count, from the launcher (``TORCHELASTIC_RESTART_COUNT``), 0 when unset.
         events_dir: folder for event logs (``RESILIENCY_EVENTS_DIR``), None: below the checkpoint directory.
         local_dir: folder of the fast local tier (``RESILIENCY_LOCAL_DIR``), None: chosen by the caller.
         file_tracking: True when ``GOODPUT_USE_FILE_TRACKING`` is set (to anything, as the older library reads it).
@@ -78,7 +78,7 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
 
 
 def child_environment(package_parent: str) -> dict[str, str]:
-    """The environment for a helper process of ours: this one's, with the package importable from where it is now."""
+    """The environment for a helper process: this process's, with this copy of the package importable."""
     env = dict(os.environ)
     paths = [package_parent, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))

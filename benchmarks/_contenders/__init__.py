@@ -1,4 +1,4 @@
-"""Who competes: names, labels and where each is found. Importing this imports no contender."""
+"""The contenders: names, labels and the module of each. Importing this imports no contender."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Entry:
 
 FLOOR_COPY = "floor-copy"
 FLOOR_WRITE = "floor-write"
-#: Whose restore ours is compared with.
+#: The contender whose restore ours is compared with.
 RESTORE_BASE = "dcp-sync"
 
 _C = "benchmarks._contenders"

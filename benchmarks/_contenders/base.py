@@ -1,4 +1,4 @@
-"""What a contender in isolation has to offer; the harness knows nothing else of it."""
+"""The interface of a contender in isolation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ State = dict[str, torch.Tensor]
 
 
 def nothing() -> None:
-    """The wait that is already over."""
+    """Waits for nothing."""
 
 
 class Flush(Enum):
-    """What stands behind the "durable" figure of a contender."""
+    """How the "durable" figure of a contender is measured."""
 
     OWN = "own fsync"
     """The contender calls fsync itself before it says it is done."""
@@ -32,11 +32,11 @@ class Flush(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """One save on its way.
+    """One save in flight.
 
     Attributes:
         safe: blocks until the state may be changed; part of the stall.
-        committed: blocks until a whole copy exists that outlives a kill of the trainer.
+        committed: blocks until a whole copy exists that survives a kill of the trainer.
         durable: blocks until the contender itself calls the save done.
         poll: True once it is durable, never blocks. Given by contenders that must be asked from the training thread;
             for the others ``committed`` and ``durable`` may be called from any thread.
@@ -62,10 +62,10 @@ class Contender:
         self.folder = folder
 
     def warm_up(self, state: State) -> None:
-        """Whatever the contender's own documentation offers to do before the first save."""
+        """What the contender's own documentation recommends before the first save."""
 
     def save(self, step: int, state: State) -> Pending:
-        """Starts a save; what it blocks for is the first part of the stall."""
+        """Starts a save; the time it blocks is the first part of the stall."""
         raise NotImplementedError
 
     def restore(self, step: int, state: State) -> None:
@@ -80,7 +80,7 @@ class Contender:
         return self.folder / str(step)
 
     def forget(self, step: int) -> None:
-        """Deletes an older checkpoint; outside of every timing. Contenders that prune by themselves override it."""
+        """Deletes an older checkpoint; not timed. Contenders that prune by themselves override it."""
         path = self.path(step)
         if path.is_dir():
             shutil.rmtree(path)

@@ -1,7 +1,8 @@
-"""What this machine can do at best when more is asked than a copy: the reasons behind targets that are missed.
+"""The fastest two-thread copies we could write that also digest, or that go into a fsynced file: they explain missed
+targets.
 
 All cores share the work, and nothing else is done: no plan, no manifest, no agent. Where the library is as fast as
-these, only dropping what they stand for (a digest of every byte, files on a disk) would make it faster.
+these, it could only get faster by leaving out the digest of every byte or the files on a disk.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class DigestBound(CopyFloor):
         return Pending()
 
     def _share(self, work: Callable[[memoryview, int], None]) -> None:
-        """Every piece once, by this thread and the helpers."""
+        """Does the work for every piece once, in this thread and the helpers."""
         turns = count()
 
         def take_turns() -> None:
@@ -62,7 +63,7 @@ class DigestBound(CopyFloor):
 class FileBound(DigestBound):
     """A copy, without digests, into a mapping of one file that was fsynced before. Restores read and digest it.
 
-    The file's pages are as large as its file system makes them, which is when stores cost least.
+    The file is written so that its pages are as large as the file system supports, which makes stores fastest.
     """
 
     flush = Flush.OWN

@@ -1,4 +1,4 @@
-"""The raw floor: what the machine itself needs for a copy, a write and an fsync, with nothing around it."""
+"""The raw floor: what the machine needs for a copy, a write and an fsync, and nothing else."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _fill(read_into: Callable[[memoryview], int | None], view: memoryview) -> No
         view = view[count:]
 
 
-# A process of its own that imports nothing heavy: a fork of the trainer would keep old pages of the state alive.
+# A separate process with few imports: a fork of the trainer would keep old pages of the state in memory.
 _WRITER = """
 import mmap, os, sys
 memory, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

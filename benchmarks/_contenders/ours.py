@@ -1,5 +1,5 @@
-"""This library's engine: copying lazily (the callback's default) or before it returns, on the disk or on a ramdisk
-before it."""
+"""This library's engine: copying lazily (the callback's default) or before ``save`` returns, to the disk or to a
+ramdisk first."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class OursLazy(Contender):
         self._checkpointer.load(into=state)
 
     def forget(self, step: int) -> None:
-        """Nothing: the engine prunes by itself."""
+        """Does nothing: the engine prunes by itself."""
 
     def close(self) -> None:
         self._checkpointer.close()
@@ -76,7 +76,7 @@ class OursEager(OursLazy):
 
 
 class OursRamdisk(OursLazy):
-    """The local tier is a ramdisk; durable is what the agent has sent on to the disk."""
+    """The local tier is a ramdisk; a save is durable when the agent has uploaded it to the disk."""
 
     def _make(self, folder: Path) -> Checkpointer:
         from resiliency.checkpoint import Checkpointer, LocalTierOptions, RemoteTierOptions

@@ -10,7 +10,7 @@ __all__ = ["TorchSnapshot"]
 
 
 class TorchSnapshot(Contender):
-    """Copies what it must on the caller, writes from threads of the trainer."""
+    """Copies part of the state on the caller and writes from threads of the trainer."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -1,4 +1,4 @@
-"""Who is killed, and when: drawn from a seed before the run, carried out on what the event log shows."""
+"""Which processes are killed and when: chosen from a seed before the run, timed by the event log during it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Killer", "Kill", "Shot", "Victim", "draw_kills"]
 
 
 class Victim(Enum):
-    """Whom a kill hits."""
+    """Which processes a kill ends."""
 
     RANK = "one rank"
     ALL_RANKS = "all ranks"
@@ -27,9 +27,9 @@ class Kill:
     """One planned SIGKILL.
 
     Attributes:
-        after_step: fires at the first chance once training has passed this step.
-        in_save: the chance is a save that just began; otherwise a step that just ended.
-        delay_s: wait that long after the chance, so that kills land at every stage of a save.
+        after_step: the kill happens at the first opportunity once training has passed this step.
+        in_save: the opportunity is a save that has just begun; otherwise a step that has just ended.
+        delay_s: seconds to wait after that, so that kills happen at every stage of a save.
         rank: the victim when it is one rank.
     """
 
@@ -90,12 +90,12 @@ class Killer:
             return
         kill = self._left[0]
         if follower.attempt == self._hit_attempt or follower.step < kill.after_step:
-            return  # the attempt that was hit is going down; its last records are no chance
+            return  # the attempt that was killed is ending; its last records are no opportunity
         chance = "checkpoint_started" if kill.in_save else "step"
         if not any(record["event_type"] == chance and record["attempt"] == follower.attempt for record in fresh):
             return
         if kill.delay_s:
-            time.sleep(kill.delay_s)  # the aim is a moment, not an event
+            time.sleep(kill.delay_s)  # the kill is to happen this long after the event
         if self._fire(kill):
             self._left.pop(0)
 

@@ -46,25 +46,25 @@ class Outcome:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.quickstart.demo", description=__doc__)
     parser.add_argument(
-        "--dir", type=Path, default=Path("demo-run"), help="folder for both runs; those of an earlier demo go"
+        "--dir", type=Path, default=Path("demo-run"), help="folder for both runs; those of an earlier demo are deleted"
     )
     parser.add_argument("--data", help="folder with text files (default: the sources of Python's library)")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0, help="draws who is killed and when")
+    parser.add_argument("--seed", type=int, default=0, help="decides which processes are killed and when")
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds either run may take")
     return parser.parse_args()
 
 
 def train(args: argparse.Namespace, name: str, *, kills: int, advance: Callable[[int, list[Shot]], None]) -> Outcome:
-    """One run to its end. ``advance`` is told the step and the kills so far."""
+    """One run to its end. ``advance`` is called with the step and the kills so far."""
     options = ["--steps", str(args.steps), "--every", str(args.every)]
     if args.data:
         options += ["--data", str(Path(args.data).resolve())]
     folder = (args.dir / name).resolve()
-    # A few restarts to spare: a restart can itself fail, say when another program takes the port it was given.
+    # A few restarts more than kills: a restart can fail itself, for example when another program takes its port.
     restarts = kills + 4 if kills else 0
     with Launch(folder, ranks=args.ranks, restarts=restarts, arguments=options, deadline_s=args.deadline) as launch:
         planned = draw_kills(seed=args.seed, count=kills, steps=args.steps, ranks=args.ranks)
@@ -153,7 +153,7 @@ def main() -> int:
     else:
         console.print("[red]The weights differ: this is a bug, please report it with the folder[/red]", args.dir)
     if missed:
-        console.print(f"[yellow]{missed} kills found no moment to happen; give --steps a larger number[/yellow]")
+        console.print(f"[yellow]{missed} kills had no opportunity; use a larger number for --steps[/yellow]")
 
     page = args.dir / "goodput.html"
     logs = args.dir / "killed" / ".resiliency" / "killed" / "events"

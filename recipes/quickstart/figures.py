@@ -1,4 +1,4 @@
-"""What the demo reports, worked out from the event log and the list of kills. Pure."""
+"""What the demo reports, computed from the event log and the list of kills. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follows the event logs of a run: how far it is, and which processes it consists of."""
+"""Follows the event logs of a run: the step it has reached, and its processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Follower:
         records: all records read so far.
         workers: process id of each rank of the newest attempt.
         attempt: number of the newest attempt, 0 before the first.
-        step: newest step that the newest attempt finished; its restored step before that; 0 before anything.
+        step: newest step that the newest attempt finished; its restored step before that; 0 before both.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +75,7 @@ class Follower:
         for pid in sorted(self._agents, key=self._agents.__getitem__):
             try:
                 process = psutil.Process(pid)
-                if "resiliency" in " ".join(process.cmdline()):  # not a stranger who got the number later
+                if "resiliency" in " ".join(process.cmdline()):  # not another process that got this id later
                     living.append(process)
             except psutil.NoSuchProcess:
                 continue

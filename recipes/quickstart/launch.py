@@ -1,4 +1,4 @@
-"""Starts torchrun for the demo, and leaves no process behind however the demo ends."""
+"""Starts torchrun for the demo, and leaves no process behind in whatever way the demo ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Launch:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "RESILIENCY_RUN": folder.name,
-            # Else torchrun may keep one store over all restarts, in which new workers find the addresses of dead ones.
+            # Otherwise torchrun may keep one store over all restarts, in which new workers find the addresses of dead
+            # ones.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))

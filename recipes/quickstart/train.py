@@ -1,6 +1,6 @@
-"""Trains the small GPT. What a user writes: a Trainer, and our ModelCheckpoint where Lightning's stood.
+"""Trains the small GPT. What a user writes: a Trainer, with our ModelCheckpoint instead of Lightning's.
 
-``torchrun --nproc-per-node 2 -m recipes.quickstart.train --dir run``; start it again after any crash, it goes on.
+``torchrun --nproc-per-node 2 -m recipes.quickstart.train --dir run``. Start it again after any crash, and it continues.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
     torch.set_num_threads(1)
     pl.seed_everything(1234, verbose=False)
 
-    # Three epochs: the restarts also cross the end of one.
+    # Three epochs, so that the run with restarts also passes the end of an epoch.
     data = ByteWindows(read_corpus(args.data), length=128, count=args.batch * args.ranks * (args.steps // 3 + 1))
     loader = DataLoader(data, batch_size=args.batch, shuffle=True)
     model = TinyGPT(steps=args.steps, width=args.width)
@@ -65,7 +65,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, loader)  # goes on from the newest good checkpoint below --dir, if there is one
+    trainer.fit(model, loader)  # continues from the newest good checkpoint below --dir, if there is one
 
     if trainer.is_global_zero:
         loss = float(trainer.callback_metrics["loss"])

@@ -43,7 +43,7 @@ def fail(message: str, status: int) -> NoReturn:
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Expected errors in one line; a path that makes no sense is status 2, everything else 1."""
+    """Prints expected errors as one line and exits: with status 2 for a wrong path or argument, otherwise with 1."""
     from resiliency.errors import ConfigError, NoCheckpointFound, ResiliencyError
 
     try:
@@ -57,7 +57,7 @@ def errors() -> Iterator[None]:
 
 
 def console(*, err: bool = False) -> Console:
-    """Standard output or error; 120 columns when it is no terminal, so that a table in a file is not squeezed."""
+    """Standard output or error; 120 columns wide when it is no terminal, so that tables in a file are not narrowed."""
     from rich.console import Console
 
     stream = sys.stderr if err else sys.stdout
@@ -66,7 +66,7 @@ def console(*, err: bool = False) -> Console:
 
 @contextmanager
 def open_targets(paths: list[str]) -> Iterator[list[Target]]:
-    """What the paths mean; closes connections to object stores at the end."""
+    """What the paths refer to; closes connections to object stores at the end."""
     from resiliency.inspection.survey import close_tier, find
 
     with errors():

@@ -1,4 +1,4 @@
-"""``resiliency ckpt prune``: says what would go, makes sure that nobody needs it, and deletes it."""
+"""``resiliency ckpt prune``: shows what would be deleted, checks that no job uses the run, and deletes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def prune(
         int | None, typer.Option("--keep", min=1, help="Keep this many of the newest steps, named or not.")
     ] = None,
     unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Delete what is not whole and older than the newest.")
+        bool,
+        typer.Option("--unfinished", help="Delete steps that are not complete and older than the newest complete one."),
     ] = False,
     run: Annotated[str | None, typer.Option("--run", help="Which run; needed when there are several.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted.")] = False,
@@ -34,7 +35,7 @@ def prune(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete old or unfinished steps of one run. The newest whole step always stays."""
+    """Delete old or unfinished steps of one run. The newest complete step always stays."""
     if keep is None and not unfinished:
         fail("say what to delete: --keep N, --unfinished, or both", 2)
     if as_json and not (yes or dry_run):
@@ -77,7 +78,7 @@ def _one_run(target: Target, run: str | None) -> str:
 
 
 def _must_be_idle(target: Target, run: str, nodes: set[str], assume_ended: bool) -> None:
-    from resiliency.inspection.liveness import witnesses
+    from resiliency.inspection.liveness import evidence_of_use
 
     if not target.tier.is_local:
         if not assume_ended:
@@ -87,17 +88,21 @@ def _must_be_idle(target: Target, run: str, nodes: set[str], assume_ended: bool)
                 1,
             )
         return
-    seen = [witness for witness in witnesses(target.tier.root, run, nodes=nodes) if witness.certain or not assume_ended]
+    seen = [
+        evidence
+        for evidence in evidence_of_use(target.tier.root, run, nodes=nodes)
+        if evidence.certain or not assume_ended
+    ]
     if seen:
-        more = "" if any(witness.certain for witness in seen) else ", or say --assume-ended if that rank is gone"
-        texts = "; ".join(witness.text for witness in seen[:3]) + (
+        more = "" if any(evidence.certain for evidence in seen) else ", or say --assume-ended if that rank is gone"
+        texts = "; ".join(evidence.text for evidence in seen[:3]) + (
             f"; and {len(seen) - 3} more" if len(seen) > 3 else ""
         )
         fail(f"run {run} in {target.tier.root} is in use: {texts}. End the job first{more}", 1)
 
 
 def _newest_must_be_good(target: Target, run: str, plan: Plan, quiet: bool) -> None:
-    """Save before delete: an older step may be the only good one."""
+    """Checks the bytes of the newest step: if it is damaged, an older step may be the only good one."""
     from resiliency.inspection.survey import places_of, survey
 
     assert plan.newest is not None
@@ -120,7 +125,8 @@ def _delete(target: Target, run: str, plan: Plan, nodes: set[str], assume_ended:
 
     deleted, freed = [], 0
     for doomed in plan.doomed:
-        # A job may have started since; what it resumes from is never in the plan, but it is not to be raced.
+        # A job may have started since. What it resumes from is never in the plan, but it must not find files
+        # disappearing.
         _must_be_idle(target, run, nodes, assume_ended)
         names = delete(target.tier, run, doomed)
         freed += doomed.nbytes

@@ -1,4 +1,4 @@
-"""Tables and JSON of ``resiliency ckpt``: takes what the engine found, decides nothing."""
+"""Tables and JSON of ``resiliency ckpt``: formats what was found, decides nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def utc(seconds: float | None) -> str:
-    """ISO time, or "" when it is not known."""
+    """ISO time, or "" when it is unknown."""
     if not seconds:
         return ""
     return datetime.fromtimestamp(seconds, tz=timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
@@ -331,7 +331,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def print_plan(console: Console, run: str, plan: Plan) -> None:
-    """What would go, what stays although one might wonder, and which step is the newest."""
+    """What would be deleted, what stays unexpectedly and why, and which step is the newest."""
     table = _table(
         ("step", {"justify": "right", "no_wrap": True}),
         ("att", {"justify": "right", "no_wrap": True}),

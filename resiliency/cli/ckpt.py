@@ -1,7 +1,7 @@
-"""``resiliency ckpt``: list, look into, verify, convert and delete checkpoints.
+"""``resiliency ckpt``: list, inspect, verify, convert and delete checkpoints.
 
-Exit status: 0 all good; 1 something is bad, or the work was refused or failed; 2 the arguments or a path make no sense.
-Imports torch for ``export`` only, so that a listing is there at once.
+Exit status: 0 all good; 1 something is damaged, or the work was refused or failed; 2 wrong arguments or a wrong path.
+Imports torch for ``export`` only, so that a listing is quick.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="List, look into, verify, convert and delete checkpoints.",
+    help="List, inspect, verify, convert and delete checkpoints.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Say where every second of a run went.",
+    help="Show where every second of a run went.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -45,7 +45,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _console() -> Console:
-    """Standard output; 120 columns when it is no terminal, so that a report in a file is not squeezed."""
+    """Standard output; 120 columns wide when it is no terminal, so that a report in a file is not narrowed."""
     from rich.console import Console
 
     return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -83,14 +83,14 @@ def _ledgers(reader: LogReader, run: str | None, until: float | None, capacity: 
         _fail(f"no run named {run!r} in these logs; there are: {', '.join(sorted(runs)) or 'none'}")
     chosen = [runs[run]] if run is not None else [runs[name] for name in sorted(runs)]
     if not chosen:
-        _fail("there is no event in these logs; is events writing switched on for this job?")
+        _fail("there is no event in these logs; does this job use ModelCheckpoint or GoodputCallback?")
     return [account(facts, until=until, capacity=capacity, gpus_per_rank=gpus) for facts in chosen]
 
 
 def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None) -> list[dict[str, Any]]:
     from resiliency.goodput.summary import summarize
 
-    # Lines that are no events belong to no run; they are told with the first.
+    # Lines that are no events belong to no run; they are reported with the first.
     return [
         summarize(
             ledger,
@@ -164,12 +164,14 @@ def watch(
     more: MoreLogs = None,
     log: LogOption = None,
     run: RunOption = None,
-    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 2.0,
-    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Stop after this many looks; 0: until Ctrl-C.")] = 0,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between refreshes.")] = 2.0,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=0, help="Stop after this many refreshes; 0: until Ctrl-C.")
+    ] = 0,
     capacity: CapacityOption = None,
     gpus_per_rank: GpusOption = 1,
 ) -> None:
-    """Show the account of a running job and keep it fresh."""
+    """Show the account of a running job and refresh it."""
     from rich.console import Group
     from rich.live import Live
 
@@ -190,7 +192,7 @@ def watch(
             if reader.collector.runs:
                 ledgers = _ledgers(reader, run, None, capacity, gpus_per_rank)
                 if any(ledger.timings and ledger.timings[-1].outcome == "open" for ledger in ledgers):
-                    # It runs: time since its last event counts too.
+                    # The job runs, so the time since its last event counts too.
                     ledgers = _ledgers(reader, run, time.time(), capacity, gpus_per_rank)
                 live.update(Group(*(render(summary) for summary in _summaries(reader, ledgers, None))), refresh=True)
             looked += 1

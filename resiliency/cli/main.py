@@ -1,4 +1,4 @@
-"""The ``resiliency`` command: picks the subcommand and hands over. Nothing is imported before it is asked for."""
+"""The ``resiliency`` command: runs the subcommand. A subcommand's module is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="resiliency",
         usage="resiliency [-h] [--version] COMMAND ...",
         description="Fault tolerant training: checkpoints, recovery, goodput.",
-        epilog=f"commands:\n{listing}\n\nresiliency COMMAND --help says more.",
+        epilog=f"commands:\n{listing}\n\nresiliency COMMAND --help lists the options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"resiliency {__version__}")
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         parser.print_help()
         return 2
-    # Only the first word is ours: "resiliency ckpt --help" belongs to the subcommand.
+    # Only the first word is parsed here: "resiliency ckpt --help" is the subcommand's.
     command: str = parser.parse_args(words[:1]).command
     module = importlib.import_module(SUBCOMMANDS[command][0])
 

@@ -1,7 +1,7 @@
 """The older library's goodput calculator: its command line, its class, its figures; without pandas or a cloud account.
 
 ``python -m resiliency.goodput.calculator --job-name J --log-file F --reference-step-time S``. With ``--log-file`` (a
-file or a folder, ours or the older library's) nothing else is needed; without it Google Cloud Logging is asked.
+file or a folder, ours or the older library's) nothing else is needed; without it events come from Google Cloud Logging.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["GoodputCalculator", "get_parser", "main"]
 
 logger = logging.getLogger(__name__)
 
-#: Events of one moment are put in this order.
+#: The order of events with equal timestamps.
 EVENT_TYPE_ORDER = {
     EventKind.USER_SCHEDULED: 0,
     EventKind.JOB_STARTED: 1,
@@ -34,7 +34,7 @@ EVENT_TYPE_ORDER = {
     EventKind.USER_TERMINATED: 4,
     EventKind.JOB_TERMINATED: 5,
 }
-#: The older formula looks at these only; our step lines would be millions.
+#: The older formula uses only these; there can be millions of our step lines.
 _KINDS = frozenset(EVENT_TYPE_ORDER)
 
 
@@ -43,9 +43,9 @@ class GoodputCalculator:
 
     Args:
         job_name: the ``job_name`` in the events.
-        local_log_path: file or folder of events; None: ask Google Cloud Logging.
+        local_log_path: file or folder of events; None: read Google Cloud Logging.
         verbose: print what is done.
-        gcloud_logging_lookback_days: how far back to ask.
+        gcloud_logging_lookback_days: how far back to read.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class GoodputCalculator:
 
     @staticmethod
     def preprocess_events(events: list[dict[str, Any]], job_name: str | None = None) -> list[dict[str, Any]]:
-        """Events of one job in order, with a stand-in for a missing ``user_scheduled`` and runs of starts and ends
+        """Events of one job in order. A missing ``user_scheduled`` is filled in, repeated starts and ends are
         merged."""
         if not events:
             return []
@@ -190,7 +190,7 @@ class GoodputCalculator:
     def _ours(self, events: list[dict[str, Any]], metrics: dict[str, Any]) -> None:
         """Fills what the older calculator left empty."""
         if self.local_log_path:
-            # The files hold more than the six events the older figures are made from.
+            # The files hold more than the six kinds of events that the older figures use.
             from resiliency.telemetry.reader import read_logs
 
             collector = read_logs([self.local_log_path]).collector
@@ -289,9 +289,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-file", help="local log: a file, or a folder of logs")
     parser.add_argument("--export", help="write the figures to this JSON file")
     parser.add_argument("--reference-step-time", type=float, default=None, help="seconds a step should take")
-    parser.add_argument(
-        "--gcloud-logging-lookback-days", type=float, default=7.0, help="days of Cloud Logging to ask for"
-    )
+    parser.add_argument("--gcloud-logging-lookback-days", type=float, default=7.0, help="days of Cloud Logging to read")
     parser.add_argument("--verbose", action="store_true", help="say what is done, and where the rest of the time went")
     return parser
 

@@ -1,4 +1,4 @@
-"""The account of an attempt whose log has no steps, from starts, loads and saves alone (the older library's six
+"""The account of an attempt whose log has no steps, from starts, loads and saves only (the older library's six
 events). Pure."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["fill_coarse", "lost_share"]
 
 
 def lost_share(timing: Timing) -> float:
-    """Share of the time between the start of training and the last save that later attempts threw away."""
+    """Share of the time between the start of training and the last save that later attempts had to run again."""
     if timing.lost_above is None or timing.train is None or not timing.saves:
         return 0.0
     points = [(timing.train, timing.position or 0)]
@@ -27,10 +27,8 @@ def lost_share(timing: Timing) -> float:
 def fill_coarse(lane: Lane, timing: Timing, *, present: bool, pace: float | None, last: bool) -> None:
     """Fills one host's time line.
 
-    After the last save the log is silent. If a later attempt had to start from that save, the work until then is lost;
-    but no more of it than one usual interval between saves, for otherwise there would have been another save: the rest
-        is
-    detection.
+    After the last save the log is silent. If a later attempt started from that save, the work after it is lost: at most
+    one usual interval between saves, as otherwise there would have been another save. The rest is detection.
 
     Args:
         present: the host took part in this attempt.
@@ -41,7 +39,7 @@ def fill_coarse(lane: Lane, timing: Timing, *, present: bool, pace: float | None
     stop = timing.window[1]
     train = timing.train
     if train is None and timing.saves:
-        # No load: the first interval holds the start-up too; the pace of the later ones tells how much.
+        # No load: the first interval includes the start-up; the length of the later intervals shows how much of it.
         first = timing.saves[0][0]
         train = max(timing.window[0], first - pace) if pace is not None else timing.window[0]
     if train is None:

@@ -15,13 +15,13 @@ from resiliency.telemetry.facts import Mark, parse_stamp
 
 __all__ = ["Incident", "incidents"]
 
-#: Incidents of each sort that are listed; a report is read by people.
+#: At most this many incidents of each kind are listed, so that people can read the report.
 MOST = 100
 #: Slow steps shorter than this are not incidents.
 STALL_S = 10.0
-#: Ranks of one host tell of the same trouble within this time.
+#: Reports of several ranks of one host within this time are about the same problem.
 SAME_S = 5.0
-#: The most telling notice first.
+#: The most specific notice first.
 _TELLING = (
     EventKind.HOST_LOST,
     EventKind.HANG_DETECTED,
@@ -35,17 +35,17 @@ _TELLING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """One thing that went wrong.
+    """One failure or problem of the run.
 
     Attributes:
         time: UTC seconds: the last sign of progress before it.
         attempt: index of the attempt it ended (or happened in).
         what: a sentence fragment.
-        where: host or rank, "" when nothing tells.
+        where: host or rank, "" when unknown.
         remedy: what was done.
         gpu_s: GPU-seconds it cost, by bucket.
         lost_steps: steps that had to be run again.
-        ended_attempt: False for what training survived.
+        ended_attempt: False when training continued.
     """
 
     time: float
@@ -63,7 +63,7 @@ class Incident:
 
 
 def incidents(ledger: Ledger) -> list[Incident]:
-    """Everything worth a line, in order of time."""
+    """All incidents of a report, in order of time."""
     found = [_ended(ledger, timing) for timing in ledger.timings if _went_wrong(timing)][:MOST]
     found += _survived(ledger)[:MOST]
     found += _stalls(ledger)[:MOST]
@@ -112,7 +112,7 @@ def _ended(ledger: Ledger, timing: Timing) -> Incident:
 
 
 def _describe(timing: Timing) -> tuple[str, str]:
-    """What happened and where, from the most telling notice."""
+    """What happened and where, from the most specific notice."""
     near = [m for m in timing.marks if m.kind in NOTICES and m.time >= timing.progress - 300.0]
     mark = next((m for kind in _TELLING for m in near if m.kind == kind), None)
     if mark is None:
@@ -149,7 +149,7 @@ def _hosts(timing: Timing) -> dict[int, str]:
 
 
 def _remedy(timing: Timing, following: Timing | None) -> str:
-    """What was done: told by a notice, else seen in the next attempt."""
+    """What was done: from a notice, otherwise from the next attempt."""
     told = next((str(m.fields["remedy"]) for m in timing.marks if m.fields.get("remedy")), "")
     if following is None:
         return told or "none: the job ended"
@@ -183,7 +183,7 @@ _SURVIVED = {
 
 
 def _survived(ledger: Ledger) -> list[Incident]:
-    """Troubles that did not end an attempt. What several ranks of a host tell of one moment is one of them."""
+    """Problems that did not end an attempt. Reports of several ranks of a host at one time count as one."""
     found = []
     told: dict[tuple[str, str], float] = {}
     for timing in ledger.timings:
@@ -209,7 +209,7 @@ def _minor(timing: Timing, mark: Mark) -> Incident:
 
 
 def _stalls(ledger: Ledger) -> list[Incident]:
-    """Steps that took many times the usual and that nothing explains, as the lowest rank saw them."""
+    """Steps of the lowest rank that took many times the usual without a known cause."""
     found: list[Incident] = []
     for timing in ledger.timings:
         lanes: Sequence[int] = sorted(timing.attempt.lanes)

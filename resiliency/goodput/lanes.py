@@ -1,7 +1,7 @@
 """The time line of one rank: contiguous intervals over the whole run, each split into buckets that sum to it. Pure.
 
-Integer microseconds throughout: sums are exact by construction, because an interval is only ever made by moving a
-cursor forward, and the split of an interval is made to add up to it.
+All times are integer microseconds. Sums are exact, because intervals are made only by moving a cursor forward, and the
+parts of an interval always add up to it.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Lane:
     def __init__(self, start_us: int, end_us: int) -> None:
         self.cursor = start_us
         self.end_us = end_us
-        #: Nothing goes beyond this for now: the start of the next attempt.
+        #: The line does not go beyond this for now: the start of the next attempt.
         self.limit_us = end_us
         self.attempt = 0
         self.intervals: list[Interval] = []
 
     def until(self, time_us: int, bucket: Bucket, phase: str) -> None:
-        """Everything from the cursor to ``time_us`` belongs to one bucket; a time in the past changes nothing."""
+        """Gives everything from the cursor to ``time_us`` to one bucket; a time before the cursor changes nothing."""
         stop = min(time_us, self.limit_us)
         if stop > self.cursor:
             self.intervals.append(Interval(self.cursor, stop, self.attempt, phase, {bucket: stop - self.cursor}))
@@ -69,7 +69,7 @@ class Lane:
     def mixed(
         self, time_us: int, claims: Iterable[tuple[Bucket, float]], rest: Bucket, phase: str, *, whole_us: int = 0
     ) -> None:
-        """Splits the time up to ``time_us`` among ``claims`` (seconds), what they leave goes to ``rest``.
+        """Splits the time up to ``time_us`` among ``claims`` (seconds); what is left goes to ``rest``.
 
         Args:
             whole_us: the length the claims were made for; when the interval is shorter because a newer attempt took

@@ -1,9 +1,9 @@
 """The account of a run: every microsecond of every rank in exactly one bucket. Pure: no files, no clock, no torch.
 
 The run's time is cut at the starts of its attempts. Within an attempt each rank goes through start-up, restore,
-training and a tail; training is split by what its steps say, the tail by when somebody noticed. Ranks that are missing
-while others train count as scaled-down capacity. Wall time has the same shares as GPU time: a bucket's wall seconds are
-its GPU-seconds over the number of GPUs, so both tables sum to their whole exactly and never contradict each other.
+training and a tail. Training is split by what its steps report, the tail by when the failure was noticed. Ranks that
+are missing while others train count as scaled-down capacity. Wall time has the same shares as GPU time: a bucket's
+wall seconds are its GPU-seconds over the number of GPUs, so both tables sum exactly and agree with each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LaneAccount", "Ledger", "account"]
 
 @dataclass(frozen=True, kw_only=True)
 class LaneAccount:
-    """The time line of ``copies`` ranks that look alike (ranks without a log of their own copy the lowest one's)."""
+    """The time line of ``copies`` equal ranks (ranks without a log are counted like the lowest rank with one)."""
 
     lane: int
     host: str
@@ -51,16 +51,16 @@ class Ledger:
         end: last moment.
         wall: microseconds by bucket; sums to ``end - start`` exactly.
         gpu: GPU-microseconds by bucket; sums to ``capacity`` times the wall time exactly.
-        capacity: GPUs (ranks x GPUs per rank) the job holds when it is whole.
+        capacity: GPUs (ranks x GPUs per rank) the job has when no rank is missing.
         unit: "rank", or "host" when only launchers logged.
-        lanes: one time line per rank (or per group of ranks that look alike).
+        lanes: one time line per rank (or per group of equal ranks).
         timings: the job's attempts.
         splits: steps of each (attempt, lane).
         late: stragglers by attempt.
-        offsets: seconds hosts' clocks were ahead; already taken out.
+        offsets: seconds hosts' clocks were ahead; already corrected.
         usual_step_s: usual step time over the whole run, None without steps.
         facts: what was read.
-        coarse: True when the log has no steps and progress was told by checkpoints.
+        coarse: True when the log has no steps, so that progress is known from checkpoints only.
     """
 
     run: str
@@ -166,7 +166,7 @@ def account(
 
 
 def _tells(segments: Sequence[Segment]) -> bool:
-    """True when ranks themselves logged their start or steps."""
+    """True when ranks logged their start or steps themselves."""
     return any(s.started is not None or s.train is not None or s.steps.high >= 0 for s in segments)
 
 
@@ -178,7 +178,7 @@ def _bounds(
     hosts = set(offsets)
     times += [mark.time for mark in run.marks if mark.host not in hosts]
     if not offsets:
-        # With skewed hosts the raw first and last stamps may be those of a wrong clock.
+        # If clocks disagree, the first and last timestamps may be those of a wrong clock.
         times += [t for t in (run.first, run.last) if t is not None]
     if not times:
         return 0.0, 0.0
@@ -200,7 +200,7 @@ def _usual(attempt: Attempt, overall: float | None) -> float | None:
 
 
 def _lane_groups(attempts: Sequence[Attempt], capacity: int | None) -> list[tuple[int, int]]:
-    """(rank, copies) of every lane: each rank that logged, and for ranks that never did one stand-in per world size."""
+    """(rank, copies) of every lane: each rank that logged, and one entry per world size for all ranks that did not."""
     seen = sorted({lane for attempt in attempts for lane in attempt.lanes})
     groups = [(lane, 1) for lane in seen]
     below = 0
@@ -214,7 +214,7 @@ def _lane_groups(attempts: Sequence[Attempt], capacity: int | None) -> list[tupl
 
 
 def _pieces(attempt: Attempt, lane: int) -> list[Segment]:
-    """The segments of a rank; a rank that belonged to the attempt but did not log copies the lowest one that did."""
+    """The segments of a rank; for a rank of the attempt that did not log, those of the lowest rank that did."""
     if lane in attempt.lanes:
         return attempt.lanes[lane]
     return attempt.lanes[min(attempt.lanes)] if lane < attempt.world and len(attempt.lanes) < attempt.world else []
@@ -296,7 +296,7 @@ class _Filler:
         return part
 
     def _restore(self, segment: Segment, before: float | None) -> None:
-        """The part of the start-up that loaded a checkpoint."""
+        """Splits off the part of the start-up that loaded a checkpoint."""
         lane = self.lane
         loaded = self._at(segment, segment.loaded)
         if loaded is None or (before is not None and loaded > before):
@@ -336,7 +336,7 @@ def lane_of(pieces: Sequence[Segment]) -> int:
 def _notes(
     run: RunFacts, timings: Sequence[Timing], offsets: dict[str, float], coarse: bool, lanes: Sequence[LaneAccount]
 ) -> list[str]:
-    """Sentences a reader of the account must know."""
+    """Sentences that a reader of the account should know."""
     notes = []
     if coarse and timings:
         notes.append(

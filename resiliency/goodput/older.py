@@ -72,7 +72,7 @@ def _pace(ledger: Ledger) -> float | None:
 def _reasons(
     ledger: Ledger, share: float, kept: int, loaded: int, saved: int, reference: float, given: bool
 ) -> list[str]:
-    """Why it differs from ours, largest causes in points of a percent."""
+    """Why it differs from ours: the largest causes, in percentage points."""
     difference = (share - ledger.goodput) * 100
     if abs(difference) < 0.1:
         return ["both agree"]

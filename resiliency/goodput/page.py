@@ -1,7 +1,7 @@
 """One self-contained HTML page: no script from elsewhere, no font, no network. Needs jinja2 (extra ``goodput``).
 
-All geometry is computed here and written as percentages, so that the page reads the same at any width and without
-scripts; the little script in the template only switches the theme and moves the tooltip.
+All geometry is computed here and written as percentages, so that the page works at any width and without scripts; the
+small script in the template only switches the theme and moves the tooltip.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def write_page(path: str | os.PathLike[str], runs: Sequence[tuple[dict[str, Any]
 
 
 def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
-    """What the template shows of one run."""
+    """The data the template needs of one run."""
     start, wall = ledger.start, max(1e-6, ledger.end - ledger.start)
     incidents = sorted(summary["incidents"], key=lambda row: -row["cost_gpu_s"])[:MOST_INCIDENTS]
     listed = []
@@ -123,7 +123,7 @@ def _percent(part: float, whole: float) -> float:
 
 
 def _ticks(start: float, wall: float) -> list[dict[str, Any]]:
-    """Five to nine round moments."""
+    """Five to nine ticks at round times."""
     steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
     step = next((s for s in steps if wall / s <= 8), 604800 * max(1, round(wall / 604800 / 8)))
     ticks = []
@@ -146,8 +146,8 @@ def _main(interval: Interval) -> Bucket:
 
 
 def _rows(ledger: Ledger, wall: float) -> tuple[list[dict[str, Any]], int]:
-    """A row per host: its lowest rank stands for it. Hosts that differ most from the rest come first when there are
-    many."""
+    """A row per host, drawn from its lowest rank. If there are many hosts, those that differ most from the rest come
+    first."""
     hosts: dict[str, list[LaneAccount]] = {}
     for lane in ledger.lanes:
         hosts.setdefault(lane.host or f"rank {lane.lane}", []).append(lane)
@@ -169,7 +169,7 @@ def _rows(ledger: Ledger, wall: float) -> tuple[list[dict[str, Any]], int]:
 
 
 def _pieces(lane: LaneAccount, ledger: Ledger, wall: float) -> list[dict[str, Any]]:
-    """Coloured stretches of one row; the work an attempt lost is drawn at its end, where it was done."""
+    """Coloured stretches of one row; work that an attempt lost is drawn at its end, when it was done."""
     cuts: list[tuple[int, int, Bucket, int]] = []
     for interval in lane.intervals:
         main = _main(interval)
@@ -196,7 +196,7 @@ def _pieces(lane: LaneAccount, ledger: Ledger, wall: float) -> list[dict[str, An
 
 
 def _raster(cuts: list[tuple[int, int, Bucket, int]], ledger: Ledger) -> list[tuple[int, int, Bucket, int]]:
-    """Too many pieces to draw: in each column of the row the one that fills most of it."""
+    """Reduces too many pieces: in each column of the row only the one that fills most of it is drawn."""
     begin, width = cuts[0][0], max(1, ledger.wall_us // MOST_PIECES)
     filled: dict[int, dict[tuple[Bucket, int], int]] = {}
     for start, end, bucket, attempt in cuts:
@@ -233,7 +233,7 @@ def _plot(ledger: Ledger, start: float, wall: float) -> dict[str, Any] | None:
     means = sorted(point[2] for one in series for point in one["points"])
     if not means:
         return None
-    # One hang must not flatten everything else: the scale ends above the usual and is marked where it is cut.
+    # One hang must not flatten everything else: the scale ends above the usual step time, and cut values are marked.
     highs = sorted(point[3] for one in series for point in one["points"])
     top = max(means[int(len(means) * 0.98) - 1 if len(means) > 1 else 0], means[len(means) // 2] * 1.5)
     top = _round_up(min(max(highs[int(len(highs) * 0.98) - 1], top), top * 2.5))

@@ -11,23 +11,23 @@ from resiliency.telemetry.stepstats import Histogram, StepStats, middle, typical
 
 __all__ = ["Stragglers", "TrainingSplit", "merged_typical", "split_training", "stragglers"]
 
-#: A step this many times the usual one is not noise: its excess is nobody's work.
+#: A step that takes this many times the usual is not noise: the excess counts as unknown.
 SLOW_STEP = 5.0
 #: Ranks within 5 % of each other are not stragglers, and steps within 10 % are warm.
 STRAGGLER_SHARE = 0.05
 WARM_SHARE = 0.10
 INTERFERENCE_SHARE = 0.005
-#: Step times that agree this well across ranks were equalised by a collective.
+#: Step times that agree this closely across ranks are equal because of a collective.
 SYNCHRONOUS_SHARE = 0.02
-#: Ranks are compared over 8 steps or more, so that jitter averages out first.
+#: Ranks are compared over 8 steps or more, so that jitter averages out.
 MIN_SHIFT = 3
-#: A histogram with fewer steps is not asked for the usual step time if a larger one exists.
+#: A histogram with fewer steps is not used for the usual step time if there is a larger one.
 ENOUGH_STEPS = 5
 
 
 @dataclass
 class TrainingSplit:
-    """Seconds of one rank's training interval by cause; ``slow_s`` is the part of steps nothing explains."""
+    """Seconds of one rank's training interval by cause; ``slow_s`` is time of steps without a known cause."""
 
     productive_s: float = 0.0
     data_wait_s: float = 0.0
@@ -37,7 +37,7 @@ class TrainingSplit:
     straggler_s: float = 0.0
     slow_s: float = 0.0
     eval_s: float = 0.0
-    #: Waiting for slower ranks that lies between steps rather than inside them.
+    #: Time spent waiting for slower ranks between steps, not inside them.
     straggler_gap_s: float = 0.0
     steps: int = 0
     step_s: float = 0.0
@@ -50,7 +50,7 @@ class Stragglers:
     Attributes:
         waits: seconds of straggler excess inside steps, by lane.
         gaps: the same, waited between steps.
-        base: what a step of the lane computes when nobody is waited for, in seconds (median over windows).
+        base: computing time of a step of the lane without waiting for other ranks, in seconds (median over windows).
         blamed: GPU-seconds each lane cost the job.
         blamed_steps: steps in which it was the slowest.
     """
@@ -64,8 +64,8 @@ class Stragglers:
 
 
 def merged_typical(stats: list[StepStats]) -> float | None:
-    """Usual step time over several ranks or attempts; the first lines of an attempt count only if there is nothing
-    else."""
+    """Usual step time over several ranks or attempts; the first lines of an attempt are used only if there are no
+    others."""
     cells: Histogram = {}
     for one in stats:
         for cell, (n, seconds) in one.clean.items():
@@ -102,7 +102,7 @@ def split_training(segment: Segment, usual_s: float | None, late: Stragglers, pi
     after = segment.last_step_time()
     tail = sum(seconds for time, seconds in segment.stalls if after is not None and time > after)
     part.stall_s = max(total.stall_s, segment.stall_s - tail)
-    # Stalls that the checkpoint events tell but the steps do not are hidden in their waits and their computing.
+    # Stalls that are in the checkpoint events but not in the steps are hidden in the steps' waits and computing time.
     hidden = part.stall_s - total.stall_s
     in_waits = min(part.data_wait_s, hidden, max(0.0, segment.stall_between_s - total.stall_s))
     part.data_wait_s -= in_waits
@@ -132,14 +132,14 @@ def split_training(segment: Segment, usual_s: float | None, late: Stragglers, pi
     part.slow_s = sum(seconds - n * usual for n, seconds in clean if seconds > SLOW_STEP * usual * n)
     flight_n = sum(n for n, _ in flight)
     flight_s = sum(seconds for _, seconds in flight)
-    # Means are compared with means here: step times lean to the long side, and that is not the save's doing.
+    # Means are compared with means here: step times are skewed to longer values, which is not caused by saves.
     without = (typical(stats.clean) if clean_n >= ENOUGH_STEPS else None) or usual
     if clean and flight_s - flight_n * without > INTERFERENCE_SHARE * without * flight_n:
         part.interference_s = flight_s - flight_n * without
 
     left = max(0.0, compute - part.warm_up_s - part.slow_s - part.interference_s)
     lane = segment.lane
-    # Never more than what is above a step without waiting: warm-up and slow steps are already counted.
+    # At most what exceeds a step without waiting: warm-up and slow steps are counted already.
     base = max(0.0, late.base.get(lane, usual) - part.interference_s / max(1, total.n))
     part.straggler_s = min(late.waits.get(lane, 0.0) / pieces, max(0.0, left - total.n * base))
     part.straggler_gap_s = late.gaps.get(lane, 0.0) / pieces
@@ -165,7 +165,7 @@ def stragglers(lanes: Mapping[int, StepStats]) -> Stragglers:
 
     Three kinds of logs are told apart: ranks that say how long they worked before they first waited for others
     (``busy_s``), ranks whose step times differ (they do not wait inside the step), and ranks whose step times are equal
-    because a collective makes the fast ones wait; in the last, only waits for data and saves can be told.
+    because a collective makes the fast ones wait; then only waits for data and saves can be attributed to a rank.
     """
     found = Stragglers()
     if len(lanes) < 2:
@@ -191,7 +191,7 @@ def stragglers(lanes: Mapping[int, StepStats]) -> Stragglers:
 
 
 def _compare(rows: list[_Row], found: Stragglers, plain: dict[int, list[float]]) -> None:
-    """One window: who was slowest, and what each lane waited for it."""
+    """Finds the slowest rank of one window, and how long each lane waited for it."""
     steps = [row.step for row in rows]
     synchronous = max(steps) - min(steps) <= SYNCHRONOUS_SHARE * max(steps)
     floor = min(row.compute for row in rows)

@@ -17,7 +17,7 @@ from resiliency.telemetry.facts import parse_stamp
 __all__ = ["iso", "summarize"]
 
 SCHEMA_VERSION = 1
-#: Rows of the per-rank tables.
+#: At most this many rows in tables by rank.
 MOST_RANKS = 20
 
 
@@ -154,7 +154,7 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _stragglers(ledger: Ledger) -> list[dict[str, Any]]:
-    """Ranks the others waited for, the dearest first."""
+    """Ranks the others waited for, the most expensive first."""
     cost: dict[int, float] = {}
     steps: dict[int, int] = {}
     data: dict[int, float] = {}

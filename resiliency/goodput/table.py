@@ -43,7 +43,7 @@ def precise(seconds: float) -> str:
 
 
 def figure(share: float) -> str:
-    """A share in percent; small ones keep their digits, so that nothing that exists reads 0 %."""
+    """A share in percent; small ones keep more digits, so that nothing above zero is shown as 0 %."""
     percent = share * 100
     if percent == 0 or abs(percent) >= 0.095:
         return f"{percent:.1f} %"
@@ -235,7 +235,7 @@ def _quality(summary: dict[str, Any]) -> Text:
 
 
 def compare(left: dict[str, Any], right: dict[str, Any]) -> Table:
-    """Two runs side by side; the last column is the change in points of a percent."""
+    """Two runs side by side; the last column is the change in percentage points."""
     table = _table(f"{left['run']} and {right['run']}")
     table.add_column("", no_wrap=True)
     for name in ("A", "B"):

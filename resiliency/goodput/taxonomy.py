@@ -1,7 +1,7 @@
 """The buckets every second falls into: a closed list, in the order a report shows them.
 
-Each second of each rank is in exactly one bucket. ``UNKNOWN`` is a bucket like the others: time the log cannot explain
-is shown, never spread over the rest.
+Each second of each rank is in exactly one bucket. ``UNKNOWN`` is a bucket like the others: time the log does not
+explain is shown there, not spread over the others.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Bucket(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketInfo:
-    """How people see a bucket.
+    """How a bucket is shown to people.
 
     Attributes:
         label: short name for tables.
         meaning: one sentence: which seconds are counted here.
-        lever: what makes it smaller, "" when nothing does.
+        lever: what the user can do to make it smaller, "" if nothing.
         light: colour on a light page.
         dark: colour on a dark page.
     """

@@ -13,7 +13,7 @@ from resiliency.telemetry.facts import Mark, RunFacts, Segment
 
 __all__ = ["ABNORMAL", "Timing", "time_attempts"]
 
-#: Marks that mean: somebody noticed that the job had failed.
+#: Marks that mean that the failure of the job was noticed.
 NOTICES = frozenset(
     {
         EventKind.WORKER_LOST,
@@ -28,25 +28,25 @@ NOTICES = frozenset(
 #: ``reason`` of a job_terminated that was announced: there is nothing to detect.
 PLANNED = frozenset({"signal", "preempted", "preemption", "terminated", "drained"})
 ABNORMAL = frozenset({"exception", "error", "killed", "crash", "failed"})
-#: A launcher on another host may be this late with a notice about an attempt that is over.
+#: A launcher on another host may report the end of an attempt this late.
 LATE_NOTICE_S = 60.0
 
 
 @dataclass
 class Timing:
-    """One attempt on the job's clock (UTC seconds, host clocks put straight).
+    """One attempt on the job's clock (UTC seconds, with host clocks corrected).
 
     Attributes:
         window: ``[start, stop)`` that this attempt accounts for: from its start (the run's start for the first) until
             the next attempt begins or the account ends.
         train: first batch of any rank, None when it never trained.
-        progress: end of the last step of any rank; its last sign of life when it never trained.
-        noticed: when the failure was noticed, None when it ended well or nothing tells.
+        progress: end of the last step of any rank; its last event when it never trained.
+        noticed: when the failure was noticed, None when it ended well or that is unknown.
         ended: when it ended by itself (finished or announced), None otherwise.
         outcome: "finished", "planned" (preempted, signalled), "failed", "open" (no end in the log), "rolled back".
         saves: (time, step) of checkpoints within the window, for logs without steps.
-        lost_above: steps beyond this one were thrown away later; None when all were kept.
-        lost_by: index of the attempt whose restore threw them away.
+        lost_above: steps after this one had to be run again later; None when all were kept.
+        lost_by: index of the attempt that restored an older step.
     """
 
     attempt: Attempt
@@ -89,7 +89,7 @@ def time_attempts(
         start: first moment of the account.
         stop: last moment of the account.
         usual: usual step time of each attempt in seconds.
-        coarse: the log has no steps; progress is told by checkpoints.
+        coarse: the log has no steps; progress is known from checkpoints.
     """
     starts = [attempt.start(offsets) for attempt in attempts]
     starts = [min(max(moment, start), stop) for moment in starts]
@@ -120,7 +120,8 @@ def _after(pairs: Sequence[tuple[float, object]], time: float) -> int:
 def _marks_of(
     attempts: Sequence[Attempt], index: int, marks: Sequence[tuple[float, Mark]], begin: float, end: float
 ) -> list[Mark]:
-    """Marks within an attempt's window. Its number wins over the clock: a launcher may report a loss late."""
+    """Marks within an attempt's window. The attempt number counts more than the time: a launcher may report a loss
+    late."""
     number = attempts[index].number
     earlier = attempts[index - 1].number if index > 0 else None
     later = attempts[index + 1].number if index + 1 < len(attempts) else None
@@ -229,7 +230,7 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         seen = bad + notices + [time for time, reason in ends.items() if not reason and time >= timing.progress]
         timing.noticed = max(min(seen), timing.progress) if seen else None
     elif ends:
-        # The older library's launchers say that it ended, not how.
+        # The older library's launchers log that it ended, but not how.
         timing.outcome = "finished"
         timing.ended = max(ends)
     if timing.noticed is not None:
@@ -239,7 +240,7 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
 
 
 def _lost(timings: list[Timing]) -> None:
-    """An attempt that begins at step R throws away what earlier attempts did beyond R."""
+    """Marks what is lost: if an attempt begins at step R, what earlier attempts did after R."""
     for index, timing in enumerate(timings):
         if timing.position is None:
             continue
@@ -251,7 +252,7 @@ def _lost(timings: list[Timing]) -> None:
 
 
 def save_pace(timings: Sequence[Timing]) -> float | None:
-    """Usual seconds between checkpoints, for logs that have nothing finer."""
+    """Usual seconds between checkpoints, for logs without steps."""
     gaps = [
         b[0] - a[0] for t in timings for a, b in zip(t.saves, t.saves[1:], strict=False) if b[1] > a[1] and b[0] > a[0]
     ]

@@ -1,9 +1,9 @@
-"""The older library's goodput tracker: ``GoodputLogger().log_event(...)`` and its command line, which never raise into
-a job.
+"""The older library's goodput tracker: ``GoodputLogger().log_event(...)`` and its command line. Neither ever makes a
+job fail.
 
 ``python -m resiliency.goodput.tracker --event-type user_scheduled`` appends one line to ``./<job>-goodput.log`` when
-``GOODPUT_USE_FILE_TRACKING`` is set, else it goes to Google Cloud Logging; without the cloud library it falls back to
-the file and says so. The job's name is ``JOB_IDENTIFIER``, by default "training-job".
+``GOODPUT_USE_FILE_TRACKING`` is set, else it goes to Google Cloud Logging; without the cloud library it
+writes to the file, with a warning. The job's name is ``JOB_IDENTIFIER``, by default "training-job".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GoodputLogger:
     """Writes events under the older library's names. Thread: any. Never raises, never blocks for long.
 
     Args:
-        folder: where the file goes in file mode; the working directory by default, as the older library has it.
+        folder: where the file goes in file mode; the working directory by default, as in the older library.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -62,7 +62,7 @@ class GoodputLogger:
             monotonic_s=time.monotonic(),
             run=self.job_name,
             attempt=self._restart,
-            # Job-wide events have no rank: they must not look like a trainer's.
+            # Events of the whole job have no rank, so that they are not taken for a trainer's.
             rank=-1
             if event_type in (EventKind.USER_SCHEDULED, EventKind.USER_TERMINATED) or "node_rank" in fields
             else self._rank,
@@ -73,7 +73,7 @@ class GoodputLogger:
         self._sink.emit(event)
 
     def close(self) -> None:
-        """Hands over what is pending. Blocks: up to the sink's deadline."""
+        """Sends what is pending. Blocks: up to the sink's deadline."""
         self._sink.close()
 
 

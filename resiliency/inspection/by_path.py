@@ -1,6 +1,6 @@
 """Loading a checkpoint by its path, in one process, without an agent or other ranks.
 
-For tools and for everything outside a resumed fit: ``validate``, ``test``, fine-tuning from another run's files,
+For everything except resuming a fit: ``validate``, ``test``, fine-tuning from another run's files,
 exporting. A path is a name file (``/ckpts/step=100.ckpt``), a step folder, or a directory with runs in it (newest
 step).
 """
@@ -36,10 +36,11 @@ class Located:
 
 
 def locate(path: str, *, run: str | None = None) -> Located | None:
-    """The complete step a path means, or None when the path is not one of ours (a stock checkpoint, or nothing).
+    """The complete step a path refers to, or None when the path is no checkpoint of this library (a stock one, or
+    nothing).
 
     Raises:
-        NoCheckpointFound: it is ours, but the step is gone or not complete.
+        NoCheckpointFound: it refers to a step that is gone or not complete.
         ConfigError: it holds several runs; pass ``run``.
         TierError: the place cannot be read.
     """
@@ -48,7 +49,7 @@ def locate(path: str, *, run: str | None = None) -> Located | None:
     except (ConfigError, NoCheckpointFound):
         if _is_name_file(str(path)):
             raise
-        return None  # a stock checkpoint, or nothing: whoever asked knows what to say
+        return None  # a stock checkpoint, or nothing: the caller handles both
     if target.run is None and not find_runs(target.tier):
         return None
     name, step = survey.one_step(target, run=run)
@@ -78,7 +79,7 @@ def load_path(
         The state tree and the per-rank tree (None when the step has no such rank).
 
     Raises:
-        CorruptShard: names the file and the byte ranges that are bad.
+        CorruptShard: names the file and the byte ranges that differ.
         TierError: the place cannot be read.
     """
     manifest = located.listing.manifest

@@ -1,7 +1,7 @@
-"""Out of our format: a step as a stock torch/Lightning ``.ckpt``, or its weights as a safetensors file.
+"""Writes a step as a stock torch/Lightning ``.ckpt``, or its weights as a safetensors file.
 
-Neither needs this library to be read. Every shard is checked before a byte is written; the file appears whole or not
-at all, and never in the place of another one unless asked to.
+Both can be read without this library. Every shard is checked before a byte is written; the file appears whole or not
+at all, and replaces an existing one only with ``force``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Exported:
         run, id: the step it was made from.
         tensors: how many tensors are in it.
         weights_only: True when ``torch.load(path, weights_only=True)`` reads it; None for safetensors.
-        unsafe: classes that keep it from being so, as far as torch can name them.
-        plain: (where, class) of objects that became the builtin they derive from, because unpickling was not allowed.
-        tied: name -> name it shares its tensor with; safetensors holds both in full, a .ckpt still shares them.
+        unsafe: classes that prevent that, as far as torch can name them.
+        plain: (where, class) of objects that were written as the builtin type they derive from, because unpickling was
+            not allowed.
+        tied: name -> name it shares its tensor with; safetensors holds both in full, in a .ckpt they are shared.
         left_out: entries of the state dict that are no tensors, which safetensors cannot hold.
     """
 
@@ -62,10 +63,10 @@ class Exported:
 
 
 def format_of(out: str | os.PathLike[str], wanted: str | None = None) -> Format:
-    """The format asked for, otherwise the one the suffix says.
+    """The format asked for, otherwise that of the suffix.
 
     Raises:
-        ConfigError: neither says one.
+        ConfigError: neither names a format.
     """
     suffix = os.path.splitext(os.fspath(out))[1].lower()
     found = _SUFFIXES.get(f".{wanted}" if wanted else suffix)
@@ -89,7 +90,7 @@ def export(
 ) -> Exported:
     """Writes a step as one stock file. Collective: no. Blocks: for reading, checking and writing everything.
 
-    The state passes through memory once. Shards of a remote tier go through a temporary folder (``TMPDIR``).
+    The whole state is held in memory. Shards of a remote tier are downloaded to a temporary folder (``TMPDIR``).
 
     Args:
         source: a path as ``resiliency ckpt`` takes them, or what :func:`~resiliency.inspection.by_path.locate`
@@ -103,7 +104,7 @@ def export(
         key: which entry of the state holds the weights.
 
     Raises:
-        ConfigError: ``out`` exists or cannot be, an object needs ``allow_pickle``, or there are no weights below
+        ConfigError: ``out`` exists or cannot be made, an object needs ``allow_pickle``, or there are no weights below
             ``key``.
         NoCheckpointFound: nothing complete is there.
         CorruptShard: bytes do not match their digests; names the file. Nothing is written.
@@ -222,7 +223,7 @@ def _load(located: Located, allow_pickle: bool, keys: Callable[[str], bool] | No
 
 
 def _save_ckpt(state: Any, temp: str) -> set[str]:
-    """Writes and reads back what a loader that runs no code would see; returns the classes that are in its way."""
+    """Writes the file and reads it back without unpickling; returns the classes that prevent that."""
     torch.save(state, temp)
     try:
         torch.load(temp, map_location="cpu", mmap=True, weights_only=True)
@@ -233,7 +234,8 @@ def _save_ckpt(state: Any, temp: str) -> set[str]:
 
 
 def _weights(tree: Any) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
-    """(name -> tensor, tied name -> its first name, names of what is no tensor); nested names are joined by "."."""
+    """(name -> tensor, tied name -> its first name, names of entries that are no tensors); nested names are joined
+    by "."."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     left_out: list[str] = []
@@ -244,7 +246,7 @@ def _weights(tree: Any) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, .
             if id(item) in seen:
                 tied[name] = seen[id(item)]
             seen.setdefault(id(item), name)
-            # Stock loaders want every name; storage may not be shared in a safetensors file.
+            # Stock loaders expect every name, and tensors may not share storage in a safetensors file.
             tensors[name] = item.clone() if name in tied else item.contiguous()
         elif isinstance(item, dict):
             for part, value in item.items():
@@ -292,7 +294,7 @@ def _write(target: str, force: bool, save: Callable[[str], Any]) -> tuple[int, A
             f"{target} was made by another program meanwhile; choose another name or say --force"
         ) from None
     except (OSError, RuntimeError) as error:
-        # torch tells of a full disk by RuntimeError.
+        # torch reports a full disk as RuntimeError.
         retryable = getattr(error, "errno", None) == errno.ENOSPC
         raise TierError(f"{target} cannot be written: {error}", retryable=retryable) from error
     finally:
@@ -301,13 +303,14 @@ def _write(target: str, force: bool, save: Callable[[str], Any]) -> tuple[int, A
 
 
 def _put(temp: str, target: str) -> None:
-    """Renames, but never over another file: a link fails where a rename would replace."""
+    """Renames without replacing another file: a hard link fails where a rename would replace."""
     try:
         os.link(temp, target)
     except FileExistsError:
         raise
     except OSError:
-        # The file system has no links (FUSE, some network mounts): the check is then as good as it can be.
+        # The file system has no hard links (FUSE, some network mounts): another process could make the file after the
+        # check.
         if os.path.lexists(target):
             raise FileExistsError(target) from None
         os.replace(temp, target)

@@ -1,7 +1,7 @@
-"""Whether somebody is using a run right now. Asked before files are deleted by hand. No torch.
+"""Whether a job is using a run right now. Checked before ``ckpt prune`` deletes. No torch.
 
-Three witnesses, because none sees everything: the socket of a host agent (this host, this user), the process ids in
-the run's event logs (this host), and ranks on other hosts that wrote an event lately and have not said they ended.
+Three kinds of evidence, because none is enough alone: the socket of a host agent (this host, this user), the process
+ids in the run's event logs (this host), and ranks on other hosts with a recent event and none that says they ended.
 """
 
 from __future__ import annotations
@@ -22,28 +22,33 @@ from resiliency.events import EventKind
 from resiliency.settings import environment
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 
-__all__ = ["Witness", "witnesses"]
+__all__ = ["Evidence", "evidence_of_use"]
 
-#: Every job takes a checkpoint, and so writes an event, at least this often; one that was quiet for longer is gone.
+#: A job takes a checkpoint, and so writes an event, at least this often; one without events for longer is taken to be
+#: gone.
 _QUIET_S = 24 * 3600.0
 _CONNECT_S = 2.0
 
 
 @dataclass(frozen=True)
-class Witness:
+class Evidence:
     """Evidence that a run is in use.
 
     Attributes:
         text: what was seen, in words.
-        certain: True for what runs on this host; False for a rank elsewhere that may have been killed unheard.
+        certain: True for what runs on this host; False for a rank on another host, which may have been killed
+            without a last event.
     """
 
     text: str
     certain: bool
 
 
-def witnesses(directory: str, run: str, *, nodes: Collection[str] = (), now: float | None = None) -> list[Witness]:
-    """Who is using the run. Blocks: up to 2 s for each node's agent; reads the logs from their ends.
+def evidence_of_use(
+    directory: str, run: str, *, nodes: Collection[str] = (), now: float | None = None
+) -> list[Evidence]:
+    """Evidence that the run is in use; empty when there is none. Blocks: up to 2 s for each node's agent; reads the
+    logs from their ends.
 
     Args:
         directory: root of the local tier.
@@ -54,12 +59,12 @@ def witnesses(directory: str, run: str, *, nodes: Collection[str] = (), now: flo
     found = []
     for node in sorted({*nodes, *here, *_logged_nodes(directory, run)}):
         if _listens(agent_address(directory, run, node)):
-            found.append(Witness(f"its checkpoint agent (node {node}) is running on this host", True))
+            found.append(Evidence(f"its checkpoint agent (node {node}) is running on this host", True))
     return found + _ranks(directory, run, here, time.time() if now is None else now)
 
 
 def _logged_nodes(directory: str, run: str) -> set[str]:
-    """Nodes whose agents left a log: jobs may be given other node names than this shell."""
+    """Nodes whose agents left a log: a job may have been given another node name than this shell."""
     meta = Path(directory, META_DIR, run)
     return {path.stem.removeprefix("agent-") for room in ("logs", EVENTS_DIR) for path in meta.glob(f"{room}/agent-*")}
 
@@ -70,12 +75,12 @@ def _listens(address: str) -> bool:
         try:
             probe.connect(address)
         except OSError as error:
-            # Anything else, such as a full queue of connections, means that somebody is there.
+            # Any other error, such as a full queue of connections, means that an agent is there.
             return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
     return True
 
 
-def _ranks(directory: str, run: str, here: Collection[str], now: float) -> list[Witness]:
+def _ranks(directory: str, run: str, here: Collection[str], now: float) -> list[Evidence]:
     folders = {str(Path(directory, META_DIR, run, EVENTS_DIR)), environment().events_dir or ""} - {""}
     logs = [log for folder in sorted(folders) for log in sorted(Path(folder).glob("rank-*.jsonl"))]
     found = []
@@ -87,16 +92,17 @@ def _ranks(directory: str, run: str, here: Collection[str], now: float) -> list[
         who = f"rank {start['rank']} of attempt {start['attempt']} on {start['host']}"
         if start["host"] in here:
             if _runs(start.get("pid"), _seconds(start)):
-                found.append(Witness(f"{who} (process {start['pid']}) is running", True))
+                found.append(Evidence(f"{who} (process {start['pid']}) is running", True))
         elif now - _seconds(last) < _QUIET_S:
             found.append(
-                Witness(f"{who} wrote an event {now - _seconds(last):.0f} s ago and has not said that it ended", False)
+                Evidence(f"{who} wrote an event {now - _seconds(last):.0f} s ago and has not said that it ended", False)
             )
     return found
 
 
 def _last(log: Path, run: str, *, only: str | None = None) -> dict[str, Any] | None:
-    """The log's last event of the run (of one kind), or None. Torn and foreign lines are passed over."""
+    """The log's last event of the run (of one kind), or None. Incomplete lines and lines that are no events are
+    skipped."""
     for line in _backwards(log, b"" if only is None else only.encode()):
         try:
             event = json.loads(line)
@@ -113,7 +119,7 @@ def _last(log: Path, run: str, *, only: str | None = None) -> dict[str, Any] | N
 
 
 def _backwards(log: Path, word: bytes) -> Iterator[bytes]:
-    """Lines that contain ``word``, last one first, without reading what lies before the one that is wanted."""
+    """Lines that contain ``word``, last one first, reading the file only as far back as needed."""
     try:
         with open(log, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             end = len(view)
@@ -130,7 +136,7 @@ def _backwards(log: Path, word: bytes) -> Iterator[bytes]:
                     yield view[start:end]
                 end = start
     except (OSError, ValueError):
-        return  # gone, unreadable or empty (which mmap refuses): no witness
+        return  # gone, unreadable or empty (which mmap refuses): no evidence
 
 
 def _seconds(event: dict[str, Any]) -> float:
@@ -138,7 +144,7 @@ def _seconds(event: dict[str, Any]) -> float:
 
 
 def _runs(pid: object, since: float) -> bool:
-    """Whether the process lives and is not a later one with the same number."""
+    """Whether the process lives and is not a later one with the same process id."""
     import psutil
 
     try:

@@ -1,7 +1,7 @@
-"""What a path means and what lies there, over one or several places. No torch, so that a listing is quick.
+"""What a path refers to and which steps are there, over one or several places. No torch, so that a listing is quick.
 
-A *place* is a tier somebody named on a command line. Steps that several places hold are one step here, with several
-copies: a step is complete when every shard has a copy of full length somewhere, whatever single places lack.
+A *place* is a tier named on the command line. A step that several places hold is one step here, with several copies. It
+is complete when each of its shards has a copy of full length in at least one of the places.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ State = Literal["complete", "damaged", "unfinished"]
 
 @dataclass(frozen=True)
 class Target:
-    """What a path argument means.
+    """What a path argument refers to.
 
     Attributes:
         path: as it was given.
-        tier: where it lies.
+        tier: where it is.
         run: the run it names; None: all runs there.
         step: the step it names; None: all steps of the run.
     """
@@ -88,10 +88,10 @@ class StepView:
         run, id: which step.
         copies: what each place that has something of it holds.
         manifest: records of all shards, from a manifest or from all records together; None while one is unknown.
-        needed: number of shards; None when no record tells.
+        needed: number of shards; None when there is no record.
         present: ranks whose shard has a copy of full length.
-        names: names that mean this step now.
-        state: "complete"; "damaged": its manifest exists but something of it is lost or unreadable; "unfinished".
+        names: names that point to this step now.
+        state: "complete"; "damaged": its manifest exists but a part of it is missing or unreadable; "unfinished".
         notes: what is wrong or worth knowing, in words.
     """
 
@@ -107,27 +107,27 @@ class StepView:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shards: of all of them when that is known, otherwise of what is there."""
+        """Bytes of all shards when that is known, otherwise of those that exist."""
         if self.manifest is not None:
             return self.manifest.nbytes
         return max(sum(n for name, n in c.listing.sizes.items() if name.endswith(".safetensors")) for c in self.copies)
 
     @property
     def created(self) -> float | None:
-        """UTC seconds when the save began, None when no record tells."""
+        """UTC seconds when the save began, None when there is no record."""
         times = [r.created for c in self.copies for r in c.listing.records.values() if r.created]
         return min(times, default=None)
 
 
 def close_tier(tier: Tier) -> None:
-    """Closes a tier's connections, where it has any: closing is no verb of the protocol."""
+    """Closes a tier's connections, if it has any (closing is not part of the ``Tier`` protocol)."""
     close = getattr(tier, "close", None)
     if close is not None:
         close()
 
 
 def find(path: str) -> Target:
-    """What a path means: a directory, a name file (whether or not the file still exists), a step folder, or a URL.
+    """What a path refers to: a directory, a name file (whether or not the file still exists), a step folder, or a URL.
 
     Blocks: a few requests to the place.
 
@@ -196,7 +196,8 @@ def _inside(path: str, tier: Tier, rest: str) -> Target:
 
 
 def _above(address: str) -> Iterator[tuple[str, str]]:
-    """(folder, rest of the address) for every folder above: a name may have slashes in it, so each may be the root."""
+    """(folder, rest of the address) for every folder above; a name may contain slashes, so each of them may be the
+    root."""
     folder, _, name = address.rpartition("/")
     while folder and not folder.endswith(("/", ":")):
         yield folder, name
@@ -211,7 +212,8 @@ def _pointer(address: str, opening: Callable[[str], Tier]) -> NameFile | None:
 
 
 def _meant(tier: Tier, name: str) -> tuple[str, StepId] | None:
-    """The name file is a convenience written after the commit; the manifests are what counts."""
+    """The run and step a name points to, from the manifests: name files are written after the commit and may be
+    missing."""
     for run in find_runs(tier):
         names = live_names([found.manifest for found in scan(tier, run) if found.manifest is not None])
         if name in names:
@@ -220,7 +222,7 @@ def _meant(tier: Tier, name: str) -> tuple[str, StepId] | None:
 
 
 def places_of(targets: Iterable[Target]) -> list[Place]:
-    """Gives each target's tier a label: "local", "gs", "memory"; numbered when several would be called the same."""
+    """Gives each target's tier a label: "local", "gs", "memory"; numbered when several have the same label."""
     tiers = list({target.tier.root: target.tier for target in targets}.values())
     kinds = ["local" if tier.is_local else tier.root.split("://")[0] for tier in tiers]
     labels = [
@@ -230,7 +232,7 @@ def places_of(targets: Iterable[Target]) -> list[Place]:
 
 
 def runs_of(targets: Sequence[Target]) -> list[str]:
-    """Runs the targets name; when none is named, all runs that lie there.
+    """Runs the targets name; when they name none, all runs in their tiers.
 
     Raises:
         TierError: a place cannot be listed.
@@ -289,7 +291,7 @@ def _judge(view: StepView, *, several: bool) -> None:
 
 
 def unreadable(copy: StoredCopy, run: str) -> list[str]:
-    """What could not be read of one copy, files by their bare names."""
+    """Which files of one copy could not be read, and why."""
     prefix = step_prefix(run, copy.listing.id)
     return [text.replace(f"{copy.place.tier.root}/{prefix}", "").replace(prefix, "") for text in copy.listing.problems]
 
@@ -308,7 +310,7 @@ def _lacks(copy: StoredCopy, run: str) -> list[str]:
 
 
 def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
-    """The run and step a target means: the step it names, otherwise the newest complete one (of ``run``).
+    """The run and step a target refers to: the step it names, otherwise the newest complete one (of ``run``).
 
     Raises:
         NoCheckpointFound: nothing complete is there.

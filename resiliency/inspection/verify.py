@@ -15,7 +15,8 @@ from resiliency.storage.tiers.base import Tier
 
 __all__ = ["Finding", "bytes_to_check", "check_step"]
 
-#: Blocks one task reads, and how many tasks read at a time: enough for a disk or a bucket, harmless for a small host.
+#: Blocks one task reads, and how many tasks read at a time: enough for a disk or a bucket, little memory on a small
+#: host.
 _TASK_BLOCKS = 8
 _READERS = 4
 
@@ -25,13 +26,13 @@ _Result = tuple[list[tuple[int, int]], str]  # byte ranges that differ, and why 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong with (``bad``), or worth knowing of, one copy of a step.
+    """Something that is wrong with one copy of a step (``bad``), or that its owner should know.
 
     Attributes:
         run, id, place: which copy.
-        bad: False for what does not keep the step from being restored.
+        bad: False when the step can be restored all the same.
         path: file or object it is about.
-        ranges: byte ranges that differ, half open; empty when it is not about single bytes.
+        ranges: byte ranges that differ, half open; empty when it is not about certain bytes.
         text: what is wrong, in words, without the path.
     """
 
@@ -50,7 +51,7 @@ def bytes_to_check(view: StepView) -> int:
 
 
 def _readable(listing: StepListing) -> list[ShardRecord]:
-    """Shards whose bytes can be compared at all: there, and in full length."""
+    """Shards whose bytes can be compared: those that exist in full length."""
     return [record for record in listing.records.values() if listing.sizes.get(record.file) == record.nbytes]
 
 
@@ -84,7 +85,7 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
         )
     if MANIFEST not in listing.sizes:
         if not tier.is_local:
-            # Restore counts a remote step only with its manifest, because its records may still be on their way.
+            # A restore ignores a remote step without a manifest, because its upload may still be going on.
             found.append(finding(True, MANIFEST, "is missing; without it the step is not restored from here"))
         elif listing.manifest is not None:
             found.append(finding(False, MANIFEST, "is missing; the shards' records stand in for it"))
@@ -125,7 +126,7 @@ def _bytes(view: StepView, copy: StoredCopy, advance: Callable[[int], None]) -> 
 
 
 def _fold(view: StepView, copy: StoredCopy, tasks: Sequence[_Task], results: Sequence[_Result]) -> list[Finding]:
-    """One finding per bad shard, ranges that touch joined."""
+    """One finding per damaged shard; adjacent ranges are joined."""
     tier: Tier = copy.place.tier
     ranges: dict[int, list[tuple[int, int]]] = {}
     failures: dict[int, str] = {}

@@ -1,8 +1,8 @@
 """Folds a stream of events, in any order and of any quality, into :class:`RunFacts`. Pure: no files, no clock.
 
-The rule for order: lines of one rank normally come in order, and a late, doubled or torn line must change the account
-by no more than itself. Which attempt a line belongs to is decided by its attempt number, and within one number by
-whether the rank's clock and step number moved on or back.
+Order: lines of one rank normally come in order, and a late, repeated or cut line must change the account by no more
+than its own content. Which attempt a line belongs to is decided by its attempt number, and within one number by
+whether the rank's clock and step number moved forward or back.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _MARKED = frozenset(
         EventKind.CHECKPOINT_REPAIRED,
     }
 )
-#: Where a mark names the rank it is about: its own ``rank`` is the one that wrote the line.
+#: Fields in which a mark names the rank it is about; its ``rank`` is the one that wrote the line.
 _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
-#: Lines whose copies nearby are dropped; log shippers deliver at least once.
+#: How many recent lines are remembered to drop copies: log shippers may deliver a line twice.
 _RECENT = 8_192
 MAX_SECONDS = 1e9
 
 
 def _number(value: object) -> float | None:
-    """A finite number, also from text; None for anything else."""
+    """A finite number, also if given as text; None for anything else."""
     if type(value) is float:
         return value if isfinite(value) else None
     if isinstance(value, bool) or value is None:
@@ -67,7 +67,7 @@ def _whole(value: object) -> int | None:
 
 
 def _seconds(value: object) -> float:
-    """A duration; 0 when it is missing, negative or absurd."""
+    """A duration; 0 when it is missing, negative or implausibly large."""
     number = _number(value)
     return number if number is not None and 0.0 < number < MAX_SECONDS else 0.0
 
@@ -75,7 +75,7 @@ def _seconds(value: object) -> float:
 class Collector:
     """Sorts events into runs. Thread: one.
 
-    ``add`` takes one event; ``segment_for_step`` and ``add_step`` are the same for the reader's fast path.
+    ``add`` takes one event; ``segment_for_step`` and ``add_step`` do the same for the reader's fast path.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Collector:
     # -- any event -----------------------------------------------------------------------------------------------
 
     def add(self, record: Event | Mapping[str, Any], *, raw: bytes | None = None) -> None:
-        """Takes one event. Never raises on its content: what cannot be used is counted in ``quality``.
+        """Takes one event. Never raises on its content: unusable events are counted in ``quality``.
 
         Args:
             record: an :class:`Event`, or the object of one JSON line.
@@ -185,7 +185,7 @@ class Collector:
         node: int | None,
         host: str,
     ) -> Segment | None:
-        """The open segment of this rank (or node), or a new one when the event says that the old one is over."""
+        """The open segment of this rank (or node), or a new one when the event shows that the old one has ended."""
         if rank is not None:
             table, store, lane = self._open[run.name], run.segments, rank
         elif node is not None and kind in (EventKind.JOB_STARTED, EventKind.JOB_TERMINATED):
@@ -215,7 +215,7 @@ class Collector:
         if kind == EventKind.JOB_STARTED:
             began = segment.steps.high >= 0 or segment.terminated is not None or segment.train is not None
             if segment.attempt is None:
-                # No numbers to go by (the older library): each start is a new one.
+                # Without attempt numbers (the older library) each start is a new one.
                 began = began or segment.started is not None
             end = segment.end
             return began and end is not None and time > end
@@ -251,7 +251,8 @@ class Collector:
         stamp: bytes | float,
         mono: float | None,
     ) -> None:
-        """One step line; a step seen before is a copy, or the rank went back and began a new segment."""
+        """Adds one step line. A step number seen before means a copy, or that the rank went back and began a new
+        segment."""
         stats = segment.steps
         if step <= stats.high and not stats.missing(step):
             if not _later(stamp, mono, stats.last_stamp, stats.last_mono):
@@ -289,7 +290,7 @@ class Collector:
             _number(record.get("monotonic_s")),
         )
 
-    # -- one handler a kind --------------------------------------------------------------------------------------
+    # -- one handler per kind --------------------------------------------------------------------------------------
 
     def _job_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         if segment.started is not None:
@@ -319,7 +320,7 @@ class Collector:
 
     def _job_terminated(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         segment.terminated = time if segment.terminated is None else max(time, segment.terminated)
-        # The first word counts: what ends later (an engine that is closed) only follows.
+        # The first reason counts: later ends (of the engine, when it is closed) follow from it.
         segment.reason = segment.reason or str(record.get("reason") or "")
 
     def _stalled(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
@@ -344,7 +345,7 @@ class Collector:
         host: str,
         record: Mapping[str, Any],
     ) -> None:
-        """What concerns the run as a whole, whoever wrote it."""
+        """Handles events about the whole run, whichever process wrote them."""
         step = _whole(record.get("step"))
         if kind in _MARKED:
             subject = next((n for n in (_whole(record.get(key)) for key in _SUBJECT) if n is not None), None)
@@ -367,7 +368,7 @@ _COMMON = frozenset(
 def _later(
     stamp: bytes | float, mono: float | None, last_stamp: bytes | float, last_mono: bytes | float | None
 ) -> bool:
-    """True when the first moment lies after the second: by the monotonic clock if both have it."""
+    """True when the first time is after the second: by the monotonic clock if both have it."""
     if mono is not None and last_mono is not None:
         return mono > float(last_mono)
     time, last = parse_stamp(stamp), parse_stamp(last_stamp)
@@ -379,7 +380,7 @@ def _checkpoint(
 ) -> None:
     """Counts one checkpoint event under its tier."""
     if kind in (EventKind.CHECKPOINT_STARTED, EventKind.CHECKPOINT_FENCED):
-        return  # stalls of a rank, of no tier
+        return  # about stalls of a rank, not about a tier
     tier = run.tier(str(record.get("source") or record.get("tier") or "unnamed"))
     if kind == EventKind.CHECKPOINT_SAVED:
         tier.saved[emitter if len(tier.saved) < 4096 else ""] += 1

@@ -1,6 +1,6 @@
-"""What is kept of a log while it streams by: segments (one rank in one attempt), marks, checkpoint counts. Pure.
+"""What is kept of a log that is read as a stream: segments (one rank in one attempt), marks, checkpoint counts. Pure.
 
-Everything here is bounded by ranks x attempts, never by the number of events.
+Its size depends on ranks x attempts, not on the number of events.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from resiliency.telemetry.stepstats import StepStats
 
 __all__ = ["CheckpointTier", "Mark", "RunFacts", "Segment", "parse_stamp"]
 
-#: A clock that moved by more than this against the monotonic one was set, not drifting.
+#: A clock that moved by more than this against the monotonic clock was set; less is drift.
 CLOCK_JUMP_S = 0.5
 MAX_MARKS = 20_000
 MAX_SAVES = 4_096
 
 
 def parse_stamp(stamp: bytes | str | float | int | None) -> float | None:
-    """UTC seconds of an ISO stamp or a number; a stamp without a zone is UTC; None when it is neither."""
+    """UTC seconds of an ISO timestamp (UTC if it has no zone) or a number; None when it is neither."""
     if stamp is None or isinstance(stamp, bool):
         return None
     if isinstance(stamp, (int, float)):
@@ -60,7 +60,7 @@ def _iso(text: str) -> datetime | None:
 
 @dataclass(frozen=True)
 class Mark:
-    """A rare event somebody will want to read about. ``time`` in UTC seconds, ``rank`` the rank it is about."""
+    """A rare event that reports show. ``time`` in UTC seconds, ``rank`` the rank it is about."""
 
     time: float
     kind: str
@@ -93,9 +93,9 @@ class CheckpointTier:
 
 
 class Segment:
-    """One rank from the start of its process (or of a roll-back) to its last sign of life.
+    """One rank from the start of its process (or of a roll-back) to its last event.
 
-    Times are UTC seconds by this host's clock, put straight where the monotonic clock shows that it was set.
+    Times are UTC seconds by this host's clock, corrected where the monotonic clock shows that it was set.
     """
 
     def __init__(self, *, attempt: int | None, lane: int, host: str, serial: int) -> None:
@@ -121,7 +121,7 @@ class Segment:
         self.rollback = False
         self.steps = StepStats()
         self.stall_s = 0.0
-        #: The part of it that lies between two steps (the eager part of a save), not inside one (a fence).
+        #: The part of it between two steps (the eager part of a save), not inside one (a fence).
         self.stall_between_s = 0.0
         self.saves = 0
         #: The latest stalls, (time, seconds): those after the last step belong to the final save.
@@ -130,7 +130,7 @@ class Segment:
         self._base: float | None = None
 
     def at(self, time: float, mono: float | None) -> float:
-        """``time`` as it would be had nobody set the clock since this segment began."""
+        """``time`` as it would be if the clock had not been set since this segment began."""
         if mono is None:
             return time
         base = time - mono
@@ -164,19 +164,19 @@ class Segment:
 
     @property
     def start(self) -> float | None:
-        """The earliest sign of this segment."""
+        """Time of the first event of this segment."""
         times = [t for t in (self.started, self.first, self.first_step_start()) if t is not None]
         return min(times) if times else None
 
     @property
     def end(self) -> float | None:
-        """The latest sign of this segment."""
+        """Time of the last event of this segment."""
         times = [t for t in (self.last, self.last_step_time()) if t is not None]
         return max(times) if times else None
 
     @property
     def position(self) -> int | None:
-        """Steps already done when this segment began to train; None when nothing tells."""
+        """Steps already done when this segment began to train; None when unknown."""
         if self.steps.high >= 0:
             return self.steps.low
         if self.loaded_step is not None:
@@ -204,7 +204,7 @@ class RunFacts:
     loads: list[tuple[float, int]] = field(default_factory=list)
     first: float | None = None
     last: float | None = None
-    #: Stamps of events that mean life or progress of the job itself.
+    #: Times of events that show that the job itself lives or progresses.
     scheduled: float | None = None
     terminated: float | None = None
     min_loaded_step: int | None = None
@@ -217,7 +217,7 @@ class RunFacts:
     def tier(self, name: str) -> CheckpointTier:
         kept = self.tiers.get(name)
         if kept is None:
-            if len(self.tiers) >= 64:  # a broken writer could invent names without end
+            if len(self.tiers) >= 64:  # a broken writer could log any number of names
                 name = "other"
             kept = self.tiers.setdefault(name, CheckpointTier())
         return kept
@@ -237,5 +237,5 @@ class RunFacts:
     def saved(self, time: float, step: int) -> None:
         self.saves.append((time, step))
         if len(self.saves) > MAX_SAVES:
-            # Keep the ends and every second one: the pace between saves stays known.
+            # Keep the first, the last and every second one: enough for the interval between saves.
             self.saves = self.saves[:1] + self.saves[1:-1:2] + self.saves[-1:]

@@ -1,10 +1,9 @@
 """Reads event logs into a :class:`~resiliency.telemetry.collect.Collector`, in bounded memory, at hundreds of thousands
 of events a second.
 
-Nearly every line of a long log is a step line that our own writer wrote, so those are taken apart by one regular
-expression over a block of lines; everything else (other events, the older library's lines, other writers' key order)
-goes through ``json``. A line cut short by a crash or still being written is left for the next call, or counted at the
-end.
+Nearly every line of a long log is a step line of our own writer, so those are parsed by one regular expression over
+a block of lines; everything else (other events, the older library's lines, other writers' key order) goes through
+``json``. A line that was cut by a crash or is still being written is left for the next call, or counted at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from resiliency.telemetry.stepstats import StepStats
 
 __all__ = ["LogReader", "find_logs", "read_logs"]
 
-#: ``json.loads`` without its look at the encoding, which costs as much as a tenth of the parse.
+#: ``json.loads`` without its detection of the encoding, which takes up to a tenth of its time.
 _loads = json.JSONDecoder().decode
 
 BLOCK_BYTES = 1 << 20
@@ -31,7 +30,7 @@ BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20
 SUFFIXES = (".jsonl", ".log")
 
-#: Below 1e9 and well formed, so that what matches needs no further check; other numbers go the slow way.
+#: Well-formed numbers below 1e9, so that a match needs no further check; other numbers are parsed by ``json``.
 _N = rb"(\d{1,9}(?:\.\d{1,20})?(?:e-\d{1,3})?)"
 _STEP = re.compile(
     rb'\{"timestamp":"([^"\\\n]+)","job_name":"([^"\\\n]+)","event_type":"step","v":1,"monotonic_s":'
@@ -54,9 +53,9 @@ _WHO = re.compile(rb'"attempt":(\d+),"rank":(\d+),"host":"(.*)"')
 
 
 def find_logs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Log files under ``paths``: files as they are, folders searched for ``*.jsonl`` and ``*.log``.
+    """Log files under ``paths``: files as given, folders are searched for ``*.jsonl`` and ``*.log``.
 
-    A file reached twice counts once. Hidden folders are searched too: our logs lie below ``.resiliency``.
+    A file found twice counts once. Hidden folders are searched too: our logs are below ``.resiliency``.
 
     Raises:
         ConfigError: a path does not exist, or there is no log at all.
@@ -77,30 +76,30 @@ def find_logs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
             raise ConfigError(f"no event log at {path}; give the checkpoint folder, its events folder or a log file")
     if not found:
         listed = ", ".join(str(path) for path in paths)
-        raise ConfigError(f"no *.jsonl or *.log below {listed}; is events writing switched on for this job?")
+        raise ConfigError(f"no *.jsonl or *.log below {listed}; does this job use ModelCheckpoint or GoodputCallback?")
     return list(found.values())
 
 
 class LogReader:
-    """Reads files and remembers how far it came, so that calling again takes only what was added. Thread: one."""
+    """Reads files and remembers the position in each, so that the next call reads only what was added. Thread: one."""
 
     def __init__(self, collector: Collector | None = None) -> None:
         self.collector = Collector() if collector is None else collector
-        #: Lines that are no event at all: they belong to no run.
+        #: Lines that are no events; they belong to no run.
         self.torn_lines = 0
         self.foreign_lines = 0
         self.lines = 0
         self._offsets: dict[str, int] = {}
 
     def read(self, files: Sequence[str | os.PathLike[str]], *, final: bool = True) -> int:
-        """Takes what is new in ``files``.
+        """Reads what is new in ``files``.
 
         Args:
             files: logs; one that shrank (rotated) is read from its start again.
-            final: a last line without its newline is torn (True) or still being written (False).
+            final: a last line without its newline counts as cut (True) or as still being written (False).
 
         Returns:
-            Number of lines taken. Blocks for as long as the disk takes.
+            Number of lines read. Blocks for as long as the disk takes.
         """
         before = self.lines
         for file in files:
@@ -140,7 +139,8 @@ class LogReader:
         self._offsets[path] = offset
 
     def _block(self, block: bytes) -> None:
-        """Whole lines. The loop is written flat: a call more per line costs a tenth of the speed."""
+        """Reads whole lines. The loop makes no calls of its own functions: one per line would cost a tenth of the
+        speed."""
         collector = self.collector
         add_step = collector.add_step
         last_who = last_name = None

@@ -1,8 +1,8 @@
-"""Optional places for events besides the JSON-lines file. None of them may slow, block or fail the trainer.
+"""Optional sinks for events besides the JSON-lines file. None of them slows, blocks or fails the trainer.
 
-* :class:`CloudLoggingSink` Google Cloud Logging, from a thread of its own (extra ``gcp``).
-* :class:`TensorBoardSink` step times and running goodput as scalars (extra ``tensorboard``).
-* :class:`PrometheusTextSink` a text file for node_exporter's textfile collector; needs nothing.
+* :class:`CloudLoggingSink`: Google Cloud Logging, from a thread of its own (extra ``gcp``).
+* :class:`TensorBoardSink`: step times and running goodput as scalars (extra ``tensorboard``).
+* :class:`PrometheusTextSink`: a text file for node_exporter's textfile collector; needs nothing.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class CloudLoggingSink:
     """Sends events to Google Cloud Logging from a daemon thread.
 
     ``emit`` puts the event on a bounded queue and returns (microseconds); when the cloud is down or slow, the oldest
-    waiting events are dropped and counted, and the thread tries again after ``retry``. Step events stay local: they are
-    too many for a paid log. Thread: any.
+    waiting events are dropped and counted, and the thread tries again after ``retry``. Step events are not sent: they
+    are too many for a paid log. Thread: any.
 
     Args:
-        log_name: as the older library has it, ``<job>-goodput``.
+        log_name: as in the older library, ``<job>-goodput``.
         connect: makes the function that sends one entry (tests).
         capacity: events that may wait.
         retry: pause after a failure.
@@ -108,7 +108,7 @@ class CloudLoggingSink:
             self._queue.get_nowait()
             self.dropped += 1
         except queue.Empty:
-            return  # the thread took it meanwhile: there is room now
+            return  # the thread has taken one meanwhile: there is room now
 
     def _work(self) -> None:
         send: _Send | None = None
@@ -133,7 +133,7 @@ class CloudLoggingSink:
                     return
 
     def close(self) -> None:
-        """Waits a short while for what is queued, then gives up. Idempotent."""
+        """Waits up to ``close_within`` for what is queued. Idempotent."""
         if self._closing.is_set():
             return
         thread = self._thread
@@ -150,7 +150,7 @@ class CloudLoggingSink:
 
 
 class _ScalarFile:
-    """The little of a ``SummaryWriter`` that is needed here, without torch."""
+    """The part of a ``SummaryWriter`` that is needed here, without torch."""
 
     def __init__(self, folder: str) -> None:
         # import_module, because tensorboard ships no types.
@@ -195,7 +195,7 @@ class TensorBoardSink:
                     )
         except Exception:  # Boundary: a dashboard must not end training.
             self._broken = True
-            logger.warning("TensorBoard scalars of goodput are off from here on", exc_info=True)
+            logger.warning("TensorBoard scalars of goodput are not written from now on", exc_info=True)
 
     def close(self) -> None:
         if self._own and self._writer is not None:
@@ -204,7 +204,7 @@ class TensorBoardSink:
 
 
 class PrometheusTextSink:
-    """Keeps a small ``*.prom`` file fresh with counters for Prometheus, replaced whole at most every ``every``.
+    """Writes counters for Prometheus to a small ``*.prom`` file, which is replaced at most every ``every``.
 
     Point node_exporter's ``--collector.textfile.directory`` at its folder. Thread: any, one at a time.
     """

@@ -1,4 +1,4 @@
-"""Writes the steps of an observer as events, few lines for many short steps, and the start and end of the process."""
+"""Writes the steps of an observer as events (many short steps in one line), and the start and end of the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, Ste
 
 __all__ = ["StepEvents", "log_steps"]
 
-#: Steps written one by one after the start of training: warm-up is judged on them.
+#: Steps written one by one after the start of training, because warm-up is measured on them.
 SINGLE_STEPS = 10
 
 
@@ -41,8 +41,8 @@ class StepEvents(StepSubscriber):
     # -- the process ---------------------------------------------------------------------------------------------
 
     def job_started(self, **fields: Any) -> None:
-        """The trainer begins its work; once, later calls change nothing. Not for a log in which somebody else writes
-        it."""
+        """The trainer begins its work. Later calls do nothing. Not for a log into which the engine writes this
+        event."""
         if not self._started:
             self._started = True
             self.writer.emit(EventKind.JOB_STARTED, **fields)
@@ -65,7 +65,7 @@ class StepEvents(StepSubscriber):
 
     def step_ended(self, timing: StepTiming) -> None:
         if not timing.follows or timing.save_in_flight != self._save_in_flight:
-            # What is pending belongs to other numbers, or to steps with (or without) a save beside them.
+            # The pending steps are not followed by this one, or differ from it in whether a save was in flight.
             self.flush()
         self._step = timing.step
         self._count += timing.count
@@ -87,7 +87,7 @@ class StepEvents(StepSubscriber):
         self.flush()
 
     def flush(self) -> None:
-        """Writes the line of the steps that are pending, if any."""
+        """Writes the line of the pending steps, if there are any."""
         if not self._count:
             return
         # The order of the keys is what the reader's fast path expects.
@@ -110,8 +110,8 @@ class StepEvents(StepSubscriber):
 
 
 def log_steps(observer: StepObserver, open_writer: Callable[[], EventWriter]) -> StepEvents | None:
-    """Writes the observer's steps to the writer that ``open_writer`` gives; None when another log has them already,
-    because steps are written once."""
+    """Writes the observer's steps to the writer that ``open_writer`` returns. None when another log gets them already:
+    steps are written once."""
     if any(isinstance(subscriber, StepEvents) for subscriber in observer.subscribers):
         return None
     events = StepEvents(open_writer())

@@ -1,8 +1,8 @@
 """Times the steps of one rank and tells subscribers: a few microseconds a call, no torch.
 
-One observer per trainer measures; whoever needs steps subscribes: the event log
-(:class:`resiliency.telemetry.step_events.StepEvents`), the running totals behind the goodput figure
-(:class:`resiliency.telemetry.step_totals.StepTotals`), and what comes later. Time lost to checkpoints is reported to
+There is one observer per trainer. What needs steps subscribes to it, such as the event log
+(:class:`resiliency.telemetry.step_events.StepEvents`) and the running totals behind the goodput figure
+(:class:`resiliency.telemetry.step_totals.StepTotals`). Time lost to checkpoints is reported to
 the observer (:meth:`StepObserver.stall`) and reaches subscribers as part of the step that lost it.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 __all__ = ["StepObserver", "StepSubscriber", "StepTiming"]
 
-#: More steps than this at once are a jump of the step number, not steps that were run.
+#: If the step number grows by more than this at once, it jumped; these steps were not run.
 _MAX_STEPS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """What one call of the training loop's step took. Durations in seconds, measured on this rank.
+    """The times of one optimizer step. Durations in seconds, measured on this rank.
 
     Attributes:
         step: optimizer steps done by now.
@@ -46,7 +46,7 @@ class StepTiming:
 
 
 class StepSubscriber:
-    """Is told of training and its steps; override what is needed. Must return within microseconds and must not raise.
+    """Base of subscribers; override what is needed. Methods must return within microseconds and must not raise.
 
     Thread: the training thread.
     """
@@ -55,10 +55,10 @@ class StepSubscriber:
         """The first batch is about to be fetched; ``step`` optimizer steps are already done."""
 
     def step_ended(self, timing: StepTiming) -> None:
-        """One step is done."""
+        """One step has ended."""
 
     def training_ended(self, step: int) -> None:
-        """The last batch is done."""
+        """The last batch has ended."""
 
     def training_interrupted(self) -> None:
         """Training ended with an exception, perhaps in the middle of a step."""
@@ -90,7 +90,7 @@ class StepObserver:
         self._validating_from: float | None = None
         # Parts of the step that is running.
         self._data = self._stall = self._eval = self._busy = 0.0
-        # Where the present wait for a batch, or the present batch, began, and how much of it was something else.
+        # When the current wait for a batch, or the current batch, began, and how much of it was something else.
         self._between_from, self._between_off = now, 0.0
         self._batch_from, self._inside_off = now, 0.0
         self._backward = False
@@ -99,12 +99,12 @@ class StepObserver:
 
     @property
     def subscribers(self) -> tuple[StepSubscriber, ...]:
-        """Who is told, in the order they subscribed."""
+        """The subscribers, in the order they subscribed."""
         return self._subscribers
 
     def subscribe(self, subscriber: StepSubscriber) -> None:
-        """``subscriber`` is told of every step from now on; of the start at once when training is under way. Twice is
-        once."""
+        """Calls ``subscriber`` for every step from now on, and at once for the start if training has started.
+        Subscribing twice has no effect."""
         if any(known is subscriber for known in self._subscribers):
             return
         self._subscribers += (subscriber,)
@@ -112,7 +112,7 @@ class StepObserver:
             subscriber.training_started(self._step, self._world_size)
 
     def unsubscribe(self, subscriber: StepSubscriber) -> None:
-        """``subscriber`` is told no more; does nothing when it is not subscribed."""
+        """Stops calling ``subscriber``; does nothing when it is not subscribed."""
         self._subscribers = tuple(known for known in self._subscribers if known is not subscriber)
 
     # -- the training loop ---------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class StepObserver:
             subscriber.training_started(step, world_size)
 
     def batch_started(self) -> None:
-        """The batch has arrived. A batch that was left without its end goes on."""
+        """The batch has arrived. If the batch before had no end, it continues."""
         if not self._training or self._inside:
             return
         now = self._clock()
@@ -137,14 +137,14 @@ class StepObserver:
         self._backward = False
 
     def backward_started(self) -> None:
-        """The forward is done: the next thing in which ranks wait for one another is the backward. Counts once a
-        batch."""
+        """The forward is done; ranks wait for one another in the backward. Only the first call in a batch counts."""
         if self._inside and not self._backward:
             self._backward = True
             self._busy += max(0.0, self._clock() - self._batch_from - self._inside_off)
 
     def batch_ended(self, step: int) -> None:
-        """A batch is done; ``step`` optimizer steps are done by now (the same number again: gradients accumulate)."""
+        """A batch is done; ``step`` optimizer steps are done by now (the same number as before while gradients
+        accumulate)."""
         if not self._inside:
             return
         now = self._clock()
@@ -175,8 +175,7 @@ class StepObserver:
             subscriber.step_ended(timing)
 
     def stall(self, seconds: float) -> None:
-        """Training stood still this long for a checkpoint; call it when the wait is over, inside a batch or between
-        two."""
+        """Training waited this long for a checkpoint. Call it after the wait, inside a batch or between two."""
         self._stall += seconds
         self._exclude(seconds)
 
@@ -192,7 +191,7 @@ class StepObserver:
         self._exclude(took)
 
     def _exclude(self, seconds: float) -> None:
-        """Keeps time of another kind out of the wait for data or the rank's own work."""
+        """Removes this time from the wait for data or the rank's own work."""
         if self._inside:
             self._inside_off += seconds
         else:
@@ -207,7 +206,7 @@ class StepObserver:
             subscriber.training_ended(step)
 
     def training_interrupted(self) -> None:
-        """An exception ended the training, if any was under way."""
+        """An exception ended training, if it had started."""
         if not self._training:
             return
         self._training = False

@@ -11,7 +11,7 @@ __all__ = ["StepTotals"]
 
 
 class StepTotals(StepSubscriber):
-    """Sums since it was made, in seconds on this rank; start-up and restore count as time that was not productive.
+    """Sums since its construction, in seconds on this rank; start-up and restore count as not productive.
 
     Thread: the training thread.
     """
@@ -32,7 +32,7 @@ class StepTotals(StepSubscriber):
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since this was made."""
+        """Seconds since construction."""
         return self._clock() - self._born
 
     @property

@@ -1,4 +1,4 @@
-"""What one rank's steps of one attempt add up to, in memory that does not grow with their number. Pure.
+"""Sums over one rank's steps in one attempt, in memory that does not grow with their number. Pure.
 
 Steps are folded into at most 128 windows of consecutive step numbers (their width doubles when there are more) and into
 a histogram of step times with 2 % wide cells whose sums are kept, so a mean over any part of it is exact.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 __all__ = ["HEAD_STEPS", "Head", "StepStats", "Window", "middle", "typical"]
 
-#: The first lines of an attempt are kept one by one: warm-up is judged on them.
+#: The first lines of an attempt are kept one by one, because warm-up is measured on them.
 HEAD_STEPS = 10
 MAX_WINDOWS = 128
 MAX_GAPS = 1024
@@ -58,7 +58,7 @@ class Window:
         self.flight_n = 0
         self.max_s = 0.0
         self.last_step = -1
-        #: UTC stamp of ``last_step`` as it stood in the log (bytes) or in seconds (float).
+        #: UTC stamp of ``last_step`` as in the log (bytes) or in seconds (float).
         self.last_stamp: bytes | float = 0.0
 
     @property
@@ -67,7 +67,7 @@ class Window:
         return max(0.0, self.step_s - self.data_s - self.stall_s - self.eval_s)
 
     def absorb(self, other: Window) -> None:
-        """Adds ``other``, which may lie before or after."""
+        """Adds ``other``, which may be before or after this one."""
         self.n += other.n
         self.step_s += other.step_s
         self.data_s += other.data_s
@@ -107,14 +107,14 @@ class StepStats:
         self.head: list[Head] = []
         self.windows: dict[int, Window] = {}
         self.shift = 0
-        #: Lowest step number seen minus its count: where the attempt stood before its first known step.
+        #: Lowest step number seen minus its count: steps done before the first known one.
         self.low = -1
         #: Highest step number seen.
         self.high = -1
         #: First step line: stamp, monotonic seconds or None, and how long its steps took in all.
         self.first_step: tuple[bytes | float, bytes | float | None, float] | None = None
         self.last_stamp: bytes | float = 0.0
-        #: Monotonic seconds of the last step, as they stood in the log (bytes) or as a number.
+        #: Monotonic seconds of the last step, as in the log (bytes) or as a number.
         self.last_mono: bytes | float | None = None
         #: Step numbers below ``high`` that have not been seen, as (first, last).
         self.gaps: list[tuple[int, int]] = []
@@ -191,7 +191,7 @@ class StepStats:
             window.last_stamp = stamp
 
     def _fill(self, step: int, count: int, stamp: bytes | float, mono: bytes | float | None, step_s: float) -> None:
-        """A line that came late: take its numbers out of the gaps."""
+        """Removes the step numbers of a late line from the gaps."""
         lowest = step - count + 1
         gaps: list[tuple[int, int]] = []
         for first, last in self.gaps:
@@ -266,7 +266,7 @@ class StepStats:
 
 
 def middle(cells: Histogram) -> float | None:
-    """Mean step time of the middle half of all steps in seconds: what a step takes when nothing is wrong with it."""
+    """Mean step time of the middle half of all steps in seconds: the usual duration of a step."""
     n = sum(count for count, _ in cells.values())
     if n <= 0:
         return None

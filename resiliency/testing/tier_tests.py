@@ -1,4 +1,5 @@
-"""The exam every storage tier passes: subclass :class:`TierTests`, supply the tier and two ways around it.
+"""The tests every storage tier must pass: subclass :class:`TierTests` and supply the tier and direct access to its
+data.
 
 ::
 
@@ -11,7 +12,7 @@
         def raw_put(self, tier, key, data): ...
         def raw_keys(self, tier): ...
 
-The raw verbs bypass the tier, so that one that talks only to itself, or to its cache, does not pass.
+The raw methods do not use the tier, so a tier that reads only its own cache does not pass.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ ODD_KEYS = [
 ]
 BAD_KEYS = ["", "/a", "a/", "a//b", ".", "..", "../a", "a/../b", "./a", "a/.", "a\nb", "a\0b", "\ud800"]
 
-#: No wait in the exam is longer, in seconds.
+#: Longest wait in these tests, in seconds.
 DEADLINE_S = 60.0
 
 
 class Refusal(Exception):
-    """What a check of the exam raises."""
+    """Raised by the ``check`` functions of these tests."""
 
 
 class TierTests:
-    """The exam. Every test gets a fresh, empty tier from the fixture ``tier``."""
+    """The tests. Each gets a fresh, empty tier from the fixture ``tier``."""
 
     @pytest.fixture
     def tier(self) -> Tier:
@@ -66,10 +67,10 @@ class TierTests:
         raise NotImplementedError
 
     def raw_keys(self, tier: Tier) -> set[str]:
-        """Every object there is, also what the tier hides, by another way than the tier."""
+        """Every object that exists, also those the tier does not list, by another way than the tier."""
         raise NotImplementedError
 
-    # ---- what it says of itself
+    # ---- attributes
 
     def test_it_says_what_it_is(self, tier: Tier) -> None:
         assert tier.name and isinstance(tier.name, str)
@@ -172,7 +173,7 @@ class TierTests:
         for start, end in ((-1, 3), (3, 2), (0, -1)):
             assert _refusal(lambda: tier.read_range("k", start, end)), (start, end)  # noqa: B023  # called at once
 
-    # ---- what is not there
+    # ---- missing objects
 
     def test_missing_keys(self, tier: Tier) -> None:
         self.raw_put(tier, "a/b/c", b"x")
@@ -337,7 +338,7 @@ class TierTests:
         assert self.raw_keys(tier) == {"k"}
 
     def test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(self, tier: Tier) -> None:
-        """Folders that come and go as they empty and fill are no concern of the callers; listings stay whole."""
+        """Callers do not notice folders that are removed when empty and made again; listings are complete."""
 
         def churn(index: int) -> None:
             for turn in range(15):

@@ -1,4 +1,4 @@
-"""A process that has imported what is slow to import and forks workers from there.
+"""A process that has imported slow modules once and forks workers.
 
 A worker that needs torch and Lightning starts in tens of milliseconds instead of seconds, so a test can kill and
 restart a job hundreds of times. The forking process itself runs no thread and no tensor operation. Linux only.
@@ -90,7 +90,7 @@ class Zygote:
     ) -> Worker:
         """Forks a worker that calls ``target`` ("module:function") with keyword arguments, in a session of its own."""
         assert self._process.stdin is not None
-        # One order at a time: its answer is told from that of another thread's order by nothing else.
+        # One order at a time, because an answer does not say which order it belongs to.
         with self._starting, self._changed:
             before = len(self._started)
             self._process.stdin.write(
@@ -188,7 +188,7 @@ def _work(order: Mapping[str, Any]) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        os.dup2(2, 1)  # what the worker prints must not look like the zygote's news
+        os.dup2(2, 1)  # what the worker prints must not be taken for a message of the zygote
         os.environ.update(order["env"])
         module, _, name = order["target"].partition(":")
         getattr(importlib.import_module(module), name)(**order["arguments"])
@@ -205,7 +205,7 @@ def _work(order: Mapping[str, Any]) -> None:
 
 
 def _run_exit_handlers(deadline: float) -> None:
-    """Joins non-daemon threads as an interpreter would, but not for ever."""
+    """Joins non-daemon threads as the interpreter does, with a deadline."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(max(0.0, deadline - time.monotonic()))

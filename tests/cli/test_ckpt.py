@@ -22,7 +22,7 @@ from resiliency.agent.config import agent_address
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.cli.ckpt import app
 from resiliency.events import EventKind, EventWriter, JsonlSink
-from resiliency.inspection.liveness import witnesses
+from resiliency.inspection.liveness import evidence_of_use
 from resiliency.inspection.pruning import Doomed, delete, plan
 from resiliency.settings import environment
 from resiliency.storage.catalog import scan
@@ -531,11 +531,13 @@ def test_prune_sees_agents_of_nodes_with_other_names(ck: Path) -> None:
 def test_a_real_agent_is_seen(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, run="solo", rank=0, world_size=1) as checkpointer:
         assert not checkpointer.session.client.embedded
-        seen = [witness.text for witness in witnesses(str(tmp_path), "solo")]
+        seen = [evidence.text for evidence in evidence_of_use(str(tmp_path), "solo")]
         assert any("its checkpoint agent" in text for text in seen), seen
-        assert witnesses(str(tmp_path), "another") == []
+        assert evidence_of_use(str(tmp_path), "another") == []
     assert not any(
-        "is running" in witness.text for witness in witnesses(str(tmp_path), "solo") if "agent" not in witness.text
+        "is running" in evidence.text
+        for evidence in evidence_of_use(str(tmp_path), "solo")
+        if "agent" not in evidence.text
     )
 
 
@@ -563,7 +565,7 @@ def log(ck: Path) -> Log:
 def test_prune_is_refused_while_another_host_may_be_at_work(ck: Path, log: Log) -> None:
     log(EventKind.JOB_STARTED, EventKind.STEP, host="elsewhere", pid=1)
     assert "rank 5 of attempt 7 on elsewhere wrote an event" in prune_is_refused(ck)
-    assert witnesses(str(ck), "solo", now=time.time() + 25 * 3600) == []
+    assert evidence_of_use(str(ck), "solo", now=time.time() + 25 * 3600) == []
     data("prune", ck, "--keep", "1", "--run", "solo", "--yes", "--assume-ended")
 
 
@@ -576,7 +578,7 @@ def test_ranks_that_ended_or_died_here_are_no_witnesses(ck: Path, log: Log) -> N
     log(EventKind.STEP, host="elsewhere", rank=7)
     with open(ck / ".resiliency" / "solo" / "events" / "rank-00008.jsonl", "w") as torn:
         torn.write('{"event_type":"job_started","job_name":"so')
-    assert witnesses(str(ck), "solo") == []
+    assert evidence_of_use(str(ck), "solo") == []
     data("prune", ck, "--keep", "1", "--run", "solo", "--yes")
 
 
@@ -586,4 +588,4 @@ def test_a_pid_used_again_is_no_witness(ck: Path, log: Log, monkeypatch: pytest.
     monkeypatch.setattr("time.time", lambda: 1_000_000.0)  # written long before this process began
     log(EventKind.JOB_STARTED, EventKind.STEP, host=environment().node, pid=os.getpid())
     monkeypatch.undo()
-    assert witnesses(str(ck), "solo") == []
+    assert evidence_of_use(str(ck), "solo") == []

@@ -1,8 +1,8 @@
 """Copies of batches and loader states made of plain Python and CPU tensors only.
 
-Not :mod:`resiliency.storage.codec`, which writes JSON for our own files and pickles what it does not know: what this
-module makes keeps its tensors, passes ``torch.load(weights_only=True)`` in whatever file it travels, and an object it
-does not know is refused, so that the caller can say that the resume will not be exact.
+This is not :mod:`resiliency.storage.codec`, which writes JSON and pickles objects it does not know. The copies made
+here keep their tensors and load with ``torch.load(weights_only=True)`` from any file they are stored in. An unknown
+object is refused, so that the caller can report that the resume will not be exact.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: the contract (:mod:`.base`), folders (:mod:`.local`) and object stores
+"""Places where checkpoints are stored: the contract (:mod:`.base`), folders (:mod:`.local`) and object stores
 (:mod:`.object_store`)."""
 
 from __future__ import annotations

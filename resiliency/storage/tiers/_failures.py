@@ -1,5 +1,5 @@
-"""What an error of an fsspec file system means. Pure: knows the client libraries' errors by shape, imports none of
-them."""
+"""What an error of an fsspec file system means. Pure: recognises the client libraries' errors by their names and
+attributes, and imports none of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ADVICE = {
     429: "the store limits the rate: save less often or spread the objects over more prefixes",
 }
 
-#: Errors that say "now is a bad time", by class name, so that nothing has to be imported to recognise them.
+#: Temporary errors, by class name, so that nothing has to be imported to recognise them.
 _PASSING = frozenset(
     {
         "ChecksumError",
@@ -51,13 +51,13 @@ _PASSING = frozenset(
     }
 )
 
-#: Mistakes of the caller, of the options or of the installation: the same call cannot work later.
+#: Mistakes of the caller, of the options or of the installation: the same call will fail again.
 _MISTAKES = (TypeError, ValueError, LookupError, AttributeError, ImportError, NotImplementedError)
 
 
 class SessionLost(Exception):
-    """The store forgot or spoilt a streamed upload: sending a part again cannot help, a new put of the whole file
-    can."""
+    """The store lost or damaged a streamed upload: sending a part again does not help, putting the whole file again
+    does."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Failure:
     """What went wrong.
 
     Attributes:
-        status: HTTP status, or the one that says the same; None when there was no answer.
+        status: HTTP status, or the equivalent one; None when there was no answer.
         what: for people.
         retryable: the same call may succeed later.
         advice: what to do next.
@@ -78,7 +78,7 @@ class Failure:
 
 
 def explain(error: BaseException) -> Failure:
-    """Judges an error by its HTTP status, else by its kind."""
+    """Explains an error by its HTTP status, otherwise by its class."""
     if isinstance(error, SessionLost):
         return Failure(None, f"upload lost: {error}", True, "put the file again from its start")
     status = _status(error)
@@ -105,7 +105,7 @@ def _named(error: BaseException, name: str) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    # gcsfs turns these three into plain OSErrors; only class or text still tells.
+    # gcsfs turns these three into plain OSErrors; only class or text shows which it was.
     if isinstance(error, FileNotFoundError):
         return 404
     if isinstance(error, FileExistsError):

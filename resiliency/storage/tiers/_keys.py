@@ -1,4 +1,4 @@
-"""What every tier accepts as a key, and the names it keeps for files that are still being written. Pure."""
+"""What every tier accepts as a key, and the names reserved for files that are still being written. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTIAL = re.compile(r"^\.resiliency-[0-9a-f]{32}\.partial$")
 
 
 def partial_name() -> str:
-    """A fresh file name for an object in flight; no listing shows it and no key may have it."""
+    """A new file name for an object that is being written; no listing shows it and no key may have it."""
     return f".resiliency-{uuid.uuid4().hex}.partial"
 
 
@@ -24,7 +24,7 @@ def is_partial(basename: str) -> bool:
 
 
 def check_key(key: str, *, tier: str) -> None:
-    """Refuses keys that would leave the root, vanish from listings or cannot be stored everywhere.
+    """Refuses keys that lead out of the root, that listings would not show, or that some tier cannot store.
 
     Raises:
         TierError: not retryable; the message names the rule.
@@ -54,7 +54,7 @@ def check_prefix(prefix: str, *, tier: str) -> None:
 
 
 def check_range(key: str, start: int, end: int, *, tier: str) -> None:
-    """Refuses ranges that mean nothing (Python's negative indices are not supported)."""
+    """Refuses invalid ranges (Python's negative indices are not supported)."""
     if not 0 <= start <= end:
         raise TierError(
             f"{tier}: byte range [{start}, {end}) of {key!r} refused; pass 0 <= start <= end", retryable=False

@@ -8,8 +8,8 @@ from resiliency.errors import TierError
 
 __all__ = ["tier_error"]
 
-# Everything else (ENOSPC, EDQUOT, EIO, EAGAIN, ESTALE, ETIMEDOUT, EMFILE, ...) can pass: space is pruned, mounts
-# recover.
+# Everything else (ENOSPC, EDQUOT, EIO, EAGAIN, ESTALE, ETIMEDOUT, EMFILE, ...) is retryable: space is
+# freed, mounts recover.
 _HOPELESS = frozenset(
     {
         errno.EACCES,
@@ -49,7 +49,7 @@ def tier_error(error: OSError, *, where: str, action: str, key: str, path: str) 
     Args:
         where: the tier, for the message.
         action: what was tried, as in "cannot <action> <key>".
-        path: the file or folder, where the error names none.
+        path: the file or folder, in case the error does not name it.
     """
     code = error.errno or 0
     advice = _ADVICE.get(code, "look at the kernel log of this host")

@@ -1,4 +1,4 @@
-"""Trying again: how often, how long, how patiently. No I/O, no fsspec."""
+"""Retries with growing random pauses, a number of attempts and a deadline. No I/O, no fsspec."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ class GaveUp(Exception):
 
 
 class Retry:
-    """Calls again after a pause that doubles each time and is drawn at random from its upper half.
+    """Calls again after a pause. The longest pause doubles each time; each is a random length between half of it and
+    all.
 
     Thread: any; holds no state between calls of :meth:`run`.
 
     Args:
         attempts: calls at most, >= 1.
-        deadline_s: no call begins later than this many seconds after the first one.
+        deadline_s: no call starts later than this many seconds after the first.
         first_s: longest first pause, seconds.
         most_s: longest pause, seconds.
         pause: waits that many seconds; a true result means stop trying (an Event's ``wait``).
@@ -64,7 +65,8 @@ class Retry:
         """The result of the first call that returns. Blocks up to: ``deadline_s`` and one call.
 
         Raises:
-            GaveUp: a call failed for good, or the calls or the time are used up; ``__cause__`` is that call's error.
+            GaveUp: a call failed permanently, or the attempts or the time are used up; ``__cause__`` is that call's
+                error.
         """
         begin = self._clock()
         limit_s = self._first_s
@@ -73,9 +75,7 @@ class Retry:
             try:
                 tries += 1
                 return call()
-            except (
-                Exception
-            ) as error:  # Boundary: client libraries raise anything; the caller's judge names what can pass.
+            except Exception as error:  # Boundary: client libraries raise anything; the caller says what is retryable.
                 delay_s = random.uniform(limit_s / 2, limit_s)
                 spent_s = self._clock() - begin
                 hopeless = not retryable(error) or tries >= self._attempts or spent_s + delay_s > self._deadline_s

@@ -1,4 +1,4 @@
-"""The local file a tier is asked to store, read in blocks. Its errors name it and not the tier."""
+"""The local file a tier is asked to store, read in blocks. Its errors name the file, not the tier."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Source:
         """Blocks of ``BLOCK_BYTES`` in file order (the last may be shorter), each passed to ``check`` first.
 
         Raises:
-            TierError: the file cannot be read; what ``check`` raises passes unchanged.
+            TierError: the file cannot be read; what ``check`` raises is not changed.
         """
         while True:
             try:

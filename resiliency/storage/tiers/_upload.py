@@ -1,4 +1,5 @@
-"""One object streamed to a store through an fsspec file handle, so that no failed part makes the whole start again.
+"""One object streamed to a store through an fsspec file handle, so that after a failed part only that part is sent
+again.
 
 fsspec's buffered files keep what a failed flush could not send; sending the same part again is safe on resumable
 (GCS) and multipart (S3) uploads. The object becomes visible in :meth:`Upload.finish` and not before.
@@ -18,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class Upload:
-    """Thread: one at a time. Every method but :meth:`abort` may be called again after it raised, to go on.
+    """Thread: one at a time. Every method but :meth:`abort` may be called again after it raised, to continue.
 
     Args:
         handle: an ``fsspec.spec.AbstractBufferedFile`` opened "wb".
 
     Attributes:
-        spoilt: True when the object became visible with bytes that are not those sent; it must be deleted.
+        spoilt: True when the object became visible with other bytes than were sent; it must be deleted.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -33,7 +34,7 @@ class Upload:
 
     def add(self, block: bytes) -> None:
         """Buffers ``block``; :meth:`send` sends it when a part is full."""
-        # Not write(): that would send as well, and after a failure nobody could tell whether it had buffered.
+        # Not write(): that would send as well, and after a failure it would be unknown whether it had buffered.
         self._handle.buffer.write(block)
         self._handle.loc += len(block)
 
@@ -47,13 +48,15 @@ class Upload:
         self._handle.close()
 
     def abort(self) -> None:
-        """Ends the upload without an object. Never raises; a session the store could not be told about expires
-        there."""
+        """Ends the upload without an object. Never raises; a session that could not be cancelled expires in the
+        store."""
         try:
             self._handle.discard()
         except Exception:  # Boundary: the error that led here is the one to report.
             logger.debug(
-                "upload of %s could not be cancelled; the store drops it in time", self._handle.path, exc_info=True
+                "upload of %s could not be cancelled; the store drops it after a while",
+                self._handle.path,
+                exc_info=True,
             )
         finally:
             # An open handle would send and publish its buffer when it is collected.

@@ -1,7 +1,7 @@
-"""What a storage tier must do: six verbs on flat keys, and what it declares of itself. No torch.
+"""The contract of a storage tier: six verbs on flat keys, and the properties it declares. No torch.
 
 Keys are POSIX paths relative to the tier's root, as laid out in :mod:`resiliency.storage.manifest`. A tier knows
-nothing of steps, ranks or manifests; order and meaning are the agent's business.
+nothing of steps, ranks or manifests; what keys mean and in which order they are written is up to the agent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Tier(Protocol):
 
     Attributes:
         name: "local" or "object_store", or another word for listings and events.
-        root: address people can recognise ("/ckpts", "gs://bucket/job").
+        root: address, for people ("/ckpts", "gs://bucket/job").
         is_local: True when ``root`` is a folder of this machine whose files can be mapped and renamed.
         durable: True when data survives a power loss of this machine once a put has returned.
 

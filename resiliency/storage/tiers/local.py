@@ -1,7 +1,8 @@
 """A folder of this machine (ramdisk, SSD, NFS or FUSE mount) as a tier. No torch.
 
-Objects appear by ``os.replace`` of a temp sibling in the same folder, so a crash at any moment leaves the old object,
-the new one or none, and at worst a temp file that no listing shows and :meth:`LocalTier.sweep` removes.
+An object is written to a temp file in the same folder and renamed (``os.replace``), so a crash at any moment leaves
+the old object, the new one or none, and at worst a temp file that no listing shows and :meth:`LocalTier.sweep`
+removes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from resiliency.storage.tiers.base import ObjectInfo
 
 __all__ = ["LocalTier", "fsync_dir", "fsync_file", "on_ramdisk"]
 
-# How often a put makes its folder again when deletes keep removing it as empty.
+# How often a put recreates its folder when deletes remove it as empty.
 _FOLDER_ATTEMPTS = 16
 #: ``f_type`` of statfs(2): tmpfs, ramfs, hugetlbfs.
 _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
@@ -55,7 +56,7 @@ def fsync_dir(path: str) -> None:
     """Blocks until names created, renamed and removed in the folder would survive a power loss.
 
     Raises:
-        OSError: as ``open(2)`` and ``fsync(2)``; file systems that cannot sync folders (EINVAL, ENOTSUP) are let pass.
+        OSError: as ``open(2)`` and ``fsync(2)``; file systems that cannot sync folders (EINVAL, ENOTSUP) are ignored.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -77,7 +78,7 @@ class LocalTier:
     Args:
         root: the folder; made absolute.
         durable: True: a put returns after fsync of file and folders. False (ramdisk, or the caller syncs later with
-            :func:`fsync_file` and :func:`fsync_dir`): atomic all the same, but a power loss may take it back.
+            :func:`fsync_file` and :func:`fsync_dir`): also atomic, but may be lost in a power loss.
         name: word for listings, events and error messages.
     """
 
@@ -122,7 +123,7 @@ class LocalTier:
                 with self._errors("store", key):
                     file.write(block)
                 sent += len(block)
-                del block  # or two are held while the next is read
+                del block  # otherwise two blocks are held while the next is read
                 if progress is not None:
                     progress(sent)
 
@@ -150,7 +151,7 @@ class LocalTier:
         """Every object whose key starts with ``prefix``, in any order; files that vanish meanwhile are left out.
 
         Raises:
-            TierError: a folder cannot be read; nothing is silently left out.
+            TierError: a folder cannot be read; a listing is never incomplete without an error.
         """
         check_prefix(prefix, tier=self._where)
         folder, _, start = prefix.rpartition("/")
@@ -165,7 +166,7 @@ class LocalTier:
             except (FileNotFoundError, NotADirectoryError):
                 return
             except (IsADirectoryError, PermissionError):
-                # A folder is no object; POSIX lets unlink say EPERM for it.
+                # It is a folder, not an object; POSIX allows unlink to report EPERM for it.
                 if os.path.isdir(path):
                     return
                 raise
@@ -178,7 +179,7 @@ class LocalTier:
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
                         raise
             if self.durable:
-                # So that a power loss cannot bring back a manifest whose shards, deleted later, are gone.
+                # So that after a power loss there is no manifest again whose shards, deleted later, are gone.
                 with suppress(FileNotFoundError):
                     fsync_dir(folder)
 
@@ -186,7 +187,7 @@ class LocalTier:
         """Removes temp files that killed writers left behind; returns how many.
 
         Args:
-            older_than: leave files whose last write is younger: they may still be in flight.
+            older_than: leave files whose last write is younger: they may still be written to.
 
         Raises:
             TierError: a folder cannot be read or a file cannot be removed.
@@ -202,7 +203,7 @@ class LocalTier:
         return removed
 
     def close(self) -> None:
-        """Nothing to close; as every tier's, so that owners need not ask which tier they have."""
+        """Does nothing; object stores have connections to close, and callers need not know which tier they have."""
 
     @property
     def _where(self) -> str:
@@ -210,7 +211,7 @@ class LocalTier:
 
     @contextmanager
     def _errors(self, action: str, key: str) -> Iterator[None]:
-        """Turns OSError into TierError. Callbacks run outside of it: what they raise is theirs."""
+        """Turns OSError into TierError. Callbacks are called outside of it, so what they raise is not changed."""
         try:
             yield
         except OSError as error:
@@ -218,7 +219,7 @@ class LocalTier:
 
     @contextmanager
     def _partial(self, key: str, target: str) -> Iterator[BinaryIO]:
-        """A temp sibling to write to; becomes ``target`` when the block ends well, is removed when it does not."""
+        """A temp file to write to. It becomes ``target`` when the block succeeds and is removed when it raises."""
         with self._errors("store", key):
             temp, file = self._create(os.path.dirname(target))
         try:
@@ -229,7 +230,7 @@ class LocalTier:
                     if self.durable:
                         os.fsync(file.fileno())
             finally:
-                # A failed write leaves bytes in the buffer, and close() would try them, and fail, again.
+                # A failed write leaves bytes in the buffer; close() would write them again, and fail again.
                 with suppress(OSError):
                     file.close()
             with self._errors("store", key):
@@ -239,7 +240,7 @@ class LocalTier:
                 os.unlink(temp)
             raise
         if self.durable:
-            # The folder goes when somebody deletes the object at once; then there is nothing to make durable.
+            # Another process may delete the object and the folder at once; then there is nothing to make durable.
             with self._errors("sync", key), suppress(FileNotFoundError):
                 fsync_dir(os.path.dirname(target))
 
@@ -264,7 +265,7 @@ class LocalTier:
         try:
             os.mkdir(folder)
         except FileExistsError:
-            # By another writer, who may be removing it again; or it is a file, and then what comes next says so.
+            # Made by another writer, who may be removing it again; or it is a file, and then the next call says so.
             return
         if self.durable:
             fsync_dir(parent)
@@ -311,7 +312,7 @@ class LocalTier:
                     continue
                 key = f"{current}/{entry.name}" if current else entry.name
                 with self._errors("list", key):
-                    # Links to folders are not followed: they may lead round in a circle or out of the root.
+                    # Links to folders are not followed: they may form a circle or lead out of the root.
                     is_folder = entry.is_dir(follow_symlinks=False)
                 if is_folder:
                     pending.append(key)

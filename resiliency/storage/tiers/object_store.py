@@ -2,11 +2,11 @@
 verb.
 
 Objects appear whole because a PUT does, and a streamed upload becomes visible only when it is finished. Rename is never
-used: it is a copy and a delete there. Each process makes its own connection, so a tier may cross a fork.
+used: there it is a copy and a delete. Each process opens its own connections, so a tier may be used after a fork.
 
 Against a GCS emulator set ``GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT=false`` in the environment before gcsfs is first
-imported: otherwise gcsfs asks the emulator over gRPC, which it does not speak, and the first call on each bucket takes
-a minute.
+imported: otherwise gcsfs asks the emulator over gRPC, which it does not support, and the first call on each bucket
+takes a minute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ __all__ = ["ObjectStoreTier"]
 
 T = TypeVar("T")
 
-# One read request asks for this much at most: small enough to be answered in time, large enough to keep the line busy.
+# One read request asks for this much at most: small enough to be answered in time, large enough to use the whole
+# bandwidth.
 _PIECE_BYTES = 4 * BLOCK_BYTES
 
 
@@ -48,7 +49,8 @@ class ObjectStoreTier:
         storage_options: passed to fsspec's file system ("token", "project", "endpoint_url", ...).
         deadline: how long busy and unreachable stores are asked again.
         attempts: requests at most for the same bytes, >= 1.
-        backoff: longest first pause between two attempts; doubles up to 30 s, drawn at random from the upper half.
+        backoff: longest first pause between two attempts; doubles up to 30 s; each pause is a random length between
+            half of it and all of it.
         request_timeout: limit for one request (GCS; S3 has its own in ``storage_options``).
         part_bytes: an upload sends parts of this size, a multiple of 256 KiB; each upload holds one in memory.
         pause: waits that many seconds between attempts; a true result makes the verb give up at once. Pass the ``wait``
@@ -88,7 +90,7 @@ class ObjectStoreTier:
         options = dict(storage_options or {})
         if self._scheme in ("gs", "gcs"):
             options.setdefault("requests_timeout", request_timeout.total_seconds())
-            # The store's own digest of what arrived is compared with what was sent.
+            # The MD5 the store computed of what arrived is compared with what was sent.
             options.setdefault("consistency", "md5")
         self._filesystem = PerProcess(self._scheme, options)
         self._retry = Retry(
@@ -120,7 +122,7 @@ class ObjectStoreTier:
         """Streams a file in blocks of ``BLOCK_BYTES``; see the protocol.
 
         A part that fails is sent again on its own. When the store forgets the whole upload, the error is retryable and
-        the caller puts again from the start, because each block is handed to ``check`` once.
+        the caller puts again from the start, because each block is passed to ``check`` once.
         """
         check_key(key, tier=self._where)
         with Source(path, where=self._where, key=key) as source:
@@ -139,7 +141,7 @@ class ObjectStoreTier:
         """The whole object; see the protocol.
 
         Raises:
-            FileNotFoundError: no such key (or no such bucket; a listing tells).
+            FileNotFoundError: no such key (or no such bucket; a listing shows which).
         """
         self._path(key)
         data = self._piece(key, 0, _PIECE_BYTES)
@@ -202,7 +204,7 @@ class ObjectStoreTier:
         return f"{self._base}/{key}"
 
     def _limit(self, fs: Any) -> dict[str, float]:
-        """Backstop for requests that have no timeout of their own; understood by fsspec's asynchronous file systems."""
+        """Limit for requests that have no timeout of their own; understood by fsspec's asynchronous file systems."""
         return {"timeout": self._deadline_s} if fs.async_impl else {}
 
     def _stream(
@@ -238,7 +240,9 @@ class ObjectStoreTier:
         def get(fs: Any) -> bytes:
             try:
                 return bytes(fs.cat_file(path, start=start, end=end, **pin, **self._limit(fs)))
-            except Exception as error:  # Boundary: every client library has its own error for this; others pass on.
+            except (
+                Exception
+            ) as error:  # Boundary: every client library has its own error for this; others are raised again.
                 if explain(error).status == 416:
                     return b""
                 raise
@@ -325,7 +329,7 @@ def _worth_asking_again(error: Exception) -> bool:
 
 
 class _Refused(Exception):
-    """404 or 412. ``error`` is what to raise when the verb has no better answer."""
+    """404 or 412. ``error`` is what to raise when the verb does not handle it."""
 
     def __init__(self, status: int, error: TierError) -> None:
         super().__init__(str(error))
