@@ -71,7 +71,7 @@ def check_own(**values: Any) -> None:
             raise TypeError(f"remotes holds {remote!r}: pass RemoteTierOptions(address={str(remote)!r}) instead")
     run = values["run"]
     if run is not None and (not isinstance(run, str) or not run or "/" in run or run.startswith(".")):
-        raise ConfigError(f"run={run!r}: pass a name that can be a folder's, such as 'pretrain-7b'")
+        raise ConfigError(f"run={run!r}: pass a word that can name a folder, such as 'pretrain-7b'")
     if values["options"] is not None and not isinstance(values["options"], CheckpointerOptions):
         raise TypeError(f"options={values['options']!r}: pass CheckpointerOptions(...)")
     if not isinstance(values["flush_timeout"], timedelta):
