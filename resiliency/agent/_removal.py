@@ -1,6 +1,6 @@
 """Deletes steps from the local tier, and recycles their shard files.
 
-A shard file is not deleted but given back to its rank together with its pages, until the rank has enough free files.
+A shard file with its pages is given back to its rank instead of deleted, until the rank has enough free files.
 The order of a deletion is that of :func:`resiliency.storage.deletion.delete_step`.
 """
 
@@ -28,12 +28,12 @@ _SPARE_FILES = 2
 
 
 class Remover:
-    """Deletes steps of one run from the local tier. Thread: one at a time. The agent decides which.
+    """Deletes the steps it is given from the local tier, for one run. Thread: one at a time.
 
     Args:
         config: of this attempt.
         tier: the local tier.
-        notify: tells a rank that one of its files can be used again, or was deleted.
+        notify: sends a message to a rank, here that one of its files can be used again or was deleted.
     """
 
     def __init__(self, config: AgentConfig, tier: LocalTier, notify: Notify) -> None:
@@ -42,7 +42,8 @@ class Remover:
         self._arena = os.path.join(self._run, ARENA_DIR)
 
     def owns(self, rank: int) -> bool:
-        """This agent deletes the files of its own ranks, and rank 0's agent those of ranks the job no longer has."""
+        """True when this agent deletes the files of a rank: its own ranks, and for rank 0's agent also the ranks of a
+        larger job before this one."""
         ranks = self._config.local_ranks
         return rank in ranks or (0 in ranks and rank >= self._config.world_size)
 
@@ -50,7 +51,7 @@ class Remover:
         """Deletes this agent's part of a step, and the names that still point to it.
 
         Raises:
-            OSError, TierError: a file cannot be removed; doing it again goes on where this ended.
+            OSError, TierError: a file cannot be removed; another call continues from there.
         """
         folder = os.path.join(self._tier.root, step_prefix(self._config.run, step).rstrip("/"))
         owned = {name: rank for name in _listing(folder) if (rank := _rank_of(name)) is not None and self.owns(rank)}
@@ -83,7 +84,7 @@ class Remover:
                 os.unlink(os.path.join(self._arena, name))
 
     def drop_run(self, names: Iterable[str]) -> None:
-        """Deletes the whole run, those of these names that point into it, and folders that are empty then."""
+        """Deletes the run's folder, those of ``names`` that point into it, and parent folders left empty."""
         delete_names(self._tier, self._config.run, names)
         shutil.rmtree(self._run)
         for folder in (os.path.dirname(self._run), self._config.local.address):

@@ -1,4 +1,4 @@
-"""Reports what became of saves: events in the agent's log, messages to the ranks of the host, warnings for people."""
+"""Reports the outcomes of saves: events in the agent's log, messages to the ranks of the host, warnings in the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 #: Called with (rank, message) from the agent's threads; must not block.
 Notify = Callable[[int, Notice], None]
 
-#: The events that tell of a stage.
+#: The event of each stage.
 _EVENTS = {Stage.COMMITTED: EventKind.CHECKPOINT_SAVED, Stage.DURABLE: EventKind.CHECKPOINT_DURABLE}
 
 
@@ -26,7 +26,7 @@ class Reporter:
 
     Args:
         ranks: ranks of this host.
-        notify: how they are told.
+        notify: sends a message to a rank.
         events: the agent's log.
     """
 
@@ -35,8 +35,8 @@ class Reporter:
         self._ranks, self._events = tuple(ranks), events
         self._warned: set[str] = set()
 
-    def tell_reached(self, step: StepId, stage: Stage, tier: str, *, ranks: Iterable[int] | None = None) -> None:
-        """Tells ranks (None: all of this host) that a save is COMMITTED or DURABLE on a tier."""
+    def notify_reached(self, step: StepId, stage: Stage, tier: str, *, ranks: Iterable[int] | None = None) -> None:
+        """Notifies ranks (None: all of this host) that a save is COMMITTED or DURABLE on a tier."""
         reached = Committed(id=step, tier=tier) if stage is Stage.COMMITTED else Durable(id=step, tier=tier)
         for rank in self._ranks if ranks is None else ranks:
             self.notify(rank, reached)
@@ -55,17 +55,17 @@ class Reporter:
             **({"names": list(names)} if stage is Stage.COMMITTED else {}),
         )
 
-    def tell_failed(
+    def notify_failed(
         self, step: StepId, tier: str, reason: str, *, retrying: bool = False, ranks: Iterable[int] | None = None
     ) -> None:
-        """Tells ranks (None: all of this host) that a save did not come further on a tier."""
+        """Notifies ranks (None: all of this host) that a save failed to reach its next stage on a tier."""
         for rank in self._ranks if ranks is None else ranks:
             self.notify(rank, Failed(id=step, tier=tier, reason=reason, retrying=retrying))
 
     def log_failed(
         self, step: StepId, stage: Stage, tier: str, reason: str, *, will_retry: bool, **facts: object
     ) -> None:
-        """Writes the event of a failure: ``stage`` was not reached. ``will_retry``: at the next save."""
+        """Writes the event of a failure to reach ``stage``. ``will_retry``: a later save may succeed."""
         self._events.emit(
             EventKind.CHECKPOINT_FAILED,
             step=step.step,
@@ -81,11 +81,11 @@ class Reporter:
         self._events.emit(EventKind.CHECKPOINT_DELETED, step=step.step, tier=tier)
 
     def warn_once(self, about: str, text: str, *args: object) -> None:
-        """Warns of the first failure of a kind; further ones are debug messages until :meth:`recovered`."""
+        """Warns of the first failure of the kind ``about``; later ones are debug messages until :meth:`recovered`."""
         level = logging.DEBUG if about in self._warned else logging.WARNING
         self._warned.add(about)
         logger.log(level, text, *args)
 
     def recovered(self, about: str) -> None:
-        """The next failure of this kind is warned of again."""
+        """Makes :meth:`warn_once` warn of the next failure of this kind again."""
         self._warned.discard(about)

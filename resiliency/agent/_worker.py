@@ -61,7 +61,9 @@ class Worker:
                 self._running = True
             try:
                 job()
-            except Exception:  # Boundary: one failed job must not end the agent; jobs report their own expected errors.
+            except (
+                Exception
+            ):  # Boundary: one failed job must not end the agent; jobs report expected errors themselves.
                 logger.exception("%s: job failed", self._name)
             finally:
                 with self._wake:
@@ -79,5 +81,5 @@ class Worker:
             thread.join(timeout_s)
             if thread.is_alive():
                 logger.warning(
-                    "%s is still in a job after %.0f s and is left behind as a daemon", self._name, timeout_s
+                    "thread %s is still running a job after %.0f s; it ends with the process", self._name, timeout_s
                 )

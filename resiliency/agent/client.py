@@ -1,9 +1,9 @@
-"""The trainer's end: finds or starts the host agent, reconnects when it dies, falls back to an agent in this process.
+"""The trainer's side: finds or starts the host agent, reconnects when it dies, falls back to an in-process agent.
 
 Nothing here blocks the training thread except :meth:`AgentClient.open`, :meth:`AgentClient.flush` and
-:meth:`AgentClient.close`, each with a deadline. When the connection breaks, a new agent is started and everything not
-yet acknowledged is said again; after repeated failures the agent's code runs inside this process instead, and a
-warning says so.
+:meth:`AgentClient.close`, each with a deadline. When the connection breaks, a new agent is started and every message
+not yet acknowledged is sent again. After repeated failures the agent's code runs inside this process, and a warning
+says so.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ logger = logging.getLogger(__name__)
 
 _START_S = 30.0
 _CONNECT_TRIES = 5
-#: After this many lost agents within the window the work moves into the trainer.
+#: After this many lost agents within the window the trainer does the agent's work itself.
 _MAX_LOSSES = 3
 _LOSS_WINDOW_S = 120.0
-#: How long the rank of an attempt before may take to leave.
+#: How long the embedded agent of an earlier attempt may take to release its address.
 _CLAIM_S = 20.0
 
 
@@ -64,10 +64,10 @@ class AgentClient:
     Args:
         config: of this attempt.
         rank: global rank of this process.
-        events: where facts go.
+        events: the trainer's event log.
         embedded: do the agent's work in this process from the start.
 
-    Threads: public methods from the training thread (``send`` from any); a thread ``resiliency-agent-link`` receives.
+    Threads: public methods from the training thread (``send`` from any); the thread ``resiliency-agent-link`` receives.
     """
 
     def __init__(self, config: AgentConfig, rank: int, events: EventWriter, *, embedded: bool = False) -> None:
@@ -76,7 +76,7 @@ class AgentClient:
         self._events = events
         self._lock = threading.Condition()
         self._inbox: deque[Notice] = deque()
-        # Sent again to the next agent when this one dies; doing either twice is harmless.
+        # Sent again to the next agent when this one dies; an agent may get either twice.
         self._unacknowledged: dict[StepId, Seal] = {}  # until recorded or failed
         self._deletes: deque[Delete] = deque(maxlen=64)
         self._socket: socket.socket | None = None
@@ -96,11 +96,13 @@ class AgentClient:
         """True when the agent's work is done in this process."""
         return self._embedded is not None
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- open ---------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Connects, starting the agent if there is none. Blocks: half a minute for an agent that does not start, and as
-        long again as ``drain_s`` for one that is still finishing the attempt before. Collective: no.
+        """Connects, starting the agent if there is none. Collective: no.
+
+        Blocks: up to 30 s for an agent that does not start, plus ``drain_s`` for one that still works for the previous
+        attempt.
 
         Raises:
             AgentError: the agent refused this job (another one is using the directory), or the local tier cannot be
@@ -120,7 +122,7 @@ class AgentClient:
                         error,
                     )
                     if isinstance(error, TimeoutError):
-                        break  # one deadline was enough: the next agent would be as slow
+                        break  # another agent would be as slow
                     continue
                 self._thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
                 self._thread.start()
@@ -128,7 +130,7 @@ class AgentClient:
         self._embed()
 
     def _connect(self) -> None:
-        """Connects and says hello. Raises OSError when no agent can be reached or started, AgentError when refused."""
+        """Connects and sends Hello. Raises OSError when no agent can be reached or started, AgentError when refused."""
         connection = self._dial() or self._start_and_dial()
         try:
             connection.settimeout(_START_S + self.config.drain_s)
@@ -138,13 +140,13 @@ class AgentClient:
             while answer is None:
                 data = connection.recv(1 << 16)
                 if not data:
-                    raise ConnectionError("the agent ended during the greeting")
-                # Nothing but the answer can come before the first request.
+                    raise ConnectionError("the agent closed the connection before it answered Hello")
+                # The agent sends nothing else before the first request.
                 answer = next(framer.feed(data), None)
             if isinstance(answer, Refused):
                 raise AgentError(f"rank {self.rank}: the checkpoint agent refused: {answer.reason}")
             connection.settimeout(None)
-            # A stopped agent must not stop the trainer: sending gives up after a second, and the link is remade.
+            # A hung agent must not stop the trainer: sending fails after a second, and the link is made anew.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
         except BaseException:
             connection.close()
@@ -170,12 +172,12 @@ class AgentClient:
             connection = self._dial()
             if connection is not None:
                 return connection
-            # The agent that held the socket was just ending; the next one can bind in a moment.
+            # The agent that had the address is exiting; the next one can bind it in a moment.
             pause.wait(0.1 * 2**attempt)
         raise ConnectionError("no agent could be reached or started")
 
     def _spawn(self) -> None:
-        """Starts an agent and waits until it listens; returns also when another one is already there."""
+        """Starts an agent and waits until it listens. Returns also when another agent already serves the directory."""
         import resiliency
 
         log = Path(self.config.local.address, META_DIR, self.config.run, "logs", f"agent-{self.config.node}.log")
@@ -211,7 +213,7 @@ class AgentClient:
             process.wait(timeout=5)
             raise TimeoutError(f"the agent did not listen within {_START_S:.0f} s; see {log}") from None
         if code != EXIT_TAKEN:
-            raise ConnectionError(f"the agent ended with status {code} at its start; see {log}")
+            raise ConnectionError(f"the agent exited with status {code} while starting; see {log}")
 
     def _reap(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -220,7 +222,7 @@ class AgentClient:
 
     def _embed(self) -> None:
         config = self.config
-        alone = AgentConfig(
+        own_config = AgentConfig(
             run=config.run,
             node=config.node,
             attempt=config.attempt,
@@ -234,15 +236,14 @@ class AgentClient:
             events=config.events,
             drain_s=config.drain_s,
         )
-        # The agent's own log, as in its own process: what it reports is written on its threads, not on the training
-        # thread.
+        # A log of its own, as in the agent process: its events are written on its threads, not on the training thread.
         sink = JsonlSink(config.events) if config.events else NullSink()
         events = self._embedded_events = EventWriter(
             run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,)
         )
-        self._claim_address(alone)
+        self._claim_address(own_config)
         agent = HostAgent(
-            alone, lambda _, message: self._deliver(message), events, alone=config.local_ranks == (self.rank,)
+            own_config, lambda _, message: self._deliver(message), events, only_agent=config.local_ranks == (self.rank,)
         )
         try:
             agent.start()
@@ -262,34 +263,32 @@ class AgentClient:
                 agent.handle(self.rank, message)
         agent.announce(self.rank)
 
-    def _claim_address(self, alone: AgentConfig) -> None:
-        """Keeps another job's embedded agents away, as the agent process does with its socket; ours for as long as we
-        live.
+    def _claim_address(self, config: AgentConfig) -> None:
+        """Binds this rank's address for the life of the process, so that no other job's embedded agent serves it.
 
         Raises:
-            AgentError: another process does this rank's work here, and has not left within a while.
+            AgentError: another process still has the address after 20 s.
         """
-        place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         pause, deadline = threading.Event(), time.monotonic() + _CLAIM_S
         while True:
             try:
-                place.bind(f"{alone.address}-{self.rank}")
-                self._claim = place
+                claim.bind(f"{config.address}-{self.rank}")
+                self._claim = claim
                 return
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                    place.close()
+                    claim.close()
                     raise AgentError(
-                        f"rank {self.rank}: another job is still using {alone.local.address} as run {alone.run!r} on"
-                        " this host; end it, or give"
-                        " this job its own RESILIENCY_RUN or directory"
+                        f"rank {self.rank}: another job is still using {config.local.address} as run {config.run!r} on"
+                        " this host; end it, or give this job its own RESILIENCY_RUN or directory"
                     ) from error
-            pause.wait(0.1)  # nothing announces that a name is free
+            pause.wait(0.1)  # the kernel does not notify when an address becomes free
 
     def _to_send_again(self) -> list[Request]:
         return [*self._unacknowledged.values(), *self._deletes]
 
-    # -- talking --------------------------------------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------------------------------
 
     def send(self, message: Request) -> None:
         """Sends a message to the agent; never blocks for long and never raises. Thread: any."""
@@ -302,17 +301,17 @@ class AgentClient:
                 self._embedded.handle(self.rank, message)
                 return
             if self._socket is None:
-                return  # the link thread is getting a new agent and will repeat what matters
+                return  # the link thread is getting a new agent; it sends seals and deletions again
             try:
                 self._socket.sendall(pack(message))
             except OSError:
-                logger.debug("the agent is gone; %s is sent to the next one if it matters", type(message).__name__)
+                logger.debug("the agent is gone; %s was not sent", type(message).__name__)
                 self._break_link()
 
     def give_up_agent(self) -> None:
-        """Leaves an agent that does not answer; another agent, or one in this process, takes over."""
+        """Disconnects from an agent that does not answer, and continues with an agent in this process."""
         with self._lock:
-            # The hung agent still holds its address, so another could not serve this directory.
+            # The hung agent still has its address, so no other agent process can serve this directory.
             self._losses.extend([time.monotonic()] * (_MAX_LOSSES + 1))
             self._break_link()
 
@@ -324,14 +323,14 @@ class AgentClient:
                 logger.debug("the link was down already", exc_info=True)
 
     def poll(self) -> list[Notice]:
-        """Messages that came since the last call. Thread: training."""
+        """Messages received since the last call. Thread: training."""
         with self._lock:
             messages = list(self._inbox)
             self._inbox.clear()
         return messages
 
     def wait_message(self, timeout_s: float) -> bool:
-        """Waits until :meth:`poll` would return something; False when the time is up."""
+        """Waits until :meth:`poll` would return something; False when ``timeout_s`` passes first."""
         with self._lock:
             return self._lock.wait_for(lambda: bool(self._inbox), timeout_s)
 
@@ -370,7 +369,7 @@ class AgentClient:
                 return
 
     def _recover(self) -> bool:
-        """Gets a new agent after one was lost; False when the link thread is not needed any more."""
+        """Gets a new agent after one was lost; False when the link thread has nothing left to receive."""
         now = time.monotonic()
         if self._closing:
             return False
@@ -389,7 +388,7 @@ class AgentClient:
                     self._connect()
                     return True
                 except (OSError, AgentError) as error:
-                    # Often the next agent, started by another rank, died in turn: give it a moment.
+                    # Often the new agent, started by another rank, died too: wait before the next try.
                     logger.info("rank %d: no new checkpoint agent yet (%s)", self.rank, error)
                     threading.Event().wait(0.1 * 2**attempt)
         try:
@@ -402,12 +401,12 @@ class AgentClient:
             self._lock.notify_all()
         return False
 
-    # -- end ------------------------------------------------------------------------------------------------------
+    # -- close ----------------------------------------------------------------------------------------------------
 
     def flush(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
-        """Waits until what was sealed has come to a stage, see :class:`~resiliency.agent.messages.Flush`.
+        """Waits until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`.
 
-        Blocks: up to ``timeout_s``. Returns False when the time was up first.
+        Blocks: up to ``timeout_s``. Returns False when that passes first.
         """
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -419,7 +418,7 @@ class AgentClient:
         return False
 
     def _ask_flush(self, stage: Stage, tier: str | None, left: float) -> bool | None:
-        """Asks the agent once; None when the link broke meanwhile and it is to be asked again."""
+        """Sends one Flush and waits for the answer; None when the link broke meanwhile: send it again."""
         with self._lock:
             connection = self._socket
             if connection is None:
@@ -438,7 +437,7 @@ class AgentClient:
             return self._flushed.pop(ticket, None)
 
     def close(self, *, timeout_s: float = 10.0) -> None:
-        """Leaves the agent; it ends by itself when every rank has left. Idempotent. Blocks: up to ``timeout_s``."""
+        """Disconnects; the agent exits when every rank has disconnected. Idempotent. Blocks: up to ``timeout_s``."""
         with self._lock:
             self._closing = True
             connection, embedded, process = self._socket, self._embedded, self._process
@@ -452,12 +451,14 @@ class AgentClient:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
-                logger.debug("the agent had left first", exc_info=True)
+                logger.debug("the agent had disconnected first", exc_info=True)
         if self._thread is not None:
             self._thread.join(timeout_s)
         if process is not None:
             try:
                 process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                logger.info("the checkpoint agent %d is still finishing uploads and ends by itself", process.pid)
+                logger.info(
+                    "the checkpoint agent (pid %d) is still uploading; it exits when it has finished", process.pid
+                )
             self._process = None

@@ -1,4 +1,4 @@
-"""What a commit does to files: record, shard, manifest, names, fsync. Each function can be done again after a kill.
+"""The file operations of a commit: record, shard, manifest, names, fsync. Each can be repeated after a kill.
 
 Order on the local tier: shard renamed into its step folder, record, manifest (last), name files. Then, on a durable
 tier, fsync of all of it.
@@ -65,21 +65,21 @@ def place_shard(tier: Tier, record: ShardRecord, path: str, inode: int, target: 
     """Moves a sealed shard file to ``target``, its place in the step, and writes its record.
 
     Raises:
-        OSError, TierError: it cannot; :func:`take_back_shard` undoes what was done.
+        OSError, TierError: the move or the record failed; :func:`take_back_shard` undoes the move.
     """
     faultpoints.hit("agent.shard.rename", rank=record.rank)
     if _is_file(path, inode, record.nbytes):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.rename(path, target)
-    elif not _is_file(target, inode, record.nbytes):  # an agent that died may have moved it there already
-        raise FileNotFoundError(errno.ENOENT, "the sealed file is gone or was changed", path)
+    elif not _is_file(target, inode, record.nbytes):  # an agent that was killed may have moved it already
+        raise FileNotFoundError(errno.ENOENT, "the sealed shard file is gone or was changed", path)
     faultpoints.hit("agent.record.write", rank=record.rank)
     key = step_prefix(record.run, record.id) + record_file(record.rank)
     tier.put_bytes(key, json.dumps(record.to_dict()).encode())
 
 
 def take_back_shard(record: ShardRecord, path: str, inode: int, target: str) -> None:
-    """Puts the shard file back after :func:`place_shard` failed.
+    """Moves the shard file back after :func:`place_shard` failed.
 
     Raises:
         OSError: it cannot be moved.
@@ -91,7 +91,7 @@ def take_back_shard(record: ShardRecord, path: str, inode: int, target: str) -> 
 def read_records_of_others(
     tier: Tier, run: str, step: StepId, records: dict[int, ShardRecord], world_size: int
 ) -> bool:
-    """Adds the records that other agents wrote into the shared folder; False when one is not there yet."""
+    """Adds the records that other agents wrote into the shared folder; False while one is missing."""
     prefix = step_prefix(run, step)
     for rank in range(world_size):
         if rank not in records:
@@ -104,7 +104,7 @@ def read_records_of_others(
 
 
 def write_commit(tier: Tier, step: Manifest | UnfinishedStep) -> None:
-    """Writes the manifest (not for one host's part of a step: no folder holds the whole), then the names.
+    """Writes the manifest, then the names. For one host's part of a step only the names: no folder has the whole step.
 
     Raises:
         TierError: the tier refused.
@@ -118,7 +118,7 @@ def write_commit(tier: Tier, step: Manifest | UnfinishedStep) -> None:
 
 
 def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:
-    """Blocks until a step would survive a power loss: these shards and records, the manifest, and the folders.
+    """Makes a step durable: fsyncs these shards, their records, the manifest and the folders. Blocks: until done.
 
     Raises:
         OSError: the disk failed.

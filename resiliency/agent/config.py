@@ -1,4 +1,4 @@
-"""Settings of a host agent: equal for all ranks of a host in one attempt, sent with the first message."""
+"""Settings of a host agent: equal on all ranks of a host in one attempt, sent in Hello."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["AgentConfig", "TierSpec", "agent_address"]
 
 @dataclass(frozen=True, kw_only=True)
 class TierSpec:
-    """A tier as told to the agent.
+    """Settings of one tier.
 
     Attributes:
         address: folder or URL.
-        name: word for listings and events.
-        keep, keep_named: what stays, see :mod:`resiliency.storage.retention`.
+        name: name in listings and events.
+        keep, keep_named: which steps are kept, see :mod:`resiliency.storage.retention`.
         storage_options: passed to fsspec.
     """
 
@@ -31,7 +31,7 @@ class TierSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """Everything an agent needs to know.
+    """Settings of an agent.
 
     Attributes:
         run, node: as in :mod:`resiliency.storage.manifest`.
@@ -40,10 +40,10 @@ class AgentConfig:
         local_ranks: global ranks on this host.
         shared: True when every rank's records can be seen in the local tier (one host, or a shared folder).
         local: the tier whose files the trainers map.
-        durable: fsync the local tier (False on a ramdisk, where it means nothing).
+        durable: fsync the local tier (False on a ramdisk, where fsync does nothing).
         remotes: tiers to upload to.
         events: path of the agent's event log, None for none.
-        drain_s: after the last trainer is gone: how many seconds to finish what was sealed before ending.
+        drain_s: seconds that the agent may take to finish sealed saves after the last rank has disconnected.
     """
 
     run: str
@@ -66,9 +66,9 @@ class AgentConfig:
 
 
 def agent_address(directory: str, run: str, node: str) -> str:
-    """Name of the socket of the agent that serves a run of this user in a directory on a node.
+    """Name of the socket of the agent that serves a run of this user in a directory on a host.
 
-    In Linux' abstract namespace: a killed agent leaves no file behind.
+    In Linux' abstract namespace, so a killed agent leaves no file behind.
     """
     identity = f"{os.getuid()}:{os.path.realpath(directory)}:{run}:{node}"
     return "\0resiliency-" + hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()

@@ -1,11 +1,11 @@
 """The agent's work: commit, make durable, upload, prune. Runs in the agent process or, as a fallback, in the trainer.
 
-One instance serves the ranks of one host in one attempt. Every decision about completeness is made from files, so that
-several agents (one per host on a shared folder, or one per rank when embedded) can work side by side and an agent that
-dies at any point leaves nothing that its successor cannot finish or discard.
+One instance serves the ranks of one host in one attempt. Whether a step can be committed is decided from files. So
+several agents (one per host on a shared folder, or one per rank when embedded) can work at the same time, and what an
+agent leaves when it is killed can be finished or deleted by the next one.
 
-What a commit does to files is in :mod:`resiliency.agent.commit`. Only when a step was fsynced are older ones deleted
-(:mod:`resiliency.agent.local_pruner`).
+The file operations of a commit are in :mod:`resiliency.agent.commit`. Older steps are deleted only after a newer one
+was fsynced (:mod:`resiliency.agent.local_pruner`).
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class HostAgent:
 
     Args:
         config: of this attempt.
-        notify: how a rank is told something.
-        events: where facts go.
-        alone: no other agent works in the same folder of this host.
+        notify: sends a message to a rank.
+        events: the agent's event log.
+        only_agent: no other agent of this host works in the same folder.
 
-    Threads: :meth:`handle` from any; the work is done on threads of its own, all named ``resiliency-agent-*``.
+    Threads: :meth:`handle` from any; the work is done on own threads, all named ``resiliency-agent-*``.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class HostAgent:
         notify: Notify,
         events: EventWriter,
         *,
-        alone: bool = True,
+        only_agent: bool = True,
     ) -> None:
         self.config = config
-        self._alone = alone
+        self._only_agent = only_agent
         self._report = Reporter(config.local_ranks, notify, events)
-        # Commits must be quick and survive a kill, not a power loss: fsync follows in its own stage.
+        # A commit must be quick and survive a kill, not a power loss: fsync is the next stage.
         self._tier = LocalTier(config.local.address, durable=False, name=config.local.name)
         self._steps = LocalSteps()
         self._commits = Worker("resiliency-agent-commit")
@@ -80,51 +80,51 @@ class HostAgent:
         self._remover = Remover(config, self._tier, notify)
         self._pruner = LocalPruner(config, self._tier, self._steps, self._remover, self._report)
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- start --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Reads what is there and resumes uploads an earlier agent did not finish. Blocks: one listing.
+        """Lists the local tier and resumes uploads an earlier agent did not finish. Blocks: one listing.
 
         Raises:
             TierError: the local tier cannot be listed.
         """
         self._rescan()
-        self._syncs.submit(self._sweep)
+        self._syncs.submit(self._delete_partial_files)
         committed = self._steps.select(lambda step: step.committed is not None)
         if committed:
             self._upload(committed[-1], only_if_missing=True)
 
-    def _sweep(self) -> None:
-        """Removes what killed writers and killed restores left half done; no listing shows it, but it takes room."""
+    def _delete_partial_files(self) -> None:
+        """Deletes partial files of killed writers and killed restores; no listing shows them, but they take space."""
         try:
             remove_dead_fetches(self.config.local.address, self.config.run, self.config.node)
             self._tier.sweep()
         except TierError as error:
-            logger.info("%s could not be swept: %s", self.config.local.address, error)
+            logger.info("partial files in %s could not be deleted: %s", self.config.local.address, error)
 
     def announce(self, rank: int) -> None:
-        """Tells a rank that has just connected what became of the saves of its attempt: an agent before this one may
-        have died between doing something and saying so."""
+        """Notifies a rank that has just connected of the stages its attempt's saves have reached: an earlier agent may
+        have been killed after reaching a stage and before notifying the rank."""
 
-        def tell() -> None:
-            ours = self._steps.select(lambda step: self._is_ours(step.id) and step.committed is not None)
+        def announce_steps() -> None:
+            ours = self._steps.select(lambda step: self._is_of_this_attempt(step.id) and step.committed is not None)
             for step in ours:
-                self._report.tell_reached(step.id, Stage.COMMITTED, self.config.local.name, ranks=(rank,))
+                self._report.notify_reached(step.id, Stage.COMMITTED, self.config.local.name, ranks=(rank,))
                 if step.durable and self.config.durable:
-                    self._report.tell_reached(step.id, Stage.DURABLE, self.config.local.name, ranks=(rank,))
+                    self._report.notify_reached(step.id, Stage.DURABLE, self.config.local.name, ranks=(rank,))
 
-        self._commits.submit(tell)
+        self._commits.submit(announce_steps)
 
-    def _is_ours(self, step: StepId) -> bool:
+    def _is_of_this_attempt(self, step: StepId) -> bool:
         return step.of_attempt(self.config.attempt, self.config.token)
 
     def _rescan(self) -> None:
         for step in self._steps.add_listed(scan(self._tier, self.config.run)):
-            # Whoever committed it may have died before its fsync: nothing older is deleted before ours.
+            # The agent that committed it may have been killed before its fsync, and older steps wait for one.
             self._syncs.submit(partial(self._sync, step))
 
     def wait(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
-        """Waits until everything sealed so far has come to a stage, see :class:`~resiliency.agent.messages.Flush`."""
+        """Waits until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`."""
         deadline = time.monotonic() + timeout_s
         workers = [self._commits]
         uploaders = [uploader for uploader in self._uploaders if tier in (None, uploader.spec.name)]
@@ -137,11 +137,11 @@ class HostAgent:
 
     @property
     def idle(self) -> bool:
-        """True when nothing sealed is left to do."""
+        """True when no work is queued or running."""
         return self._commits.idle and self._syncs.idle and all(uploader.idle for uploader in self._uploaders)
 
     def close(self) -> None:
-        """Stops all threads and tidies a ramdisk; unfinished uploads are left to a later start. Idempotent."""
+        """Stops all threads and frees memory on a ramdisk; the next start resumes unfinished uploads. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -151,16 +151,19 @@ class HostAgent:
             worker.close()
         if not self.config.durable:
             try:
-                self._tidy_ramdisk()
+                self._free_ramdisk()
             except (OSError, TierError):
-                # Boundary: the end of the agent; what stays is taken up or removed by the next start.
-                logger.warning("%s could not be tidied", self.config.local.address, exc_info=True)
+                # Boundary: the end of the agent; the next start uses or deletes what stays.
+                logger.warning(
+                    "memory of the ramdisk %s could not be freed; the next start tries again",
+                    self.config.local.address,
+                    exc_info=True,
+                )
 
-    def _tidy_ramdisk(self) -> None:
-        """Gives memory back: free files always, and the checkpoints too when the job has ended and a slower tier has
-        them."""
+    def _free_ramdisk(self) -> None:
+        """Deletes free files, and also the checkpoints when the job has finished and a slower tier has the newest."""
         self._remover.drop_free_files()
-        if not self._alone or not self._finished.issuperset(self.config.local_ranks):
+        if not self._only_agent or not self._finished.issuperset(self.config.local_ranks):
             return
         committed = [step.committed for step in self._steps.select() if step.committed is not None]
         newest = max((step.id for step in committed), default=None)
@@ -170,10 +173,10 @@ class HostAgent:
     # -- messages -----------------------------------------------------------------------------------------------
 
     def handle(self, rank: int, message: Request) -> None:
-        """Takes one message of a rank. Returns at once.
+        """Handles one message of a rank. Returns at once.
 
         Raises:
-            AgentError: the message is about another start of the job, or does not add up.
+            AgentError: the message is about another attempt, or is inconsistent.
         """
         if isinstance(message, Seal):
             faultpoints.hit("agent.seal.received", rank=rank)
@@ -191,14 +194,14 @@ class HostAgent:
             self._finished.add(rank)
 
     def _check_attempt(self, rank: int, step: StepId) -> None:
-        if not self._is_ours(step):
+        if not self._is_of_this_attempt(step):
             raise AgentError(
-                f"rank {rank} speaks of {step}, but this agent serves attempt {self.config.attempt}"
-                f" ({self.config.token}); it is ignored"
+                f"rank {rank} sent a message about {step}, but this agent serves attempt {self.config.attempt}"
+                f" ({self.config.token}); the message is ignored"
             )
 
     def _delete(self, message: Delete) -> None:
-        # Before the first save of this attempt the names mean what earlier attempts left.
+        # Before the first save of this attempt, the names point to steps of earlier attempts.
         upto = message.after or StepId(0, self.config.attempt, "")
         requests = dict.fromkeys(message.names, DeleteRequest(upto=upto, after=message.after))
         self._pruner.request(requests)
@@ -212,7 +215,7 @@ class HostAgent:
         return os.path.join(self.config.local.address, step_prefix(self.config.run, step), file)
 
     def _commit(self, record: ShardRecord, path: str, inode: int) -> None:
-        """Moves a sealed shard file into its step and writes its record; commits the step if it was the last."""
+        """Moves a sealed shard file into its step and writes its record; with the last record it commits the step."""
         target = self._path(record.id, record.file)
         try:
             place_shard(self._tier, record, path, inode, target)
@@ -221,7 +224,7 @@ class HostAgent:
                 take_back_shard(record, path, inode, target)
             except OSError:
                 logger.warning(
-                    "%s could not be moved back to %s; it is pruned with its step", target, path, exc_info=True
+                    "%s could not be moved back to %s; it is deleted with its step", target, path, exc_info=True
                 )
             self._failed(record, path, inode, f"cannot commit to {self.config.local.address}: {error}")
             return
@@ -231,7 +234,7 @@ class HostAgent:
 
     def _failed(self, record: ShardRecord, path: str, inode: int, reason: str) -> None:
         tier = self.config.local.name
-        self._report.tell_failed(record.id, tier, reason, ranks=(record.rank,))
+        self._report.notify_failed(record.id, tier, reason, ranks=(record.rank,))
         self._report.notify(record.rank, FileFreed(inode=inode, path=path))
         self._report.log_failed(record.id, Stage.RECORDED, tier, reason, will_retry=True, shard=record.rank)
         self._report.warn_once(
@@ -243,7 +246,7 @@ class HostAgent:
         )
 
     def _complete(self, step_id: StepId, *, all_recorded: bool = False) -> None:
-        """Commits the step when every shard's record can be seen, or ``all_recorded`` says that every rank has one."""
+        """Commits the step when every shard has a record: as seen in this folder, or as ``all_recorded`` says."""
         with self._steps.lock:
             step = self._steps.get(step_id)
             if step is None or step.committed is not None:
@@ -251,7 +254,7 @@ class HostAgent:
             records = dict(step.records)
         config = self.config
         if config.shared and not read_records_of_others(self._tier, config.run, step_id, records, config.world_size):
-            return  # whoever writes the last record commits
+            return  # the agent that writes the last record commits
         found = gather_records(records.values())
         if found is None:
             if len({record.plan for record in records.values()}) > 1 and len(records) == self.config.world_size:
@@ -270,7 +273,7 @@ class HostAgent:
                 step_id.step,
                 error,
             )
-            self._report.tell_failed(step_id, tier, str(error))
+            self._report.notify_failed(step_id, tier, str(error))
             return
         self._steps.commit(step, found)
         self._report.recovered("commit")
@@ -286,8 +289,8 @@ class HostAgent:
         self._after_commit(step)
 
     def _after_commit(self, step: LocalStep) -> None:
-        """Tells the ranks, and passes the step on to fsync and to the tiers it is due for."""
-        self._report.tell_reached(step.id, Stage.COMMITTED, self.config.local.name)
+        """Notifies the ranks, and queues the step for fsync and for the tiers it is due for."""
+        self._report.notify_reached(step.id, Stage.COMMITTED, self.config.local.name)
         self._upload(step)
         self._syncs.submit(partial(self._sync, step))
 
@@ -305,7 +308,7 @@ class HostAgent:
             " (what differs belongs into per_rank)"
         )
         tier = self.config.local.name
-        self._report.tell_failed(step_id, tier, reason)
+        self._report.notify_failed(step_id, tier, reason)
         self._report.log_failed(step_id, Stage.COMMITTED, tier, reason, will_retry=False)
         self._report.warn_once("plan", "checkpoint of step %d cannot be committed: %s", step_id.step, reason)
 
@@ -320,21 +323,21 @@ class HostAgent:
             try:
                 fsync_step(self.config.local.address, folder, self._own_records(step))
             except OSError as error:
-                # Not durable: older steps stay (they are pruned after a later step's fsync), training goes on.
+                # Not durable: older steps stay until a later step was fsynced.
                 reason = f"fsync of {folder} failed: {error}"
                 tier = self.config.local.name
                 self._report.log_failed(step.id, Stage.DURABLE, tier, reason, will_retry=True)
                 self._report.warn_once(
                     "sync", "step %d is committed but may not survive a power loss: %s", step.id.step, reason
                 )
-                self._report.tell_failed(step.id, tier, reason)
+                self._report.notify_failed(step.id, tier, reason)
                 return
         with self._steps.lock:
             step.durable = True
-        if not self._is_ours(step.id):
-            if self._pruner.has_requests:  # asked for before this was known to be safe
+        if not self._is_of_this_attempt(step.id):
+            if self._pruner.has_requests:  # they waited until this step was durable
                 self._commits.submit(self._prune)
-            return  # unasked nothing is deleted at a start: the ranks may be reading it
+            return  # at a start nothing is deleted without a request: the ranks may be reading it
         if self.config.durable:
             self._report.log_reached(
                 step.id,
@@ -346,20 +349,20 @@ class HostAgent:
         self._commits.submit(partial(self._after_sync, step.id))
 
     def _after_sync(self, step_id: StepId) -> None:
-        # Recycled files are handed back first: a rank that saves as soon as it hears of this step finds one.
+        # Files are given back before the notice: a rank that saves right after it then has a free file.
         self._prune()
         if self.config.durable:
-            self._report.tell_reached(step_id, Stage.DURABLE, self.config.local.name)
+            self._report.notify_reached(step_id, Stage.DURABLE, self.config.local.name)
 
     def _uploaded(self, spec: TierSpec, step_id: StepId, outcome: UploadOutcome, reason: str) -> None:
-        """Called by an uploader when it is done with a step, one way or the other."""
+        """Called by an uploader with each outcome of a step."""
         if outcome is not UploadOutcome.RETRYING:
             self._steps.pin(step_id, -1)
         if outcome is UploadOutcome.DURABLE:
-            self._report.tell_reached(step_id, Stage.DURABLE, spec.name)
+            self._report.notify_reached(step_id, Stage.DURABLE, spec.name)
         elif outcome is not UploadOutcome.PARTIAL:
             retrying = outcome is UploadOutcome.RETRYING
-            self._report.tell_failed(step_id, spec.name, reason, retrying=retrying)
+            self._report.notify_failed(step_id, spec.name, reason, retrying=retrying)
         if outcome is not UploadOutcome.RETRYING:
             self._commits.submit(self._prune)
 
@@ -371,8 +374,7 @@ class HostAgent:
         self._pruner.prune()
 
     def _find_commits_of_others(self) -> None:
-        """Takes note of steps that another agent on the same folder has committed (another host, or a rank on its
-        own)."""
+        """Reads which steps another agent has committed in the same folder (of another host, or of another rank)."""
         for step in self._steps.select(lambda step: step.committed is None and bool(step.records)):
             where = step_prefix(self.config.run, step.id) + MANIFEST
             try:

@@ -1,4 +1,4 @@
-"""Deletes from the local tier what retention lets go and what was asked to be deleted."""
+"""Deletes steps from the local tier: those that retention does not keep, and those requested by name."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class LocalPruner:
     Args:
         config: of this attempt.
         tier: the local tier.
-        steps: what lies there.
+        steps: the steps on the local tier.
         remover: deletes a step.
-        report: says what was deleted.
+        report: reports deletions and failures.
     """
 
     def __init__(self, config: AgentConfig, tier: Tier, steps: LocalSteps, remover: Remover, report: Reporter) -> None:
@@ -35,7 +35,7 @@ class LocalPruner:
         self._lock = threading.Lock()
 
     def request(self, requests: Mapping[str, DeleteRequest]) -> None:
-        """Names to be deleted once that is safe."""
+        """Adds names to delete once the step they wait for is durable."""
         with self._lock:
             self._requests.update(requests)
 
@@ -44,25 +44,25 @@ class LocalPruner:
         return bool(self._requests)
 
     def prune(self) -> None:
-        """Deletes what may go now. What cannot be deleted is warned of once and tried again at the next call."""
+        """Deletes what may be deleted now. A failure is warned of once, and the next call tries again."""
         tier = self._config.local
         with self._steps.lock:
-            safe = [step.committed for step in self._steps.select() if step.is_safe and step.committed is not None]
-            if not safe:
+            durable = [step.committed for step in self._steps.select() if step.committed is not None and step.durable]
+            if not durable:
                 return
-            newest = max(step.id for step in safe)
+            newest = max(step.id for step in durable)
             with self._lock:
                 due = {name: request.upto for name, request in self._requests.items() if request.is_due(newest)}
             kept = self._steps.select(lambda step: step.pins > 0 or (step.committed is not None and not step.durable))
-            doomed = steps_to_delete(
-                safe,
+            to_delete = steps_to_delete(
+                durable,
                 [step.id for step in self._steps.select(lambda step: step.committed is None)],
                 keep=tier.keep,
                 keep_named=tier.keep_named,
                 deleted=due,
                 busy={step.id for step in kept},
             )
-        for step_id in doomed:
+        for step_id in to_delete:
             try:
                 step = self._steps.get(step_id)
                 self._remover.delete(step_id, step.committed.names if step is not None and step.committed else ())
@@ -78,17 +78,17 @@ class LocalPruner:
             self._steps.remove(step_id)
             self._report.log_deleted(step_id, tier.name)
         try:
-            self._drop_dead_names(newest, due)
+            self._delete_dangling_names(newest, due)
         except TierError as error:
             self._report.warn_once("prune", "a name could not be removed from %s: %s", tier.address, error)
 
-    def _drop_dead_names(self, newest: StepId, due: Mapping[str, StepId]) -> None:
-        """Removes name files that point to no step any more although the step is kept (pinned, or under another
-        name), and requests that are done."""
+    def _delete_dangling_names(self, newest: StepId, due: Mapping[str, StepId]) -> None:
+        """Deletes name files that were requested to be deleted while their step is kept (pinned, or under another
+        name), and forgets requests that are done."""
         committed = [step for step in self._steps.select() if step.committed is not None]
-        safe = [step.committed for step in committed if step.durable and step.committed is not None]
-        live = live_names(safe, deleted=due)
-        for name in {name for step in safe for name in step.names} - live.keys():
+        durable = [step.committed for step in committed if step.durable and step.committed is not None]
+        live = live_names(durable, deleted=due)
+        for name in {name for step in durable for name in step.names} - live.keys():
             pointer = read_name(self._tier, name)
             if pointer is not None and pointer.run == self._config.run and pointer.id < newest:
                 self._tier.delete(name)

@@ -1,4 +1,4 @@
-"""What the agent knows of the steps on the local tier, shared by its threads."""
+"""The agent's table of the steps on the local tier, shared by its threads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ class LocalStep:
     """One step. Changed under the lock of :class:`LocalSteps`.
 
     Attributes:
-        records: records known, by rank.
-        committed: the step, once it is committed here; on a node-local tier of a job over several hosts this host's
-            part of it, whose other parts are committed elsewhere.
-        durable: everything of it was fsynced, where that means something.
-        pins: uploads under way; it is not deleted meanwhile.
+        records: known records, by rank.
+        committed: the step, once committed here. On a tier that each host has for itself: this host's part of the step.
+        durable: all its files were fsynced; on a ramdisk: it is committed.
+        pins: uploads in progress; the step is not deleted while there are any.
         began: monotonic time when the save began.
     """
 
@@ -32,11 +31,6 @@ class LocalStep:
     durable: bool = False
     pins: int = 0
     began: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_safe(self) -> bool:
-        """True when older steps may be deleted for it."""
-        return self.committed is not None and self.durable
 
 
 class LocalSteps:
@@ -56,7 +50,7 @@ class LocalSteps:
             return sorted(filter(wanted, self._steps.values()), key=lambda step: step.id)
 
     def add_record(self, record: ShardRecord) -> LocalStep:
-        """Takes down that a shard is recorded."""
+        """Adds a shard's record."""
         with self.lock:
             step = self._steps.setdefault(record.id, LocalStep(record.id))
             step.records[record.rank] = record
@@ -64,7 +58,7 @@ class LocalSteps:
             return step
 
     def add_listed(self, listings: Iterable[StepListing]) -> list[LocalStep]:
-        """Takes down what a listing found and forgets committed steps that are gone.
+        """Adds the steps of a listing and removes committed steps that it does not contain.
 
         Returns:
             Steps that were not known to be committed before.
@@ -84,13 +78,13 @@ class LocalSteps:
         return fresh
 
     def commit(self, step: LocalStep, committed: Manifest | UnfinishedStep) -> None:
-        """Takes down that a step is committed."""
+        """Marks a step as committed."""
         with self.lock:
             step.committed = committed
             step.records.update({record.rank: record for record in committed.shards})
 
     def pin(self, step: StepId, amount: int) -> None:
-        """Adds to the number of uploads under way; a step that is gone is passed over."""
+        """Adds ``amount`` to the step's uploads in progress; ignores a step that was removed."""
         with self.lock:
             if step in self._steps:
                 self._steps[step].pins += amount

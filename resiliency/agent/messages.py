@@ -1,4 +1,4 @@
-"""What trainer and host agent say to each other. Each message is a frozen dataclass; a save is named by its StepId.
+"""The messages between trainer and host agent. Each is a frozen dataclass; a save is identified by its StepId.
 
 Trainer to agent: :class:`Hello` first, then any of :data:`Request`. Agent to trainer: :class:`Welcome` or
 :class:`Refused`, then any of :data:`Notice`.
@@ -45,9 +45,9 @@ class Hello:
     """A rank has connected.
 
     Attributes:
-        version: of the protocol the rank speaks.
+        version: the rank's protocol version.
         rank: global rank.
-        config: of its attempt; equal on all ranks of the host. None when the rank speaks another version.
+        config: of its attempt; equal on all ranks of the host. None when the rank has another protocol version.
     """
 
     version: int
@@ -57,11 +57,11 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Seal:
-    """Every byte of this rank's shard of a save is in its file; commit it.
+    """This rank's shard of a save is completely written to its file: commit it.
 
     Attributes:
         id: the save.
-        path, inode, nbytes: the file, and its size in bytes. It belongs to the agent from here on.
+        path, inode, nbytes: the file, and its size in bytes. The rank must not write to it any more.
         digests: one per block of the file, in order, see :mod:`resiliency.storage.blocks`.
         plan, names, supersedes, created, info, tiers, exact: as in :class:`~resiliency.storage.manifest.ShardRecord`.
     """
@@ -82,19 +82,20 @@ class Seal:
 
 @dataclass(frozen=True, kw_only=True)
 class Complete:
-    """Every rank of the job has recorded its shard of this save, on whatever host: commit this host's part."""
+    """Every rank of the job, on every host, has a record of its shard of this save: commit this host's part."""
 
     id: StepId
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delete:
-    """Delete names, and the steps nothing refers to any more, once a later save is safe.
+    """Delete names, and the steps left without a name, once a newer save is durable.
 
     Attributes:
-        names: to be deleted.
-        after: the newest save when the deletion was asked for: what the names mean up to there goes, once this save or
-            a later one is safe. None: nothing was saved in this attempt; what earlier attempts left may go.
+        names: the names to delete.
+        after: the newest save when the deletion was requested. Of the steps the names point to, those up to this save
+            are deleted, once it or a later save is durable. None: nothing was saved in this attempt; only steps of
+            earlier attempts are deleted.
     """
 
     names: tuple[str, ...]
@@ -103,18 +104,18 @@ class Delete:
 
 @dataclass(frozen=True, kw_only=True)
 class Rescan:
-    """The trainer has brought files into the local tier (a restore); look again at what is there."""
+    """The trainer has added files to the local tier (a restore): list it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flush:
-    """Answer with :class:`Flushed` when everything sealed so far has come to a stage.
+    """Answer with :class:`Flushed` when everything sealed so far has reached a stage.
 
     Attributes:
-        ticket: number that the answer repeats.
+        ticket: number that the answer carries too.
         stage: RECORDED or COMMITTED on the local tier; DURABLE on ``tier``.
-        tier: name of the tier that DURABLE is about; None: all tiers of each save.
-        timeout_s: seconds after which the answer is "not done".
+        tier: name of the tier for DURABLE; None: all tiers of each save.
+        timeout_s: seconds after which the agent answers ``done=False``.
     """
 
     ticket: int
@@ -125,7 +126,7 @@ class Flush:
 
 @dataclass(frozen=True, kw_only=True)
 class Bye:
-    """The rank's job has finished; it will not come back."""
+    """The rank's job has finished; the rank will not connect again."""
 
 
 # -- agent to trainer -------------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """The other answer to :class:`Hello`: the agent does not serve this job."""
+    """The answer to :class:`Hello` of an agent that does not serve this job."""
 
     reason: str
 
@@ -154,7 +155,7 @@ class Recorded:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """The save is whole on a tier and survives the death of every process."""
+    """The save is committed on a tier: it survives the death of every process."""
 
     id: StepId
     tier: str
@@ -162,7 +163,7 @@ class Committed:
 
 @dataclass(frozen=True, kw_only=True)
 class Durable:
-    """The save survives a power loss: fsynced on a disk, or stored whole on a remote tier."""
+    """The save is durable: fsynced on a disk, or committed on a remote tier. It survives a power loss."""
 
     id: StepId
     tier: str
@@ -170,11 +171,11 @@ class Durable:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """The save did not come further on a tier.
+    """The save failed to reach its next stage on a tier.
 
     Attributes:
-        reason: for people.
-        retrying: the agent tries again by itself; a later message tells how it ended.
+        reason: text for the log.
+        retrying: the agent tries again; a later message has the outcome.
     """
 
     id: StepId
@@ -185,7 +186,7 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class FileFreed:
-    """A shard file of this rank belongs to no step any more and may be filled again; ``path`` is where it lies now."""
+    """A shard file of this rank belongs to no step any more and may be reused; ``path`` is its path now."""
 
     inode: int
     path: str
@@ -200,7 +201,7 @@ class FileGone:
 
 @dataclass(frozen=True, kw_only=True)
 class Flushed:
-    """The answer to :class:`Flush`: ``done`` is False when the time was up first."""
+    """The answer to :class:`Flush`; ``done`` is False when ``timeout_s`` passed first."""
 
     ticket: int
     done: bool

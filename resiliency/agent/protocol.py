@@ -1,7 +1,7 @@
-"""Messages as bytes: one JSON line each, over a unix socket.
+"""Encodes messages as bytes: one JSON line each, over a unix socket.
 
-Only processes of the same user are heard (the socket's peer credentials are checked), only JSON is read, and every
-field is checked before anything is done with it.
+Only processes of the same user can connect (the server checks the socket's peer credentials), only JSON is parsed, and
+every field is checked before it is used.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def pack(message: Message) -> bytes:
-    """One message as a line."""
+    """Encodes a message as one line."""
     fields = {"type": type(message).__name__, **to_jsonable(message)}
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
 def unpack(line: bytes) -> Message:
-    """The message of a line.
+    """Decodes the message of one line.
 
     Raises:
-        AgentError: not a message of this protocol; says what is wrong with it.
+        AgentError: the line is not a message of this protocol; the error says why.
     """
     try:
         fields = json.loads(line)
         kind = _KINDS[fields.pop("type")]
         if kind is Hello and fields["version"] != PROTOCOL_VERSION:
-            # What else it says may be of another shape; who gets it refuses it by its version.
+            # Its other fields may differ in that version; the server refuses the message because of its version.
             return Hello(version=int(fields["version"]), rank=int(fields["rank"]), config=None)
         found: Message = from_jsonable(kind, fields)
         return found
@@ -48,7 +48,7 @@ def unpack(line: bytes) -> Message:
 
 
 class Framer:
-    """Cuts a byte stream into messages. Thread: one."""
+    """Splits a byte stream into messages. Thread: one."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -57,7 +57,7 @@ class Framer:
         """Yields the messages completed by ``data``.
 
         Raises:
-            AgentError: something that is not this protocol.
+            AgentError: a line is not a message of this protocol, or too long.
         """
         self._rest += data
         if len(self._rest) > _MAX_LINE:
@@ -68,17 +68,17 @@ class Framer:
 
 
 def config_to_json(config: AgentConfig) -> str:
-    """The settings as the agent process gets them on its command line."""
+    """Encodes the settings for the command line of the agent process."""
     return json.dumps(to_jsonable(config))
 
 
 def config_from_json(text: str) -> AgentConfig:
-    """The settings of :func:`config_to_json`.
+    """Inverse of :func:`config_to_json`.
 
     Raises:
-        AgentError: they cannot be read.
+        AgentError: the settings cannot be parsed.
     """
     try:
         return from_jsonable(AgentConfig, json.loads(text))
     except ValueError as error:
-        raise AgentError(f"the agent's settings cannot be read: {error}") from error
+        raise AgentError(f"the agent's settings cannot be parsed: {error}") from error

@@ -1,4 +1,4 @@
-"""Deletes old steps from a remote tier, as its retention settings and the user's deletions say."""
+"""Deletes steps from a remote tier: those its retention settings do not keep, and those requested by name."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ class RemotePruner:
         self._requested: dict[str, DeleteRequest] = {}
 
     def request(self, requests: Mapping[str, DeleteRequest]) -> None:
-        """Names to delete; the step they wait for (``after``) must be on this tier."""
+        """Adds names to delete once the step they wait for (``after``) or a newer one is committed on this tier."""
         self._requested.update(requests)
 
     def prune(self, tier: Tier) -> None:
-        """Deletes what may go. Call after a step was sent: nothing older goes before a newer one is there.
+        """Deletes what may be deleted. Call after a step was sent: older steps are deleted only when a newer one is
+        committed.
 
-        Blocks: one listing, a read per manifest, a delete per file. A tier that fails is logged and left for the next
-        call.
+        Blocks: one listing, a read per manifest, a delete per file. A failure of the tier is logged, and the next call
+        tries again.
         """
         if 0 not in self._config.local_ranks:
             return
@@ -65,7 +66,7 @@ class RemotePruner:
             for name, request in dict(self._requested).items()
             if newest is not None and request.is_due(newest)
         }
-        # Another host may still be sending its part of a step newer than every committed one, so that one stays.
+        # Unfinished steps newer than every committed one stay: another host may still be sending its part.
         unfinished = [found.id for found in by_id.values() if not found.committed]
         steps = steps_to_delete(
             committed, unfinished, keep=self._spec.keep, keep_named=self._spec.keep_named, deleted=requested

@@ -1,9 +1,9 @@
 """The agent process: a unix socket, one thread per trainer rank; exits after the last rank disconnects.
 
-Started by the first rank (``python -m resiliency.agent``) in its own session, at lower CPU priority. It ends by
-itself: after the last rank has gone it finishes what was sealed (bounded by ``drain_s``) and exits; if no rank ever
-comes it exits after half a minute. The socket lies in Linux' abstract namespace, so a killed agent leaves no file, and
-binding it is the lock that keeps a second agent away.
+Started by the first rank (``python -m resiliency.agent``) in its own session, at lower CPU priority. After the last
+rank has disconnected it finishes the sealed saves, for up to ``drain_s``, and exits; if no rank connects it exits after
+30 seconds. The socket is in Linux' abstract namespace, so a killed agent leaves no file. Binding its address is the
+lock that keeps a second agent from serving the same directory.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 #: Exit status when another agent already serves this directory.
 EXIT_TAKEN = 3
 _FIRST_CLIENT_S = 30.0
+#: How long ranks of an earlier attempt may stay connected before a new attempt is refused.
 _OLD_CLIENTS_S = 20.0
 
 
@@ -45,7 +46,7 @@ class AgentServer:
         self._starting = threading.Lock()
         self._clients: dict[int, socket.socket] = {}
         self._agent: HostAgent | None = None
-        self._seen_any = False
+        self._had_client = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._listener.bind(config.address)
@@ -57,7 +58,7 @@ class AgentServer:
         self._listener.listen(128)
 
     def run(self) -> None:
-        """Serves until nobody is left and the work is done."""
+        """Serves until the last rank has disconnected and the work is done, at most ``drain_s`` later."""
         try:
             self._run()
         finally:
@@ -69,10 +70,10 @@ class AgentServer:
         threading.Thread(target=self._accept, name="resiliency-agent-accept", daemon=True).start()
         started = time.monotonic()
         with self._lock:
-            while not self._seen_any:
+            while not self._had_client:
                 left = started + _FIRST_CLIENT_S - time.monotonic()
                 if left <= 0:
-                    logger.warning("no rank connected within %.0f s; the agent ends", _FIRST_CLIENT_S)
+                    logger.warning("no rank connected within %.0f s; the agent exits", _FIRST_CLIENT_S)
                     return
                 self._lock.wait(left)
         while True:
@@ -82,12 +83,11 @@ class AgentServer:
                 agent = self._agent
             if agent is not None and not agent.wait(Stage.DURABLE, timeout_s=self.config.drain_s):
                 logger.warning(
-                    "uploads were not done within %.0f s after the last rank; the next start resumes them",
+                    "uploads were not finished %.0f s after the last rank disconnected; the next start resumes them",
                     self.config.drain_s,
                 )
             with self._starting, self._lock:
-                # A new attempt may have connected meanwhile (or be at it); only an agent without clients may stop
-                # listening.
+                # A new attempt may have connected meanwhile, or be connecting: stop listening only without clients.
                 if not self._clients:
                     _shut(self._listener)
                     return
@@ -97,7 +97,7 @@ class AgentServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # closed: the agent is ending
+                return  # closed: the agent is exiting
             threading.Thread(
                 target=self._serve, args=(connection,), name="resiliency-agent-client", daemon=True
             ).start()
@@ -110,18 +110,18 @@ class AgentServer:
             while data := connection.recv(1 << 16):
                 for message in framer.feed(data):
                     if isinstance(message, Hello):
-                        rank = self._hello(connection, message)
+                        rank = self._handle_hello(connection, message)
                         if rank is None:
                             return
                     else:
-                        self._request(rank, message)
+                        self._handle_request(rank, message)
         except (AgentError, ConfigError, OSError) as error:
-            # Boundary: whatever came over this connection ends this connection and nothing else.
+            # Boundary: a bad message or a broken connection ends this connection only.
             logger.warning("connection of rank %s ended: %s", rank, error)
         finally:
-            self._gone(rank, connection)
+            self._disconnected(rank, connection)
 
-    def _request(self, rank: int | None, message: Message) -> None:
+    def _handle_request(self, rank: int | None, message: Message) -> None:
         if rank is None:
             raise AgentError(f"{type(message).__name__} came before Hello")
         if not isinstance(message, get_args(Request)):
@@ -132,13 +132,13 @@ class AgentServer:
             assert self._agent is not None
             self._agent.handle(rank, message)
 
-    def _hello(self, connection: socket.socket, message: Hello) -> int | None:
+    def _handle_hello(self, connection: socket.socket, message: Hello) -> int | None:
         config, rank = message.config, message.rank
         if message.version != PROTOCOL_VERSION or config is None:
-            reason = f"agent speaks protocol {PROTOCOL_VERSION}, rank {rank} speaks {message.version}"
+            reason = f"the agent has protocol version {PROTOCOL_VERSION}, rank {rank} has {message.version}"
             connection.sendall(pack(Refused(reason=reason)))
             return None
-        # One hello at a time; the lock that guards the clients stays free, because a closing agent reports through it.
+        # One Hello at a time. Not under the clients' lock: an agent being closed still sends messages, which needs it.
         with self._starting:
             with self._lock:
                 gone = self._lock.wait_for(
@@ -147,8 +147,8 @@ class AgentServer:
             if not gone:
                 reason = (
                     f"another job (attempt {self.config.attempt}, token {self.config.token}) is still using"
-                    f" {config.local.address} as run"
-                    f" {config.run!r} on this host; end it, or give this job its own RESILIENCY_RUN or directory"
+                    f" {config.local.address} as run {config.run!r} on this host; end it, or give this job its own"
+                    " RESILIENCY_RUN or directory"
                 )
                 connection.sendall(pack(Refused(reason=reason)))
                 return None
@@ -159,7 +159,7 @@ class AgentServer:
                 return None
             with self._lock:
                 self._clients[rank] = connection
-                self._seen_any = True
+                self._had_client = True
                 self._lock.notify_all()
         self._send(rank, Welcome(pid=os.getpid()))
         assert self._agent is not None
@@ -170,7 +170,7 @@ class AgentServer:
         if self._agent is not None and self.config.token == config.token:
             return
         if self._agent is not None:
-            # The attempt before this one: what it sealed is committed before the new one looks around.
+            # Commit what the previous attempt sealed before the new attempt lists the directory.
             self._agent.wait(Stage.DURABLE, tier=self._agent.config.local.name, timeout_s=config.drain_s)
             self._agent.close()
         self.config = config
@@ -198,9 +198,9 @@ class AgentServer:
         try:
             connection.sendall(pack(message))
         except OSError:
-            logger.debug("rank %d is gone; %s is not delivered", rank, type(message).__name__)
+            logger.debug("rank %d has disconnected; %s was not sent", rank, type(message).__name__)
 
-    def _gone(self, rank: int | None, connection: socket.socket) -> None:
+    def _disconnected(self, rank: int | None, connection: socket.socket) -> None:
         with self._lock:
             if rank is not None and self._clients.get(rank) is connection:
                 del self._clients[rank]
@@ -219,7 +219,7 @@ def _shut(listener: socket.socket) -> None:
 def _check_peer(connection: socket.socket) -> None:
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if uid != os.getuid():
-        raise AgentError(f"a process of user {uid} tried to talk to the agent of user {os.getuid()}; it is refused")
+        raise AgentError(f"a process of user {uid} tried to connect to the agent of user {os.getuid()}; it was refused")
 
 
 def main(arguments: list[str]) -> int:
@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> int:
     faultpoints.hit("agent.start")
     ready = int(arguments[1])
     try:
-        # Training comes first when the cores are busy.
+        # Training takes precedence when the cores are busy.
         os.nice(10)
     except OSError:
         logger.debug("priority cannot be lowered", exc_info=True)

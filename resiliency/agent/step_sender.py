@@ -1,7 +1,7 @@
-"""Sends one host's part of a committed step to a remote tier: shards, records, and when all are there the manifest.
+"""Sends one host's part of a committed step to a remote tier: shards, records, and after the last one the manifest.
 
-Each block is checked against its digest while it is read, so damage in memory or on the local disk is not copied on.
-One call, no retries: :mod:`resiliency.agent.uploader` decides what to send and when to try again.
+Each block is checked against its digest while it is read, so that damage in memory or on the local disk is not
+uploaded. No retries here: :mod:`resiliency.agent.uploader` decides what to send and when to try again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def send_step(
         path: local path of a shard file, by file name.
 
     Returns:
-        True when the whole step is on the tier now, False while other hosts are still sending.
+        True when the step is committed on the tier, False while other hosts are still sending.
 
     Raises:
         TierError: the tier failed.
@@ -53,7 +53,7 @@ def send_step(
         tier.put_file(prefix + record.file, path(record.file), check=_block_checker(record))
         faultpoints.hit("agent.upload.record", rank=record.rank)
         tier.put_bytes(prefix + record_file(record.rank), json.dumps(record.to_dict()).encode())
-    # The job may have another size now than when this step was saved.
+    # The job may have another number of ranks now than when this step was saved.
     gathered = _gather_records(tier, prefix, records, records[0].world_size if records else world_size)
     if gathered is None:
         return False
@@ -84,7 +84,7 @@ def _gather_records(
 
 
 def has_step(tier: Tier, run: str, step: StepId) -> bool:
-    """True when the tier has the whole step. Blocks: one read.
+    """True when the step is committed on the tier. Blocks: one read.
 
     Raises:
         TierError: the tier failed.
@@ -97,7 +97,7 @@ def has_step(tier: Tier, run: str, step: StepId) -> bool:
 
 
 def _block_checker(record: ShardRecord) -> Callable[[bytes], None]:
-    """A function that takes the blocks of a shard file in order, and raises at the first that is not as recorded."""
+    """A function to call with each block of a shard file, in order; raises when one does not match its digest."""
     position = 0
 
     def check(block: bytes) -> None:
@@ -106,8 +106,7 @@ def _block_checker(record: ShardRecord) -> Callable[[bytes], None]:
         if index >= len(record.digests) or block_digest(block) != record.digests[index]:
             raise CorruptShard(
                 f"{record.file} of step {record.id.step} changed after it was digested, bytes {position} to"
-                f" {position + len(block)};"
-                " the copy is not sent on",
+                f" {position + len(block)}; it is not uploaded",
                 path=record.file,
                 ranges=((position, position + len(block)),),
             )

@@ -1,7 +1,7 @@
-"""Chooses what to send to one remote tier and when: a queue, growing pauses while the tier fails, giving up.
+"""Decides what to send to one remote tier and when: a queue, retries with growing pauses, giving up.
 
-Sending itself is :mod:`resiliency.agent.step_sender`, deleting old steps there :mod:`resiliency.agent.remote_pruner`. A
-tier that is down is tried again for as long as the agent lives; training never waits for it.
+:mod:`resiliency.agent.step_sender` sends a step, :mod:`resiliency.agent.remote_pruner` deletes old ones. A tier that is
+down is tried again for as long as the agent runs; training never waits for it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class UploadOutcome(str, Enum):
-    """What became of one step on one remote tier. Only RETRYING is followed by another outcome of the same step."""
+    """The outcome of uploading one step to one remote tier. Only RETRYING is followed by another one of that step."""
 
-    #: The whole step is on the tier.
+    #: The step is committed on the tier.
     DURABLE = "durable"
-    #: This host's part is, or somebody had already stored the step; another host reports the whole.
+    #: This host's part is on the tier and another host will commit the step, or the step was committed before.
     PARTIAL = "partial"
     #: The tier failed; it is tried again.
     RETRYING = "retrying"
@@ -47,7 +47,7 @@ class UploadOutcome(str, Enum):
     FAILED = "failed"
 
 
-#: Called with ``(tier, step, outcome, reason)`` on the uploader's thread; must not block. The reason is for people.
+#: Called with ``(tier, step, outcome, reason)`` on the uploader's thread; must not block. The reason is a log text.
 Report = Callable[[TierSpec, StepId, UploadOutcome, str], None]
 
 
@@ -60,8 +60,8 @@ class Uploader:
         config: of this attempt.
         spec: of the tier.
         path: local path of a step's shard file.
-        report: called when a step is sent, delayed or given up.
-        events: where facts go.
+        report: called with each outcome.
+        events: the agent's event log.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Uploader:
         return self._worker.wait_idle(deadline)
 
     def close(self) -> None:
-        """Gives up waiting for the tier and ends the thread. Blocks: up to 5 s for a call to the tier."""
+        """Stops retrying and ends the thread. Blocks: up to 5 s for a running call to the tier."""
         self._closing.set()
         self._worker.close()
         close = getattr(self._tier, "close", None)
@@ -101,31 +101,31 @@ class Uploader:
             close()
 
     def submit(self, step: StepId, records: Sequence[ShardRecord], *, only_if_missing: bool = False) -> None:
-        """Queues this host's shards of a committed step. The step must stay on the local tier until reported.
+        """Queues this host's shards of a committed step. The step must stay on the local tier until its last outcome.
 
         Args:
-            only_if_missing: send nothing when the tier has the whole step already.
+            only_if_missing: send nothing when the step is already committed on the tier.
         """
         self._worker.submit(lambda: self._upload(step, records, only_if_missing))
 
     def delete(self, requests: Mapping[str, DeleteRequest]) -> None:
-        """Names to delete here too; ``after`` is then a step that must be on this tier."""
+        """Adds names to delete on this tier, see :meth:`RemotePruner.request`."""
         self._pruner.request(requests)
 
     def holds(self, step: StepId) -> bool:
-        """True when the tier has the whole step. Blocks: one read, with the tier's own retries."""
+        """True when the step is committed on the tier. Blocks: one read, with the tier's own retries."""
         try:
             return has_step(self._open(), self._config.run, step)
         except (TierError, OSError) as error:
             logger.warning(
-                "%s cannot be asked for step %d (%s); the local copy stays", self.spec.address, step.step, error
+                "cannot read whether %s has step %d (%s); the local copy stays", self.spec.address, step.step, error
             )
             return False
 
     # -- on the uploader's thread -------------------------------------------------------------------------------
 
     def _upload(self, step: StepId, records: Sequence[ShardRecord], only_if_missing: bool) -> None:
-        """Sends one step, trying again after growing pauses until it is sent, given up, or the agent ends."""
+        """Sends one step, with retries after growing pauses, until it is sent, given up, or the agent exits."""
         pause = _FIRST_PAUSE_S
         while not self._closing.is_set():
             began = time.monotonic()
@@ -134,7 +134,7 @@ class Uploader:
                 if only_if_missing and has_step(tier, self._config.run, step):
                     self._report(self.spec, step, UploadOutcome.PARTIAL, "")
                     return
-                whole = send_step(
+                committed = send_step(
                     tier,
                     self._config.run,
                     step,
@@ -146,31 +146,29 @@ class Uploader:
                 if not _is_temporary(error):
                     self._give_up(step, str(error))
                     return
-                self._tell_down(step, error, pause)
+                self._report_down(step, error, pause)
                 self._closing.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
-                self._tell_up()
-                self._tell_sent(step, records, whole, time.monotonic() - began)
+                self._report_up()
+                self._report_sent(step, records, committed, time.monotonic() - began)
                 self._pruner.prune(tier)
                 return
-        self._report(
-            self.spec, step, UploadOutcome.FAILED, "the agent is ending; the upload is resumed at the next start"
-        )
+        self._report(self.spec, step, UploadOutcome.FAILED, "the agent is exiting; the next start resumes the upload")
 
     def _open(self) -> Tier:
         if self._tier is None:
             options: dict[str, Any] = {}
             if local_path(self.spec.address) is None:
-                # The tier's own pauses end when the agent does.
+                # The tier's own retries stop pausing when the uploader is closed.
                 options = {"storage_options": dict(self.spec.storage_options or {}), "pause": self._closing.wait}
             self._tier = open_tier(self.spec.address, name=self.spec.name, **options)
         return self._tier
 
-    # -- what is told -------------------------------------------------------------------------------------------
+    # -- reports ------------------------------------------------------------------------------------------------
 
-    def _tell_sent(self, step: StepId, records: Sequence[ShardRecord], whole: bool, duration_s: float) -> None:
-        if whole:
+    def _report_sent(self, step: StepId, records: Sequence[ShardRecord], committed: bool, duration_s: float) -> None:
+        if committed:
             self._events.emit(
                 EventKind.CHECKPOINT_DURABLE,
                 step=step.step,
@@ -178,7 +176,7 @@ class Uploader:
                 duration_s=round(duration_s, 6),
                 bytes=sum(record.nbytes for record in records),
             )
-        self._report(self.spec, step, UploadOutcome.DURABLE if whole else UploadOutcome.PARTIAL, "")
+        self._report(self.spec, step, UploadOutcome.DURABLE if committed else UploadOutcome.PARTIAL, "")
 
     def _give_up(self, step: StepId, reason: str) -> None:
         self._events.emit(
@@ -187,8 +185,8 @@ class Uploader:
         logger.error("step %d is not stored on %s: %s; the local copy stays", step.step, self.spec.address, reason)
         self._report(self.spec, step, UploadOutcome.FAILED, reason)
 
-    def _tell_down(self, step: StepId, error: Exception, pause: float) -> None:
-        """Reports a failure that is tried again; once, until the tier answers."""
+    def _report_down(self, step: StepId, error: Exception, pause: float) -> None:
+        """Reports a failure that will be retried; once, until the tier works again."""
         if self._down_since is not None:
             return
         self._down_since = time.monotonic()
@@ -204,7 +202,7 @@ class Uploader:
         )
         self._report(self.spec, step, UploadOutcome.RETRYING, str(error))
 
-    def _tell_up(self) -> None:
+    def _report_up(self) -> None:
         if self._down_since is not None:
             down_s = time.monotonic() - self._down_since
             logger.warning("tier %s answers again after %.0f s", self.spec.address, down_s)
@@ -212,5 +210,5 @@ class Uploader:
 
 
 def _is_temporary(error: Exception) -> bool:
-    """True when the same call may succeed later: the tier or the local disk failed, and does not say for good."""
+    """True when a retry may succeed: a tier's retryable error, or an error of the local disk."""
     return error.retryable if isinstance(error, TierError) else isinstance(error, OSError)

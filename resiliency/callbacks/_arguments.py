@@ -1,5 +1,7 @@
-"""Checks of this library's own arguments of ``ModelCheckpoint``: a wrong one is refused where it is written, with what
-to pass instead. The stock class's arguments are checked by the stock class."""
+"""Checks this library's own arguments of ``ModelCheckpoint`` in the constructor; errors say what to pass instead.
+
+The stock class checks its own arguments.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ __all__ = ["check_own", "refuse_unknown"]
 
 
 def refuse_unknown(names: Iterable[str], stock: Callable[..., Any], own: Callable[..., Any]) -> None:
-    """Refuses arguments that neither constructor has; Python's own message would not say what is meant.
+    """Refuses arguments that neither constructor has, and suggests a known one, which Python's own error does not.
 
     Args:
         names: of the keyword arguments to be passed to ``stock``.
         stock: the stock class's constructor, bound.
-        own: ours, for its keyword-only arguments.
+        own: this library's constructor, for its keyword-only arguments.
 
     Raises:
         TypeError: with the nearest known name, or all of them.

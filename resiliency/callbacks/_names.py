@@ -1,5 +1,4 @@
-"""Names of checkpoints in a folder or store: which can be ours, which are taken, and which are files of stock
-Lightning."""
+"""Checkpoint names in a folder or store: which the engine can write, which are taken, which are stock Lightning's."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def engine_name(path: str, dirpath: str) -> str | None:
-    """The name below ``dirpath`` under which the engine can keep a checkpoint that is to lie at ``path``.
+    """The name, relative to ``dirpath``, under which the engine saves a checkpoint for ``path``.
 
-    None when it cannot: the path lies elsewhere, or is hidden, as the engine's own folder is.
+    None when it cannot: the path is not below ``dirpath``, or is hidden, as the engine's own folder is.
     """
     root = dirpath.rstrip("/") + "/"
     if not path.startswith(root):
@@ -33,9 +32,9 @@ def engine_name(path: str, dirpath: str) -> str | None:
 
 
 def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:
-    """Every name in ``dirpath`` that a version counter must step over: ours and stock checkpoints, sorted.
+    """All names in ``dirpath`` that a version counter must skip: the engine's and stock checkpoints, sorted.
 
-    Blocks: listing the place. A place that cannot be listed has no names as far as can be told.
+    Blocks: one listing. Returns no names when ``dirpath`` cannot be listed.
     """
     names: set[str] = set()
     try:
@@ -53,7 +52,7 @@ def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:
 
 
 def is_stock(path: str) -> bool:
-    """True when a local file or folder is a checkpoint of stock Lightning, not a name file of ours."""
+    """True when a local file or folder is a checkpoint of stock Lightning, not a name file of the engine."""
     if "://" in path or not os.path.exists(path):
         return False
     if os.path.isdir(path):

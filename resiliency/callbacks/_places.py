@@ -1,4 +1,4 @@
-"""Where the checkpoints of one callback go: the run's folder, and the tiers."""
+"""Chooses the tiers and the run for the checkpoints of one callback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CheckpointPlaces", "EngineKey", "choose_places"]
 
 @dataclass(frozen=True)
 class EngineKey:
-    """What tells engines of one trainer apart."""
+    """Identifies an engine among those of one trainer."""
 
     directory: str
     run: str
@@ -35,7 +35,7 @@ class CheckpointPlaces:
         dirpath: folder or address below which users see names.
         key: of the engine that writes there.
         local, remotes: the engine's tiers.
-        announced_tier: loggers hear of a checkpoint once it is committed on this tier.
+        announced_tier: loggers are notified of a checkpoint once it is committed on this tier.
     """
 
     dirpath: str
@@ -54,10 +54,11 @@ def choose_places(
     run: str | None,
     weights_only: bool,
 ) -> CheckpointPlaces:
-    """The places for ``dirpath``; what is None comes from the environment (:func:`resiliency.settings.environment`).
+    """The places for ``dirpath``. Arguments that are None come from :func:`resiliency.settings.environment`.
 
-    With a ``local_dir``, which an address needs and gets on the ramdisk, ``dirpath`` is a tier behind it. Checkpoints
-    of weights only are a run of their own: nothing can resume from them, so they never stand beside full ones.
+    With a ``local_dir``, ``dirpath`` is a tier that the agent uploads to. When ``dirpath`` is an address, ``local_dir``
+    defaults to a folder on the ramdisk. Checkpoints of weights only get a run of their own, because no fit can resume
+    from them.
     """
     settings = environment()
     text = str(dirpath)

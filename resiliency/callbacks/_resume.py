@@ -1,4 +1,4 @@
-"""Chooses what a fit resumes from, and loads it for Lightning."""
+"""Chooses which checkpoint a fit resumes from, and loads it for Lightning."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ logger = logging.getLogger(__name__)
 
 
 class Resume:
-    """The start of one fit: the newest step of the runs that were offered, unless the user named a checkpoint.
+    """Resumes one fit from the newest step of the offered runs, unless the user named a checkpoint.
 
-    Threads: training thread, on every rank alike.
+    Threads: training thread; called on every rank.
 
     Args:
-        engines: those open in this fit; the session's own mapping.
+        engines: engines open in this fit; the session's own mapping.
     """
 
     def __init__(self, trainer: Any, engines: Mapping[EngineKey, SharedEngine]) -> None:
         self._trainer = trainer
         self._engines = engines
-        #: Generators and data loader positions of this rank; None: not kept.
+        #: Saves and restores this rank's generators and data loader positions; None: they are not saved.
         self.rank_state: RankState | None = None
-        #: Paths the user resumed from: theirs, never deleted.
+        #: Paths the user resumed from; never deleted.
         self.protected: set[str] = set()
-        #: Paths ``ckpt_path="last"`` may resolve to: each of them stands for the newest step of all.
+        #: Paths that ``ckpt_path="last"`` may resolve to; each of them means the newest step of all.
         self.last_candidates: set[str] = set()
-        #: Runs that cannot be written in this fit, but perhaps read.
+        #: Runs that cannot be written in this fit; perhaps they can be read.
         self.unwritable: list[EngineKey] = []
         self._offers: list[EngineKey] = []
         self._undo_intercept: Callable[[], None] | None = None
 
     def keep_rank_state(self) -> None:
-        """Keeps generators and data loader positions in this fit. Idempotent."""
+        """Saves and restores generators and data loader positions in this fit. Idempotent."""
         if self.rank_state is None:
             self.rank_state = RankState()
             self.rank_state.attach(self._trainer)
 
     def end(self) -> None:
-        """Undoes everything done to the trainer."""
+        """Undoes all changes to the trainer."""
         if self._undo_intercept is not None:
             self._undo_intercept()
             self._undo_intercept = None
@@ -61,12 +61,12 @@ class Resume:
     # -- the choice -----------------------------------------------------------------------------------------------
 
     def intercept(self) -> None:
-        """Puts :meth:`_decide` between what the user asked for and what Lightning loads. Idempotent."""
+        """Makes Lightning load what :meth:`_decide` returns for the user's ``ckpt_path``. Idempotent."""
         if self._undo_intercept is None:
             self._undo_intercept = _lightning.intercept_resume(self._trainer, self._decide)
 
     def offer(self, key: EngineKey) -> None:
-        """Lets the fit that is starting resume from this run when the user named no checkpoint."""
+        """Lets the fit that is starting resume from this run if the user named no checkpoint."""
         self._offers.append(key)
 
     def _decide(self, path: Any) -> Any:
@@ -104,16 +104,20 @@ class Resume:
         if key in self._engines:
             steps = self._engines[key].engine.steps()
             return steps[0][0] if steps else None
-        # Nothing can be written there, but what lies there can still be read. Rank 0 decides for all.
+        # The run cannot be written, but perhaps read. Rank 0 decides for all ranks.
         found = None
         if self._trainer.is_global_zero:
             try:
                 located = locate(key.newest)
                 found = located.listing.id.dirname if located is not None else None
             except NoCheckpointFound:
-                logger.debug("nothing in %s to resume from", key.newest)
+                logger.debug("no checkpoint to resume from in %s", key.newest)
             except (TierError, ConfigError) as error:
-                logger.warning("%s cannot be read either, nothing is resumed from it: %s", key.directory, error)
+                logger.warning(
+                    "checkpoints in %s can be neither written nor read, the fit does not resume from them: %s",
+                    key.directory,
+                    error,
+                )
         found = self._trainer.strategy.broadcast(found)
         return StepId.parse(found) if found else None
 
@@ -123,18 +127,18 @@ class Resume:
         """Loads one of our checkpoints for Lightning; None when ``path`` is a stock one. Collective: yes, in a fit.
 
         Raises:
-            CorruptShard, NoCheckpointFound: the path means one of our steps and it cannot be restored.
+            CorruptShard, NoCheckpointFound: the path is one of our steps, which cannot be restored.
         """
         allow_pickle = weights_only is False
         for key, shared in self._engines.items():
-            meant = self._step_meant(path, key, shared)
-            if meant is None:
+            step = self._step_at_path(path, key, shared)
+            if step is None:
                 continue
-            restored = shared.engine.load(step=meant if isinstance(meant, StepId) else None, allow_pickle=allow_pickle)
+            restored = shared.engine.load(step=step if isinstance(step, StepId) else None, allow_pickle=allow_pickle)
             if restored is None:
                 continue
-            if isinstance(meant, StepId) and META_DIR in path.split("/"):
-                # A step folder was named: what holds it are its names.
+            if isinstance(step, StepId) and META_DIR in path.split("/"):
+                # The path is a step folder: the step is kept by protecting its names.
                 self.protected |= {os.path.join(shared.places.dirpath, name) for name in restored.names}
             state: dict[str, Any] = restored.state
             self._place_rank_state(state, restored.per_rank, restored.world_size)
@@ -149,8 +153,8 @@ class Resume:
         return state
 
     @staticmethod
-    def _step_meant(path: str, key: EngineKey, shared: SharedEngine) -> StepId | Literal["newest"] | None:
-        """The step of this engine that a path stands for; None when it is not a path of this engine."""
+    def _step_at_path(path: str, key: EngineKey, shared: SharedEngine) -> StepId | Literal["newest"] | None:
+        """The step that a path refers to; None when it is not a path of this engine."""
         base = f"{META_DIR}/{key.run}"
         for root in dict.fromkeys((key.directory, shared.places.dirpath)):
             name = _relative(path, root)
@@ -172,8 +176,7 @@ class Resume:
             if "optimizer_states" in state:
                 logger.warning(
                     "rank %d: the checkpoint was written by %d ranks, this job has %d: random generators and data"
-                    " loaders start anew on"
-                    " this rank, everything else continues exactly",
+                    " loaders start anew on this rank, everything else continues exactly",
                     self._trainer.global_rank,
                     world_size,
                     self._trainer.world_size,
@@ -181,7 +184,7 @@ class Resume:
             return
         self.rank_state.load(own)
         self.rank_state.patch_loaded_checkpoint(state, own)
-        _lightning.quiet_mid_epoch_warning(self._trainer)
+        _lightning.suppress_mid_epoch_warning(self._trainer)
 
 
 def _relative(path: str, directory: str) -> str | None:

@@ -1,4 +1,4 @@
-"""How a checkpoint callback saves, names and removes through the engine during one fit."""
+"""Saves, names and removes checkpoints with the engine, for one callback during one fit."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _LAST_SAVE_TIMEOUT = timedelta(minutes=2)
 
 
 class CheckpointSaver:
-    """Does for one callback in one fit what the stock class does with files.
+    """Replaces the stock class's file operations for one callback in one fit.
 
-    Inside :meth:`collect`, saves and removals are noted; at its end one checkpoint is taken under all names. Outside,
-    each is done at once.
+    Inside :meth:`collect`, saves and removals are collected; at its end one checkpoint is saved under all names.
+    Outside, each is done at once.
 
-    Threads: training thread, on every rank alike.
+    Threads: training thread; called on every rank.
 
     Args:
-        callback: whose settings apply and whom loggers are told about.
-        lazy: copy what may be copied late while the next forward and backward run, where a hook allows it.
+        callback: the callback whose settings apply; loggers get it in ``after_save_checkpoint``.
+        lazy: copy tensors that may be copied late while the next forward and backward run, where the hook allows it.
     """
 
     def __init__(
@@ -68,21 +68,21 @@ class CheckpointSaver:
         self._collecting = False
         self._overlap = False
         self._missed_saves = 0
-        #: Paths to save under and names to remove, of the hook that is running.
+        #: Paths to save under and names to remove, as requested in the current hook.
         self._save_paths: list[str] = []
         self._removed_names: list[str] = []
         #: Names whose removal waits for the next save that succeeds.
         self._postponed_removals: list[str] = []
-        #: Files of the stock class, removed once a save of this step or a later one is safe.
+        #: (step, file of the stock class): removed once a save of that step or a later one is committed.
         self._stock_removals: list[tuple[int, str]] = []
-        #: name -> which save of this fit it stands for.
+        #: name -> number of the save of this fit that it points to.
         self._save_numbers: dict[str, int] = {}
         self._saves = 0
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
     def open(self) -> bool:
-        """Opens the engine; False when it cannot be used, on all ranks alike. Collective: yes.
+        """Opens the engine; False, the same on all ranks, when it cannot be used. Collective: yes.
 
         Raises:
             Timeout: a rank is missing.
@@ -130,9 +130,9 @@ class CheckpointSaver:
                 self.engine.flush(stage, timeout=timeout)
                 self.session.deliver_outcomes()
         except (OSError, RuntimeError):
-            # Boundary: torch's store raises these when another rank is gone. The training is over, and what is sealed
-            # is safe.
-            logger.warning("not everything was %s before the end; the next start finishes it", stage, exc_info=True)
+            # Boundary: torch's store raises these when another rank has exited. Training is over, and the agent
+            # finishes sealed saves.
+            logger.warning("not every save was %s at the end; the next start finishes them", stage, exc_info=True)
 
     def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
         """Ends this saver; ``close_engine`` is called when no other callback uses the engine."""
@@ -143,16 +143,18 @@ class CheckpointSaver:
         try:
             self.session.release(self.places.key, close=close_engine)
         except (OSError, RuntimeError):  # Boundary: as in settle.
-            logger.warning("the checkpoint engine did not close in order; what is sealed is safe", exc_info=True)
+            logger.warning(
+                "the checkpoint engine did not close cleanly; the agent finishes the saves it has", exc_info=True
+            )
 
     # -- names --------------------------------------------------------------------------------------------------------
 
     def name_of(self, path: str) -> str | None:
-        """The engine's name for a path; None for a path at which only the stock class can write."""
+        """The engine's name for a path; None for a path that only the stock class can write."""
         return engine_name(str(path), self.places.dirpath)
 
     def is_below_dirpath(self, path: str) -> bool:
-        """True when the path was made from ``dirpath``."""
+        """True when the path is below ``dirpath``."""
         return str(path).startswith(self.places.dirpath.rstrip("/") + "/")
 
     @property
@@ -160,20 +162,20 @@ class CheckpointSaver:
         return self.session.names.setdefault(self.places.dirpath, set())
 
     def is_taken(self, path: str) -> bool:
-        """True when a checkpoint has this path or will have it. No collective: every rank knows the same names."""
+        """True when a checkpoint has this path or will have it. Collective: no; all ranks have the same names."""
         return self.name_of(path) in self._names or path in self._save_paths
 
     def is_protected(self, path: str) -> bool:
-        """True for what the user named to resume from. What we resumed from ourselves is one of a series."""
+        """True for a path that the user named to resume from. A step chosen by auto_resume is not protected."""
         return str(path) in self.session.resume.protected
 
-    # -- what the stock class asks for --------------------------------------------------------------------------------
+    # -- requests of the stock class ----------------------------------------------------------------------------------
 
     @contextmanager
     def collect(self, *, overlap: bool = False) -> Iterator[None]:
-        """Saves asked for inside are one step under several names, written once.
+        """All saves requested in the block are one step under several names, written once.
 
-        ``overlap`` True: the next thing the trainer does is another batch, so tensors may be copied late.
+        ``overlap``: the trainer runs another batch next, so that tensors may be copied late.
         """
         self._collecting, self._overlap = True, overlap
         try:
@@ -184,23 +186,22 @@ class CheckpointSaver:
             self._overlap = False
 
     def save(self, path: str) -> None:
-        """Saves the present step under this path. Blocks: the copy of what is not copied late."""
+        """Saves the current step under this path. Blocks: for the copy of what is not copied late."""
         self._save_paths.append(path)
         self._carry_out_unless_collecting()
 
     def link(self, path: str, linkpath: str) -> None:
-        """Makes ``linkpath`` one more name of the step of ``path``; saves it anew when that step was saved in an
-        earlier hook."""
+        """Makes ``linkpath`` another name of the step of ``path``; saves again if that was saved in an earlier hook."""
         if path not in self._save_paths:
             number = self._save_numbers.get(self.name_of(path) or "")
             if number is not None and number == self._save_numbers.get(self.name_of(linkpath) or ""):
-                return  # names of one step already
+                return  # both are names of one step already
         if linkpath not in self._save_paths:
             self._save_paths.append(linkpath)
         self._carry_out_unless_collecting()
 
     def remove(self, path: str) -> None:
-        """Removes a checkpoint, one of ours or a file of the stock class, once a newer one is safe."""
+        """Removes a checkpoint, the engine's or a file of the stock class, once a newer one is committed."""
         name = self.name_of(path)
         if name is None or is_stock(path):
             self._stock_removals.append((self._trainer.global_step, path))
@@ -215,7 +216,7 @@ class CheckpointSaver:
             self._carry_out()
 
     def _carry_out(self) -> None:
-        """Takes one checkpoint under all names asked for, then passes the removals on."""
+        """Saves one checkpoint under all requested names, then passes the removals to the engine."""
         paths, self._save_paths = self._save_paths, []
         removed, self._removed_names = self._removed_names, []
         if not paths and not removed:
@@ -231,7 +232,7 @@ class CheckpointSaver:
         ]
         self._postponed_removals = []
         if names and not self._take_checkpoint(self.engine, paths[0], names, removed):
-            # A removal waits for a newer checkpoint, and this is not one.
+            # Removals wait for the next save that succeeds.
             self._postponed_removals = removed
             return
         if removed:
@@ -253,7 +254,7 @@ class CheckpointSaver:
         score = callback.best_k_models.get(path)
         if score is not None and callback.monitor:
             info[callback.monitor] = float(score)
-        # Not in the middle of gradient accumulation, say: resume prefers another save of this step.
+        # For example in the middle of gradient accumulation; a resume then prefers another save of this step.
         exact = per_rank is None or not per_rank["rank_state"]["caveats"]
         rules = self._adapter.tensor_rules(trainer)
         copied_late: list[Tensor] = []
@@ -289,20 +290,20 @@ class CheckpointSaver:
         self._saves += 1
         self._save_numbers.update(dict.fromkeys(names, self._saves))
         self._names.update(names)
-        self.session.save_taken(self.places.key, ticket, self)
+        self.session.register_save(self.places.key, ticket, self)
         if engine.pending:
             self.session.engines[self.places.key].watch_late_copies(copied_late, names)
         return True
 
     def _not_saved(self, names: list[str]) -> None:
         if self._trainer.world_size == 1:
-            self._callback._last_global_step_saved = 0  # the next occasion may try again
+            self._callback._last_global_step_saved = 0  # so that the next trigger at this step saves
         else:
-            # Ranks must go on deciding alike, whether or not the others could save.
+            # All ranks must keep the same names, and the other ranks may have saved.
             self._names.update(names)
 
     def save_outcome(self, outcome: Outcome) -> None:
-        """Called once a save is safe, or failed: loggers are told and stock files it replaces go."""
+        """Handles an outcome: on the announced tier, notifies the loggers and removes the stock files it replaces."""
         announced = outcome.stage is (Stage.COMMITTED if self.places.announced_tier == "local" else Stage.DURABLE)
         if outcome.tier != self.places.announced_tier or not announced:
             return

@@ -1,4 +1,4 @@
-"""An engine that several callbacks of one trainer may use, and the check of what it copies late."""
+"""An engine shared by callbacks of one trainer, with a check that late-copied tensors did not change."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class SharedEngine:
         self._copied_names: tuple[str, ...] = ()
 
     def watch_late_copies(self, tensors: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Remembers the tensors a save copies late, so that :meth:`fence` can tell when something changed them too
-        early."""
+        """Records the versions of tensors that a save copies late, so that :meth:`fence` notices early changes."""
         self._copied_late = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         self._copied_names = tuple(names)
 
@@ -41,8 +40,8 @@ class SharedEngine:
         """Waits until no pending copy reads live tensors. Blocks: up to the engine's ``fence_timeout``.
 
         Returns:
-            seconds waited, and False when a tensor changed while it was copied: then the save may mix two moments, and
-            its names are discarded.
+            seconds waited, and False when a tensor changed while it was copied: then the save may contain values from
+            before and after the change, and its names are discarded.
         """
         waited = self.engine.fence() if self.engine.pending else 0.0
         copied, self._copied_late = self._copied_late, []
@@ -58,6 +57,6 @@ class SharedEngine:
         return waited, False
 
     def take_discarded_names(self) -> list[str]:
-        """Names of saves that must not be kept, once: the next save replaces them."""
+        """Returns the names of discarded saves, each once; the next save must replace them."""
         names, self._discarded = self._discarded, []
         return names

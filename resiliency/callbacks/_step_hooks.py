@@ -29,13 +29,12 @@ def step_observer(trainer: Any) -> StepObserver:
 
 
 class StepHooks(StockCallback):
-    """The hooks in which steps are observed, for all our callbacks: put before the callback's own class.
+    """The hooks that drive the step observer; all callbacks of this library derive from it.
 
-    Lightning calls hooks of nothing but what stands in ``trainer.callbacks``. A callback of our own added there would
-    be seen by users and by checkpoints (their callback states are stored by class name), and would stand at some place
-    in the order of hooks; loops and strategies have no hook at the end of a batch. So the observer is driven by a
-    callback the user passed: of those that derive from this class, the first one in ``trainer.callbacks`` calls the
-    observer, the others do nothing.
+    Lightning calls only the hooks of ``trainer.callbacks``; loops and strategies have no hook at the end of a batch. An
+    additional callback there would be visible to users and in checkpoints (which store callback states by class name),
+    and would need a place in the order of hooks. So a callback the user passed drives the observer: the first one in
+    ``trainer.callbacks`` that derives from this class; the others do nothing.
 
     Steps end after the driving callback's own work in the hook, so that time it spends saving belongs to the step.
     """
@@ -72,7 +71,7 @@ class StepHooks(StockCallback):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking and (observer := self._driven(trainer)):
-            observer.validation_ended()  # before our own work: saving is no validation
+            observer.validation_ended()  # first, so that a save in the hook is not counted as validation
         super().on_validation_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -1,8 +1,8 @@
-"""What we use of Lightning's callback classes, written down for the type checker: both packages have it.
+"""Type declarations of the parts of Lightning's callback classes that this library uses; both packages have them.
 
-Our callbacks name these as their bases while types are checked and ``object`` at run time, where
-:class:`resiliency.plugins.namespaces.AdapterClass` puts the real class of the user's package behind ours. Never
-imported at run time.
+For the type checker, the callbacks of this library derive from these classes. At run time they derive from ``object``,
+and :class:`resiliency.plugins.namespaces.AdapterClass` adds the class of the user's package as a base. Never imported
+at run time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What several checkpoint callbacks of one trainer share: engines by directory and run, and what a fit resumes from."""
+"""State shared by the checkpoint callbacks of one trainer: engines by directory and run, and the resume."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _DELIVERED_SAVES = 256
 
 
 class OutcomeReceiver(Protocol):
-    """Who is told what became of a save."""
+    """Receives the outcomes of a save."""
 
     def save_outcome(self, outcome: Outcome) -> None: ...
 
 
 class TrainerSession:
-    """The library's presence in one fit of one trainer. Made by the first callback that is set up, closed by the last.
+    """The shared state of one fit. Created by the first checkpoint callback that is set up, closed by the last.
 
     Threads: training thread.
     """
@@ -46,7 +46,7 @@ class TrainerSession:
         self.trainer = trainer
         self.steps = step_observer(trainer)
         self.engines: dict[EngineKey, SharedEngine] = {}
-        #: Names in use below each dirpath, the same on every rank: those on disk and those on their way there.
+        #: Names in use below each dirpath, the same on every rank: on disk, or of a save in flight.
         self.names: dict[str, set[str]] = {}
         #: False once something has changed tensors while they were copied late.
         self.lazy = True
@@ -92,7 +92,7 @@ class TrainerSession:
         return shared
 
     def release(self, key: EngineKey, *, close: Callable[[Checkpointer], None]) -> None:
-        """One user of an engine is done; the last one closes it, and the last engine ends the session."""
+        """Ends one callback's use of an engine; the last user closes it, and the last engine ends the session."""
         shared = self.engines.get(key)
         if shared is None:
             return
@@ -111,7 +111,7 @@ class TrainerSession:
             self.end_if_unused()
 
     def end_if_unused(self) -> None:
-        """Undoes everything done to the trainer and to torch when no engine is left."""
+        """Undoes all changes to the trainer and to torch when no engine is left."""
         if self.engines:
             return
         if self._optimizer_hook is not None:
@@ -130,8 +130,8 @@ class TrainerSession:
 
     # -- outcomes of saves ----------------------------------------------------------------------------------------
 
-    def save_taken(self, key: EngineKey, ticket: Ticket, receiver: OutcomeReceiver) -> None:
-        """A save was taken; ``receiver`` is told what becomes of it."""
+    def register_save(self, key: EngineKey, ticket: Ticket, receiver: OutcomeReceiver) -> None:
+        """Registers ``receiver`` for the outcomes of a save."""
         self._receivers[key, ticket.id] = weakref.ref(receiver)
         for old in list(self._receivers)[:-_DELIVERED_SAVES]:
             del self._receivers[old]
@@ -139,7 +139,7 @@ class TrainerSession:
         self.steps.save_in_flight = True
 
     def deliver_outcomes(self) -> None:
-        """Tells each callback what became of its saves. Blocks: no."""
+        """Delivers the outcomes of saves to the callbacks that took them. Blocks: no."""
         for key, shared in list(self.engines.items()):
             for outcome in shared.engine.poll():
                 if outcome.tier == "local":
@@ -163,7 +163,7 @@ class TrainerSession:
         return waited
 
     def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # With a closure in automatic optimisation the forward is still to come; on_before_optimizer_step fences then.
+        # With a closure in automatic optimisation the forward comes later, and on_before_optimizer_step fences.
         with_closure = bool(args[1:]) or bool(kwargs.get("closure"))
         if (
             with_closure
@@ -178,7 +178,7 @@ _ATTRIBUTE = "_resiliency_trainer_session"
 
 
 def trainer_session(trainer: Any) -> TrainerSession:
-    """The trainer's session, made when there is none."""
+    """The trainer's session; creates it when there is none."""
     found: TrainerSession | None = trainer.__dict__.get(_ATTRIBUTE)
     if found is None:
         found = TrainerSession(trainer)

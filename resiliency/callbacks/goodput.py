@@ -25,12 +25,12 @@ SHOW_EVERY = timedelta(seconds=1)
 
 
 class RunningGoodput(StepHooks):
-    """Writes the events of every step and shows how much of this process's time was productive.
+    """Writes the events of every step and shows which share of this process's time was productive.
 
-    The figure counts from when the fit was set up: start-up, restore, data wait and checkpoint stalls lower it. What
-    earlier attempts lost is in ``resiliency goodput report``. Costs a few microseconds a step and never raises into
-    training. With one of our checkpoint callbacks on the same Trainer, events go to its log, once; without, to a log of
-    their own.
+    The share counts from the setup of the fit: start-up, restore, data wait and checkpoint stalls lower it. Time that
+    earlier attempts lost is in ``resiliency goodput report``. Costs a few microseconds per step and never raises into
+    training. With a checkpoint callback of this library on the same Trainer, events go to its log; otherwise to a log
+    of this callback.
 
     Thread: the training thread. Collective: no.
 
@@ -82,13 +82,13 @@ class RunningGoodput(StepHooks):
         super().setup(trainer, pl_module, stage)
         observer = step_observer(trainer)
         if stage == "fit" and self._totals not in observer.subscribers:
-            # Of this trainer from here on; a later fit of the same trainer adds to it.
+            # A later fit of the same trainer adds to these totals.
             self._totals = StepTotals()
             observer.subscribe(self._totals)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        # Not in setup: a checkpoint callback further down has steps written to its engine's log there, and that comes
-        # first.
+        # Not in setup: there a checkpoint callback, which may come later in the list, opens its engine's log, which has
+        # priority.
         super().on_fit_start(trainer, pl_module)
         self._next_show = 0.0
         self._own_log = log_steps(step_observer(trainer), lambda: self._open_writer(trainer))
@@ -103,7 +103,7 @@ class RunningGoodput(StepHooks):
         if elapsed >= self._next_show:
             self._next_show = elapsed + SHOW_EVERY.total_seconds()
             self._shown = self.goodput
-        # Every time: Lightning forgets a step's value when the next step logs none.
+        # At every step: Lightning drops a step's value when the next step logs none.
         pl_module.log("goodput", self._shown, prog_bar=self._prog_bar, logger=self._log, batch_size=1)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

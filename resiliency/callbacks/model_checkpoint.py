@@ -1,15 +1,15 @@
-"""A drop-in ``ModelCheckpoint``: stock semantics, our engine underneath.
+"""A drop-in ``ModelCheckpoint`` with the stock semantics that saves with the checkpoint engine.
 
 ``from resiliency.callbacks.model_checkpoint import ModelCheckpoint`` gives the class for the Lightning that is imported
 (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` gives it for a named one.
 
-When and what to save, names, top-k and exceptions are the stock class's own code. Replaced is only what touches
-storage: a save is captured on every rank and committed in the background, a removal waits for the newer commit,
-``last`` is a second name of the same step, loggers hear of a checkpoint once it exists, and a fit that names no
-checkpoint resumes from the newest step of its run.
+When and what to save, names, top-k and exceptions are the stock class's own code. Only what touches storage is
+replaced: a save is copied on every rank and committed in the background, a removal waits until a newer save is
+committed, ``last`` is a second name of the same step, loggers are notified once a checkpoint is committed, and a fit
+that names no checkpoint resumes from the newest step of its run.
 
-All names of one hook are one save, so a checkpoint's callback state already knows its own ``last_model_path``; the
-stock class writes twice and only the second file does.
+All names requested in one hook are one save, so the callback state in a checkpoint has its own ``last_model_path``; the
+stock class writes two files and only the second has it.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         *args, **kwargs: those of the stock class.
         lazy: copy parameters and optimizer state while the next forward and backward run. False copies before the
             hook returns; choose it when something changes parameters between the end of a batch and the optimizer step.
-        auto_resume: a fit without ``ckpt_path`` continues from the newest step of this run in ``dirpath``; not when the
-            trainer has trained already, which goes on with what it has in memory, as always.
-        exact_resume: keep generators and data loader positions of every rank.
+        auto_resume: a fit without ``ckpt_path`` continues from the newest step of this run in ``dirpath``, unless the
+            trainer has trained already: then it continues with its state in memory, as in stock Lightning.
+        exact_resume: save and restore generators and data loader positions of every rank.
         local_dir: a faster folder (ramdisk, local SSD) for the newest step; ``dirpath`` then is a tier the agent
             uploads to. Needed, and chosen as ``/dev/shm/...``, when ``dirpath`` is an address.
         persist: which saves also go to ``dirpath`` when ``local_dir`` is used.
@@ -153,19 +153,20 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         """Opens the engine and decides what to resume from. Collective: yes."""
         require_trainer_of(self.namespace, trainer, "ModelCheckpoint", __name__)
         with warnings.catch_warnings():
-            # Our own files are why it is not empty: that is how a run resumes.
+            # It is not empty because of the checkpoints this run resumes from.
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
-        _lightning.install_loading(
+        _lightning.patch_load_checkpoint(
             trainer, lambda path, weights_only: trainer_session(trainer).resume.load(path, weights_only)
         )
-        _lightning.teach_load_from_checkpoint(self.namespace)
+        _lightning.patch_load_from_checkpoint(self.namespace)
         if stage != "fit" or trainer.fast_dev_run or self._saver is not None:
             return
         adapter = adapter_for(trainer.strategy)
         if adapter is None:
             logger.warning(
-                "%s is not supported by the checkpoint engine; its checkpoints go the stock way (slow, not verified)",
+                "%s is not supported by the checkpoint engine; Lightning's own code saves its checkpoints (slower, not"
+                " verified)",
                 type(trainer.strategy).__name__,
             )
             return
@@ -203,15 +204,15 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             warnings.simplefilter("ignore")
             newest = self._places(self.dirpath or self._ModelCheckpoint__resolve_ckpt_dir(trainer)).key.newest
         ours = {path for path in found if not is_stock(path)}
-        # "last" is the newest step, whatever it is called: every rank will find the same one.
+        # "last" is the newest step, whatever its name, so that every rank finds the same one.
         candidates = {newest} if os.path.isdir(newest) else ours
         trainer_session(trainer).resume.last_candidates |= candidates | {newest}
         return (found - ours) | candidates
 
-    # -- what touches storage -----------------------------------------------------------------------------------------
+    # -- storage ------------------------------------------------------------------------------------------------------
 
     def _saver_of(self, path: str) -> CheckpointSaver | None:
-        """Who writes and removes this path: the saver, or None for the stock class."""
+        """The saver when it writes and removes this path, None when the stock class does."""
         return self._saver if self._saver is not None and self._saver.name_of(path) is not None else None
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
@@ -229,7 +230,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             self._warned_of_stock_file = True
             logger.warning(
                 "%s is not below %s, or hidden there; such checkpoints are written by the stock class (slow, not"
-                " verified, not resumed from by themselves); pass the folder as dirpath=",
+                " verified, not used by auto_resume); pass the folder as dirpath=",
                 filepath,
                 self.dirpath,
             )
@@ -252,7 +253,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         return previous != current and saver.is_below_dirpath(previous) and not saver.is_protected(previous)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        # A file of the stock class goes at once only when what replaces it was written by the stock class too.
+        # A file of the stock class is removed at once only when the stock class wrote its replacement too.
         saver = self._saver_of(str(filepath)) or self._saver_of(self._last_checkpoint_saved)
         if saver is None:
             super()._remove_checkpoint(trainer, filepath)
@@ -262,7 +263,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
     # -- hooks of training --------------------------------------------------------------------------------------------
 
     def _collect(self, *, overlap: bool = False) -> AbstractContextManager[None]:
-        """Saves asked for inside one hook are one step under several names, written once."""
+        """All saves requested in one hook are one step under several names, written once."""
         return nullcontext() if self._saver is None else self._saver.collect(overlap=overlap)
 
     def _fence(self) -> None:
@@ -280,9 +281,9 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             return
         self._saver.session.deliver_outcomes()
         if not is_step_boundary(trainer):
-            return  # gradients of half a step are in no checkpoint; triggers are looked at again at its end
-        if _saves_weights_of_before(pl_module):
-            # The stock class puts other weights into the module while it saves: the copy must be taken in there.
+            return  # no checkpoint in the middle of a step; the stock class checks its triggers again at the end
+        if _saves_kept_weights(pl_module):
+            # The stock class puts other weights into the module during its hook: each save must copy inside it.
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
         # The module's own hook runs after this one and may change what is still being copied.
@@ -314,10 +315,10 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             super().on_train_end(trainer, pl_module)
         self._fence()
         if self._saver is not None and self._saver.engine is not None:
-            # Before strategies tear down the model; the wait for slower tiers is in teardown.
+            # Before strategies tear down the model. Teardown waits for slower tiers.
             self._saver.settle(Stage.COMMITTED, self._flush_timeout)
             if trainer.world_size > 1:
-                # Ranks learn of each other's shards through the store of rank 0, which goes when that process ends.
+                # Ranks count each other's records in the store of rank 0, which ends with that process.
                 trainer.strategy.barrier("resiliency: every shard is recorded")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -328,8 +329,8 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             self._fence()
             with self._collect():
                 super().on_exception(trainer, pl_module, exception)
-            self._saver.settle(Stage.RECORDED, _EXCEPTION_TIMEOUT)  # the other ranks may never come here
-        except Exception:  # Boundary: what ended the training must reach the user, not what went wrong after it.
+            self._saver.settle(Stage.RECORDED, _EXCEPTION_TIMEOUT)  # only RECORDED: other ranks may not get here
+        except Exception:  # Boundary: the user must get the exception that ended training, not a later one.
             logger.warning("no checkpoint could be saved after the exception", exc_info=True)
         finally:
             self._stop_saving(lambda engine: engine.close(flush=False, reason="exception"))
@@ -347,9 +348,11 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             saver.close(close_engine)
 
 
-def _saves_weights_of_before(module: Any) -> bool:
-    """With manual optimisation the stock class (2.6) saves weights the module kept from before the optimizer step, if
-    it did."""
+def _saves_kept_weights(module: Any) -> bool:
+    """True when the stock class (2.6) saves weights that the module kept from before the optimizer step.
+
+    It does with manual optimisation, when the module has them in ``saved_models``.
+    """
     return not module.automatic_optimization and bool(getattr(module, "saved_models", None))
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint engine: everything a user of plain torch passes or gets.
+"""The checkpoint engine: the classes that users of plain torch pass or get.
 
 The names below are loaded when first used (PEP 562), so that importing this package does not import torch.
 """

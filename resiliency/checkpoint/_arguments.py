@@ -1,4 +1,4 @@
-"""Checks of what users pass: the error says what to pass instead. Pure."""
+"""Checks users' arguments; errors say what to pass instead. Pure."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def checked_info(info: Any) -> dict[str, Any]:
         return dict(json.loads(json.dumps(dict(info))))
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
-            f"info holds something JSON cannot say ({error}); pass plain values, such as float(loss)"
+            f"info holds a value that JSON cannot represent ({error}); pass plain values, such as float(loss)"
         ) from None
 
 
 def refuse_same_folder(directory: str, addresses: Sequence[str]) -> None:
-    """A remote tier must not be the local one: the two retentions would fight. Raises ConfigError."""
+    """Refuses a remote tier in the folder of the local one, because two retentions would apply. Raises ConfigError."""
     for address in addresses:
         path = local_path(address)
         if path is not None and os.path.realpath(path) == os.path.realpath(directory):

@@ -1,7 +1,7 @@
-"""CUDA to mapped memory on a side stream. The compute stream waits at the fence; no CPU thread does.
+"""Copies CUDA tensors to mapped memory on a side stream. At the fence the compute stream waits, not the CPU.
 
 The mapping of a shard file is registered as page-locked once per slot, so that copies are asynchronous and run at the
-speed of the bus.
+bandwidth of the bus.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def pin(address: int, nbytes: int) -> bool:
-    """Registers mapped memory as page-locked. False (and slower, still correct, copies) when the driver refuses."""
+    """Registers mapped memory as page-locked. False when the driver refuses; copies are slower then."""
     result = _runtime().cudaHostRegister(address, nbytes, 0)
     if int(result) != 0:
         logger.warning(
@@ -32,7 +32,7 @@ def pin(address: int, nbytes: int) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Undoes :func:`pin`; call before the mapping goes."""
+    """Undoes :func:`pin`; call before the memory is unmapped."""
     _runtime().cudaHostUnregister(address)
 
 
@@ -41,12 +41,12 @@ def _runtime() -> Any:
 
 
 class DeviceCopies:
-    """Copies of one snapshot that run on GPUs.
+    """The GPU copies of one snapshot.
 
     Args:
         pairs: (CUDA source, CPU target of the same shape and dtype). Sources stay referenced until the copies are done.
 
-    Threads: made and fenced on the training thread, waited for on the copy thread.
+    Threads: constructor and :meth:`fence` on the training thread, :meth:`wait` on the copy thread.
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -65,7 +65,7 @@ class DeviceCopies:
             self._events.append((device, event))
 
     def fence(self) -> None:
-        """Makes what the compute streams run next wait for the copies. Blocks: no."""
+        """Makes further work of the compute streams wait for the copies. Blocks: no."""
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
 

@@ -1,9 +1,9 @@
-"""Memory at an address, and the pages behind a mapped file.
+"""Views of memory at an address, and the sizes of the pages of a mapped file.
 
-What a store to a file's mapping costs after an fsync, which write-protects all pages, depends on how they were made.
-Pages made by faults, or by small writes, cost one fault for every 4 KiB (ext4 of Linux 6.18, 512 MiB: 63 to 79 ms, and
-430 to 550 ms when they were made by writes of 512 KiB). Made by writes of 2 MiB they are huge where the file system can
-(ext4 since Linux 6.16, XFS), are mapped as such, and the same stores take 41 to 48 ms.
+An fsync write-protects all pages, so the next store to each page faults. The cost depends on how the pages were
+created. Created by faults or by small writes, they cost one fault per 4 KiB (ext4 of Linux 6.18, 512 MiB: 63 to 79 ms,
+and 430 to 550 ms after writes of 512 KiB). Created by writes of 2 MiB, they are huge pages where the file system
+supports them (ext4 since Linux 6.16, XFS), and the same stores take 41 to 48 ms.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["fill", "has_small_pages", "page_faults", "view"]
 #: The largest page of x86-64 and of arm64 with 4 KiB base pages.
 _HUGE = 2 * 1024 * 1024
 _ZEROS = bytes(_HUGE)
-#: A fault for fewer bytes than this, on average, and the pages are small.
+#: Pages are small when there is more than one fault per this many bytes.
 _SMALL = 64 * 1024
 
-# ctypes arrays would do, but a new array type for each length costs ten times the view.
+# Not a ctypes array: a new array type for each length takes ten times as long as the view.
 _from_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -38,10 +38,10 @@ def fill(fd: int, start: int, end: int) -> None:
     """Writes zeros to bytes ``[start, end)`` of a file, ``start`` on a multiple of 2 MiB, so that its pages become
     huge.
 
-    Blocks: about half a second per GiB the first time, which is what pages of memory cost.
+    Blocks: about half a second per GiB the first time, for allocating the memory.
 
     Raises:
-        OSError: no room, or the disk failed.
+        OSError: the disk is full or failed.
     """
     at = start
     while at < end:
@@ -54,5 +54,5 @@ def page_faults() -> int:
 
 
 def has_small_pages(faults: int, nbytes: int) -> bool:
-    """Whether so many faults for so many bytes mean small pages. False when nothing was touched."""
+    """Whether storing ``nbytes`` bytes with ``faults`` faults means small pages. False when nothing was stored."""
     return faults * _SMALL > nbytes

@@ -1,11 +1,11 @@
 """Shard files mapped into memory, recycled from step to step.
 
-The arena *is* the local tier: the copy of a tensor into a mapped file is the write, and the page cache (or ramdisk)
-keeps it when the trainer dies. The first touch of a page costs ten times a warm copy, so files of expired steps are
-not deleted: the agent renames them back into ``arena/`` and their pages, and this process's mapping of them, are used
-again. Blocks are allocated before they are mapped, because a write into a hole of a full disk would be a SIGBUS.
+The files are in the local tier: copying a tensor into a mapped file is the write, and the page cache (or ramdisk) keeps
+it when the trainer dies. The first touch of a page takes ten times as long as a later copy. So files of deleted steps
+are recycled: the agent renames them back into ``arena/``, and their pages and this process's mapping are used again.
+Disk blocks are allocated before a file is mapped, because a store into a hole on a full disk raises SIGBUS.
 
-Threads: one owner at a time; the checkpointer calls everything from the training thread or, for warm-up, before it.
+Threads: one at a time; the checkpointer uses the training thread.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Slot:
     """One mapped shard file.
 
     Attributes:
-        inode: identity of the file, which survives renames; the agent speaks of slots by inode.
-        path: where the file is while it is free or being filled.
-        nbytes: size of the file now.
-        capacity: bytes mapped; a smaller step shortens the file and keeps the mapping.
+        inode: identity of the file, which survives renames; the agent's messages identify slots by inode.
+        path: path of the file while it is free or being filled.
+        nbytes: current size of the file.
+        capacity: bytes mapped; for a smaller step the file is shortened and the mapping stays.
         address: first byte of the mapping in this process.
-        in_memory: the file lies on a ramdisk.
+        in_memory: the file is on a ramdisk.
         fresh: its pages may not be in memory yet; see :func:`resiliency.checkpoint._pages.fill`.
-        small_pages: a store costs a fault for every 4 KiB after each fsync, so that writes are faster.
+        small_pages: after each fsync, stores fault once per 4 KiB, so that ``pwrite`` is faster.
         pinned: registered as page-locked with CUDA; None: not tried yet, False: refused.
     """
 
@@ -68,7 +68,7 @@ class Slot:
         """Brings all pages into memory, and maps them. Blocks: 0.3 to 3 s per GiB.
 
         Raises:
-            OSError: no room, or the disk failed.
+            OSError: the disk is full or failed.
         """
         if not self.in_memory:
             fill(self.fd, 0, self.nbytes)
@@ -108,7 +108,7 @@ def _allocate(fd: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
-        # Some network and FUSE file systems cannot allocate ahead; there a full disk is the server's to report.
+        # Some network and FUSE file systems cannot allocate ahead; there the server reports a full disk.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
 
@@ -135,7 +135,7 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """Number of slots that can be filled at once."""
+        """Number of free slots."""
         return len(self._free)
 
     def adopt(self) -> None:
@@ -211,7 +211,9 @@ class Arena:
             TierError: as :meth:`grow`.
         """
         for inode in [inode for inode in self._free if not self._exists(inode)]:
-            logger.warning("arena file %s was removed by someone; a new one will be made", self._slots[inode].path)
+            logger.warning(
+                "arena file %s was deleted by another process; a new one will be made", self._slots[inode].path
+            )
             self.forget(inode)
         if not self._free:
             return None
@@ -237,7 +239,7 @@ class Arena:
         except OSError as error:
             raise _tier_error(error, self._folder, nbytes) from error
         self._free.remove(best)
-        # The one taken last is the last to be unmapped, see trim.
+        # The slot acquired last is unmapped last, see trim.
         self._slots.pop(best, None)
         self._slots[slot.inode] = slot
         return slot
@@ -249,14 +251,14 @@ class Arena:
             return False
 
     def release(self, inode: int, path: str) -> None:
-        """Makes a slot free again, at ``path`` where the agent moved it; a slot not mapped any more is mapped again."""
+        """Makes a slot free again; ``path`` is its file's path now. Maps the file again if it was unmapped."""
         slot = self._slots.get(inode)
         if slot is None:
             try:
                 size = os.stat(path).st_size
                 if size:
                     again = _map(path, size)
-                    again.fresh = False  # it was filled by this process, not long ago
+                    again.fresh = False  # filled by this process recently, so its pages are in memory
                     self._add(again)
             except OSError as error:
                 logger.warning("arena file %s cannot be reused (%s); a new one will be made", path, error)
@@ -266,14 +268,14 @@ class Arena:
             self._free.append(inode)
 
     def trim(self, mapped: int) -> None:
-        """Unmaps slots in use beyond ``mapped`` slots, longest in use first: kept checkpoints need no mapping."""
+        """Unmaps slots in use until at most ``mapped`` slots are mapped, oldest first: stored steps need no mapping."""
         for inode in [inode for inode in self._slots if inode not in self._free]:
             if len(self._slots) <= mapped:
                 return
             self._drop(inode)
 
     def forget(self, inode: int) -> None:
-        """Unmaps a slot whose file is gone; a newer file that was given the same number since then stays."""
+        """Unmaps a slot whose file was deleted. A newer file that got the same inode number stays."""
         slot = self._slots.get(inode)
         if slot is not None and os.fstat(slot.fd).st_nlink:
             return
@@ -299,7 +301,7 @@ def _unmap(slot: Slot) -> None:
     try:
         slot.map.close()
     except BufferError:
-        # A tensor view of the mapping is still alive somewhere; the mapping goes with its last view.
+        # A tensor still uses the mapping; it is unmapped with the last such tensor.
         logger.debug("mapping of %s still has views", slot.path)
     os.close(slot.fd)
 

@@ -1,4 +1,4 @@
-"""The facade: the one class a torch user must know.
+"""The facade of the engine for users of plain torch.
 
 ::
 
@@ -54,7 +54,7 @@ __all__ = ["Checkpointer", "CheckpointerOptions", "Outcome", "Restored", "Ticket
 
 logger = logging.getLogger(__name__)
 
-#: The agent is taken for hung when it has not recorded a sealed shard for this long.
+#: The agent counts as hung when it has not recorded a sealed shard for this long.
 _HUNG_S = 60.0
 #: How long a flush waits for other ranks to record their shards once this one is done.
 _OTHERS_S = 30.0
@@ -66,13 +66,15 @@ class Checkpointer:
     Args:
         directory: folder of the local tier, or :class:`LocalTierOptions`. Its files are memory-mapped.
         remotes: further tiers the agent uploads to.
-        run: name of the run; None: ``RESILIENCY_RUN``, ``JOB_IDENTIFIER`` or "default". Runs share nothing.
+        run: name of the run; None: ``RESILIENCY_RUN``, ``JOB_IDENTIFIER`` or "default". Runs are independent.
         rank, world_size: of this process; None: ``RANK`` and ``WORLD_SIZE``.
-        coordinator: how ranks talk at start and restore; None: over the default store of ``torch.distributed``.
+        coordinator: exchanges messages between ranks at start and restore; None: one over the default store of
+            ``torch.distributed``.
         options: behaviour.
         sinks: further places for events; the log below the directory is always written.
 
-    Threads: call everything from the training thread. Two background threads are owned: one copies, one listens.
+    Threads: call every method from the training thread. Two background threads: one copies, one receives the agent's
+    messages.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Checkpointer:
         if options is not None and not isinstance(options, CheckpointerOptions):
             raise TypeError(f"options is a {type(options).__name__}; pass CheckpointerOptions(...)")
         if self._local.durable and on_ramdisk(self._local.directory):
-            self._local = dataclasses.replace(self._local, durable=False)  # nothing there survives a power loss
+            self._local = dataclasses.replace(self._local, durable=False)  # a ramdisk does not survive a power loss
         self._remotes = tuple(remotes)
         refuse_same_folder(self._local.directory, [remote.address for remote in self._remotes])
         if len({r.name for r in self._remotes}) != len(self._remotes):
@@ -131,7 +133,7 @@ class Checkpointer:
     # -- start ----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Agrees with the other ranks on the attempt and connects to the agent; called by the first use otherwise.
+        """Agrees with the other ranks on the attempt and connects to the agent. Other methods call it if necessary.
 
         Collective: yes. Blocks: up to ``options.agree_timeout`` plus the agent's start (about 0.1 s).
 
@@ -141,7 +143,7 @@ class Checkpointer:
         self._parts()
 
     def _parts(self) -> _Parts:
-        """What an open checkpointer works with; opens it when it is not yet."""
+        """The parts of the open checkpointer; opens it if necessary."""
         if self._closed:
             raise ConfigError("this Checkpointer is closed; make a new one")
         if self._opened is not None:
@@ -186,7 +188,7 @@ class Checkpointer:
 
     @property
     def session(self) -> Session:
-        """This attempt; opens it when it is not yet."""
+        """This attempt; opens the checkpointer if necessary."""
         return self._parts().session
 
     @property
@@ -196,18 +198,18 @@ class Checkpointer:
 
     @property
     def skipped(self) -> int:
-        """Saves that were not started because the one before was not done, or no file could be made."""
+        """Number of saves not started because the previous one was not recorded or no shard file could be made."""
         return 0 if self._opened is None else self._opened.saves.skipped
 
     def warm_up(self, state: Any = None, *, nbytes: int | None = None, slots: int = 2) -> None:
-        """Makes shard files and touches their pages, so that the first save costs what every other does.
+        """Makes shard files and touches their pages, so that the first save is as fast as later ones.
 
         Collective: yes (it opens the checkpointer). Blocks: first touch, 0.3 to 3 s per GiB and slot.
 
         Args:
-            state: a state tree or write plan like those that will be saved; its tensors are only looked at.
-            nbytes: or the expected size of this rank's shard.
-            slots: how many; a save needs one while the step before it is still being committed.
+            state: a state tree or write plan like those that will be saved; tensor data is not read.
+            nbytes: instead of ``state``, the expected size of this rank's shard.
+            slots: how many files; a save needs one while the previous step is still being committed.
         """
         parts = self._parts()
         if nbytes is None:
@@ -219,7 +221,7 @@ class Checkpointer:
         self._warm(parts, nbytes, slots)
 
     def warm_up_for(self, tensors: Mapping[str, Tensor], *, slots: int = 2) -> None:
-        """As :meth:`warm_up`, for tensors by key that may be on the meta device (a state that does not exist yet)."""
+        """As :meth:`warm_up`, for tensors by key, which may be on the meta device (of a state yet to be created)."""
         self._warm(self._parts(), self._planner.estimate(tensors), slots)
 
     def _warm(self, parts: _Parts, nbytes: int, slots: int) -> None:
@@ -228,7 +230,7 @@ class Checkpointer:
             while parts.arena.free < slots:
                 parts.arena.grow(nbytes)
         except TierError as error:
-            # The first save will say the same again, with its step; training must start.
+            # Training must start; the first save reports the same error, with its step.
             parts.session.events.emit(EventKind.CHECKPOINT_FAILED, reason=str(error), tier="local", will_retry=True)
             logger.warning("rank %d: no shard file could be prepared: %s; the first save tries again", self.rank, error)
 
@@ -247,10 +249,10 @@ class Checkpointer:
         lazy: Wanted = False,
         replicated: Callable[[str, Tensor], bool] | None = None,
     ) -> Ticket | None:
-        """Takes a checkpoint. Every rank calls it at the same step.
+        """Saves a checkpoint. Every rank calls it at the same step.
 
-        Collective: ranks do not talk, except at the first save of a sharded (DTensor) structure, or of a
-            :class:`~resiliency.checkpoint.write_plan.WritePlan`.
+        Collective: only at the first save of a sharded (DTensor) structure or of a
+            :class:`~resiliency.checkpoint.write_plan.WritePlan`; otherwise ranks do not communicate.
         Blocks: the copy of what is not lazy; up to ``options.previous_save_timeout`` when the previous save is not
             recorded yet.
         Safe after return: everything when ``lazy`` is False. Otherwise lazy tensors must not change before
@@ -258,13 +260,13 @@ class Checkpointer:
 
         Args:
             step: number of the optimizer step, >= 0.
-            state: any tree of dicts, lists, tuples, tensors and Python objects. Plain tensors are taken to be equal on
-                all ranks; each rank writes its share of them. DTensors are written as they are sharded. Or a
+            state: any tree of dicts, lists, tuples, tensors and Python objects. Plain tensors are assumed to be equal
+                on all ranks; each rank writes its share of them. DTensors are written as they are sharded. Or a
                 :class:`~resiliency.checkpoint.write_plan.WritePlan`: the boxes this rank holds, planned by the caller.
-            per_rank: a tree that differs from rank to rank (RNG, data loader); each rank gets its own back.
+            per_rank: a tree that differs between ranks (RNG, data loader); ``load`` returns to each rank its own.
             names: names by which the step can be loaded, relative to the directory ("step=100.ckpt").
             supersedes: names to be deleted once this step is committed.
-            info: small JSON-able facts shown by listings.
+            info: small JSON values shown by listings.
             exact: False when resuming from this save is not exact; of several saves of one step an exact one is
                 preferred.
             lazy: True, or a function of (key, tensor) that says which tensors may be copied in the background.
@@ -316,10 +318,10 @@ class Checkpointer:
 
         def done(snapshot: Snapshot) -> None:
             if snapshot.error is not None:
-                return  # the fence says so
+                return  # the fence reports it
             faultpoints.hit("save.sealed", rank=self.rank)
             in_flight.sealed_at = time.monotonic()
-            ticket.note(Stage.COPIED)
+            ticket.mark_reached(Stage.COPIED)
             session.client.send(
                 Seal(
                     id=save_id,
@@ -338,22 +340,21 @@ class Checkpointer:
             )
 
         try:
-            mark = stamp(save_id)
-            copies, lazy_bytes = copy_tasks(plan, mark)
+            copies, lazy_bytes = copy_tasks(plan, stamp(save_id))
             faultpoints.hit("save.eager", rank=self.rank)
             in_flight.snapshot = parts.copier.start(copies, slot, done)
             faultpoints.hit("save.fill", rank=self.rank)
             if lazy is False:
                 self.fence()
         except BaseException:
-            # The caller sees it; the next save must not wait for this one.
+            # The caller gets the error; the next save must not wait for this one.
             if in_flight.snapshot is not None:
                 self.fence()
             elif saves.in_flight is in_flight:
                 saves.fail(in_flight, "the save was interrupted by an error")
                 parts.arena.release(slot.inode, slot.path)
             raise
-        parts.schedule.taken()
+        parts.schedule.count_save()
         ticket.stall_s = time.monotonic() - began
         session.events.emit(
             EventKind.CHECKPOINT_STARTED,
@@ -365,7 +366,7 @@ class Checkpointer:
         return ticket
 
     def _wait_for_previous(self, parts: _Parts, step: int) -> bool:
-        """Waits for the rank's previous shard to be recorded; skips this save when it is not in time."""
+        """Waits until the rank's previous shard is recorded; skips this save when that takes too long."""
         saves, in_flight = parts.saves, parts.saves.in_flight
         if in_flight is None:
             return True
@@ -377,7 +378,7 @@ class Checkpointer:
             return True
         if in_flight.sealed_at is not None and time.monotonic() - in_flight.sealed_at > _HUNG_S:
             logger.warning(
-                "rank %d: the checkpoint agent has not recorded step %d for %.0f s; it is given up",
+                "rank %d: the checkpoint agent has not recorded step %d for %.0f s; disconnecting from it",
                 self.rank,
                 in_flight.ticket.step,
                 time.monotonic() - in_flight.sealed_at,
@@ -389,8 +390,7 @@ class Checkpointer:
         return False
 
     def _slot(self, parts: _Parts, step: int, nbytes: int, *, on_cuda: bool) -> Slot | None:
-        """A shard file to write to, a recycled one if there is one; None when none can be made, and the save is
-        skipped."""
+        """A shard file to write to, recycled if possible. None, and the save is skipped, when none can be made."""
         arena = parts.arena
         try:
             if arena.mapped_bytes == 0:
@@ -409,7 +409,7 @@ class Checkpointer:
     def fence(self) -> float:
         """Waits until no pending copy reads live tensors; call before anything changes them.
 
-        Collective: no. Blocks: what is left of the copy, which this thread helps with; 0 when nothing is pending.
+        Collective: no. Blocks: for the rest of the copy, which this thread helps with; not when nothing is pending.
 
         Returns:
             Seconds it took.
@@ -429,20 +429,21 @@ class Checkpointer:
 
     @property
     def pending(self) -> bool:
-        """True while live tensors may still be read, so that :meth:`fence` has something to do."""
+        """True while a copy may still read live tensors, so that :meth:`fence` may wait."""
         in_flight = self._opened.saves.in_flight if self._opened is not None else None
         return in_flight is not None and in_flight.snapshot is not None
 
     def poll(self) -> list[Outcome]:
-        """News about earlier saves since the last call. Collective: no. Blocks: no."""
+        """Outcomes of earlier saves since the last call. Collective: no. Blocks: no."""
         if self._opened is None:
             return []
         self._opened.saves.process_messages()
         return self._opened.saves.outcomes()
 
     def delete(self, *names: str) -> None:
-        """Asks for names to be deleted once the newest save so far is safe. Steps nothing refers to any more go with
-        them.
+        """Requests the deletion of names, and of the steps left without one, once the newest save so far is durable.
+
+        On a ramdisk: once it is committed.
 
         Collective: no, but every rank calls it: each host deletes its own part. Blocks: no.
         """
@@ -450,7 +451,7 @@ class Checkpointer:
         parts = self._parts()
         in_flight = parts.saves.in_flight
         if in_flight is not None and in_flight.sealed_at is None:
-            in_flight.supersedes.extend(names)  # becomes part of the manifest, so it is done even if we die
+            in_flight.supersedes.extend(names)  # stored in the manifest, so done even when this process is killed
         parts.session.client.send(Delete(names=names, after=parts.saves.newest))
 
     def flush(
@@ -460,20 +461,18 @@ class Checkpointer:
         tier: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> bool:
-        """Waits until every save so far has come to ``stage``, as far as its tiers take it there and as far as this
-        host's agent is concerned.
+        """Waits until this host's agent has brought every save so far to ``stage``, or as far as its tiers go.
 
         Collective: no. Blocks: up to ``timeout``.
 
         Args:
-            stage: RECORDED: this rank's shards are safe; COMMITTED: so are those of the other ranks; DURABLE: on every
-                tier each save goes to. A ramdisk takes a save no further than COMMITTED; nothing more is waited for
-                there, and nothing says that it is durable.
+            stage: RECORDED: this rank's shards are recorded; COMMITTED: so are those of the other ranks; DURABLE: on
+                every tier each save goes to. On a ramdisk, where a save is never durable, this waits for COMMITTED.
             tier: for DURABLE: only this tier ("local", or the name of a remote one).
 
         Returns:
-            False when ``timeout`` passed first, or when other ranks did not record a shard within half a minute after
-            this one (they failed, or are gone).
+            False when ``timeout`` passed first, or when other ranks did not record their shards within 30 s after
+            this one (they failed or exited).
         """
         checked_stage(stage)
         known = [LOCAL, *(remote.name for remote in self._remotes)]
@@ -515,9 +514,9 @@ class Checkpointer:
     def close(
         self, *, flush: bool = True, timeout: timedelta = timedelta(minutes=10), reason: str = "finished"
     ) -> None:
-        """Finishes what is sealed, leaves the agent and ends the threads. Idempotent.
+        """Waits for sealed saves, disconnects from the agent and ends the threads. Idempotent.
 
-        Collective: no. Blocks: up to ``timeout`` for uploads when ``flush``; a copy in progress otherwise.
+        Collective: no. Blocks: up to ``timeout`` for uploads when ``flush``; otherwise for a copy in progress.
         """
         if self._closed:
             return
@@ -529,7 +528,7 @@ class Checkpointer:
         try:
             if flush and not self.flush(Stage.DURABLE, timeout=timeout):
                 logger.warning(
-                    "rank %d: not everything was uploaded within %s; the next start resumes it", self.rank, timeout
+                    "rank %d: not every save was durable within %s; the next start resumes uploads", self.rank, timeout
                 )
             else:
                 self.fence()
@@ -561,11 +560,11 @@ class Checkpointer:
         keys: Callable[[str], bool] | None = None,
         reads: Callable[[Sequence[Chunk]], Sequence[Read]] | None = None,
     ) -> Restored | None:
-        """Restores the newest step that every host can get whole, or ``step``.
+        """Restores the newest step of which every host can get all shards, or ``step``.
 
         Collective: yes. Blocks: up to ``options.agree_timeout`` for the other ranks, plus reading and checking.
-        Every byte is checked against its digest on the way. A bad copy is replaced from the next tier; when a step has
-        no good copy left, an older one is taken (unless ``step`` was given).
+        Every byte is checked against its digest. A bad copy is replaced from the next tier; when a step has no good
+        copy left, an older step is restored (unless ``step`` was given).
 
         Args:
             into: a state tree whose tensors (plain or DTensor) are filled in place; None: new CPU tensors are made
@@ -578,7 +577,7 @@ class Checkpointer:
                 All tensors of the restored state are empty then. What it raises becomes a ConfigError.
 
         Returns:
-            What was restored, or None when there is nothing.
+            What was restored, or None when there is no checkpoint.
 
         Raises:
             CorruptShard: ``step`` was given and has no good copy, or every step is damaged; names the files. The
@@ -591,7 +590,7 @@ class Checkpointer:
                 f"step is a {type(step).__name__}; pass a StepId as listed by steps(), or None for the newest"
             )
         if sum(way is not None for way in (into, keys, reads)) > 1:
-            raise ConfigError("pass one of into=, keys= and reads=, which each say what to fill")
+            raise ConfigError("pass only one of into=, keys= and reads=")
         planner = plan_given(reads) if reads is not None else plan_into(into) if into is not None else plan_new(keys)
         parts = self._parts()
         self.fence()
@@ -607,7 +606,7 @@ class Checkpointer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parts:
-    """What an open checkpointer works with."""
+    """The parts of an open checkpointer."""
 
     session: Session
     coordinator: Coordinator
@@ -627,8 +626,9 @@ def _default_coordinator(rank: int, world_size: int) -> Coordinator:
             " pass coordinator="
         )
     store = torch.distributed.distributed_c10d._get_default_store()
-    # The default store may outlive an attempt (torchrun keeps its own), and a process may open several checkpointers,
-    # in the same order on every rank. Counting starts in the store would not do: a rank can die before it is counted.
+    # The prefix must be unique: the default store may outlive an attempt (torchrun keeps its own), and a process may
+    # open several checkpointers, in the same order on every rank. The store cannot count starts: a rank can die before
+    # it is counted.
     prefix = f"resiliency/{environment().restart}/{next(_counter)}"
     return StoreCoordinator(store, rank=rank, world_size=world_size, prefix=prefix)
 

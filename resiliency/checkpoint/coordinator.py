@@ -1,6 +1,7 @@
 """All-gather of small messages between ranks, with a deadline that names the missing ranks.
 
-No collective operation of a process group is used, so a missing rank is an error with its number in it, not a hang.
+It uses no collective operation of a process group, so that a missing rank raises an error with its number instead of
+a hang.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _HEADER = struct.Struct("<III")  # rank, bytes of the message, bytes of this pie
 
 
 class Coordinator(Protocol):
-    """How the ranks of a job agree. Thread: one at a time for ``all_gather``, any for ``count``."""
+    """Exchanges messages between the ranks of a job. Thread: one at a time for ``all_gather``, any for ``count``."""
 
     rank: int
     world_size: int
@@ -37,12 +38,12 @@ class Coordinator(Protocol):
         up to ``timeout``.
 
         Args:
-            topic: names what is agreed on, in keys and errors.
-            data: message of this rank; kilobytes are meant, every rank reads the messages of all.
+            topic: names the exchange in keys and errors.
+            data: message of this rank; should be kilobytes, because every rank reads all messages.
             timeout: counted from this rank's call.
 
         Raises:
-            Timeout: names the ranks that did not call, or says that the ranks cannot reach each other any more.
+            Timeout: names the ranks that did not call, or says that the store does not answer.
         """
         ...
 
@@ -50,7 +51,7 @@ class Coordinator(Protocol):
         """Adds to a shared counter and returns its value. Collective: no. Blocks: for one answer of the store.
 
         Raises:
-            RuntimeError: the store is gone.
+            RuntimeError: the store does not answer.
         """
         ...
 
@@ -75,17 +76,18 @@ class SoloCoordinator:
 class StoreCoordinator:
     """A coordinator over a torch store (TCPStore, FileStore, HashStore).
 
-    Every rank appends its message to one value on the store and counts itself; whoever completes the count sets a key
-    that all wait for, and then each rank reads the value. That is a constant number of store operations on a rank, and
-    no rank has a part that the others depend on: at its deadline each reads the value to see who is missing.
+    Every rank appends its message to one value on the store and increments a counter. The rank that completes the count
+    sets a key that all ranks wait for, and then each rank reads the value. That is a constant number of store
+    operations per rank, and no rank depends on another one's work: at its deadline each reads the value to see which
+    ranks are missing.
 
-    Three keys stay on the store. The rank that completes a round deletes those of the round before it: that every rank
-    has begun this round says that every rank has returned from the one before. Counters are not deleted.
+    Three keys stay on the store. The rank that completes a round deletes the keys of the previous round, from which
+    every rank has returned by then. Counters are not deleted.
 
-    A FileStore cannot append atomically, so there each message has a key of its own; every rank reads the whole file
+    A FileStore cannot append atomically, so there each message has a key of its own; every rank reads the complete file
     in any case. Its waits end up to a second late.
 
-    The store itself has to answer: a process that hosts a TCPStore and is stopped (not dead) holds up its callers.
+    The store must answer: when the process that hosts a TCPStore is stopped (not dead), calls block.
 
     Args:
         store: shared by all ranks; keys are written below ``prefix``.
@@ -100,12 +102,12 @@ class StoreCoordinator:
         self._prefix = prefix
         self._appends = bool(store.has_extended_api())  # type: ignore[attr-defined]  # nor this
         self._round = 0
-        self._before = ""
+        self._previous = ""
 
     def all_gather(self, topic: str, data: bytes, *, timeout: timedelta) -> list[bytes]:
         deadline = time.monotonic() + timeout.total_seconds()
         base = f"{self._prefix}/{self._round}/{topic}"
-        before, self._before = self._before, base
+        previous, self._previous = self._previous, base
         self._round += 1
         try:
             self._post(base, data)
@@ -126,10 +128,10 @@ class StoreCoordinator:
             raise Timeout(
                 f"rank {self.rank} waited {timeout.total_seconds():.0f} s for rank(s) {missing} of {self.world_size}"
                 f" to agree on {topic!r};"
-                " they are dead, hung or did not reach this point: look at their logs"
+                " they died, hang or did not reach this point: look at their logs"
             )
-        if completes and before:
-            self._delete(before)
+        if completes and previous:
+            self._delete(previous)
         return [messages[rank] for rank in range(self.world_size)]
 
     def count(self, topic: str, amount: int) -> int:
@@ -147,12 +149,12 @@ class StoreCoordinator:
         try:
             self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
-            # The deadline has passed, or the store is gone: reading the messages tells which. They can even all be
-            # there, when a rank died after its message and before it was counted.
+            # The deadline has passed, or the store does not answer: reading the messages shows which. All of them may
+            # be there, when a rank died between its message and its count.
             logger.debug("rank %d waited for %s: %s", self.rank, key, _first_line(error))
 
     def _read(self, base: str) -> dict[int, bytes]:
-        """The messages that are on the store whole, by rank."""
+        """The complete messages on the store, by rank."""
         if self._appends:
             framed = [self._store.get(f"{base}/messages")]
         else:
@@ -169,39 +171,39 @@ class StoreCoordinator:
         try:
             for key in keys:
                 self._store.delete_key(key)
-        except RuntimeError as error:  # only tidiness: a store that cannot delete, or whose host has ended just now
+        except RuntimeError as error:  # harmless: the store cannot delete, or its host has exited
             logger.debug("rank %d could not delete the keys below %s: %s", self.rank, base, _first_line(error))
 
 
 def _frame(rank: int, message: bytes, piece: bytes) -> bytes:
-    """A piece of a rank's message with what it takes to find it among others."""
+    """A piece of a rank's message with a header: rank, size of the message, size of the piece."""
     return _HEADER.pack(rank, len(message), len(piece)) + piece
 
 
 def _unframe(framed: bytes, *, where: str) -> dict[int, bytes]:
-    """Messages of which every piece is in ``framed``, by rank; the pieces of one rank are in order.
+    """The messages of which ``framed`` contains every piece, by rank; the pieces of one rank are in order.
 
     Raises:
-        ConfigError: two processes called themselves by one rank.
+        ConfigError: two processes wrote as the same rank.
     """
-    whole: dict[int, bytes] = {}
+    complete: dict[int, bytes] = {}
     begun: dict[int, bytearray] = {}
     at = 0
     while at < len(framed):
         rank, message_nbytes, piece_nbytes = _HEADER.unpack_from(framed, at)
         start = at + _HEADER.size
         at = start + piece_nbytes
-        if rank in whole:
+        if rank in complete:
             raise ConfigError(f"two processes wrote to {where} as rank {rank}: the prefix must differ with each start")
         if piece_nbytes == message_nbytes:
-            whole[rank] = framed[start:at]
+            complete[rank] = framed[start:at]
             continue
         begun.setdefault(rank, bytearray()).extend(framed[start:at])
         if len(begun[rank]) >= message_nbytes:
-            whole[rank] = bytes(begun.pop(rank))
-    return whole
+            complete[rank] = bytes(begun.pop(rank))
+    return complete
 
 
 def _first_line(error: RuntimeError) -> str:
-    """Without the C++ stack that torch appends."""
+    """The error's text without the C++ stack that torch appends."""
     return str(error).partition("\n")[0] or type(error).__name__

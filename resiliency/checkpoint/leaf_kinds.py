@@ -1,11 +1,11 @@
-"""What counts as a tensor of a state, and how each kind of it is described, cut and filled.
+"""The kinds of tensors (leaves) of a state: how each is described, cut into boxes and filled.
 
 A *leaf* is an object of a state tree whose elements go into shards as raw bytes: a plain tensor, a ``DTensor``, or what
-a framework uses in their place. One class per kind answers what the engine asks; :func:`register_leaf_kind` adds one.
-Which kind an object has is decided by its class, once per class.
+a framework uses in their place. Each kind is a class with the :class:`LeafKind` interface; :func:`register_leaf_kind`
+adds one. An object's class determines its kind, which is looked up once per class.
 
-Boxes are in coordinates of the whole (global) tensor. A kind is asked for as many boxes as this process holds; what is
-written, by which rank, and what is read into which box follows from that and is the planner's work.
+Boxes are in coordinates of the whole (global) tensor. A kind describes the boxes this process holds; from these the
+planner decides which rank writes what, and what is read into which box.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LeafDescription:
-    """What a planner has to know of a leaf.
+    """Shape, dtype and boxes of a leaf, for the planner.
 
     Attributes:
         shape: of the whole tensor.
         dtype: of its elements.
-        boxes: what this process holds of it; empty when it holds nothing.
+        boxes: the boxes this process holds; may be empty.
     """
 
     shape: tuple[int, ...]
@@ -46,12 +46,12 @@ class LeafDescription:
 
 
 class LeafKind(Protocol):
-    """How the engine handles leaves of one kind. Thread: training; no method may talk to other ranks.
+    """How the engine handles leaves of one kind. Thread: training; no method may communicate with other ranks.
 
     Attributes:
-        name: for messages; registered once.
-        replicated: True when every rank holds the whole of each leaf, so that ranks can share out the writing without
-            talking. False when ranks hold parts: they exchange descriptions at the first save of a structure.
+        name: for messages; unique.
+        replicated: True when every rank holds each leaf whole, so that ranks can divide the writing without
+            communicating. False when ranks hold parts: they exchange descriptions at the first save of a structure.
     """
 
     name: str
@@ -62,7 +62,7 @@ class LeafKind(Protocol):
         ...
 
     def detach(self, leaf: Any, key: str) -> Any:
-        """The leaf as it is kept while a save runs: the same memory, nothing of autograd. Copies no elements.
+        """The leaf for the time of a save: the same memory, detached from autograd. Copies no elements.
 
         Raises:
             ConfigError: it cannot be stored; names ``key`` and says what to do instead.
@@ -74,7 +74,7 @@ class LeafKind(Protocol):
         ...
 
     def structure(self, leaf: Any) -> Hashable:
-        """Equal for leaves of one plan: same shape, dtype, boxes and device. Asked at every save; in-process only."""
+        """A key, equal for leaves of equal shape, dtype, boxes and device. Called at every save; in-process only."""
         ...
 
     def local(self, leaf: Any, box: Box) -> Tensor:
@@ -96,7 +96,7 @@ def box_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tens
 
 
 class _Plain:
-    """``torch.Tensor``, parameters, and subclasses nobody else takes: the whole of it on every rank."""
+    """``torch.Tensor``, parameters, and subclasses that no other kind takes: whole on every rank."""
 
     name = "tensor"
     replicated = True
@@ -122,13 +122,13 @@ class _Plain:
 
 
 class _Distributed:
-    """``DTensor`` and what looks like one: the local part differs from rank to rank, or is a replica of others'."""
+    """``DTensor`` and classes with its interface: each rank holds a shard, which other ranks may replicate."""
 
     name = "dtensor"
     replicated = False
 
     def takes(self, class_: type) -> bool:
-        # By its attributes: importing torch.distributed.tensor takes a third of a second.
+        # By attributes, because importing torch.distributed.tensor takes a third of a second.
         return hasattr(class_, "__create_chunk_list__") or (
             hasattr(class_, "device_mesh") and hasattr(class_, "placements")
         )
@@ -155,7 +155,7 @@ class _Distributed:
 
 
 def refusal(tensor: Tensor, key: str) -> ConfigError:
-    """Why a tensor without plain bytes cannot be stored."""
+    """The error for a tensor that has no plain bytes to store."""
     if tensor.layout is not torch.strided:
         return ConfigError(
             f"tensor {key!r} has layout {tensor.layout}; only dense tensors can be stored: call .to_dense() first"
@@ -166,22 +166,22 @@ def refusal(tensor: Tensor, key: str) -> ConfigError:
 
 
 _plain = _Plain()
-#: Asked in this order; the plain kind takes every tensor that is left.
+#: Tried in this order; the plain kind takes every tensor that no other kind takes.
 _kinds: list[LeafKind] = [_Distributed(), _plain]
 _of_class: dict[type, LeafKind] = {}
 _lock = threading.Lock()
 
 
 def register_leaf_kind(kind: LeafKind) -> Callable[[], None]:
-    """Adds a kind. It is asked before those there already are, so it may take classes that another would.
+    """Adds a kind. It is tried before those registered earlier, so it may take classes that they would take.
 
-    Call it before the first save or load that meets such a leaf, on every rank.
+    Call it on every rank before the first save or load with such a leaf.
 
     Returns:
-        A function that takes the kind out again.
+        A function that removes the kind.
 
     Raises:
-        ConfigError: a kind of this name is there already.
+        ConfigError: a kind of this name is registered already.
     """
     with _lock:
         if any(known.name == kind.name for known in _kinds):
@@ -199,12 +199,12 @@ def register_leaf_kind(kind: LeafKind) -> Callable[[], None]:
 
 
 def kind_of_class(class_: type) -> LeafKind | None:
-    """The kind of objects of a class; None when they are no leaves."""
+    """The kind of a class's objects; None when they are not leaves."""
     found = _of_class.get(class_)
     if found is None:
         with _lock:
             found = next((kind for kind in _kinds if kind.takes(class_)), None)
-            if found is not None:  # only those: any class of a user's state may be asked for
+            if found is not None:  # not for other classes, of which a user's state may have many
                 _of_class[class_] = found
     return found
 
@@ -213,7 +213,7 @@ def kind_of(leaf: Any) -> LeafKind:
     """The kind of a leaf.
 
     Raises:
-        ConfigError: the object is none.
+        ConfigError: the object is not a leaf.
     """
     kind = kind_of_class(type(leaf))
     if kind is None:

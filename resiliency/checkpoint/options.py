@@ -20,11 +20,11 @@ class LocalTierOptions:
 
     Attributes:
         directory: made when missing.
-        keep: newest steps without a name to keep; None: all. Their files are recycled, which is what makes saves fast.
-        keep_named: a step also stays while one of its names means it (until ``delete``). False on a ramdisk, with
-            ``keep=1``: it then holds the newest step and the one being written, whatever they are called.
+        keep: newest steps without a name to keep; None: all. Files of older steps are recycled, which makes saves fast.
+        keep_named: also keep a step while one of its names points to it (until ``delete``). False on a ramdisk, with
+            ``keep=1``: it then holds the newest step and the one being written, whatever their names.
         durable: fsync before anything older is deleted. Always False on a ramdisk, where nothing survives a power loss.
-        shared: True when all hosts of the job see the same folder; None: find out at start.
+        shared: True when all hosts of the job see the same folder; None: determined at start.
     """
 
     directory: str
@@ -57,7 +57,7 @@ class RemoteTierOptions:
 
     Attributes:
         address: "gs://bucket/job", "/mnt/ckpts", any fsspec URL.
-        name: word for listings and events; unique among the tiers.
+        name: name in listings and events; unique among the tiers.
         interval: which saves go there.
         keep: newest steps without a name to keep there; None: all.
         keep_named: as for the local tier.
@@ -88,7 +88,7 @@ class CheckpointerOptions:
         previous_save_timeout: how long a save may wait for the rank's previous one before it is skipped.
         fence_timeout: how long a fence may wait for a copy before it raises.
         agree_timeout: how long ranks wait for each other at start and restore.
-        drain_timeout: how long the agent finishes uploads after the last rank has gone.
+        drain_timeout: how long the agent may continue uploads after the last rank has disconnected.
         lazy_bytes: tensors below this size are copied at once.
     """
 

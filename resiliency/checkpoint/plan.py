@@ -1,13 +1,14 @@
-"""Who writes what: every box of every tensor is given to exactly one rank.
+"""Assigns every box of every tensor to exactly one rank that writes it.
 
-Every rank describes the boxes it holds; torch DCP's ``DefaultSavePlanner`` finds which are replicas of each other,
-gives each to the rank with the fewest bytes, and refuses what has holes or overlaps. Large replicated tensors are cut
-by rows first, so that the shares of a few big tensors balance too. When every tensor is replicated (plain DDP) each
-rank can work out the whole plan alone from its own description, without talking; a difference between ranks shows as
-different plan digests, which a manifest refuses. There every box is a replica everywhere, so the planner checks one
-description and the boxes are dealt out here, by the planner's rule. The planner itself makes one pass per rank (12 s
-for 64 tensors at 64 ranks, on every rank), and counts a piece of a tensor as the whole of it, so its shares differ
-more. Otherwise descriptions are exchanged once per structure.
+Every rank describes the boxes it holds. torch DCP's ``DefaultSavePlanner`` finds which boxes are replicas of each
+other, assigns each to the rank with the fewest bytes, and refuses tensors with holes or overlaps. Large replicated
+tensors are first cut by rows, so that a few big tensors can be balanced too.
+
+When ranks hold parts of tensors, descriptions are exchanged once per structure. When every tensor is replicated (plain
+DDP), each rank computes the whole plan from its own description, without communication; if ranks differ, so do their
+plan digests, and the step is not committed. In that case the planner checks one description, and the boxes are assigned
+here by the planner's rule. The planner itself would make one pass per rank (12 s for 64 tensors at 64 ranks, on every
+rank), and counts a piece of a tensor as the whole tensor, so its shares would differ more.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from resiliency.storage.layout import Chunk
 
 __all__ = ["RankShare", "box_fields", "box_nbytes", "describe", "itemsize", "plan_replicated", "plan_writes"]
 
-#: Large replicated tensors are cut so that no piece is larger than this part of a rank's share: the shares then differ
-#: by less than one piece.
+#: Large replicated tensors are cut into pieces of at most this fraction of a rank's share: the shares then differ by
+#: less than one piece.
 _PIECES_PER_RANK = 8
 #: Tensors below this size are not cut.
 _CUT_BYTES = 4 * 1024 * 1024
@@ -74,7 +75,7 @@ def box_fields(key: str, box: Box, shape: Sequence[int], dtype: torch.dtype, *, 
 
 
 def _row_blocks(shape: tuple[int, ...], nbytes: int, piece_nbytes: int) -> tuple[Box, ...]:
-    """A large tensor cut by rows; nothing when it is not worth it."""
+    """The boxes of a large tensor cut by rows; empty for tensors that are not cut."""
     pieces = min(shape[0], -(-nbytes // piece_nbytes), nbytes // _CUT_BYTES) if shape else 0
     if pieces < 2:
         return ()
@@ -97,11 +98,11 @@ def box_nbytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank writes.
+    """The boxes one rank writes.
 
     Attributes:
         chunks: boxes this rank writes.
-        digest: hex digest of what all ranks write, equal on every rank.
+        digest: hex digest of the boxes of all ranks; equal on every rank.
     """
 
     chunks: tuple[Chunk, ...]
@@ -109,11 +110,11 @@ class RankShare:
 
 
 def plan_writes(descriptions: Sequence[Sequence[Mapping[str, Any]]], *, rank: int) -> RankShare:
-    """Gives every box to exactly one rank that holds it, balanced by bytes. Pure: same input, same plan on every rank.
+    """Assigns every box to one rank that holds it, balanced by bytes. Pure: same input, same plan on every rank.
 
     Args:
         descriptions: what :func:`describe` returned on each rank, indexed by rank, ``[world_size]``.
-        rank: whose part to return.
+        rank: the rank whose share is returned.
 
     Raises:
         ConfigError: ranks disagree about a tensor's shape or dtype, or a tensor has holes or overlaps.
@@ -126,15 +127,15 @@ def plan_replicated(boxes: Sequence[Mapping[str, Any]], *, rank: int, world_size
 
     Args:
         boxes: what :func:`describe` returned here, and would return on every other rank.
-        rank, world_size: whose part to return, and how many share.
+        rank, world_size: the rank whose share is returned, and the number of ranks.
 
     Raises:
         ConfigError: a tensor has holes or overlaps.
     """
-    (whole,) = _global_plan([boxes])
+    (checked,) = _global_plan([boxes])
     shares: list[list[Chunk]] = [[] for _ in range(world_size)]
     loads = [(0, writer) for writer in range(world_size)]
-    for chunk in map(_chunk, whole.items):
+    for chunk in map(_chunk, checked.items):
         load, writer = loads[0]
         shares[writer].append(chunk)
         heapq.heapreplace(loads, (load + (chunk.nbytes or 1), writer))
@@ -171,7 +172,7 @@ def _global_plan(descriptions: Sequence[Sequence[Mapping[str, Any]]]) -> list[Sa
         final, _ = planner.create_global_plan(plans)
     except ValueError as error:
         raise ConfigError(
-            f"the ranks' tensors do not make a whole: {error}; see the log above for the tensor"
+            f"the ranks' boxes do not make a whole tensor: {error}; the log above names the tensor"
         ) from error
     return final
 

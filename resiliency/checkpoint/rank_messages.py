@@ -1,7 +1,7 @@
-"""What ranks tell each other, as frozen dataclasses, and how all hear it.
+"""The messages between ranks, as frozen dataclasses, and their all-gather.
 
-A message is checked where it comes in; what another version of the library sent is refused with the rank and the field,
-on every rank alike, because every rank reads every message.
+Each rank checks every message it receives. A message of another version of the library is refused with an error that
+names the rank and the field; all ranks raise it, because every rank reads every message.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """The first thing a rank says in an attempt.
+    """The first message of a rank in an attempt.
 
     Attributes:
         node: host, as :class:`~resiliency.settings.Environment` names it.
-        largest_attempt: of those that left something where this rank can see it; 0 for none.
+        largest_attempt: the largest attempt number found on the tiers this rank reads; 0 for none.
         token: 6 hex digits drawn by this rank; rank 0's becomes the attempt's.
         problem: why a tier cannot be used; empty when all can.
-        unsupported: which checkpoints another version of the format wrote; empty for none.
+        unsupported: the error about checkpoints in another version of the format; empty for none.
     """
 
     node: str
@@ -41,7 +41,7 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFolder:
-    """Whether a rank sees what every host has written into its local tier."""
+    """Whether a rank sees the probe files that every host has written into its local tier."""
 
     seen: bool
 
@@ -61,10 +61,10 @@ class AgentReady:
 
 @dataclass(frozen=True, kw_only=True)
 class InventoryReport:
-    """What one rank found on the tiers it lists.
+    """The inventory of the tiers that one rank lists.
 
     Attributes:
-        entries: what it found.
+        entries: one per source and step.
         problem: why a tier could not be listed; empty when all could.
     """
 
@@ -77,8 +77,8 @@ class CopyProblem:
     """Why a copy of a shard cannot be used.
 
     Attributes:
-        copy: which one.
-        reason: for people.
+        copy: the copy.
+        reason: text for logs and errors.
         damaged: True when its bytes are wrong, False when a tier failed.
     """
 
@@ -101,7 +101,7 @@ def gather(coordinator: Coordinator, topic: str, message: T, *, timeout: timedel
 
     Raises:
         Timeout: names the ranks that did not call.
-        ConfigError: a rank sent something else; names the rank and the field.
+        ConfigError: a rank sent another message; names the rank and the field.
     """
     answers = coordinator.all_gather(topic, encode(message), timeout=timeout)
     return [decode(type(message), data, what=f"the {topic} of rank {rank}") for rank, data in enumerate(answers)]

@@ -1,8 +1,8 @@
-"""What a restore copies: which box of which stored chunk goes where.
+"""Read plans: which box of which stored chunk a restore copies into which tensor.
 
-A *read plan* is made from the list of all chunks of the step, once the step is chosen: :func:`plan_into` fills the
-leaves of a given state, :func:`plan_new` makes CPU tensors, :func:`plan_given` takes reads a caller planned itself.
-Whoever carries it out (:class:`~resiliency.checkpoint.shard_assembler.ShardAssembler`) knows no leaves and no trees.
+A read plan is made from the list of all chunks of the chosen step: :func:`plan_into` fills the leaves of a given state,
+:func:`plan_new` makes CPU tensors, :func:`plan_given` takes reads planned by the caller.
+:class:`~resiliency.checkpoint.shard_assembler.ShardAssembler` carries a plan out; it needs no leaves and no trees.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Read:
 
     Attributes:
         key: of the tensor the chunk belongs to.
-        chunk_offsets: where the chunk begins in the whole tensor; with ``key`` it names the chunk.
+        chunk_offsets: first index of the chunk in the whole tensor; with ``key`` it identifies the chunk.
         box_offsets: first index of the box within the chunk.
         lengths: shape of the box.
-        destination: gets the elements; of shape ``lengths``, any strides, dtype and device. Detached from autograd.
+        destination: receives the elements; of shape ``lengths``, any strides, dtype and device. Detached from autograd.
     """
 
     key: str
@@ -47,12 +47,12 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPlan:
-    """What one rank wants of a step.
+    """What one rank reads of a step.
 
     Attributes:
-        reads: what to copy.
+        reads: the copies.
         tensors: key -> leaf to put into the restored state.
-        partial: True when the state may have other tensors too; they become empty tensors.
+        partial: True when the stored state may have other tensors; they become empty tensors.
     """
 
     reads: Sequence[Read]
@@ -60,7 +60,7 @@ class ReadPlan:
     partial: bool = False
 
 
-#: Makes a read plan from every chunk of a step, per-rank chunks aside. Called again for every copy or step tried.
+#: Makes a read plan from the chunks of a step, without per-rank chunks. Called again for every copy or step tried.
 ReadPlanner = Callable[[Sequence[Chunk]], ReadPlan]
 
 
@@ -102,7 +102,7 @@ def plan_new(keys: Callable[[str], bool] | None = None) -> ReadPlanner:
 
 
 def plan_given(reads: Callable[[Sequence[Chunk]], Sequence[Read]]) -> ReadPlanner:
-    """Takes the reads of a caller, who keeps the destinations; each is checked against the chunks stored.
+    """Takes the reads of a caller, who keeps the destinations. Each read is checked against the stored chunks.
 
     Raises (when it is called):
         ConfigError: ``reads`` failed, or a read does not fit the chunk it names.
@@ -113,7 +113,7 @@ def plan_given(reads: Callable[[Sequence[Chunk]], Sequence[Read]]) -> ReadPlanne
             given = list(reads(stored))
         except ConfigError:
             raise
-        except Exception as error:  # Boundary: the caller's code; the other ranks must hear that this one gives up.
+        except Exception as error:  # Boundary: the caller's code; reported to the other ranks as a ConfigError.
             raise ConfigError(f"reads= failed: {type(error).__name__}: {error}") from error
         chunks = {(chunk.key, chunk.offsets): chunk for chunk in stored}
         for read in given:
@@ -145,7 +145,7 @@ def plan_reads(wanted: Mapping[str, Any], stored: Sequence[Chunk]) -> list[Read]
         stored: every chunk of the step, of all shards; the chunks of a tensor do not overlap.
 
     Raises:
-        ConfigError: a key is not stored, not whole, or of another global shape.
+        ConfigError: a key is not stored, elements of it are missing, or its global shape differs.
     """
     by_key: dict[str, list[Chunk]] = {}
     for chunk in stored:
@@ -153,7 +153,7 @@ def plan_reads(wanted: Mapping[str, Any], stored: Sequence[Chunk]) -> list[Read]
     reads: list[Read] = []
     converted: list[tuple[str, str, torch.dtype]] = []
     for key, leaf in wanted.items():
-        # Most leaves are plain: all of one is wanted, so every chunk is, whole (3 microseconds a tensor, not 12).
+        # Most leaves are plain tensors, which need every chunk whole: this shortcut takes 3 microseconds, not 12.
         plain = type(leaf) is Tensor
         known, found = leaf if plain else kind_of(leaf).describe(leaf), by_key.get(key)
         if found is None:
@@ -167,26 +167,28 @@ def plan_reads(wanted: Mapping[str, Any], stored: Sequence[Chunk]) -> list[Read]
             converted.append((key, found[0].dtype, known.dtype))
         if plain:
             needed = leaf.numel()
-            mine = [_whole_read(key, leaf, chunk) for chunk in found]
+            reads_of_leaf = [_whole_read(key, leaf, chunk) for chunk in found]
         else:
             needed = sum(math.prod(box.sizes) for box in known.boxes)
-            mine = [read for box in known.boxes for read in _reads_of(key, box, kind_of(leaf).local(leaf, box), found)]
-        elements = sum([math.prod(read.lengths) for read in mine])
+            reads_of_leaf = [
+                read for box in known.boxes for read in _reads_of(key, box, kind_of(leaf).local(leaf, box), found)
+            ]
+        elements = sum([math.prod(read.lengths) for read in reads_of_leaf])
         if elements != needed:
             raise ConfigError(f"tensor {key!r}: only {elements} of {needed} elements are in the checkpoint")
-        reads += mine
+        reads += reads_of_leaf
     _warn_of_conversions(sorted(converted, key=lambda entry: entry[0]))
     return reads
 
 
 def _whole_read(key: str, tensor: Tensor, chunk: Chunk) -> Read:
-    """All of a chunk, into its place in a plain tensor."""
+    """The read of a whole chunk into its box of a plain tensor."""
     target = tensor if chunk.whole else box_of(tensor, chunk.offsets, chunk.sizes)
     return Read(key, chunk.offsets, (0,) * len(chunk.sizes), chunk.sizes, target)
 
 
 def _reads_of(key: str, box: Box, target: Tensor, chunks: Sequence[Chunk]) -> list[Read]:
-    """The parts of a box that lie in each chunk; ``target`` is the box's memory."""
+    """The reads that fill a box, one per chunk that overlaps it; ``target`` is the box's memory."""
     reads = []
     for chunk in chunks:
         first = tuple(map(max, box.offsets, chunk.offsets))
@@ -203,12 +205,12 @@ def _reads_of(key: str, box: Box, target: Tensor, chunks: Sequence[Chunk]) -> li
 
 
 def _warn_of_conversions(converted: Sequence[tuple[str, str, torch.dtype]]) -> None:
-    """A restore into another dtype is allowed, as everywhere in torch, but it is not exact, which must be said."""
+    """Warns that tensors are restored into another dtype, which is allowed but not exact."""
     if converted:
         key, stored, here = converted[0]
         logger.warning(
-            "tensor %r is stored as %s and restored into %s (%d more are converted): what follows is not bit-equal to"
-            " the run that saved it",
+            "tensor %r is stored as %s and restored into %s (%d more are converted): the resumed run is not"
+            " bit-equal to the run that saved it",
             key,
             stored,
             here,

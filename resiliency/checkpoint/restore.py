@@ -1,8 +1,8 @@
-"""The collective restore: list what all sources hold, agree on a step, fetch its missing shards, read and check them.
+"""The collective restore: lists all sources, plans, fetches missing shards, reads and checks them.
 
-Which step, and which source for each shard, is decided by :mod:`resiliency.storage.restore_plan`. This module asks
-the tiers and exchanges the answers between ranks. Every rank has the same inventory and the same list of bad copies,
-and so makes the same plan.
+:mod:`resiliency.storage.restore_plan` decides which step is restored, and from which source each shard. This module
+lists the tiers and exchanges the inventories between ranks. Every rank has the same inventory and the same list of bad
+copies, and so makes the same plan.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ class Restored:
     Attributes:
         id: step, attempt and token.
         state: the state tree; with ``into`` its tensors are the ones passed in.
-        per_rank: what this rank passed as ``per_rank``, or None when the checkpoint has nothing for this rank (the
-            world grew).
-        world_size: ranks that wrote it.
+        per_rank: what this rank passed as ``per_rank``, or None when this rank did not exist at the save.
+        world_size: number of ranks that wrote it.
         names: names of the step.
         info: what the save passed as ``info``.
         duration_s: seconds from the call of ``load`` to its result.
@@ -85,7 +84,7 @@ class Restorer:
     Args:
         session: of this attempt.
         coordinator: exchanges messages between the ranks.
-        local: the local tier; shards are read from there, and fetched into it when they lie elsewhere.
+        local: the local tier; shards are read from there, after they were fetched into it if necessary.
         remotes: further tiers, in the order in which they are tried; the same on all ranks.
         run: name of the run.
         agree_timeout: how long to wait for the other ranks, each time.
@@ -109,7 +108,7 @@ class Restorer:
         self._tiers = (local, *remotes)
         self._openers: dict[str, Opener] = {tier.name: _opener(tier) for tier in self._tiers}
         here = ShardSource(tier=local.name, host=session.node, cost=Cost.LOCAL)
-        # What this rank lists for all: the first rank of a host its local tier, rank 0 the remote tiers.
+        # The sources this rank lists for all ranks: the first rank of a host its local tier, rank 0 the remote tiers.
         self._listed = [here] if coordinator.rank == session.local_ranks[0] else []
         if coordinator.rank == 0:
             self._listed += [ShardSource(tier=tier.name, host=None, cost=Cost.REMOTE) for tier in remotes]
@@ -133,7 +132,7 @@ class Restorer:
                     self._session.client.send(Rescan())
                     return restored
             problems += found
-        self._explain_nothing(inventory, problems, step)
+        self._raise_reason(inventory, problems, step)
         return None
 
     def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
@@ -149,13 +148,13 @@ class Restorer:
             if plan_restore(inventory, hosts, only=step) is not None
         ]
 
-    # -- what there is ----------------------------------------------------------------------------------------------
+    # -- inventory --------------------------------------------------------------------------------------------------
 
     def _inventory(self) -> list[StepInventory]:
-        """What all sources hold, the same list on every rank. Collective: yes.
+        """The inventory of all sources, the same list on every rank. Collective: yes.
 
         Raises:
-            TierError: tiers could not be listed and nothing was found on the others.
+            TierError: some tiers could not be listed, and no checkpoint was found on the others.
         """
         faultpoints.hit("restore.inventory", rank=self.rank)
         entries: list[StepInventory] = []
@@ -165,8 +164,8 @@ class Restorer:
                 entries += list_inventory(open_source(source, self._openers), self._run, source)
         except (TierError, UnsupportedFormat) as error:
             problem = f"rank {self.rank}: {error}"
-        mine = InventoryReport(entries=tuple(entries), problem=problem)
-        reports = gather(self._coordinator, "inventory", mine, timeout=self._agree_timeout)
+        own_report = InventoryReport(entries=tuple(entries), problem=problem)
+        reports = gather(self._coordinator, "inventory", own_report, timeout=self._agree_timeout)
         problems = "; ".join(report.problem for report in reports if report.problem)
         inventory = [entry for report in reports for entry in report.entries]
         if problems and not inventory:
@@ -175,15 +174,15 @@ class Restorer:
             logger.warning("some checkpoints cannot be listed: %s; restoring from the others", problems)
         return inventory
 
-    def _explain_nothing(
+    def _raise_reason(
         self, inventory: Sequence[StepInventory], problems: Sequence[CopyProblem], step: StepId | None
     ) -> None:
-        """Raises the reason why nothing was restored; returns when there is nothing that could have been.
+        """Raises why nothing was restored; returns when no committed checkpoint exists.
 
         Raises:
             CorruptShard: there are checkpoints, and they are damaged.
             TierError: there are checkpoints, and the tiers that hold them failed.
-            NoCheckpointFound: a step was asked for that is not there.
+            NoCheckpointFound: ``step`` was given and is not committed on any tier.
         """
         damage = [problem.reason for problem in problems if problem.damaged]
         damage += [text for entry in inventory if step in (None, entry.step) for text in entry.lost]
@@ -198,11 +197,11 @@ class Restorer:
             )
         if failures:
             raise TierError(
-                "checkpoints exist but cannot be read or brought here: " + "; ".join(dict.fromkeys(failures)),
+                "checkpoints exist but cannot be read or fetched: " + "; ".join(dict.fromkeys(failures)),
                 retryable=True,
             )
         if step is not None:
-            raise NoCheckpointFound(f"{step} of run {self._run!r} is not complete on any tier: {places}")
+            raise NoCheckpointFound(f"{step} of run {self._run!r} is not committed on any tier: {places}")
         if inventory:
             logger.warning(
                 "only unfinished checkpoints of run %r were found in %s; starting from scratch", self._run, places
@@ -211,8 +210,10 @@ class Restorer:
     # -- fetching ---------------------------------------------------------------------------------------------------
 
     def _fetch_missing(self, plan: RestorePlan) -> list[CopyProblem]:
-        """Fetches the shards that this host lacks, shared out among its ranks, and returns the bad copies that any rank
-        met. Collective: only when some host has to fetch, which every rank sees from the plan."""
+        """Fetches the shards that this host lacks, divided among its ranks. Returns the bad copies any rank found.
+
+        Collective: only when some host has to fetch, which the plan says on every rank.
+        """
         if not plan.fetches:
             return []
         host, ranks = self._session.node, self._session.local_ranks
@@ -221,22 +222,23 @@ class Restorer:
             problems += self._shards.fetch(plan, rank)
         return self._share("fetched", problems)
 
-    def _share(self, topic: str, mine: Sequence[CopyProblem]) -> list[CopyProblem]:
-        """The bad copies that all ranks found. Collective: yes."""
-        report = ProblemReport(problems=tuple(mine))
+    def _share(self, topic: str, problems: Sequence[CopyProblem]) -> list[CopyProblem]:
+        """The bad copies found by all ranks; ``problems``: by this one. Collective: yes."""
+        report = ProblemReport(problems=tuple(problems))
         reports = gather(self._coordinator, topic, report, timeout=self._agree_timeout)
         return [problem for report in reports for problem in report.problems]
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def _read(self, plan: RestorePlan, request: _Request) -> tuple[Restored | None, list[CopyProblem]]:
-        """Reads and checks what this rank wants. Collective: yes.
+        """Reads and checks this rank's part of the step. Collective: yes.
 
         Returns:
             The result, or None and the bad copies when any rank found one.
 
         Raises:
-            ConfigError: the state passed in does not fit the checkpoint; raised after the other ranks were told.
+            ConfigError: the state passed in does not fit the checkpoint; raised after the exchange with the other
+                ranks.
         """
         readers: list[ShardReader] = []
         misfit: ConfigError | None = None
@@ -282,5 +284,5 @@ class Restorer:
 
 
 def _opener(tier: Tier) -> Opener:
-    """The opener of a tier that is one object for all sources of its name."""
+    """An opener that returns this tier for every source."""
     return lambda source: tier

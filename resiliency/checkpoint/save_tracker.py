@@ -1,4 +1,4 @@
-"""Tracks what becomes of the saves of one rank: the one being copied, the tickets of the last ones, their outcomes."""
+"""Tracks the saves of one rank: the save in flight, the tickets of the last saves, and their outcomes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 #: Slots that stay mapped: one being filled, one being committed, one spare.
 _MAPPED_SLOTS = 3
-#: Tickets of this many saves are kept up to date.
+#: Tickets of this many saves are updated.
 _TICKETS = 64
-#: Seconds between two looks at the counts of other agents' ranks, which nothing announces.
+#: Seconds between two reads of the count of recorded shards, about whose changes the store sends no message.
 _COUNT_EVERY_S = 0.05
 
 
@@ -33,10 +33,10 @@ class InFlightSave:
     """The save whose shard the agent has not recorded yet; there is one at most.
 
     Attributes:
-        snapshot: its copy, until it was fenced.
-        sealed_at: monotonic time when the whole shard was handed to the agent.
-        supersedes: names that go once it is committed.
-        undo_schedule: forgets that this save was to go to slower tiers, so that the next one goes there.
+        snapshot: its copy, until the fence.
+        sealed_at: monotonic time when the shard was sealed.
+        supersedes: names to delete once it is committed.
+        undo_schedule: removes this save from the schedule of the slower tiers, so that the next save goes there.
     """
 
     ticket: Ticket
@@ -52,9 +52,9 @@ class SaveTracker:
 
     Args:
         session: of this attempt.
-        coordinator: where ranks of several agents count recorded shards.
-        arena: gets the files back that the agent recycles.
-        durable: whether the local tier can be more than committed.
+        coordinator: counts the recorded shards when the ranks have several agents.
+        arena: gets back the files that the agent recycles.
+        durable: whether a save can become durable on the local tier.
     """
 
     def __init__(self, *, session: Session, coordinator: Coordinator, arena: Arena, durable: bool) -> None:
@@ -75,14 +75,14 @@ class SaveTracker:
         return StepId(step, self._session.attempt, self._session.token, self._serials.get(step, 0))
 
     def begin(self, ticket: Ticket, slot: Slot, supersedes: Sequence[str]) -> InFlightSave:
-        """A save was started: it is the one in flight now."""
+        """Registers a started save as the one in flight."""
         self._tickets[ticket.id] = ticket
         self._serials[ticket.step] = ticket.id.serial + 1
         self.in_flight = InFlightSave(ticket, slot, supersedes=list(supersedes))
         return self.in_flight
 
     def fail(self, in_flight: InFlightSave, reason: str) -> None:
-        """The save came to nothing in this process. One warning, an event, an outcome."""
+        """Reports that the save failed in this process: a warning, an event, an outcome."""
         ticket = in_flight.ticket
         ticket.failed = reason
         if self.in_flight is in_flight:
@@ -99,7 +99,7 @@ class SaveTracker:
         logger.warning("rank %d: checkpoint of step %d failed: %s; training goes on", self._rank, ticket.step, reason)
 
     def skip(self, step: int, reason: str, *, failed: bool = False) -> None:
-        """No save was started. An event, an outcome, and a warning the first time."""
+        """Reports that no save was started: an event, an outcome, and a warning the first time."""
         self.skipped += 1
         kind = EventKind.CHECKPOINT_FAILED if failed else EventKind.CHECKPOINT_SKIPPED
         facts = {"will_retry": True, "stage": str(Stage.COPIED)} if failed else {}
@@ -120,7 +120,7 @@ class SaveTracker:
         return max(self._tickets, default=None)
 
     def outcomes(self) -> list[Outcome]:
-        """What happened since the last call."""
+        """The outcomes since the last call."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -128,11 +128,11 @@ class SaveTracker:
 
     @property
     def waits_for_others(self) -> bool:
-        """True while a save of this rank waits for ranks of other agents, whose counts must be asked for."""
+        """True while a save waits for records of ranks of other agents, for which the count must be read."""
         return bool(self._uncounted)
 
     def process_messages(self) -> None:
-        """Takes in everything the agent has said. Blocks: no."""
+        """Processes all messages received from the agent. Blocks: no."""
         for message in self._session.client.poll():
             self._process(message)
         for step in sorted(self._uncounted):
@@ -140,27 +140,31 @@ class SaveTracker:
             if recorded is None:
                 return
             if recorded >= self._coordinator.world_size:
-                # What is older and not whole yet never will be: a rank failed there.
+                # Older saves that are still incomplete will never be committed: a rank failed there.
                 self._uncounted = {other for other in self._uncounted if other > step}
                 self._session.client.send(Complete(id=step))
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for a message, or a moment when others are waited for; then takes in what came."""
+        """Waits for a message, or 50 ms when waiting for other ranks; then processes the messages received."""
         self._session.client.wait_message(min(timeout_s, _COUNT_EVERY_S) if self._uncounted else timeout_s)
         self.process_messages()
 
     def _count(self, step: StepId, amount: int) -> int | None:
-        """Adds to the number of ranks that have recorded a save, and returns it; None when the store is gone (rank 0
-        has ended): then nobody waits any more."""
+        """Adds to the number of ranks that have recorded a save, and returns it.
+
+        None when the store does not answer (rank 0 has exited); then this rank stops waiting for other ranks.
+        """
         try:
             return self._coordinator.count(f"recorded/{step.dirname}", amount)
         except RuntimeError as error:  # what every torch store raises
             logger.info(
-                "rank %d: the job's store is gone (%s); saves of other hosts are not waited for", self._rank, error
+                "rank %d: the job's store does not answer (%s); no longer waiting for records of other hosts",
+                self._rank,
+                error,
             )
             waiting, self._uncounted = self._uncounted, set()
             if self._session.client.config.shared:
-                # Rank 0 has ended. What is whole can still be seen in the folder.
+                # In a shared folder the agent can see by itself which steps have all records.
                 for other in sorted(waiting):
                     self._session.client.send(Complete(id=other))
             return None
@@ -179,8 +183,8 @@ class SaveTracker:
         elif isinstance(message, Failed):
             self._failed(message)
 
-    def _take_off(self, step: StepId) -> InFlightSave | None:
-        """The save in flight, if it is this one; it is in flight no more."""
+    def _land(self, step: StepId) -> InFlightSave | None:
+        """Ends the flight of a save. Returns it, None when it was not in flight."""
         in_flight = self.in_flight
         if in_flight is None or in_flight.ticket.id != step:
             return None
@@ -188,9 +192,9 @@ class SaveTracker:
         return in_flight
 
     def _recorded(self, step: StepId) -> None:
-        self._take_off(step)
+        self._land(step)
         if step in self._tickets:
-            self._tickets[step].note(Stage.RECORDED)
+            self._tickets[step].mark_reached(Stage.RECORDED)
         if self._counted:
             self._uncounted.add(step)
             self._count(step, 1)
@@ -199,7 +203,7 @@ class SaveTracker:
         ticket = self._tickets.get(step)
         if ticket is None:
             return
-        ticket.note(stage, tier)
+        ticket.mark_reached(stage, tier)
         if tier == LOCAL:
             if stage is Stage.DURABLE or not self._durable:
                 self._arena.trim(_MAPPED_SLOTS)
@@ -211,7 +215,7 @@ class SaveTracker:
         ticket = self._tickets.get(message.id)
         if ticket is not None and message.tier == LOCAL:
             ticket.failed = message.reason
-            in_flight = self._take_off(message.id)
+            in_flight = self._land(message.id)
             if in_flight is not None and in_flight.undo_schedule is not None:
                 in_flight.undo_schedule()
         self._outcomes.append(

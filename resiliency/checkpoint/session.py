@@ -1,4 +1,4 @@
-"""The start of a checkpointer: who is where, which attempt this is, and an agent to talk to. Collective, bounded."""
+"""Starts a checkpointer: agrees on the attempt and the hosts of all ranks, and connects to the agent. Collective."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Session:
 
     Attributes:
         attempt, token: identity of the attempt.
-        nodes: node of each rank, ``[world_size]``.
-        node: this rank's.
-        local_ranks: ranks of this node.
-        together: True when one agent process serves every rank (so that it can see completeness itself).
+        nodes: host of each rank, ``[world_size]``.
+        node: host of this rank.
+        local_ranks: ranks of this host.
+        together: True when one agent process serves every rank, so that it sees every record itself.
         events: writer for this rank.
         client: open connection to the agent.
     """
@@ -68,11 +68,12 @@ def open_session(
     environment: Environment,
     sinks: tuple[EventSink, ...],
 ) -> Session:
-    """Agrees on the attempt and starts or finds the agent. Collective: yes. Blocks: up to ``options.agree_timeout`` and
-    a start.
+    """Agrees on the attempt and finds or starts the agent.
+
+    Collective: yes. Blocks: up to ``options.agree_timeout`` for each exchange, plus the start of the agent.
 
     Raises:
-        Timeout: a rank did not come.
+        Timeout: a rank is missing.
         AgentError: another job uses the directory.
         UnsupportedFormat: the directory or a remote tier holds steps that another version of the format wrote.
         TierError: the local directory cannot be made or read.
@@ -87,7 +88,7 @@ def open_session(
     except UnsupportedFormat as error:
         unsupported, largest = str(error), 0
     except (OSError, TierError) as error:
-        # Told to the others before raising, so that nobody waits for this rank.
+        # Reported to the other ranks before raising, so that they do not wait for this one.
         problem, largest = f"rank {rank}: {local.directory} cannot be used: {error}", 0
     if rank == 0:
         for tier in remote_tiers:
@@ -97,14 +98,14 @@ def open_session(
                 unsupported = unsupported or str(error)
             except TierError as error:
                 problem = problem or (f"{tier.root} cannot be listed: {error}" if not error.retryable else "")
-    mine = RankReport(
+    own_report = RankReport(
         node=environment.node,
         largest_attempt=largest,
         token=secrets.token_hex(3),
         problem=problem,
         unsupported=unsupported,
     )
-    reports = gather(coordinator, "report", mine, timeout=options.agree_timeout)
+    reports = gather(coordinator, "report", own_report, timeout=options.agree_timeout)
     refusals = [report.unsupported for report in reports if report.unsupported]
     if refusals:
         raise UnsupportedFormat("; ".join(dict.fromkeys(refusals)), path=meta)
@@ -120,7 +121,7 @@ def open_session(
         try:
             write_attempt(local.directory, run, attempt)
         except OSError as error:
-            # The step folders tell it too, once something is saved.
+            # Once a step is saved, its folder name has the attempt too.
             logger.warning(
                 "%s cannot be written (%s); the attempt is counted from the checkpoints",
                 attempt_file(local.directory, run),
@@ -138,9 +139,8 @@ def open_session(
     )
     if not shared and not remotes and rank == 0:
         logger.warning(
-            "%s is a different folder on each of %d hosts and there is no other tier: no host will hold a whole"
-            " checkpoint, so nothing"
-            " could be restored; pass a folder all hosts share, or a remote tier",
+            "%s is a different folder on each of %d hosts and there is no other tier: no host will hold all shards of"
+            " a step, so nothing could be restored; pass a folder all hosts share, or a remote tier",
             local.directory,
             len(set(nodes)),
         )
@@ -170,7 +170,7 @@ def open_session(
     try:
         client.open()
         problem = ""
-    except Exception as error:  # Boundary: the other ranks must hear of it before this rank gives up.
+    except Exception as error:  # Boundary: reported to the other ranks before this rank raises.
         problem, failure = f"rank {rank}: {error}", error
     ready = AgentReady(embedded=client.embedded, problem=problem)
     answers = gather(coordinator, "agent", ready, timeout=options.agree_timeout)
@@ -185,7 +185,7 @@ def open_session(
 
 
 def _events_dir(local: LocalTierOptions, remotes: Sequence[RemoteTierOptions], run: str) -> str:
-    """Beside the checkpoints that last: in the first further tier that is a folder, never on a ramdisk."""
+    """Folder of the event logs: in the first remote tier that is a folder, else in the local tier, not on a ramdisk."""
     for remote in remotes:
         path = local_path(remote.address)
         if path is not None:
@@ -206,16 +206,16 @@ def _is_shared(
     coordinator: Coordinator,
     timeout: timedelta,
 ) -> bool:
-    """Whether all hosts see the same folder, found by each leaving a mark there."""
+    """Whether all hosts see the same folder: each host writes a probe file there, and every rank looks for all."""
     if local.shared is not None or len(set(nodes)) == 1:
         return local.shared is not False
-    mine = os.path.join(meta, f".probe-{token}-{node}")
+    own_probe = os.path.join(meta, f".probe-{token}-{node}")
     if first:
-        with open(mine, "w", encoding="ascii"):
-            os.utime(mine)
+        with open(own_probe, "w", encoding="ascii"):
+            os.utime(own_probe)
     coordinator.all_gather("probe", b"", timeout=timeout)
     seen = all(os.path.exists(os.path.join(meta, f".probe-{token}-{other}")) for other in nodes)
     answers = gather(coordinator, "shared folder", SharedFolder(seen=seen), timeout=timeout)
     if first:
-        os.unlink(mine)
+        os.unlink(own_probe)
     return all(answer.seen for answer in answers)

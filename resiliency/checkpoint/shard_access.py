@@ -1,6 +1,6 @@
-"""What one rank does with the shards of a plan: fetch them, open them, read them; bad copies are returned, not raised.
+"""Fetches, opens and reads the shards of a restore plan for one rank. Bad copies are returned, not raised.
 
-Nothing here is collective; :mod:`resiliency.checkpoint.restore` exchanges the bad copies between the ranks.
+Not collective; :mod:`resiliency.checkpoint.restore` exchanges the bad copies between the ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class ShardAccess:
 
     Args:
         here: the local tier of this host, as a source; shards are fetched into it.
-        openers: by tier name; must open ``here`` and all that is to be fetched.
+        openers: by tier name; for ``here`` and for every source to fetch from.
         run: name of the run.
         rank: this rank.
-        events: where repairs and bad copies are recorded.
+        events: log of repairs and bad copies.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class ShardAccess:
         self._events = events
 
     def fetch(self, plan: RestorePlan, rank: int) -> list[CopyProblem]:
-        """Copies the shard of ``rank`` into the local tier, from the first source that has it whole.
+        """Copies the shard of ``rank`` into the local tier, from the first source with a good copy.
 
         Blocks: as long as the sources take, with their own retries.
 
         Returns:
-            The bad copies met on the way. When all were bad, the shard is not here.
+            The bad copies found. When all were bad, the shard was not fetched.
         """
         root = open_source(self._here, self._openers).root
         problems = []
@@ -86,7 +86,7 @@ class ShardAccess:
     def fill(
         self, plan: RestorePlan, readers: Sequence[ShardReader], assembler: ShardAssembler, *, threads: int
     ) -> list[CopyProblem]:
-        """Reads what the assembler wants from all shards, checking every byte, and returns the bad copies."""
+        """Reads and checks the assembler's plan from all shards, and returns the bad copies."""
         problems = []
         for rank, ranges in assembler.read(threads=threads).items():
             path = readers[rank].path
@@ -95,14 +95,14 @@ class ShardAccess:
         return problems
 
     def _source(self, plan: RestorePlan, rank: int) -> ShardSource:
-        """The source a shard is read in place from: one on this host, or the local tier it was fetched into."""
+        """The source a shard is read from in place: one on this host, or the local tier it was fetched into."""
         return plan.in_place(self._host, rank) or self._here
 
     def _copy(self, plan: RestorePlan, rank: int) -> BadCopy:
         return BadCopy(source=self._source(plan, rank), step=plan.step, rank=rank)
 
     def _problem(self, copy: BadCopy, error: Exception) -> CopyProblem:
-        """Reports a bad copy to the user and the event log, and describes it for the other ranks."""
+        """Logs a bad copy, and describes it for the other ranks."""
         ranges = list(error.ranges) if isinstance(error, CorruptShard) else []
         self._events.emit(EventKind.CHECKPOINT_CORRUPT, step=copy.step.step, path=str(error), ranges=ranges)
         logger.warning("rank %d: %s; trying the next copy", self._rank, error)

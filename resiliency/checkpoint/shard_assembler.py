@@ -1,12 +1,11 @@
-"""Carries out a read plan over the shards of a step, checking every byte on its way into place.
+"""Carries out a read plan: reads the shards of a step into tensors and checks every byte in the same pass.
 
-A block of a shard is read once, in strides that fit into a core's cache: each stride is digested, and copied to where
-it belongs while it is in the cache. Several threads share the blocks. Checking
-everything first and copying then would read the file twice (1 GiB on two cores: 101 ms, against 66 ms like this; a
-bare copy takes 52 to 60). The price: after damage was found, the tensors to be filled hold undefined values until
-another copy has been read over them, or the restore has failed.
+A block of a shard is read once, in strides that fit into a core's cache: each stride is digested, and copied to its
+destination while it is in the cache. Several threads share the blocks. Checking everything first and copying afterwards
+would read the file twice (1 GiB on two cores: 101 ms instead of 66 ms; a bare copy takes 52 to 60). The disadvantage:
+after damage was found, the tensors hold undefined values until another copy is read, or the restore fails.
 
-Boxes that are cut across rows, converted, or go to a GPU are copied by torch, after their blocks were found good.
+Boxes that are cut across rows, converted, or go to a GPU are copied by torch, after their blocks were checked.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 #: Bytes copied and digested at a time, see :mod:`resiliency.checkpoint.snapshot`.
 _STRIDE = 512 * 1024
-#: More threads only wait for memory.
+#: More threads are not faster: memory bandwidth is the limit.
 _MAX_THREADS = 4
 
 
@@ -47,7 +46,7 @@ def threads_for(ranks: int) -> int:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Bytes ``[start, start + nbytes)`` of a file, which go to memory at ``address``."""
+    """Bytes ``[start, start + nbytes)`` of a file, to be copied to memory at ``address``."""
 
     start: int
     nbytes: int
@@ -55,15 +54,15 @@ class _Segment:
 
 
 class ShardAssembler:
-    """Carries out a read plan over the shards of a step. Made, :meth:`read`, then asked for its :meth:`result`.
+    """Carries out a read plan over the shards of a step. Call :meth:`read`, then :meth:`result`.
 
     Args:
-        readers: one per shard, ``readers[i]`` being rank i's; they stay open until the result was taken.
-        rank: whose per-rank part is wanted.
-        planner: called once with every chunk stored for all ranks; says what to read into which memory.
+        readers: one per shard, ``readers[i]`` for rank i's; must stay open until the result was returned.
+        rank: the rank whose per-rank part is read.
+        planner: called once with every chunk that is not per-rank; returns the read plan.
 
     Raises:
-        ConfigError: of the planner: what is stored and what is wanted do not fit.
+        ConfigError: raised by the planner: the stored chunks do not fit what is to be filled.
     """
 
     def __init__(self, readers: Sequence[ShardReader], *, rank: int, planner: ReadPlanner) -> None:
@@ -77,7 +76,7 @@ class ShardAssembler:
             if not own
         }
         self._segments: list[list[_Segment]] = [[] for _ in readers]
-        self._ranges: list[list[tuple[int, int]]] = [[] for _ in readers]  # bytes that must be good, segments aside
+        self._ranges: list[list[tuple[int, int]]] = [[] for _ in readers]  # further bytes to check, beside the segments
         self._by_torch: list[tuple[int, Read]] = []
         self._direct: list[Tensor] = []
         for read in self._plan.reads:
@@ -99,25 +98,25 @@ class ShardAssembler:
 
     @torch.no_grad()
     def read(self, *, threads: int) -> dict[int, list[tuple[int, int]]]:
-        """Reads and checks every block that holds something wanted. Blocks: until it is in place.
+        """Reads and checks every block with bytes of the plan. Blocks: until all are read.
 
         Returns:
-            Byte ranges that do not match their digests, by shard; empty when all is well.
+            Byte ranges that do not match their digests, by shard; empty when all match.
         """
         jobs = [
             (index, block, segments) for index in range(len(self._readers)) for block, segments in self._blocks(index)
         ]
         good = [False] * len(jobs)
-        turns = itertools.count()  # asked by all threads, which is safe: one bytecode, or locked where there is no GIL
+        numbers = itertools.count()  # shared by all threads: next() is atomic with the GIL, and locked without
 
-        def take_turns() -> None:
-            while (turn := next(turns)) < len(jobs):
-                index, block, segments = jobs[turn]
-                good[turn] = _is_good(self._readers[index], block, segments)
+        def run_jobs() -> None:
+            while (number := next(numbers)) < len(jobs):
+                index, block, segments = jobs[number]
+                good[number] = _read_and_check(self._readers[index], block, segments)
 
         with ThreadPoolExecutor(max(1, threads - 1), "resiliency-read") as pool:
-            others = [pool.submit(take_turns) for _ in range(threads - 1)]
-            take_turns()
+            others = [pool.submit(run_jobs) for _ in range(threads - 1)]
+            run_jobs()
             for other in others:
                 other.result()
         bad: dict[int, list[tuple[int, int]]] = {}
@@ -126,14 +125,14 @@ class ShardAssembler:
                 bad.setdefault(index, []).append(self._readers[index].record.blocks.bounds(block))
         for tensor in self._direct:
             if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)  # autograd should know, as of any other change in place
+                torch.autograd.graph.increment_version(tensor)  # the change in place, for autograd
         if not bad:
             for index, read in self._by_torch:
                 _copy_box(self._readers[index], self._where[read.key, read.chunk_offsets][1], read)
         return bad
 
     def _blocks(self, index: int) -> list[tuple[int, list[_Segment]]]:
-        """Blocks of a shard that hold something wanted, in order, each with the segments that lie in it, in order."""
+        """Blocks of a shard with bytes of the plan, in order, each with the segments in it, in order."""
         blocks = self._readers[index].record.blocks
         found: dict[int, list[_Segment]] = {}
         for segment in sorted(self._segments[index], key=lambda segment: segment.start):
@@ -145,20 +144,22 @@ class ShardAssembler:
         return sorted(found.items())
 
     def result(self, *, allow_pickle: bool = False) -> tuple[Any, Any]:
-        """The state tree and the per-rank tree (None when the step has no such rank); after a :meth:`read` that found
-        all well."""
+        """The state tree and the per-rank tree (None when the step has no such rank).
+
+        Call it only after a :meth:`read` that found no damage.
+        """
         absent, wanted = torch.empty(0), self._plan.tensors
         lookup: Any = (lambda key: wanted.get(key, absent)) if self._plan.partial else wanted
         state = unflatten(self._readers[0].objects()["state"], lookup, allow_pickle=allow_pickle)
         if self._rank >= len(self._readers):
             return state, None
-        mine = self._readers[self._rank]
-        own = {p.chunk.key: mine.tensor(p.chunk, p).clone() for p in mine.header.placed if p.chunk.per_rank}
-        return state, unflatten(mine.objects()["per_rank"], own, allow_pickle=allow_pickle)
+        reader = self._readers[self._rank]
+        own = {p.chunk.key: reader.tensor(p.chunk, p).clone() for p in reader.header.placed if p.chunk.per_rank}
+        return state, unflatten(reader.objects()["per_rank"], own, allow_pickle=allow_pickle)
 
 
 def _segment(read: Read, chunk: Chunk, start: int) -> _Segment | None:
-    """The read as one run of bytes on both sides, or None when it is not."""
+    """The read as a copy of contiguous bytes, or None when source or destination is not contiguous."""
     target = read.destination
     whole_rows = read.lengths[1:] == chunk.sizes[1:] and not any(read.box_offsets[1:])
     plain = (
@@ -180,7 +181,7 @@ def _segment(read: Read, chunk: Chunk, start: int) -> _Segment | None:
     return _Segment(start + first * row, math.prod(read.lengths) * chunk.itemsize, target.data_ptr())
 
 
-def _is_good(reader: ShardReader, block: int, segments: Sequence[_Segment]) -> bool:
+def _read_and_check(reader: ShardReader, block: int, segments: Sequence[_Segment]) -> bool:
     try:
         return _read_block(reader, block, segments)
     except OSError as error:
@@ -189,14 +190,14 @@ def _is_good(reader: ShardReader, block: int, segments: Sequence[_Segment]) -> b
 
 
 def _read_block(reader: ShardReader, block: int, segments: Sequence[_Segment]) -> bool:
-    """Puts what lies in the block into place, and tells whether the block is good. Thread: any."""
+    """Copies the block's bytes to their destinations; True when the block matches its digest. Thread: any."""
     begin, end = reader.record.blocks.bounds(block)
     digest = new_digest()
     at = begin
     for segment in segments:
         first, last = max(segment.start, begin), min(segment.start + segment.nbytes, end)
         if first < at:
-            # Two destinations for the same bytes: they are digested once and copied twice.
+            # Bytes with two destinations are digested once and copied twice.
             overlap = min(last, at)
             reader.copy(first, segment.address + first - segment.start, overlap - first)
             first = overlap

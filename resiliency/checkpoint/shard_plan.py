@@ -1,4 +1,4 @@
-"""Planning a save: from a state tree, or from a plan the caller made, to one rank's shard with every chunk placed."""
+"""Plans a save: turns a state tree, or a caller's write plan, into the layout of one rank's shard."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ Wanted = bool | Callable[[str, Tensor], bool]
 
 
 @dataclass(frozen=True)
-class _Agreed:
-    """What came of the last exchange of boxes (or of working it out alone).
+class _CachedShare:
+    """The boxes of this rank at the last exchange between ranks, and the share that was planned from it.
 
     Attributes:
-        mine: the boxes this rank described.
-        alone: True when it was worked out without the other ranks.
-        share: what it writes of them.
-        keys: of the tensors of all ranks.
+        boxes: the boxes this rank described.
+        exchanged: False when the plan was computed without the other ranks.
+        share: the boxes this rank writes.
+        keys: keys of the tensors of all ranks.
     """
 
-    mine: Sequence[Mapping[str, Any]]
-    alone: bool
+    boxes: Sequence[Mapping[str, Any]]
+    exchanged: bool
     share: RankShare
     keys: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Laid:
-    """What is kept from save to save: what the state looked like, and the layout made for it.
+class _CachedLayout:
+    """The layout of the last save, used again while the state keeps its structure.
 
     Attributes:
-        structure: equal for states this layout fits.
+        structure: structure key; equal for states this layout fits.
         plan: digest of what all ranks write.
         layout: of the shard file.
-        places: where each chunk goes.
-        chunks: for each place, (True for one of this rank alone, key, box or None for the whole of a plain tensor).
-        large: for each place, whether it may be lazy at all: shared by all ranks, and not small.
+        places: byte range of each chunk.
+        chunks: for each place, (True for a per-rank chunk, key, box or None for a whole plain tensor).
+        large: for each place, whether it may be lazy at all: not per-rank, and not small.
         on_cuda: a chunk comes from a GPU.
     """
 
@@ -77,18 +77,18 @@ class _Laid:
 
 
 class ShardPlanner:
-    """Plans saves, and keeps plan and layout for as long as the state keeps its structure. Thread: training.
+    """Plans saves; caches plan and layout while the state keeps its structure. Thread: training.
 
     Args:
-        run, rank, world_size: whose shards.
-        small_nbytes: plain tensors below this many bytes are written by rank 0 alone, and never copied late.
+        run, rank, world_size: run and rank of the shards, and number of ranks.
+        small_nbytes: plain tensors below this many bytes are written by rank 0, and never copied late.
     """
 
     def __init__(self, *, run: str, rank: int, world_size: int, small_nbytes: int) -> None:
         self._run, self._rank, self._world_size = run, rank, world_size
         self._small_nbytes = small_nbytes
-        self._agreed: _Agreed | None = None
-        self._laid: _Laid | None = None
+        self._cached_share: _CachedShare | None = None
+        self._cached_layout: _CachedLayout | None = None
         self._reserve = 0
 
     def plan(
@@ -101,13 +101,15 @@ class ShardPlanner:
         lazy: Wanted = False,
         replicated: Callable[[str, Tensor], bool] | None = None,
     ) -> ShardPlan:
-        """Lays out a save. Collective: only at the first save of a structure that some rank holds parts of, or of a
-        :class:`WritePlan`, with more than one rank. Blocks: up to ``agree_timeout`` then.
+        """Plans a save and lays out this rank's shard.
+
+        Collective: only with more than one rank, at the first save of a structure with sharded tensors or of a
+        :class:`WritePlan`. Blocks: up to ``agree_timeout`` then.
 
         Args:
             state: a state tree, or a :class:`WritePlan`.
-            per_rank: a tree only this rank has.
-            lazy: which tensors of the state may be copied late; asked for large ones only.
+            per_rank: this rank's own tree.
+            lazy: which tensors of the state may be copied late; called for large ones only.
             replicated: which plain tensors of a state tree are equal on all ranks; None: all.
 
         Raises:
@@ -121,38 +123,38 @@ class ShardPlanner:
         shared = flatten(state)
         tensors = shared.tensors
         objects = self._objects(shared.skeleton, own)
-        # What one rank alone has, when not all is replicated. None: nothing, without asking for each tensor.
-        alone = (
+        # For each tensor, whether it is plain and not replicated. None: all plain tensors are replicated.
+        not_replicated = (
             None
             if replicated is None
             else [kind_of(leaf).replicated and not replicated(key, leaf) for key, leaf in tensors.items()]
         )
-        structure = (_structure(tensors), _structure(own.tensors), alone)
-        laid = self._laid
-        if laid is None or laid.structure != structure or self._reserve < len(objects):
-            small, large = self._split(tensors, alone)
+        structure = (_structure(tensors), _structure(own.tensors), not_replicated)
+        cached = self._cached_layout
+        if cached is None or cached.structure != structure or self._reserve < len(objects):
+            small, large = self._split(tensors, not_replicated)
             sharded = any(not kind_of(leaf).replicated for leaf in large.values())
-            mine = describe(large, world_size=self._world_size)
-            share = self._agree(mine, coordinator if sharded else None, agree_timeout).share
+            boxes = describe(large, world_size=self._world_size)
+            share = self._agree(boxes, coordinator if sharded else None, agree_timeout).share
             chunks = [*share.chunks, *_whole_chunks(small)]
-            laid = self._lay(structure, share.digest, chunks, tensors, own.tensors, len(objects))
-        mine_alone = own.tensors
+            cached = self._lay_out(structure, share.digest, chunks, tensors, own.tensors, len(objects))
+        own_tensors = own.tensors
         sources = [
-            (mine_alone if alone_here else tensors)[key]
+            (own_tensors if per_rank_chunk else tensors)[key]
             if box is None
-            else _source(key, (mine_alone if alone_here else tensors)[key], box)
-            for alone_here, key, box in laid.chunks
+            else _source(key, (own_tensors if per_rank_chunk else tensors)[key], box)
+            for per_rank_chunk, key, box in cached.chunks
         ]
-        late = _late(lazy, laid, lambda index: tensors[laid.chunks[index][1]])
-        return self._planned(laid, sources, late, objects)
+        late = _late(lazy, cached, lambda index: tensors[cached.chunks[index][1]])
+        return self._planned(cached, sources, late, objects)
 
     def estimate(self, tensors: Mapping[str, Tensor]) -> int:
-        """About how many bytes this rank's shard of such tensors (also on the meta device) takes, rather too many."""
+        """An upper estimate of the bytes of this rank's shard of such tensors, which may be on the meta device."""
         _, large = self._split(tensors, None)
         share = plan_replicated(
             describe(large, world_size=self._world_size), rank=self._rank, world_size=self._world_size
         )
-        # Room for the header, the Python objects and what is small; a slot that is too large is shortened for free.
+        # Plus room for the header, the Python objects and small tensors; shortening a slot costs nothing.
         return int(sum(chunk.nbytes for chunk in share.chunks) * 1.02) + (1 << 20)
 
     def _plan_given(
@@ -164,35 +166,36 @@ class ShardPlanner:
         agree_timeout: timedelta,
     ) -> ShardPlan:
         held = {(chunk.key, chunk.offsets): chunk.tensor.detach() for chunk in given.chunks}
-        mine = [
+        boxes = [
             box_fields(chunk.key, chunk.box, chunk.shape or (), chunk.tensor.dtype, shard=True)
             for chunk in given.chunks
         ]
-        agreed = self._agree(mine, coordinator, agree_timeout)
+        agreed = self._agree(boxes, coordinator, agree_timeout)
         objects = self._objects(flatten_by_key(agreed.keys, given.objects), own)
-        structure = (mine, [tensor.device for tensor in held.values()], _structure(own.tensors))
-        laid = self._laid
-        if laid is None or laid.structure != structure or self._reserve < len(objects):
-            laid = self._lay(structure, agreed.share.digest, agreed.share.chunks, {}, own.tensors, len(objects))
+        structure = (boxes, [tensor.device for tensor in held.values()], _structure(own.tensors))
+        cached = self._cached_layout
+        if cached is None or cached.structure != structure or self._reserve < len(objects):
+            cached = self._lay_out(structure, agreed.share.digest, agreed.share.chunks, {}, own.tensors, len(objects))
         sources = [
-            held[key, box.offsets] if box is not None and not alone_here else _source(key, own.tensors[key], box)
-            for alone_here, key, box in laid.chunks
+            held[key, box.offsets] if box is not None and not per_rank_chunk else _source(key, own.tensors[key], box)
+            for per_rank_chunk, key, box in cached.chunks
         ]
-        return self._planned(laid, sources, _late(lazy, laid, sources.__getitem__), objects)
+        return self._planned(cached, sources, _late(lazy, cached, sources.__getitem__), objects)
 
     def _planned(
-        self, laid: _Laid, sources: Sequence[Tensor], late: Sequence[bool] | None, objects: bytes
+        self, cached: _CachedLayout, sources: Sequence[Tensor], late: Sequence[bool] | None, objects: bytes
     ) -> ShardPlan:
-        if laid is not self._laid:
-            laid = self._laid = dataclasses.replace(laid, on_cuda=any(source.is_cuda for source in sources))
+        if cached is not self._cached_layout:
+            on_cuda = any(source.is_cuda for source in sources)
+            cached = self._cached_layout = dataclasses.replace(cached, on_cuda=on_cuda)
         return ShardPlan(
-            layout=laid.layout,
-            plan=laid.plan,
-            places=laid.places,
+            layout=cached.layout,
+            plan=cached.plan,
+            places=cached.places,
             sources=sources,
             lazy=late,
             objects=objects,
-            on_cuda=laid.on_cuda,
+            on_cuda=cached.on_cuda,
         )
 
     def _objects(self, skeleton: Any, own: FlatState) -> bytes:
@@ -200,24 +203,24 @@ class ShardPlanner:
         return _json({"state": state, "per_rank": own.skeleton}).encode()
 
     def _agree(
-        self, mine: Sequence[Mapping[str, Any]], coordinator: Coordinator | None, agree_timeout: timedelta
-    ) -> _Agreed:
-        """Who writes which box; worked out alone with ``coordinator=None``, when every rank has the same boxes."""
-        alone, known = coordinator is None, self._agreed
-        if known is None or (known.mine, known.alone) != (mine, alone):
-            described = [mine]
+        self, boxes: Sequence[Mapping[str, Any]], coordinator: Coordinator | None, agree_timeout: timedelta
+    ) -> _CachedShare:
+        """Plans which rank writes which box. With ``coordinator=None``: every rank has the same boxes."""
+        exchanged, known = coordinator is not None, self._cached_share
+        if known is None or (known.boxes, known.exchanged) != (boxes, exchanged):
+            described = [boxes]
             if coordinator is None:
-                share = plan_replicated(mine, rank=self._rank, world_size=self._world_size)
+                share = plan_replicated(boxes, rank=self._rank, world_size=self._world_size)
             else:
                 if self._world_size > 1:
-                    said = coordinator.all_gather("plan", json.dumps(mine).encode(), timeout=agree_timeout)
-                    described = [json.loads(data) for data in said]
+                    messages = coordinator.all_gather("plan", json.dumps(boxes).encode(), timeout=agree_timeout)
+                    described = [json.loads(data) for data in messages]
                 share = plan_writes(described, rank=self._rank)
-            keys = tuple(dict.fromkeys(str(box["key"]) for boxes in described for box in boxes))
-            known = self._agreed = _Agreed(mine, alone, share, keys)
+            keys = tuple(dict.fromkeys(str(box["key"]) for of_rank in described for box in of_rank))
+            known = self._cached_share = _CachedShare(boxes, exchanged, share, keys)
         return known
 
-    def _lay(
+    def _lay_out(
         self,
         structure: object,
         digest: str,
@@ -225,8 +228,8 @@ class ShardPlanner:
         tensors: Mapping[str, Any],
         own: Mapping[str, Any],
         objects_nbytes: int,
-    ) -> _Laid:
-        """Lays out this rank's chunks; ``tensors`` are the leaves they come from, nothing for a given plan."""
+    ) -> _CachedLayout:
+        """Lays out this rank's chunks; ``tensors`` are the leaves they come from, empty for a caller's plan."""
         if self._reserve < objects_nbytes:
             self._reserve = objects_reserve(objects_nbytes)
         layout = make_layout(
@@ -240,7 +243,7 @@ class ShardPlanner:
             return None if chunk.whole and type(leaf) is Tensor else Box(chunk.offsets, chunk.sizes)
 
         placed = layout.placed
-        return _Laid(
+        return _CachedLayout(
             structure=structure,
             plan=digest,
             layout=layout,
@@ -249,25 +252,27 @@ class ShardPlanner:
             large=tuple(not p.chunk.per_rank and p.end - p.start >= self._small_nbytes for p in placed),
         )
 
-    def _split(self, tensors: Mapping[str, Any], alone: Sequence[bool] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Plain tensors that rank 0 writes for all (small ones, and those not replicated), and the rest, which is
-        shared out.
+    def _split(
+        self, tensors: Mapping[str, Any], not_replicated: Sequence[bool] | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Plain tensors that rank 0 writes (small or not replicated), and the others, which are divided among ranks.
 
-        Callbacks and metrics may hold small tensors on some ranks only; the shared plan must not depend on them.
+        Callbacks and metrics may hold small tensors on some ranks only; the common plan must not depend on them.
         """
         small: dict[str, Any] = {}
         large: dict[str, Any] = {}
-        for (key, leaf), only in zip(tensors.items(), alone or [False] * len(tensors), strict=True):
+        flags = not_replicated or [False] * len(tensors)
+        for (key, leaf), differs in zip(tensors.items(), flags, strict=True):
             known = kind_of(leaf).describe(leaf)
             written_whole = kind_of(leaf).replicated and (
-                only or box_nbytes(known.shape, known.dtype) < self._small_nbytes
+                differs or box_nbytes(known.shape, known.dtype) < self._small_nbytes
             )
             (small if written_whole else large)[key] = leaf
         return small if self._rank == 0 else {}, large
 
 
 def _source(key: str, leaf: Any, box: Box | None) -> Tensor:
-    """The memory a chunk is taken from."""
+    """The memory a chunk is copied from."""
     if box is None:
         return leaf  # type: ignore[no-any-return]  # a plain tensor, whole
     try:
@@ -276,17 +281,17 @@ def _source(key: str, leaf: Any, box: Box | None) -> Tensor:
         raise ConfigError(f"tensor {key!r}: {error}") from error
 
 
-def _late(lazy: Wanted, laid: _Laid, leaf: Callable[[int], Any]) -> Sequence[bool] | None:
-    """Which places may be copied after the save returned; None: no save is to copy late at all."""
+def _late(lazy: Wanted, cached: _CachedLayout, leaf: Callable[[int], Any]) -> Sequence[bool] | None:
+    """Which places may be copied after ``save`` has returned; None: none."""
     if lazy is False:
         return None
     if lazy is True:
-        return laid.large
-    return [large and bool(lazy(laid.chunks[at][1], leaf(at))) for at, large in enumerate(laid.large)]
+        return cached.large
+    return [large and bool(lazy(cached.chunks[at][1], leaf(at))) for at, large in enumerate(cached.large)]
 
 
 def _structure(tensors: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Equal for leaves one layout fits. A quarter of a microsecond per tensor, as it is asked at every save."""
+    """A structure key, equal for leaves that one layout fits. 0.25 microseconds per tensor; computed at every save."""
     return [
         (key, t.dtype, t.shape, t.device) if type(t) is Tensor else (key, kind_of(t).structure(t))
         for key, t in tensors.items()
@@ -297,7 +302,7 @@ def _whole_chunks(tensors: Mapping[str, Any], *, per_rank: bool = False) -> list
     """Chunks of tensors this rank writes whole.
 
     Raises:
-        ConfigError: one that no rank holds whole.
+        ConfigError: this rank holds only a part of one.
     """
     chunks = []
     for key, leaf in tensors.items():

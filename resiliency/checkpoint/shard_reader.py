@@ -1,4 +1,4 @@
-"""One shard file of the local tier, mapped for reading; its bytes can be checked against its record."""
+"""Reads one shard file of the local tier through a mapping, and checks its header against its record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["ShardReader", "shard_reader"]
 
 
 class ShardReader:
-    """One local shard file mapped for reading. Close after use; tensors from it must be copied before."""
+    """A local shard file, mapped for reading. Close after use; tensors from it are invalid after that."""
 
     def __init__(self, path: str, record: ShardRecord) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class ShardReader:
         path, record = self.path, self.record
         if os.fstat(self._fd).st_size != record.nbytes:
             raise CorruptShard(f"{path}: {os.fstat(self._fd).st_size} bytes instead of {record.nbytes}", path=path)
-        # Private and writable only so that torch accepts it without a warning; nothing is written.
+        # Copy-on-write, because torch warns about read-only memory; nothing is written.
         self._map = mmap.mmap(self._fd, record.nbytes, access=mmap.ACCESS_COPY)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.header: ShardHeader = parse_header(self._checked_header(), where=path)
@@ -54,7 +54,7 @@ class ShardReader:
         }
 
     def _checked_header(self) -> bytes:
-        """The header, once the blocks it lies in match their digests: it decides what else is read."""
+        """The header, after checking the digests of its blocks, because it says where all other bytes are."""
         assert self._map is not None
         length, index, blocks = 0, 0, self.record.blocks
         while index == 0 or blocks.bounds(index)[0] < min(length, self.record.nbytes):
@@ -76,8 +76,8 @@ class ShardReader:
     def take(self, start: int, address: int, nbytes: int, digest: Any) -> None:
         """Copies bytes of the file to memory and adds them to a digest. Thread: any; without the GIL.
 
-        By reading the file, not through the mapping: the mapping costs a fault per page (twice the time in all on a
-        ramdisk), and a disk that fails would end the process by a signal.
+        Reads with ``preadv``, not through the mapping: that would fault for each page (on a ramdisk twice the time),
+        and a failing disk would end the process with a signal.
 
         Raises:
             OSError: the disk failed.
@@ -87,7 +87,7 @@ class ShardReader:
         while done < nbytes:
             count = os.preadv(self._fd, [target[done:]], start + done)
             if count == 0:
-                break  # the file became shorter: the digest will not match
+                break  # the file was shortened: the digest will not match
             done += count
         digest.update(target)
 
@@ -120,7 +120,7 @@ class ShardReader:
         try:
             mapping.close()
         except BufferError:
-            # A view is still referenced (an exception's frame, say); the mapping goes with it.
+            # A view is still referenced, for example by an exception's frame; it is unmapped with the last view.
             return
 
 
@@ -128,6 +128,6 @@ def shard_reader(root: str, run: str, record: ShardRecord) -> ShardReader:
     """Opens a shard of the local tier.
 
     Raises:
-        CorruptShard: not there, of another size, or not the shard the record speaks of.
+        CorruptShard: the file is missing, of another size, or not the shard of the record.
     """
     return ShardReader(os.path.join(root, step_prefix(run, record.id), record.file), record)

@@ -1,4 +1,4 @@
-"""Writing placed chunks: a shard plan becomes the list of copies that fill its file. Knows no state trees."""
+"""Turns a shard plan into the list of copies that fill its file. Independent of state trees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Place", "ShardPlan", "copy_tasks"]
 
 
 class Place(NamedTuple):
-    """Where a chunk goes: ``nbytes`` bytes at file offset ``start``; ``key`` is for messages."""
+    """The byte range of a chunk: ``nbytes`` bytes at file offset ``start``; ``key`` is for messages."""
 
     key: str
     start: int
@@ -25,17 +25,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """One rank's shard of one save: laid out and not copied yet.
+    """One rank's shard of one save: its layout, and the tensors to copy.
 
     Attributes:
         layout: of the shard file.
         plan: hex digest of what all ranks write; equal in all shards of a step.
-        places: where each chunk goes, in file order.
-        sources: where each chunk comes from, ``[len(places)]``; any strides, CPU or CUDA.
-        lazy: which chunks may be copied after the save returned, ``[len(places)]``. None: no chunk may; the caller
-            fences before it returns, so that nothing needs to be copied twice.
-        objects: everything that is not a tensor, as JSON; not longer than the layout has room for.
-        on_cuda: a tensor of the state lives on a GPU.
+        places: byte range of each chunk, in file order.
+        sources: source tensor of each chunk, ``[len(places)]``; any strides, CPU or CUDA.
+        lazy: which chunks may be copied after ``save`` has returned, ``[len(places)]``. None: none may; the caller
+            fences before it returns, so that no private copy is needed.
+        objects: everything that is not a tensor, as JSON; not longer than the layout reserves for it.
+        on_cuda: a source is on a GPU.
     """
 
     layout: ShardLayout
@@ -48,13 +48,14 @@ class ShardPlan:
 
 
 def copy_tasks(plan: ShardPlan, stamp: bytes) -> tuple[list[CopyTask], int]:
-    """Everything that goes into the file, in file order, and the bytes that may be copied late.
+    """The copies that fill the file, in file order, and the number of bytes that may be copied late.
 
-    The training thread never writes to the mapping: while the file system commits its journal (an fsync of the step
-    before), even one byte there can wait for tens of milliseconds. What must be taken now is copied to private memory.
+    The training thread never writes to the mapping: while the file system commits its journal (during an fsync of the
+    previous step), a store of one byte can block for tens of milliseconds. Tensors that must be copied now are copied
+    to private memory.
 
     Args:
-        stamp: which save this is, for the file's header.
+        stamp: identity of the save for the file's header, see :func:`resiliency.storage.layout.stamp`.
     """
     layout = plan.layout
     header = bytearray(layout.header)

@@ -1,24 +1,24 @@
-"""Lazy copy of live tensors into a shard file, digested on the way, and the fence before they may change.
+"""Copies live tensors into a shard file in the background, with digests, and the fence before they may change.
 
 ``start`` queues the copies and returns; a background thread makes them while forward and backward run. ``fence`` is
 called before anything changes the tensors: the caller copies the remaining blocks together with that thread, so that
 waiting never takes longer than copying everything at once would have.
 
-The file is cut into the blocks that carry a digest. A block is read in strides that fit into a core's cache: digested,
-and copied while still there. That makes the digest nearly free (1 GiB on two cores: 63 ms with it, 58 ms without;
-digesting the file behind the copy, in another process, took the whole to 95 ms).
+The file is divided into blocks with a digest each. A block is read in strides that fit into a core's cache: each stride
+is digested, and copied while it is in the cache. That makes the digest nearly free (1 GiB on two cores: 63 ms with it,
+58 ms without; 95 ms when another process digested the file after the copy).
 
-CPU tensors are copied without the GIL, by one of two ways into the same pages. Stores to the mapping are fastest, on
-ramdisks and where a disk's file has huge pages (256 MiB: 18 to 20 ms on two cores, a bare copy to shared memory 14).
-With small pages a store pays a fault for each 4 KiB after every fsync, which write-protects them (32 to 35 ms). There
-the copy thread uses ``pwrite``, while the thread at the fence stores, as two writers of one file would wait for each
-other (23 to 28 ms). The threads count their page faults to find out which pages the file has. Pages that are not in
-memory yet are made first, huge where that is possible.
+CPU tensors are copied without the GIL, in one of two ways. Stores to the mapping are fastest on ramdisks and in files
+with huge pages (256 MiB: 18 to 20 ms on two cores; a bare copy to shared memory takes 14). In files with small pages,
+which every fsync write-protects, stores fault once per 4 KiB (32 to 35 ms). There the copy thread uses ``pwrite``, and
+the thread at the fence still stores, because two threads in ``pwrite`` on one file would wait for each other (23 to
+28 ms). The threads count their page faults to find the page size. Pages that are not in memory yet are created first,
+huge if possible.
 
-CUDA tensors are copied asynchronously on a side stream into the mapping registered as page-locked memory, where the
-fence makes the compute stream wait, not the CPU; the copy thread digests the mapping afterwards. The idea of
-overlapping the copy with the next forward and backward, and making only the update wait, is that of CheckFreq
-(FAST '21) and DataStates-LLM (HPDC '24).
+CUDA tensors are copied asynchronously on a side stream into the mapping, registered as page-locked memory. Their fence
+makes the compute stream wait, not the CPU; the copy thread digests the mapping afterwards. Overlapping the copy with
+the next forward and backward, so that only the update waits, is the idea of CheckFreq (FAST '21) and DataStates-LLM
+(HPDC '24).
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ logger = logging.getLogger(__name__)
 
 #: Bytes digested and then copied at a time: half a core's second-level cache on the machines at hand.
 _STRIDE = 512 * 1024
-#: A block takes milliseconds; a thread that is still in one after this hangs.
+#: A block takes milliseconds; a thread that has not finished one after this time hangs.
 _HELPER_S = 60.0
 
 
 class CopyTask(NamedTuple):
-    """``source`` (any strides, CPU or CUDA), named ``key`` in messages, goes to ``nbytes`` bytes at file offset
-    ``start`` in C order."""
+    """A copy of ``source`` (any strides, CPU or CUDA) in C order to ``nbytes`` bytes at file offset ``start``.
+
+    ``key`` is for messages.
+    """
 
     source: Tensor
     start: int
@@ -64,12 +66,12 @@ class CopyTask(NamedTuple):
 
 
 class _Sources:
-    """The copies as one run of bytes of the file. Thread: any.
+    """Maps byte ranges of the file to the memory they are copied from. Thread: any.
 
     Args:
         copies: in file order.
         nbytes: size of the file.
-        gaps: some bytes of the file have no source here.
+        gaps: True when some bytes of the file have no source in ``copies``.
     """
 
     def __init__(self, copies: Sequence[CopyTask], nbytes: int, *, gaps: bool) -> None:
@@ -101,16 +103,15 @@ class _Sources:
                 yield self._address(index) + first - copy.start, first, last - first
                 at = last
         if at < end and not self._gaps:
-            raise ValueError(f"no source fills bytes {at} to {end} of the file")  # no digest would know them
+            raise ValueError(f"no source fills bytes {at} to {end} of the file")  # no digest would cover them
 
     def changed(self) -> list[str]:
-        """Keys of sources that were changed in place since this was made."""
+        """Keys of sources that were changed in place since construction."""
         versions = zip(self._copies, self._versions, _versions(self._copies), strict=True)
         return [copy.key for copy, before, now in versions if before != now]
 
     def _address(self, index: int) -> int:
-        """Of the first byte of a copy; a tensor that does not lie in C order is put in order when it is wanted
-        first."""
+        """Address of the first byte of a copy; copies a tensor that is not in C order into C order, once."""
         tensor = self._copies[index].source
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             with self._lock:
@@ -121,7 +122,7 @@ class _Sources:
 
 
 def _versions(copies: Sequence[CopyTask]) -> list[int]:
-    """Torch's count of in-place changes to each source; 0 for those made in inference mode, which have none."""
+    """Torch's count of in-place changes to each source; 0 for inference tensors, which have no count."""
     try:
         return [copy.source._version for copy in copies]
     except RuntimeError:
@@ -130,15 +131,15 @@ def _versions(copies: Sequence[CopyTask]) -> list[int]:
 
 @dataclass
 class Snapshot:
-    """One pending copy of a state. Made by :meth:`Copier.start`; every attribute is guarded by its lock.
+    """One copy of a state. Created by :meth:`Copier.start`; every attribute is guarded by its lock.
 
     Attributes:
-        sources: what is copied from memory; None once done.
-        slot: the file, which nobody else uses until this is done.
+        sources: the copies from CPU memory; None once done.
+        slot: the file, used by this snapshot only until it is done.
         digests: one per block, once done.
         done: set when every byte is in the file and digested, or the copy failed.
-        error: what went wrong, if anything.
-        device: copies that run on GPUs; they are one piece of work, done by waiting for them and digesting the file.
+        error: why the copy failed, None if it did not.
+        device: the copies from GPUs, None without any.
     """
 
     sources: _Sources | None
@@ -163,7 +164,7 @@ class Snapshot:
         self.digests = [""] * self._blocks_left
 
     def finish_device(self) -> None:
-        """Waits for the GPUs' part, if there is one, and digests the file. Thread: copy, after the last
+        """Waits for the copies from GPUs, if any, and then digests the file. Thread: copy, after the last
         :meth:`work`."""
         if self.device is None or self._device_waited:
             return
@@ -175,7 +176,7 @@ class Snapshot:
             for index in range(len(self.digests)):
                 start, end = self._blocks.bounds(index)
                 self.digests[index] = block_digest(view(self.slot.address + start, end - start))
-        except (RuntimeError, Timeout) as failure:  # RuntimeError: what every CUDA failure is
+        except (RuntimeError, Timeout) as failure:  # CUDA failures are RuntimeErrors
             logger.exception("copying from the GPU failed")
             error = failure
         with self._lock:
@@ -184,14 +185,14 @@ class Snapshot:
         self._finish_if_last()
 
     def wait_blocks(self, timeout_s: float) -> bool:
-        """Waits until no thread copies from a tensor on the CPU any more. False when the time is up."""
+        """Waits until no thread copies from a CPU tensor any more; False when ``timeout_s`` passes first."""
         with self._lock:
             return self._lock.wait_for(
                 lambda: self._running == 0 and (self._blocks_left == 0 or self.error is not None), timeout_s
             )
 
     def work(self, *, helping: bool = False) -> bool:
-        """Copies one block. Returns False when none is left to start. Thread: any, all but one ``helping``."""
+        """Copies one block. Returns False when none is left to start. Thread: any; only one with ``helping=False``."""
         with self._lock:
             if self._next == len(self.digests) or self.error is not None:
                 return False
@@ -201,11 +202,11 @@ class Snapshot:
         stored = faults = 0
         try:
             faultpoints.hit("save.block")
-            # The first block is always stored, in case the pages have become large.
+            # The first block is always copied by stores, to notice when the pages have become huge.
             stored, faults = self._copy_block(index, by_writes=self.slot.small_pages and not helping and index > 0)
         except (
             BaseException
-        ) as failure:  # Boundary: the copy thread must report, not die; the fence's caller hears of it.
+        ) as failure:  # Boundary: the copy thread must go on; the caller of the fence gets the error.
             logger.exception("copying block %d of a shard file failed", index)
             error = failure
         with self._lock:
@@ -221,9 +222,9 @@ class Snapshot:
     def _copy_block(self, index: int, *, by_writes: bool) -> tuple[int, int]:
         """See :func:`_copy` for what is returned."""
         slot, sources = self.slot, self.sources
-        assert sources is not None  # a block is left
+        assert sources is not None  # not None while a block is left
         start, end = self._blocks.bounds(index)
-        if slot.fresh and not slot.in_memory and self.device is None:  # a GPU may have written here already
+        if slot.fresh and not slot.in_memory and self.device is None:  # a GPU may already have written to it
             fill(slot.fd, start, end)
         digest = new_digest() if self.device is None else None
         cost = _copy(sources.within(start, end), slot.address, slot.fd if by_writes else None, digest)
@@ -232,7 +233,7 @@ class Snapshot:
         return cost
 
     def _torn(self) -> TornSnapshot | None:
-        """Whether a source was changed in place before it was copied: the file may then mix two moments."""
+        """An error when a source was changed in place meanwhile: the file may have bytes from before and after."""
         changed = self.sources.changed() if self.sources is not None else []
         if not changed:
             return None
@@ -243,7 +244,7 @@ class Snapshot:
 
     def _finish_if_last(self) -> None:
         with self._lock:
-            # After an error nothing new is started, but what is being copied still uses tensors and file.
+            # After an error no further block is started, but running copies still use tensors and file.
             device_done = self.device is None or self._device_waited
             last = device_done and self._running == 0 and (self._blocks_left == 0 or self.error is not None)
         if last:
@@ -253,7 +254,7 @@ class Snapshot:
         with self._lock:
             if self.done.is_set():
                 return
-            self.sources = None  # lets go of the tensors
+            self.sources = None  # drops the references to the tensors
             if self.error is None and self.device is None:
                 self.slot.fresh = False
             if self._stored and not self.slot.in_memory:
@@ -263,18 +264,17 @@ class Snapshot:
 
 
 def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, digest: Any) -> tuple[int, int]:
-    """Copies (address, file offset, bytes) to the file, or to its mapping at ``base``, and adds them to the digest, if
-    any.
+    """Copies (address, file offset, bytes) to file ``fd``, or to its mapping at ``base``; updates the digest, if any.
 
     Returns:
-        A sample of the stores: bytes, and page faults they cost.
+        For a sample of the stores: bytes, and page faults.
     """
     stored = faults = 0
     for address, offset, nbytes in pieces:
         for at in range(0, nbytes, _STRIDE):
             stride = view(address + at, min(_STRIDE, nbytes - at))
             if digest is not None:
-                digest.update(stride)  # and so the source is in memory: its faults are not counted below
+                digest.update(stride)  # also brings the source into memory, so that its faults are not counted below
             if fd is not None:
                 written = 0
                 while written < len(stride):  # a signal may cut a write short
@@ -291,7 +291,7 @@ def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, dig
 class Copier:
     """Copies snapshots, one at a time, on one background thread.
 
-    Threads: ``start`` and ``fence`` from the training thread; callbacks run on whichever thread finished the piece.
+    Threads: ``start`` and ``fence`` from the training thread; ``on_done`` runs on the thread that finishes last.
     """
 
     def __init__(self, *, name: str = "resiliency-copy") -> None:
@@ -317,7 +317,8 @@ class Copier:
         """
         assert self._current is None or self._current.done.is_set(), "fence the previous snapshot first"
         on_gpu = [(copy.source, _target(copy, slot)) for copy in copies if copy.source.is_cuda and copy.nbytes]
-        # Not those on a GPU: there a change after the fence waits for the copy, and is counted before it.
+        # Sources on a GPU are not checked for changes: a change after the fence waits for the copy on the stream, but
+        # its version is counted at once.
         on_cpu = [copy for copy in copies if not copy.source.is_cuda] if on_gpu else copies
         sources = _Sources(on_cpu, slot.nbytes, gaps=bool(on_gpu))
         snapshot = Snapshot(sources, slot, on_done, DeviceCopies(on_gpu) if on_gpu else None)
@@ -330,9 +331,9 @@ class Copier:
         return snapshot
 
     def fence(self, snapshot: Snapshot, *, deadline_s: float) -> float:
-        """Returns when nothing reads the sources any more; helps copying meanwhile.
+        """Returns when nothing reads the sources any more; helps copying until then.
 
-        For sources on a GPU it returns at once: what the compute stream runs next waits there.
+        For sources on a GPU it does not wait: later work of the compute stream waits for the copies.
 
         Returns:
             Seconds spent here.
@@ -373,11 +374,11 @@ class Copier:
             self._wake.notify()
         self._thread.join(timeout=60)
         if self._thread.is_alive():
-            logger.warning("the copy thread did not end within 60 s; it is left behind as a daemon")
+            logger.warning("the copy thread is still copying after 60 s; it ends with the process")
 
 
 def _target(copy: CopyTask, slot: Slot) -> Tensor:
-    """Where a copy goes, as a tensor over the mapping."""
+    """The destination of a copy, as a tensor over the mapping."""
     source = copy.source
     return (
         torch.frombuffer(slot.map, dtype=torch.uint8, count=copy.nbytes, offset=copy.start)

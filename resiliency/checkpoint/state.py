@@ -1,4 +1,4 @@
-"""State tree <-> leaves by key, and a JSON skeleton for everything else.
+"""Splits a state tree into leaves by key and a JSON skeleton of everything else, and joins them again.
 
 A state tree is any nesting of dicts, lists and tuples with leaves (tensors of the kinds known to
 :mod:`resiliency.checkpoint.leaf_kinds`) and Python objects in it, such as what Lightning's ``dump_checkpoint`` returns.
@@ -58,7 +58,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors at one address that are the same bytes seen the same way."""
+    """Equal for tensors at one address that are views of the same bytes with the same layout."""
     return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
@@ -101,7 +101,7 @@ class _Walk:
         if type(value) is dict:
             return self._table(value, path)
         if kind_of_class(type(value)) is not None:
-            return {"!": TENSOR, "key": self._keep((value,), (_key(path),))[0]}
+            return {"!": TENSOR, "key": self._add((value,), (_key(path),))[0]}
         if isinstance(value, torch.Size):
             return {"!": "size", "value": list(value)}
         if isinstance(value, torch.dtype):
@@ -119,13 +119,13 @@ class _Walk:
                 return NotImplemented
         table = _table_of(path, tuple(value))
         keys = table.keys
-        kept = self._keep(value.values(), keys)
-        return (table if kept == keys else table.with_keys(kept)).to_json()
+        stored_keys = self._add(value.values(), keys)
+        return (table if stored_keys == keys else table.with_keys(stored_keys)).to_json()
 
-    def _keep(self, values: Iterable[Any], keys: Sequence[str]) -> list[str]:
-        """Adds leaves, except plain tensors whose bytes are there already; returns their keys."""
+    def _add(self, values: Iterable[Any], keys: Sequence[str]) -> list[str]:
+        """Adds leaves, except plain tensors that are already there (tied weights); returns the keys of all."""
         # One loop without helpers: it runs for every tensor at every save, while the training thread waits.
-        tensors, seen, kept, strided = self.tensors, self._seen, [], torch.strided
+        tensors, seen, stored_keys, strided = self.tensors, self._seen, [], torch.strided
         for value, key in zip(values, keys, strict=True):
             class_ = type(value)
             if class_ is Tensor or class_ is Parameter:
@@ -143,15 +143,15 @@ class _Walk:
                 identity = _identity(tensor)
                 known = next((known for known in others if _identity(tensors[known]) == identity), None)
                 if known is not None:
-                    kept.append(known)
+                    stored_keys.append(known)
                     continue
             while key in tensors:
                 key += "~"
             tensors[key] = tensor
             if address:
                 seen[address] = (key,) if others is None else (*others, key)
-            kept.append(key)
-        return kept
+            stored_keys.append(key)
+        return stored_keys
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -161,12 +161,12 @@ def _key(path: tuple[str, ...]) -> str:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _table_of(path: tuple[str, ...], names: tuple[str, ...]) -> TensorTable:
-    """A dict of leaves none of which is tied, the same at every save."""
+    """The table of a dict without tied leaves; cached, because it is the same at every save."""
     return TensorTable(join_path(path), names)
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, Any] | Callable[[str], Any], *, allow_pickle: bool = False) -> Any:
-    """Puts a tree together; ``tensors`` gives the leaf of each key.
+    """Joins a skeleton and its leaves; ``tensors`` returns the leaf of each key.
 
     Raises:
         ConfigError: the skeleton was written by another version.

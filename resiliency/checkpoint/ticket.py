@@ -1,4 +1,4 @@
-"""What became of a save."""
+"""Tickets and outcomes of saves."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LOCAL = "local"
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What has become of a save, returned by ``Checkpointer.poll``.
+    """A stage that a save has reached on a tier, or its failure there; returned by ``Checkpointer.poll``.
 
     Attributes:
         id: the save.
-        tier: where.
-        stage: the stage it has come to, COMMITTED or DURABLE; None: it failed there.
+        tier: name of the tier.
+        stage: the stage reached, COMMITTED or DURABLE; None: it failed.
         reason: why it failed.
         names: names of the step.
-        retrying: it failed, and the agent tries again: a later outcome of this save and tier tells how it ended.
+        retrying: it failed and the agent tries again; another outcome of this save and tier will follow.
     """
 
     id: StepId
@@ -54,7 +54,7 @@ class Ticket:
         nbytes: size of this rank's shard.
         names: names of the step.
         tiers: tiers the save goes to, the local one first.
-        can_be_durable: those of them on which a save survives a power loss (a ramdisk is none).
+        can_be_durable: those of them on which a save can survive a power loss (not a ramdisk).
         stall_s: seconds the call to ``save`` took.
         failed: reason of a failure on the local tier, or None.
     """
@@ -74,17 +74,17 @@ class Ticket:
         return self.id.step
 
     def stage(self, tier: str = LOCAL) -> Stage | None:
-        """How far the save has come on a tier; None: not there yet."""
+        """The last stage the save has reached on a tier; None: none yet."""
         return self._stages.get(tier)
 
     def has_reached(self, stage: Stage, *, tier: str | None = None) -> bool:
-        """True when the save has come to ``stage`` on ``tier``; None: DURABLE on any tier, other stages on the local
+        """True when the save has reached ``stage`` on ``tier``; None: DURABLE on any tier, other stages on the local
         one."""
         places = tuple(self._stages) if tier is None and stage is Stage.DURABLE else (tier or LOCAL,)
         return any(place in self._stages and stage.reached_by(self._stages[place]) for place in places)
 
-    def note(self, stage: Stage, tier: str = LOCAL) -> None:
-        """Takes down that the save has come to a stage. For the checkpointer."""
+    def mark_reached(self, stage: Stage, tier: str = LOCAL) -> None:
+        """Sets the stage reached on a tier, unless it has reached a later one. Called by the checkpointer."""
         before = self._stages.get(tier)
         if before is None or before.reached_by(stage):
             self._stages[tier] = stage
@@ -92,17 +92,18 @@ class Ticket:
     def wait(
         self, stage: Stage = Stage.COMMITTED, *, tier: str | None = None, timeout: timedelta = timedelta(minutes=5)
     ) -> None:
-        """Blocks until the save has come to ``stage``, up to ``timeout``. Collective: no (but other ranks must save
-        too).
+        """Waits until the save has reached ``stage``. Collective: no, but other ranks must save too.
+
+        Blocks: up to ``timeout``.
 
         Args:
             stage: COPIED, RECORDED, COMMITTED or DURABLE.
-            tier: where; None: DURABLE on any tier, the other stages on the local one.
+            tier: name of the tier; None: DURABLE on any tier, the other stages on the local one.
 
         Raises:
-            ConfigError: the save never comes that far there: it does not go to ``tier``, or nothing survives a power
-                loss on any tier it goes to.
-            Timeout: it did not in time.
+            ConfigError: the save cannot reach ``stage``: it does not go to ``tier``, or it can be durable on none of
+                its tiers.
+            Timeout: it did not reach ``stage`` in time.
             ResiliencyError: the save failed; the message says why.
         """
         checked_stage(stage)
@@ -123,7 +124,7 @@ class Ticket:
             )
         if stage is Stage.DURABLE and not (self.can_be_durable if tier is None else tier in self.can_be_durable):
             raise ConfigError(
-                f"the save of step {self.step} lies on a ramdisk and is never durable there; wait for Stage.COMMITTED,"
+                f"the save of step {self.step} is on a ramdisk and never durable there; wait for Stage.COMMITTED,"
                 " or add a remote tier that gets it"
             )
 
@@ -132,7 +133,7 @@ def checked_stage(stage: Stage) -> Stage:
     """``stage`` itself.
 
     Raises:
-        TypeError: it is no Stage.
+        TypeError: it is not a Stage.
     """
     if not isinstance(stage, Stage):
         known = ", ".join(f"Stage.{known.name}" for known in Stage)

@@ -1,4 +1,4 @@
-"""Which saves go to which slower tier: by steps each rank can tell alone, by the clock all follow rank 0."""
+"""Decides which saves go to which remote tier: intervals in steps on each rank, intervals in time by rank 0's clock."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteSchedule:
-    """Remembers what each tier got last. Thread: training.
+    """Schedules saves for the remote tiers. Thread: training.
 
     Args:
         remotes: the tiers.
-        coordinator: where rank 0 says that a tier is due by the clock. Nobody waits for anybody.
+        coordinator: its counters carry rank 0's decisions for intervals in time; no rank waits for another.
     """
 
     def __init__(self, remotes: Sequence[RemoteTierOptions], coordinator: Coordinator) -> None:
@@ -31,21 +31,21 @@ class RemoteSchedule:
         self._saves = 0
 
     def due(self, step: int) -> tuple[list[str], Callable[[], None]]:
-        """Names of the tiers the save of ``step`` goes to, and a function that forgets that it was to go there."""
+        """Names of the tiers the save of ``step`` goes to, and a function that undoes scheduling it there."""
         before = dict(self._last_sent)
         due = [remote.name for remote in self._remotes if self._wanted(remote, step)]
         self._last_sent.update(dict.fromkeys(due, step))
         return due, lambda: self._last_sent.update({tier: before.get(tier) for tier in due})
 
-    def taken(self) -> None:
-        """A save was taken: rank 0's next word counts for the one after it."""
+    def count_save(self) -> None:
+        """Counts a save: rank 0's next decision applies to the following save."""
         self._saves += 1
 
     def _wanted(self, remote: RemoteTierOptions, step: int) -> bool:
         interval = remote.interval
         if interval.time is None:
             return crossed(self._last_sent.get(remote.name), step, interval.steps or 1) if interval.steps else True
-        # Rank 0 decided one save ago and everybody reads it now: at least one step lies between the two.
+        # Rank 0 decided at the previous save and every rank reads it now, at least one step later.
         topic = f"clock/{remote.name}/"
         try:
             wanted = self._saves == 0 or self._coordinator.count(f"{topic}{self._saves}", 0) > 0
@@ -55,9 +55,12 @@ class RemoteSchedule:
                     self._last_sent_at[remote.name] = now
                 if now - self._last_sent_at.get(remote.name, now) >= interval.time.total_seconds():
                     self._coordinator.count(f"{topic}{self._saves + 1}", 1)
-        except RuntimeError as error:  # what every torch store raises when rank 0 has gone
+        except RuntimeError as error:  # what every torch store raises when rank 0 has exited
             logger.info(
-                "rank %d: whether a save is due for %s is not known: %s", self._coordinator.rank, remote.name, error
+                "rank %d: cannot read whether this save is due for tier %s (%s); it is not uploaded there",
+                self._coordinator.rank,
+                remote.name,
+                error,
             )
             return False
         return wanted

@@ -1,7 +1,8 @@
-"""A save whose plan is made by the caller: boxes of tensors, each with the memory it is taken from.
+"""Write plans: a save planned by the caller, as boxes of tensors with the memory they are copied from.
 
-For those who know already which rank holds which part of what: torch DCP's planners, Megatron's sharded state dicts, a
-strategy. The engine needs no state tree then; :meth:`Checkpointer.save` takes a :class:`WritePlan` in its place::
+For callers that know which rank holds which part of each tensor: torch DCP's planners, Megatron's sharded state dicts,
+    a
+strategy. :meth:`Checkpointer.save` takes a :class:`WritePlan` instead of a state tree::
 
     rows = WriteChunk(key="table", tensor=my_rows, offsets=(1000 * rank, 0), shape=(1000 * world_size, 64))
     checkpointer.save(step, WritePlan(chunks=[rows], objects={"epoch": 3}))
@@ -29,11 +30,11 @@ class WriteChunk:
     Attributes:
         key: of the tensor; parts joined by "/" name where a state tree given to ``load(into=...)`` has it.
         tensor: the box's elements, dense, any strides, CPU or CUDA; its shape is that of the box.
-        offsets: first index of the box in the whole tensor; empty: it begins at its first element.
+        offsets: first index of the box in the whole tensor; empty: the tensor's first element.
         shape: of the whole tensor; None: the box is all of it.
 
     Raises:
-        ConfigError: the box does not lie within the shape, or the tensor has no plain bytes.
+        ConfigError: the box is not within the shape, or the tensor has no plain bytes.
     """
 
     key: str
@@ -74,7 +75,7 @@ class WritePlan:
         objects: name -> Python object without tensors. Those of rank 0 are stored.
 
     Raises:
-        ConfigError: two chunks begin at one place of one tensor.
+        ConfigError: two chunks of one tensor have the same offsets.
     """
 
     chunks: Sequence[WriteChunk]

@@ -1,4 +1,4 @@
-"""What stands between Lightning or NeMo and the checkpoint engine; the only users of their private parts."""
+"""Connects Lightning and NeMo to the checkpoint engine; the only code that uses their private attributes."""
 
 from __future__ import annotations
 

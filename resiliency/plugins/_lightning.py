@@ -1,6 +1,6 @@
-"""Every touch of Lightning's private parts that saving and resuming need, in one place.
+"""The code that uses Lightning's private attributes for saving and resuming.
 
-Works on the trainer object alone, so that both namespaces and all versions from 2.2 are served. (What exact resume
+It reaches them from the trainer object, so that it serves both namespaces and all versions from 2.2. (What exact resume
 needs of the loops is in :mod:`resiliency.plugins.resume.rank_state`, what differs between strategies in
 :mod:`resiliency.plugins.strategies`.)
 """
@@ -21,12 +21,12 @@ from resiliency.inspection.by_path import load_path, locate
 
 __all__ = [
     "about_to_end",
-    "install_loading",
     "intercept_resume",
     "module_overrides",
     "next_is_another_batch",
-    "quiet_mid_epoch_warning",
-    "teach_load_from_checkpoint",
+    "patch_load_checkpoint",
+    "patch_load_from_checkpoint",
+    "suppress_mid_epoch_warning",
 ]
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 def next_is_another_batch(trainer: Any) -> bool:
     """In ``on_train_batch_end``: True when the next thing Lightning does is to fetch and run another training batch.
 
-    False when a validation, the end of the epoch or the end of training comes first: callbacks and the module may swap
-    or average weights there, in hooks that run before ours.
+    False when a validation, the end of the epoch or the end of training comes first: there callbacks and the module may
+    swap or average weights, in hooks that run before those of our callbacks.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     if epoch_loop.batch_progress.is_last_batch or _stopping(trainer) or epoch_loop._is_training_done:
@@ -54,7 +54,7 @@ def _validation_follows(trainer: Any) -> bool:
     if not getattr(trainer, "enable_validation", False):
         return False
     if getattr(trainer, "_val_check_time_interval", None) is not None:
-        return True  # a clock decides a moment later; it may say yes
+        return True  # decided by the clock, a moment later
     check = trainer.fit_loop.epoch_loop._should_check_val_fx
     try:
         return bool(check(trainer.fit_loop._data_fetcher))
@@ -63,7 +63,7 @@ def _validation_follows(trainer: Any) -> bool:
 
 
 def about_to_end(trainer: Any) -> bool:
-    """True when no training batch will follow in this fit as far as can be told, so that a save now may be the last."""
+    """True when probably no training batch follows in this fit, so that a save now may be the last one."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if _stopping(trainer):
         return True
@@ -86,13 +86,13 @@ def module_overrides(trainer: Any, hook: str) -> bool:
 
 
 def intercept_resume(trainer: Any, decide: Callable[[Any], Any]) -> Callable[[], None]:
-    """Lets ``decide(path)`` choose what the next fit resumes from: it gets what the user asked for (or None).
+    """Lets ``decide(path)`` choose what the next fit resumes from; ``path`` is the user's choice, or None.
 
-    ``ckpt_path`` is resolved before any callback hook runs, on every rank from its own file system; this is the first
-    moment at which ranks can agree.
+    Lightning resolves ``ckpt_path`` before any callback hook runs, on every rank from its own file system; only after
+    that can the ranks agree on one.
 
     Returns:
-        a function that takes the interception back if the fit never came that far.
+        a function that undoes this when the fit did not start to resume.
     """
     connector = trainer._checkpoint_connector
     original = connector.resume_start
@@ -109,11 +109,10 @@ def intercept_resume(trainer: Any, decide: Callable[[Any], Any]) -> Callable[[],
     return undo
 
 
-def install_loading(trainer: Any, load: Callable[[str, bool | None], dict[str, Any] | None]) -> None:
-    """Makes the strategy's CheckpointIO ask ``load(path, weights_only)`` first; when it returns None the user's own
-    loads."""
+def patch_load_checkpoint(trainer: Any, load: Callable[[str, bool | None], dict[str, Any] | None]) -> None:
+    """Makes the strategy's CheckpointIO call ``load(path, weights_only)`` first, and its own method on None."""
     io = trainer.strategy.checkpoint_io
-    # One plugin object may serve several trainers, one after the other.
+    # Several trainers may use one plugin object, one after the other.
     original = getattr(io, "_resiliency_original_load", None) or io.load_checkpoint
 
     def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,9 +123,8 @@ def install_loading(trainer: Any, load: Callable[[str, bool | None], dict[str, A
     io.load_checkpoint = load_checkpoint
 
 
-def quiet_mid_epoch_warning(trainer: Any) -> None:
-    """Keeps Lightning from warning, at the restart that follows, that the middle of an epoch cannot be resumed: here it
-    can."""
+def suppress_mid_epoch_warning(trainer: Any) -> None:
+    """Suppresses, at the next restart, Lightning's warning that it cannot resume in the middle of an epoch."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if "reset" in epoch_loop.__dict__:
         return
@@ -143,10 +141,10 @@ def quiet_mid_epoch_warning(trainer: Any) -> None:
     epoch_loop.reset = reset
 
 
-def teach_load_from_checkpoint(namespace: str) -> None:
-    """Lets ``Module.load_from_checkpoint`` of that namespace read our names too; stock files go where they always went.
+def patch_load_from_checkpoint(namespace: str) -> None:
+    """Makes ``Module.load_from_checkpoint`` of that namespace read our checkpoints too. Idempotent.
 
-    Idempotent. Lightning reads the file through a function of one module, which is wrapped here.
+    Wraps the function that Lightning reads the file with; stock files are passed on to it.
     """
     saving = importlib.import_module(f"{namespace}.core.saving")
     original = getattr(saving, "pl_load", None)
@@ -164,7 +162,7 @@ def teach_load_from_checkpoint(namespace: str) -> None:
         state, _ = load_path(located, allow_pickle=kwargs.get("weights_only") is False)
         device = args[0] if args else kwargs.get("map_location")
         if isinstance(device, (str, torch.device)) and "state_dict" in state:
-            # The module goes where its tensors are.
+            # load_from_checkpoint moves the module to the device of these tensors.
             state["state_dict"] = {
                 key: value.to(device) if isinstance(value, Tensor) else value
                 for key, value in state["state_dict"].items()
@@ -176,7 +174,7 @@ def teach_load_from_checkpoint(namespace: str) -> None:
 
 
 def _may_be_ours(path: Any) -> bool:
-    """False for what can be seen to be a stock file without asking a store: then its way stays as it was."""
+    """False for a stock file that can be recognized as one without a request to a store."""
     text = os.fspath(path)
     if text.startswith(("http://", "https://")):
         return False

@@ -1,7 +1,7 @@
-"""A ``CheckpointIO`` over the engine, for those who only pass a plugin: ``Trainer(plugins=[TieredCheckpointIO()])``.
+"""A ``CheckpointIO`` that saves with the engine: ``Trainer(plugins=[TieredCheckpointIO()])``.
 
 Stock Lightning calls a plugin's save on rank 0 only (DDP, single device) and has no hook before the optimizer step, so
-saves are copied and digested before they return; committing and fsync go on in the background. With
+saves are copied and digested before they return; the agent commits and fsyncs them in the background. With
 :class:`resiliency.callbacks.model_checkpoint.ModelCheckpoint` every rank writes its share and the copy is lazy.
 """
 
@@ -54,19 +54,19 @@ class TieredIO:
         self._options = options
         self._flush_timeout = flush_timeout
         self._engines: dict[str, Checkpointer] = {}
-        self._latest: dict[str, Ticket | None] = {}  # directory -> its latest save; None: that one was skipped
-        self._put_off: dict[str, list[str]] = {}  # directory -> names to delete once a save succeeds again
+        self._latest: dict[str, Ticket | None] = {}  # directory -> its latest save, None when it was skipped
+        self._postponed_deletes: dict[str, list[str]] = {}  # directory -> names to delete once a save succeeds again
         self._at_end: weakref.finalize[..., Any] | None = None
 
     def _engine(self, directory: str) -> Checkpointer:
         engine = self._engines.get(directory)
         if engine is None:
-            # The plugin is called on one rank with the whole state: for the engine that is a job of one rank.
+            # Lightning calls the plugin on one rank with the whole state: for the engine, a job of one rank.
             engine = Checkpointer(directory, run=self._run, rank=0, world_size=1, options=self._options)
             self._engines[directory] = engine
             if self._at_end is None:
-                # trainer.save_checkpoint() after fit has no teardown behind it. Made here, not in the constructor,
-                # because strategies that spawn processes pickle the plugin.
+                # No teardown follows a trainer.save_checkpoint() after fit. Not made in the constructor, because
+                # strategies that spawn processes pickle the plugin.
                 self._at_end = weakref.finalize(self, _close, self._engines, self._flush_timeout)
         return engine
 
@@ -99,15 +99,15 @@ class TieredIO:
         step = _step_of(checkpoint, engine)
         ticket = engine.save(step, checkpoint, names=[name])
         if ticket is None and engine.flush(Stage.COMMITTED, timeout=self._flush_timeout):
-            # A callback that called us takes this save for done, and may delete others for it: skipping must be rare.
+            # The calling callback assumes that this save succeeded and may delete others: skipping must be rare.
             ticket = engine.save(step, checkpoint, names=[name])
         self._latest[directory] = ticket
         if ticket is None:
-            logger.warning("%s was not saved; what it would have replaced is kept", path)
+            logger.warning("%s was not saved; the checkpoints it would have replaced are kept", path)
             return
-        put_off = [other for other in self._put_off.pop(directory, []) if other != name]
-        if put_off:
-            engine.delete(*put_off)
+        postponed = [other for other in self._postponed_deletes.pop(directory, []) if other != name]
+        if postponed:
+            engine.delete(*postponed)
 
     def load_checkpoint(
         self,
@@ -117,7 +117,7 @@ class TieredIO:
     ) -> dict[str, Any]:
         """Loads one of our checkpoints, or a stock file through torch. On CPU. Collective: no.
 
-        Objects of classes of your own come back only with ``weights_only=False``.
+        Objects of user-defined classes are loaded only with ``weights_only=False``.
         """
         self._commit_all()
         located = locate(os.fspath(path), run=self._run)
@@ -131,7 +131,7 @@ class TieredIO:
         """Deletes a checkpoint once everything saved before this call is committed. Blocks: no, except for a stock
         file.
 
-        After a save that was skipped, deletion waits for the next one that is not.
+        After a skipped save, deletion waits for the next save that is not skipped.
         """
         directory, name = self._place(path)
         full = os.path.join(directory, name)
@@ -144,12 +144,12 @@ class TieredIO:
         if os.path.lexists(full) and not os.path.islink(full) and not _is_ours(full):
             self._remove_stock(directory, full)
         elif directory in self._latest and self._latest[directory] is None:
-            self._put_off.setdefault(directory, []).append(name)
+            self._postponed_deletes.setdefault(directory, []).append(name)
         else:
             self._engine(directory).delete(name)
 
     def _remove_stock(self, directory: str, path: str) -> None:
-        """A stock checkpoint of an earlier run: it goes at once, so what replaces it must be safe first."""
+        """Deletes a stock checkpoint of an earlier run, after the checkpoint that replaces it is committed."""
         self._commit_all()
         latest = self._latest.get(directory)
         if directory in self._latest and (latest is None or not latest.has_reached(Stage.COMMITTED)):
@@ -158,14 +158,16 @@ class TieredIO:
         _stock(self).remove_checkpoint(path)
 
     def _commit_all(self) -> None:
-        """What was saved by this plugin can be found by its path from here on. Blocks: up to ``flush_timeout``."""
+        """Waits until all saves are committed, so that their paths can be read. Blocks: up to ``flush_timeout``."""
         for directory, engine in self._engines.items():
             if not engine.flush(Stage.COMMITTED, timeout=self._flush_timeout):
                 logger.warning("not every checkpoint of %s was committed within %s", directory, self._flush_timeout)
 
     def teardown(self) -> None:
-        """Waits until everything is on disk and leaves the agent. Blocks: up to ``flush_timeout``. Saving again
-        afterwards is fine."""
+        """Waits until all saves are durable and closes the engines. A later save opens one again.
+
+        Blocks: up to ``flush_timeout``.
+        """
         _close(self._engines, self._flush_timeout)
         if self._at_end is not None:
             self._at_end.detach()
@@ -179,7 +181,7 @@ def _close(engines: dict[str, Checkpointer], flush_timeout: timedelta) -> None:
 
 
 def _step_of(checkpoint: Mapping[str, Any], engine: Checkpointer) -> int:
-    """The step a checkpoint says it is of; one after the newest for one that says none, so that saves stay in order."""
+    """The checkpoint's ``global_step``; without one, the newest step plus one, so that saves stay in order."""
     step = checkpoint.get("global_step")
     if step is not None:
         return int(step)
@@ -188,7 +190,7 @@ def _step_of(checkpoint: Mapping[str, Any], engine: Checkpointer) -> int:
 
 
 def _is_ours(path: str) -> bool:
-    """True for a name file. False for anything else that lies there, such as a stock checkpoint."""
+    """True for a name file, False for anything else, such as a stock checkpoint."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""The two Lightning packages, ``lightning.pytorch`` and ``pytorch_lightning``, which share no classes.
+"""Serves both Lightning packages, ``lightning.pytorch`` and ``pytorch_lightning``, which share no classes.
 
 Each adapter class (a callback, a plugin) is therefore built once per package, over that package's base class, by one
 factory: :class:`AdapterClass`.
@@ -20,12 +20,12 @@ _KNOWN = ("lightning.pytorch", "pytorch_lightning")
 
 
 def namespaces() -> list[str]:
-    """Installed namespaces, ``lightning.pytorch`` first. Imports nothing of them."""
+    """Installed namespaces, ``lightning.pytorch`` first. Does not import them."""
     return [name for name in _KNOWN if importlib.util.find_spec(name.split(".")[0]) is not None]
 
 
 def default_namespace() -> str:
-    """The namespace to build classes for: the one already imported if it is only one, else the first installed.
+    """The namespace to build classes for: the imported one if only one is imported, else the first installed.
 
     Raises:
         ConfigError: neither is installed.
@@ -38,15 +38,16 @@ def default_namespace() -> str:
 
 
 class AdapterClass:
-    """One class of ours with a Lightning base class, once per namespace.
+    """A class of this library with a Lightning base class, built once per namespace.
 
-    The module that defines it offers ``build`` (this object's method) and, through the module's ``__getattr__``, the
+    The module that defines it exports ``build`` (this object's method) and, through the module's ``__getattr__``, the
     class of :func:`default_namespace` under its name. One adapter class per module: pickles find it by ``build``.
 
     Args:
-        module: ``__name__`` of the module that offers it.
+        module: ``__name__`` of the module that defines it.
         name: of the class. Lightning stores a callback's state under this name.
-        parts: our classes, before Lightning's in the order of method resolution; the last one gives the docstring.
+        parts: classes of this library, before Lightning's in the method resolution order; the last one has the
+            docstring.
         base: Lightning's class, as "module below the namespace:class", such as "callbacks:ModelCheckpoint".
     """
 
@@ -87,7 +88,7 @@ class AdapterClass:
         return reduce_ex
 
     def attribute(self, name: str) -> type[Any]:
-        """What the defining module's ``__getattr__`` returns: the class of the user's namespace, under its name."""
+        """For the defining module's ``__getattr__``: the class for the user's namespace."""
         if name == self._name:
             return self.build(default_namespace())
         raise AttributeError(f"module {self._module!r} has no attribute {name!r}")

@@ -35,7 +35,7 @@ def test_by_the_clock_rank_0_speaks_one_save_ahead(monkeypatch: pytest.MonkeyPat
 
     def save(step: int) -> list[str]:
         due, _ = schedule.due(step)
-        schedule.taken()
+        schedule.count_save()
         return due
 
     assert save(1) == ["slow"]
@@ -53,5 +53,5 @@ def test_a_store_that_is_gone_is_no_reason_to_stop() -> None:
             raise RuntimeError("Broken pipe")
 
     schedule = RemoteSchedule([remote("clock", time=timedelta(seconds=1)), remote("steps", steps=5)], Gone())
-    schedule.taken()
+    schedule.count_save()
     assert schedule.due(5)[0] == ["steps"]

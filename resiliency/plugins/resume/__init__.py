@@ -1,4 +1,4 @@
-"""Exact resume: random number generators, data loaders, loops and partly accumulated gradients of one rank."""
+"""Exact resume: random generators, data loaders, loops and partly accumulated gradients of one rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Gradients accumulated so far, for the rare save in the middle of gradient accumulation.
+"""Saves and restores the gradients of a save in the middle of gradient accumulation.
 
-Lightning saves there when a validation with a monitored metric falls between two optimizer steps, and loses what was
-accumulated, so a run resumed from such a checkpoint ends with other weights. The gradients differ from rank to rank
-until they are reduced, so each rank saves its own.
+Lightning saves there when a validation with a monitored metric comes between two optimizer steps. It does not save the
+accumulated gradients, so a run resumed from there would diverge. The gradients differ between ranks until they are
+reduced, so each rank saves its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["copy_gradients", "place_gradients"]
 
 
 def copy_gradients(trainer: Any) -> dict[str, Tensor]:
-    """Copies of this rank's gradients on the CPU, by parameter name. Collective: no. Blocks: the copy."""
+    """Copies of this rank's gradients on the CPU, by parameter name. Collective: no. Blocks: for the copy."""
     return {
         name: p.grad.detach().to("cpu", copy=True)
         for name, p in trainer.lightning_module.named_parameters()

@@ -1,8 +1,8 @@
-"""Repairs what Lightning's loops lose at a restart, beyond random number generators and data loaders.
+"""Repairs what Lightning's loops lose at a restart, apart from random generators and data loaders.
 
-Each function says which loss it repairs. All run on the thread that trains, on every rank, during the first
-``on_advance_start`` after a restart (loops restored, ``fit_loop.reset`` done) or at the end of the first epoch.
-Written against the trainer object alone; names that a version of Lightning lacks make the repair a no-op.
+Each function says which loss it repairs. All run on the training thread, on every rank: in the first
+``on_advance_start`` after a restart (loops restored, ``fit_loop.reset`` done) or at the end of the first epoch. They
+use attributes of the trainer object only; where a version of Lightning lacks one, the repair does nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["begin_epoch_after_last_batch", "count_saved_batch", "end_restart", "
 
 
 def begin_epoch_after_last_batch(fit_loop: Any) -> None:
-    """After a save in ``on_train_batch_end`` of the last batch of an epoch: begin the next epoch as a new one.
+    """After a save in ``on_train_batch_end`` of the last batch of an epoch: starts the next epoch as a new one.
 
-    ``fit_loop`` counts the saved epoch as done, but continues as if in the middle of one: it leaves out
-    ``on_train_epoch_start``, and for loaders without length the whole next epoch.
+    ``fit_loop`` counts the saved epoch as done but continues as if in the middle of one: it skips
+    ``on_train_epoch_start`` and, when the loaders have no length, the whole next epoch.
     """
     epoch_loop = fit_loop.epoch_loop
     if not (getattr(epoch_loop, "restarted_on_train_batch_end", False) and epoch_loop.batch_progress.is_last_batch):
@@ -31,9 +31,9 @@ def begin_epoch_after_last_batch(fit_loop: Any) -> None:
 
 
 def count_saved_batch(fit_loop: Any) -> None:
-    """After a save in ``on_train_batch_end``: that batch is done and is not trained on again.
+    """After a save in ``on_train_batch_end``: counts that batch as done, so that it is not trained on again.
 
-    Lightning before 2.5 trains on it again; later versions do when a step of an earlier epoch found no more batches
+    Lightning before 2.5 does not count it. Later versions do not when a step of an earlier epoch found no more batches
     (``training_step(dataloader_iter)`` without length).
     """
     epoch_loop = fit_loop.epoch_loop
@@ -45,13 +45,13 @@ def count_saved_batch(fit_loop: Any) -> None:
 
 
 def note_plateau(trainer: Any, state: dict[str, Any]) -> str | None:
-    """Records what ``ReduceLROnPlateau`` will need: its metrics and which update is still due.
+    """Adds to ``state`` what ``ReduceLROnPlateau`` needs after a restart: its metrics and whether an update is due.
 
     Lightning updates these schedulers after the hooks in which checkpoints are saved, from metrics it does not save.
-    Does nothing, and computes no metric, when there is no such scheduler.
+    Without such a scheduler nothing is added and no metric is computed.
 
     Returns:
-        what will not be exact, in words; None when all will be.
+        why the resume will not be exact, None when it will be.
     """
     monitors = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
     if not monitors:
@@ -60,17 +60,17 @@ def note_plateau(trainer: Any, state: dict[str, Any]) -> str | None:
     state["metrics"] = {name: float(metrics[name]) for name in monitors if name in metrics}
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     before_validation = progress.completed == progress.processed - 1
-    state["owes_step_update"] = before_validation  # a restart from within a validation does this update itself
+    state["owes_step_update"] = before_validation  # a restart within a validation does it itself
     due = before_validation and trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
     return (
-        "saved right before a validation, which a restart leaves out, and ReduceLROnPlateau wants its result"
+        "saved right before a validation, which a restart leaves out although ReduceLROnPlateau needs its result"
         if due
         else None
     )
 
 
 def settle_plateau(trainer: Any, state: dict[str, Any]) -> None:
-    """Puts the saved metrics back and makes the update of ``ReduceLROnPlateau`` that was due right after the save."""
+    """Restores the saved metrics and does the ``ReduceLROnPlateau`` update that was due right after the save."""
     metrics = state.get("metrics")
     if not metrics:
         return
@@ -80,16 +80,16 @@ def settle_plateau(trainer: Any, state: dict[str, Any]) -> None:
         fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
     if getattr(fit_loop, "resumed_on_epoch_end", False) and _has_metrics(trainer):
         progress = fit_loop.epoch_progress.current
-        progress.completed -= 1  # the restart counts it as done already; the update belongs to the previous epoch
+        progress.completed -= 1  # the restart already counts the epoch as done; the update belongs to it
         fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         progress.completed += 1
 
 
 def end_restart(trainer: Any) -> None:
-    """At the end of the restarted epoch: have the schedulers updated as at the end of any other.
+    """At the end of the restarted epoch: makes Lightning update the epoch's schedulers as in any other epoch.
 
-    Otherwise Lightning skips the update of ``ReduceLROnPlateau``, as if its metrics were unknown, and before 2.5
-    updates the other schedulers twice.
+    Otherwise it skips the update of ``ReduceLROnPlateau``, as if the metrics were unknown, and before 2.5 updates the
+    other schedulers twice.
     """
     if _has_metrics(trainer):
         trainer.fit_loop._restarting = False

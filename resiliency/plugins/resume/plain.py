@@ -1,8 +1,8 @@
 """Copies of batches and loader states made of plain Python and CPU tensors only.
 
-This is not :mod:`resiliency.storage.codec`, which writes JSON and pickles objects it does not know. The copies made
-here keep their tensors and load with ``torch.load(weights_only=True)`` from any file they are stored in. An unknown
-object is refused, so that the caller can report that the resume will not be exact.
+Differs from :mod:`resiliency.storage.codec`, which writes JSON and pickles unknown objects: here tensors stay tensors,
+the result can be read with ``torch.load(weights_only=True)`` from any file, and an unknown object is refused, so that
+the caller can warn that the resume will not be exact.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ _SCALARS = (bool, int, float, str, bytes)
 
 
 class NotPlain(TypeError):
-    """An object that has no plain form here; the message names its type and where it was found."""
+    """An object that has no plain form; the message says its type and where it was found."""
 
 
 def to_plain(value: Any, where: str = "value") -> Any:
     """A deep copy of ``value`` made of None, bool, int, float, str, bytes, list, tuple, dict and CPU tensors.
 
-    numpy arrays and scalars, sets, deques, complex numbers and dicts with keys other than str are tagged, so that
-    :func:`from_plain` returns them with their own types. Subclasses of dict and list (OrderedDict) become dict and
-    list.
+    numpy arrays and scalars, sets, deques, complex numbers and dicts with other keys than str are tagged, so that
+    :func:`from_plain` restores their types. Subclasses of dict and list (OrderedDict) come back as dict and list.
 
     Raises:
         NotPlain: ``value`` contains something else (a NamedTuple, a dataclass, an object).
@@ -62,7 +61,7 @@ def to_plain(value: Any, where: str = "value") -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What :func:`to_plain` was given. Tensors are copied: the result shares nothing with ``value``."""
+    """Inverse of :func:`to_plain`. Tensors are copied: the result shares no memory with ``value``."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, tuple):

@@ -1,17 +1,17 @@
-"""Per-rank state that Lightning checkpoints lack: random number generators and each rank's position in its data.
+"""Saves and restores the state of each rank that Lightning does not: random generators and data loader positions.
 
-Stock Lightning saves no generator, saves the loader state of rank 0 only, starts a plain ``DataLoader`` from its
+Stock Lightning saves no generator, saves the loader state of rank 0 only, restarts a plain ``DataLoader`` from the
 beginning in the middle of an epoch, opens it before the sampler knows the epoch, and loses one batch of a loader
-without length. :class:`RankState` captures what is missing. After a restart it opens the loaders when the first
-batch is fetched: by then everything else is restored, and nothing draws random numbers in between.
+without length. :class:`RankState` saves what is missing. After a restart it opens the loaders when the first batch is
+fetched: everything else is restored by then, and the generators are set immediately before training uses them.
 
-Everything here that touches private parts of Lightning's trainer works on the trainer object alone, so that
-``lightning.pytorch`` and ``pytorch_lightning`` (2.2 and later) are served by the same code:
+Private attributes of Lightning used, all reached from the trainer object, so that the same code serves
+``lightning.pytorch`` and ``pytorch_lightning`` (2.2 and later):
 ``fit_loop`` (``epoch_loop``, ``_combined_loader``, ``_data_fetcher``, ``on_advance_start``, ``_should_accumulate``,
 ``_last_train_dl_reload_epoch``),
 ``epoch_loop`` (``run``, ``batch_progress``, ``val_loop``), the fetcher (``iterator``, ``batches``, ``fetched``) and the
 combined loader (``flattened``, ``_iterator`` with ``iterators``, ``_idx``, ``_consumed``). torch's loaders are handled
-in :mod:`resiliency.plugins.resume.loader_passes`, what Lightning's own loops lose in
+in :mod:`resiliency.plugins.resume.loader_positions`, losses in Lightning's own loops in
 :mod:`resiliency.plugins.resume.loop_repairs`.
 """
 
@@ -23,10 +23,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from resiliency.plugins.resume import loader_passes as passes
-from resiliency.plugins.resume import loop_repairs, rng
+from resiliency.plugins.resume import loader_positions, loop_repairs, rng
 from resiliency.plugins.resume.gradients import copy_gradients, place_gradients
-from resiliency.plugins.resume.loader_follow import follow, set_generators, unfollow
+from resiliency.plugins.resume.loader_recorder import attach_recorder, detach_recorder, set_generators
 from resiliency.plugins.resume.plain import NotPlain, from_plain, to_plain
 
 __all__ = ["RankState", "is_step_boundary"]
@@ -37,46 +36,46 @@ _VERSION = 1
 
 
 def is_step_boundary(trainer: Any) -> bool:
-    """True when a save here loses nothing: no gradients are being accumulated and no batch is half done.
+    """True when a save here loses nothing: no gradients are being accumulated and no batch is in progress.
 
-    With manual optimisation only a half done batch is noticed; gradients that the module accumulates itself are not.
+    With manual optimisation, gradients that the module accumulates itself are not noticed.
 
-    Thread: the one that trains. Collective: no.
+    Thread: training. Collective: no.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(progress.ready == progress.processed and not trainer.fit_loop._should_accumulate())
 
 
 class RankState:
-    """Captures and restores the state of a fit that differs from rank to rank.
+    """Captures the state that differs between ranks, and restores it exactly.
 
-    Thread: every method is called on the thread that trains, on every rank. Collective: no.
+    Thread: call every method on the training thread, on every rank. Collective: no.
 
     Args:
-        reread: skip batches of map-style loaders that were already taken by reading and dropping them, not by drawing
-            only their indices. Then resuming within an epoch is exact also when loader workers draw random numbers
-            (augmentation); costs the loading of these batches.
-        isolate_validation: give validation its own copy of the generators. A resumed run may skip or repeat a
-            validation; without this, training would use other random numbers afterwards.
+        reread: skip batches already seen of map-style loaders by reading and dropping them, instead of only drawing
+            their indices. Then a resume in the middle of an epoch is exact even when loader workers draw random numbers
+            (augmentation), at the cost of loading these batches.
+        isolate_validation: run validation on a copy of the generators. A resumed run may skip or repeat a validation;
+            without this, training would draw other numbers afterwards.
     """
 
     def __init__(self, *, reread: bool = False, isolate_validation: bool = True) -> None:
         self._reread = reread
         self._isolate_validation = isolate_validation
         self._patches: list[tuple[Any, str, Any]] = []
-        self._followed: list[weakref.ref[Any]] = []
+        self._recorded: list[weakref.ref[Any]] = []
         self._trainer: Any = None
         self._pending: dict[str, Any] | None = None
         self._rng_placed = self._advancing = self._restarted = False
-        self._outer_rng: rng.Rng | None = None
+        self._training_rng: rng.Rng | None = None  # during validation: the generators training continues with
         self._warned: set[str] = set()
 
     # ---- attach and detach
 
     def attach(self, trainer: Any) -> None:
-        """Starts to follow the trainer's train loaders; call it in ``Callback.setup("fit")``. Idempotent.
+        """Patches the trainer's loops and records its train loaders. Call it in ``Callback.setup("fit")``. Idempotent.
 
-        Draws no random numbers and changes no batch.
+        Consumes no random numbers and changes no batch.
         """
         if self._trainer is trainer:
             return
@@ -98,29 +97,29 @@ class RankState:
             if target.__dict__.get(name) is patch:
                 delattr(target, name)
             else:
-                log.debug("%s.%s was replaced by other code meanwhile and stays as it is", type(target).__name__, name)
-        for reference in self._followed:
+                log.debug("%s.%s was patched again by other code; that patch stays", type(target).__name__, name)
+        for reference in self._recorded:
             if (loader := reference()) is not None:
-                unfollow(loader)
-        self._patches, self._followed = [], []
-        self._trainer = self._pending = self._outer_rng = None
+                detach_recorder(loader)
+        self._patches, self._recorded = [], []
+        self._trainer = self._pending = self._training_rng = None
         self._rng_placed = self._advancing = self._restarted = False
 
     # ---- save
 
     def capture(self, trainer: Any) -> dict[str, Any]:
-        """This rank's state as of now: None, bool, int, float, str, bytes, list, tuple, dict and CPU tensors only.
+        """This rank's state: None, bool, int, float, str, bytes, list, tuple, dict and CPU tensors only.
 
-        Call it where Lightning's own loop state is taken: in ``on_train_batch_end``, ``on_validation_end``,
-        ``on_train_epoch_end`` or ``on_exception``. What it returns shares nothing with live objects.
+        Call it where Lightning saves its loop state: in ``on_train_batch_end``, ``on_validation_end``,
+        ``on_train_epoch_end`` or ``on_exception``. The result shares no memory with live objects.
 
         Blocks: about 0.2 ms, plus ``state_dict()`` of stateful loaders, plus a copy of one batch for loaders without
         length (Lightning has already fetched it).
 
         Returns:
-            the state. Its ``caveats`` list, in words, what will not be exact after a restart from it; usually empty.
+            the state; its ``caveats`` say what will not be exact after a restart from here, usually nothing.
         """
-        generators = self._outer_rng or rng.snapshot()  # in validation: those that training will continue with
+        generators = self._training_rng or rng.snapshot()
         if self._pending is not None:  # restored, and no batch fetched since
             return {**self._pending, "rng": generators if self._rng_placed else self._pending["rng"]}
         state: dict[str, Any] = {
@@ -136,9 +135,9 @@ class RankState:
         undone = int(progress.ready - progress.processed)
         fetcher = trainer.fit_loop._data_fetcher
         if hasattr(fetcher, "iterator_wrapper") and fetcher.length is None and fetcher.done:
-            undone = 0  # a step that fetches its own batches and found none does not count
+            undone = 0  # a step that fetches its own batches and found none left is not a step
         if undone:
-            caveats.append("saved in the middle of a step: that step will use other random numbers")
+            caveats.append("saved in the middle of a step: it will be repeated with other random numbers")
         elif not is_step_boundary(trainer):
             state["gradients"] = copy_gradients(trainer)  # in the middle of gradient accumulation
 
@@ -150,7 +149,7 @@ class RankState:
         index = int(getattr(mode, "_idx", 0))
         consumed = list(getattr(mode, "_consumed", ()))
         state["loaders"] = [
-            passes.describe(
+            loader_positions.capture_position(
                 loader, iterator, taken=_taken(loader, index, i < len(consumed) and consumed[i]), undone=undone
             )
             for i, (loader, iterator) in enumerate(zip(loaders, iterators, strict=True))
@@ -169,7 +168,7 @@ class RankState:
     # ---- restore
 
     def load(self, state: dict[str, Any]) -> None:
-        """Keeps a captured state for the moment the first batch is fetched; call it before the loops run.
+        """Keeps a captured state, to be restored when the first batch is fetched. Call it before the loops run.
 
         Raises:
             ValueError: the state was written by a newer version.
@@ -185,14 +184,14 @@ class RankState:
     def patch_loaded_checkpoint(self, checkpoint: dict[str, Any], state: dict[str, Any]) -> None:
         """Replaces rank 0's loader states in a loaded checkpoint, in place, by those of this rank.
 
-        Only needed for code that reads the checkpoint's loop state itself: for an exact run :meth:`load` is enough.
+        Needed only by code that reads the checkpoint's loop state itself; an exact resume needs :meth:`load` only.
         """
         loop_state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         own = [entry for entry in state["loaders"] if entry["kind"] == "stateful"]
         if "combined_loader" in loop_state and own and all(entry["state"] is not None for entry in own):
             loop_state["combined_loader"] = [from_plain(entry["state"]) for entry in own]
 
-    # ---- patches of Lightning's methods
+    # ---- patches of the trainer
 
     def _patch(self, target: Any, name: str, replacement: Callable[..., Any]) -> None:
         original = getattr(target, name, None)
@@ -210,24 +209,23 @@ class RankState:
         self._patches.append((target, name, patch))
 
     def _process_dataloader(self, original: Callable[[Any], Any], dataloader: Any) -> Any:
-        """Called for every loader after Lightning has put in its distributed sampler."""
+        """Attaches a recorder to every train loader, after Lightning has set its distributed sampler."""
         loader = original(dataloader)
-        if self._trainer.training and follow(loader, self._defers_opening):
-            self._followed.append(weakref.ref(loader))
+        if self._trainer.training and attach_recorder(loader, self._deferred):
+            self._recorded.append(weakref.ref(loader))
         return loader
 
-    def _defers_opening(self) -> bool:
-        """True when ``iter(loader)`` must wait until the first batch is asked for; not at a reload at the start of
-        an epoch."""
+    def _deferred(self) -> bool:
+        """Whether iter() of a loader waits for the first batch; when loaders are reloaded for an epoch it does not."""
         return self._pending is not None and not self._advancing
 
     def _on_advance_start(self, original: Callable[[], None]) -> None:
-        """Runs after every ``on_train_start`` and before ``on_train_epoch_start`` of the first epoch."""
+        """Runs after every on_train_start and before on_train_epoch_start of the first epoch."""
         state, self._advancing = self._pending, True
         try:
             if state is not None and not self._rng_placed:
                 fit_loop = self._trainer.fit_loop
-                if "last_reload" in state:  # otherwise Lightning counts from the restart
+                if "last_reload" in state:  # Lightning would count from the restart
                     fit_loop._last_train_dl_reload_epoch = state["last_reload"]
                 loop_repairs.settle_plateau(self._trainer, state)
                 loop_repairs.begin_epoch_after_last_batch(fit_loop)
@@ -242,7 +240,8 @@ class RankState:
         if self._pending is not None:
             _defer_opening(data_fetcher, self._open_loaders)
             if self._restarted and self._trainer.fit_loop.epoch_loop.restarting:
-                # Lightning before 2.5 calls on_train_epoch_start again in the middle of an epoch: undo what it drew
+                # Lightning before 2.5 calls on_train_epoch_start again in the middle of an epoch; the random numbers it
+                # consumed are given back.
                 rng.restore(self._pending["rng"])
         original(data_fetcher)
         if self._restarted:
@@ -250,19 +249,18 @@ class RankState:
             self._restarted = False
 
     def _validate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._outer_rng is not None:
+        if self._training_rng is not None:
             return original(*args, **kwargs)
-        self._outer_rng = rng.snapshot()
+        self._training_rng = rng.snapshot()
         try:
             return original(*args, **kwargs)
         finally:
-            if self._outer_rng is not None:
-                rng.restore(self._outer_rng)
-            self._outer_rng = None
+            if self._training_rng is not None:
+                rng.restore(self._training_rng)
+            self._training_rng = None
 
     def _open_loaders(self, fetcher: Any) -> None:
-        """Opens the loaders where they were at the save. Runs when the first batch after a restart is about to be
-        fetched."""
+        """Opens the loaders at their saved positions, right before the first batch after a restart is fetched."""
         state, trainer = self._pending, self._trainer
         if state is None:
             return
@@ -271,39 +269,39 @@ class RankState:
         if state["world_size"] != trainer.world_size:
             log.warning(
                 "saved by %d ranks, resumed by %d: the order of the data and the random numbers are not those of an"
-                " undisturbed run",
+                " uninterrupted run",
                 state["world_size"],
                 trainer.world_size,
             )
         loaders, entries = list(combined.flattened), state["loaders"]
-        if [entry["kind"] for entry in entries] != [passes.kind_of(loader) for loader in loaders]:
+        if [entry["kind"] for entry in entries] != [loader_positions.kind_of(loader) for loader in loaders]:
             log.warning(
-                "the train loaders differ in number or kind from those of the save (%s): they begin anew",
+                "number or kinds of the train loaders changed since the save (%s): they start from the beginning",
                 [entry["kind"] for entry in entries],
             )
             loaders, entries = [], []
         pairs = list(zip(loaders, entries, strict=True))
-        combined.reset()  # closes what was opened while the trainer was set up
+        combined.reset()  # closes iterators opened while the trainer was set up
         if pairs and trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0:
             self._continue_epoch(fetcher, combined, pairs, state)
         else:
             self._pending = None
             for loader, entry in pairs:
-                passes.prepare_next_pass(loader, entry)
+                loader_positions.prepare_next_iteration(loader, entry)
             iter(fetcher)
 
     def _continue_epoch(self, fetcher: Any, combined: Any, pairs: list[tuple[Any, Any]], state: dict[str, Any]) -> None:
         fetched = fetcher.fetched
-        fetcher.iterator = iter(combined)  # the loaders themselves are not opened yet
+        fetcher.iterator = iter(combined)  # iter() of the loaders is still deferred
         fetcher.reset()
         self._pending = None
         mode, ahead = combined._iterator, state["ahead"]
         prefetched = None if state["prefetched"] is None else from_plain(state["prefetched"])
-        again = 0 if prefetched is not None else ahead  # batches Lightning had fetched ahead that must be read again
+        again = 0 if prefetched is not None else ahead  # batches fetched ahead that must be read again
         for i, (loader, entry) in enumerate(pairs):
             if again:
                 entry = {**entry, "taken": max(0, entry["taken"] - again), "check": None}
-            mode.iterators[i] = passes.resume_pass(loader, entry, reread=self._reread)
+            mode.iterators[i] = loader_positions.resume_iteration(loader, entry, reread=self._reread)
         mode._idx = state["index"] - again
         if hasattr(mode, "_consumed"):
             mode._consumed = list(state["consumed"])
@@ -317,7 +315,7 @@ class RankState:
     # ---- helpers
 
     def _prefetched(self, fetcher: Any, undone: int, stateful: bool, caveats: list[str]) -> tuple[int, Any]:
-        """How many batches Lightning has fetched ahead of the steps, and these batches if they can be stored."""
+        """How many batches Lightning has fetched ahead, and copies of them, None when they cannot be saved."""
         batches = list(getattr(fetcher, "batches", None) or ())
         if not batches or undone:
             return len(batches), None
@@ -343,7 +341,7 @@ def _taken(loader: Any, index: int, again: bool) -> int:
 
 
 def _defer_opening(fetcher: Any, open_loaders: Callable[[Any], None]) -> None:
-    """Makes the fetcher open the loaders when the first batch is asked for, whoever calls iter() before. Idempotent."""
+    """Defers opening the loaders from iter() of the fetcher to its first next(). Idempotent."""
     base = type(fetcher)
     if getattr(base, "_resiliency_deferred", False):
         return

@@ -1,7 +1,7 @@
-"""Random number generators of this process: their state as plain data, and back.
+"""Saves and restores the states of this process's random number generators.
 
 Covers ``random``, ``numpy.random`` (only when numpy is already imported), torch on the CPU and, once CUDA is in use,
-every visible CUDA device. Taking a snapshot never advances a generator.
+every visible CUDA device. Saving a state does not advance the generator.
 """
 
 from __future__ import annotations
@@ -24,32 +24,31 @@ _WORD = "I"  # Python's and numpy's Mersenne Twister hold 32-bit words
 
 
 def snapshot() -> Rng:
-    """The state of every generator, as a copy that nothing else will change.
+    """Copies of the states of all generators.
 
-    Thread: the one that trains. Collective: no. Blocks: about 40 microseconds (10 KB), plus 2 per CUDA device.
+    Thread: training. Collective: no. Blocks: about 40 microseconds on the CPU (10 KB), plus 2 per CUDA device.
     """
     version, words, gauss = random.getstate()
     rng: Rng = {"torch": torch.get_rng_state(), "python": (version, array(_WORD, words).tobytes(), gauss)}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state = numpy.random.get_state(legacy=False)
-        if state["bit_generator"] == "MT19937":  # the user replaced it by another kind, with a layout of its own
+        if state["bit_generator"] == "MT19937":  # other bit generators, set by the user, have other layouts
             inner = state["state"]
             rng["numpy"] = (inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"]))
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # their states are on the host: this opens no context on the devices of other ranks
+        # The states are in host memory: reading them creates no CUDA context on the devices of other ranks.
         rng["cuda"] = {"own": torch.cuda.current_device(), "states": torch.cuda.get_rng_state_all()}
     return rng
 
 
 def restore(rng: Rng) -> None:
-    """Puts back what :func:`snapshot` took.
+    """Sets all generators to the states :func:`snapshot` returned.
 
-    A CUDA state goes to the device of the same number; that of the rank's own device goes to the rank's device of
-    now if its number changed. States of what this process does not have (numpy not imported, fewer devices) are
-    ignored.
+    Each CUDA state is set on the device of the same index, and that of the rank's device then on its device of today.
+    States of generators this process lacks (numpy not imported, fewer devices) are ignored.
 
-    Thread: the one that trains. Collective: no. Blocks: microseconds.
+    Thread: training. Collective: no. Blocks: microseconds.
     """
     torch.set_rng_state(rng["torch"])
     version, words, gauss = rng["python"]
@@ -67,7 +66,7 @@ def restore(rng: Rng) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Restores the generators afterwards to their state before."""
+    """Restores all generators on exit to their states on entry."""
     before = snapshot()
     try:
         yield

@@ -9,7 +9,7 @@ from resiliency.plugins.strategies.replicated import ReplicatedAdapter
 
 __all__ = ["ADAPTERS", "adapter_for"]
 
-#: Asked in this order; the first one that supports a strategy serves it.
+#: The first one that supports a strategy is used.
 ADAPTERS: tuple[StrategyAdapter, ...] = (ReplicatedAdapter(),)
 
 

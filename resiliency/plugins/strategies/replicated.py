@@ -12,13 +12,13 @@ from resiliency.plugins.strategies.base import TensorRules
 
 __all__ = ["ReplicatedAdapter"]
 
-#: Their ``dump_checkpoint`` gives every rank the whole, unsharded state as live aliases.
+#: Their ``dump_checkpoint`` returns the whole, unsharded state on every rank, with live tensors.
 _SUPPORTED = frozenset({"SingleDeviceStrategy", "DDPStrategy"})
-#: Some of them derive from a supported one and shard all the same.
+#: Some of them derive from a supported strategy although they shard.
 _UNSUPPORTED = frozenset(
     {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "MegatronStrategy"}
 )
-#: Keys of a Lightning checkpoint under which parameters and optimizer state lie.
+#: Keys of a Lightning checkpoint under which parameters and optimizer state are.
 _MODEL_AND_OPTIMIZER = ("state_dict/", "optimizer_states/")
 
 
@@ -36,10 +36,10 @@ class ReplicatedAdapter:
 
     def tensor_rules(self, trainer: Any) -> TensorRules:
         """Parameters and optimizer state are replicated. Buffers differ between DDP ranks until the next forward, and
-        tensors of callbacks may.
+        tensors of callbacks may differ.
 
-        Late copies are for trained parameters and their optimizer state, which change in the optimizer step and nowhere
-        else. Parameters no optimizer owns may be moving averages that change in any hook or in forward. Nothing is
+        Trained parameters and their optimizer state may be copied late: they change only in the optimizer step.
+        Parameters that no optimizer has may be moving averages, which change in any hook or in forward. Nothing is
         copied late when an optimizer runs inside backward.
         """
         replicated = {parameter.data_ptr() for parameter in trainer.lightning_module.parameters()}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from resiliency.plugins.resume.loader_follow import follow, unfollow
+from resiliency.plugins.resume.loader_recorder import attach_recorder, detach_recorder
 from resiliency.plugins.resume.rank_state import RankState, is_step_boundary
 from tests.plugins.resume.resume_cases import (
     FEATURES,
@@ -297,13 +297,13 @@ def test_changed_order_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "is not exact" in caplog.text
 
 
-def test_changed_loaders_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_loaders_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save = run(CASES["combined"], tmp_path, save=everything).saves[2]
     run(CASES["random sampler"], tmp_path, ckpt=save.path)
-    assert "begin anew" in caplog.text
+    assert "they start from the beginning" in caplog.text
 
 
-def test_other_world_size_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_world_size_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save = run(CASES["random sampler"], tmp_path, save=everything).saves[2]
     state = torch.load(f"{save.path}.rank0", weights_only=True) | {"world_size": 4}
     torch.save(state, f"{save.path}.rank0")
@@ -359,29 +359,29 @@ class TestFollowing:
     def test_attributes_stay_the_users(self) -> None:
         one = loader()
         batch_sampler = one.batch_sampler
-        follow(one, lambda: False)
+        attach_recorder(one, lambda: False)
         assert one.batch_sampler is batch_sampler and len(one) == 6 and isinstance(one, DataLoader)
-        unfollow(one)
+        detach_recorder(one)
 
     def test_pickles_as_the_users_class(self) -> None:
         one = loader()
-        follow(one, lambda: False)
+        attach_recorder(one, lambda: False)
         again = pickle.loads(pickle.dumps(one))
         assert type(again) is DataLoader and len(list(again)) == 6
-        unfollow(one)
+        detach_recorder(one)
 
     def test_a_held_loader_can_be_iterated_by_others(self) -> None:
         one = loader(shuffle=False)
-        follow(one, lambda: True)
+        attach_recorder(one, lambda: True)
         before = torch.get_rng_state()
         iterator = iter(one)
         assert torch.equal(torch.get_rng_state(), before)
         assert len(list(iterator)) == 6
-        unfollow(one)
+        detach_recorder(one)
 
-    def test_what_cannot_be_followed_is_left(self) -> None:
+    def test_a_loader_whose_class_cannot_be_replaced_is_left_alone(self) -> None:
         for thing in ([1, 2], (i for i in range(3)), range(3)):
-            assert not follow(thing, lambda: False)
+            assert not attach_recorder(thing, lambda: False)
 
 
 def test_step_boundary(tmp_path: Path) -> None:

@@ -1,17 +1,17 @@
-"""The position of one data loader: captured at a save, restored after a restart.
+"""The position of one data loader: taken at a save, restored after a restart.
 
 ======== ========================================== =========================================================
 kind     loaders                                    batches already taken are skipped by
 ======== ========================================== =========================================================
-map      ``DataLoader`` of a map-style dataset      drawing the same indices; the dataset is not touched
+map      ``DataLoader`` of a map-style dataset      drawing the same indices; the dataset is not read
 stream   ``DataLoader`` of an iterable dataset      reading the batches and dropping them
-stateful anything with state_dict/load_state_dict   its own state, which is this rank's
+stateful anything with state_dict/load_state_dict   loading its own state, saved for this rank
 plain    every other iterable                       reading the batches and dropping them
 ======== ========================================== =========================================================
 
-How a pass is made to begin as an earlier one is in :mod:`resiliency.plugins.resume.loader_follow`. Private names of
-torch's and torchdata's loaders used: ``_num_yielded``, ``_dataset_fetcher``. All of it runs on the thread that
-trains; nothing here is collective.
+:mod:`resiliency.plugins.resume.loader_recorder` records and replays the random numbers of an iteration. Private names
+of torch's and torchdata's loaders used: ``_num_yielded``, ``_dataset_fetcher``. Everything here runs on the training
+thread and is not collective.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from resiliency.plugins.resume import rng
-from resiliency.plugins.resume.loader_follow import (
-    KEY,
-    PASS,
-    Followed,
-    Pass,
+from resiliency.plugins.resume.loader_recorder import (
     Replay,
     digest_of,
     generators_of,
     is_stateful,
+    iteration_of,
+    recorder_of,
     restore_to,
     samplers_of,
     set_generators,
@@ -39,35 +37,36 @@ from resiliency.plugins.resume.loader_follow import (
 )
 from resiliency.plugins.resume.plain import NotPlain, from_plain, to_plain
 
-__all__ = ["describe", "kind_of", "prepare_next_pass", "resume_pass"]
+__all__ = ["capture_position", "kind_of", "prepare_next_iteration", "resume_iteration"]
 
 log = logging.getLogger(__name__)
 
 _NOTHING = object()
 
 
-# ---- capture
+# ---- save
 
 
-def describe(loader: Any, iterator: Any, *, taken: int, undone: int) -> dict[str, Any]:
-    """One loader's position, as plain data that shares nothing with live objects.
+def capture_position(loader: Any, iterator: Any, *, taken: int, undone: int) -> dict[str, Any]:
+    """The position of one loader, as plain data that shares no memory with live objects.
 
     Args:
-        iterator: the loader's live iterator, None when it has none.
-        taken: batches taken, used only when the iterator does not count itself.
-        undone: 1 when the last batch taken is to be trained on again, else 0.
+        iterator: the loader's current iterator, None when it has none.
+        taken: batches taken, used only when the iterator does not count them itself.
+        undone: 1 when the last batch taken must be trained on again, else 0.
 
     Returns:
-        the entry for :func:`resume_pass` and :func:`prepare_next_pass`; ``caveat`` is set when it cannot be exact.
+        the entry for :func:`resume_iteration` and :func:`prepare_next_iteration`; its ``caveat`` says why the resume
+        will not be exact, None when it will be.
     """
-    seen: Pass | None = getattr(iterator, PASS, None) or getattr(iterator, "_seen", None)
+    iteration = iteration_of(iterator)
     taken = getattr(iterator, "_num_yielded", getattr(iterator, "taken", taken))
     entry: dict[str, Any] = {"kind": kind_of(loader), "taken": max(0, taken - undone), "caveat": None}
     entry["generators"] = [generator.get_state() for generator in generators_of(loader)]
-    if seen is not None:
-        entry |= {"before": seen.before, "opened": seen.opened, "begun": seen.begun}
-    if entry["kind"] == "map" and seen is not None:
-        entry["check"] = digest_of(seen.index_of_batch(entry["taken"]))
+    if iteration is not None:
+        entry |= {"before": iteration.before, "opened": iteration.opened, "begun": iteration.begun}
+    if entry["kind"] == "map" and iteration is not None:
+        entry["check"] = digest_of(iteration.index_of_batch(entry["taken"]))
     if entry["kind"] == "stateful":
         if undone and taken:
             entry["caveat"] = "saved in the middle of a step: the loader's own state is one batch ahead, which is lost"
@@ -81,33 +80,33 @@ def describe(loader: Any, iterator: Any, *, taken: int, undone: int) -> dict[str
 # ---- restore
 
 
-def resume_pass(loader: Any, entry: dict[str, Any], *, reread: bool = False) -> Iterator[Any]:
-    """Opens ``loader`` in the middle of a pass, at the position that ``entry`` describes.
+def resume_iteration(loader: Any, entry: dict[str, Any], *, reread: bool = False) -> Iterator[Any]:
+    """Opens ``loader`` in the middle of an iteration, at the position that ``entry`` describes.
 
-    Leaves the generators of the process in any state: the caller sets them afterwards.
+    Changes the process generators; the caller sets them afterwards.
 
     Args:
-        reread: read and drop the batches of a map-style loader too, so that its workers draw the same random numbers
-            again.
+        reread: read and drop the batches of a map-style loader too, so that its workers consume the same random
+            numbers as before.
     """
     kind, taken, before = entry["kind"], entry["taken"], entry.get("before")
     if before is not None:
         restore_to(loader, before)
     if kind == "stateful":
         return _resume_stateful(loader, entry)
-    if kind == "map" and _restores_its_own_position(loader):
+    if kind == "map" and _skips_consumed_samples(loader):
         iterator: Iterator[Any] = iter(loader)
         setattr(iterator, "_num_yielded" if hasattr(iterator, "_num_yielded") else "taken", taken)
         return iterator
-    skip = taken if kind == "map" and not reread and KEY in getattr(loader, "__dict__", {}) else 0
+    skip = taken if kind == "map" and not reread and recorder_of(loader) is not None else 0
     replay = Replay(opened=entry.get("opened"), begun=entry.get("begun"), skip=skip, check=entry.get("check"))
     iterator = _replayed(loader, replay)
     if kind == "plain" and entry.get("begun") is not None:
         rng.restore(entry["begun"]["rng"])
     if skip:
-        seen = getattr(iterator, PASS, None) or getattr(iterator, "_seen", None)
-        if seen is not None and seen.indices is not None and not seen.indices._begun:
-            seen.indices.begin()  # now, so that a changed order is reported before the next batch
+        iteration = iteration_of(iterator)
+        if iteration is not None and iteration.indices is not None:
+            iteration.indices.begin()  # at once, so that the warning about a changed order comes before training
         setattr(iterator, "_num_yielded" if hasattr(iterator, "_num_yielded") else "taken", taken)
         return iterator
     for number in range(taken):
@@ -115,7 +114,7 @@ def resume_pass(loader: Any, entry: dict[str, Any], *, reread: bool = False) -> 
             next(iterator)
         except StopIteration:
             log.warning(
-                "%s ended after %d of the %d batches that were taken before the restart; the data has changed",
+                "%s ended after %d of the %d batches taken before the restart: the data changed",
                 type(loader).__name__,
                 number,
                 taken,
@@ -124,40 +123,35 @@ def resume_pass(loader: Any, entry: dict[str, Any], *, reread: bool = False) -> 
     return iterator
 
 
-def prepare_next_pass(loader: Any, entry: dict[str, Any]) -> None:
-    """Puts ``loader`` into the state it had between two passes; the generators of the process are not changed."""
+def prepare_next_iteration(loader: Any, entry: dict[str, Any]) -> None:
+    """Restores ``loader`` between two iterations. Does not change the process generators."""
     with rng.preserved():
         if entry["kind"] == "stateful":
             _finish_stateful(loader, entry)
         set_generators(loader, entry)
     persistent = workers_of(loader) and getattr(loader, "persistent_workers", False)
-    if (
-        persistent
-        and entry.get("before") is not None
-        and KEY in getattr(loader, "__dict__", {})
-        and entry["kind"] != "stateful"
-    ):
-        # Persistent workers are seeded once, in the first pass. Here new ones start, and their seed is drawn from the
-        # generators of the process, which the next pass of an undisturbed run does not do.
-        loader.__dict__[KEY].replay = Replay(reseeds=True)
+    recorder = recorder_of(loader)
+    if persistent and entry.get("before") is not None and recorder is not None and entry["kind"] != "stateful":
+        # Persistent workers are seeded only in the first iteration. After a restart they start again and draw a seed
+        # from the process generators, which the same iteration of an uninterrupted run does not.
+        recorder.replay = Replay(reseeds=True)
 
 
-def _restores_its_own_position(loader: Any) -> bool:
-    """True for samplers that start at the samples already consumed (Megatron, NeMo): batches must not be skipped
-    again."""
+def _skips_consumed_samples(loader: Any) -> bool:
+    """True for samplers like Megatron's and NeMo's, which skip the samples already consumed themselves."""
     consumed = (getattr(sampler, "consumed_samples", 0) for sampler in samplers_of(loader))
     return any(isinstance(count, int) and count > 0 for count in consumed)
 
 
 def _replayed(loader: Any, replay: Replay) -> Iterator[Any]:
-    followed: Followed | None = getattr(loader, "__dict__", {}).get(KEY)
-    if followed is None:
+    recorder = recorder_of(loader)
+    if recorder is None:
         return iter(loader)
-    followed.replay = replay
+    recorder.replay = replay
     try:
         return iter(loader)
     finally:
-        followed.replay = None
+        recorder.replay = None
 
 
 def _resume_stateful(loader: Any, entry: dict[str, Any]) -> Iterator[Any]:
@@ -168,20 +162,19 @@ def _resume_stateful(loader: Any, entry: dict[str, Any]) -> Iterator[Any]:
 
 
 def _finish_stateful(loader: Any, entry: dict[str, Any]) -> None:
-    """Loads the state of a pass that is over and ends that pass, so that the next iter() is a new one."""
+    """Loads the state of a finished iteration and ends that iteration, so that the next iter() starts a new one."""
     dataset = getattr(loader, "dataset", None)
     if entry.get("state") is None:
         return
     if isinstance(loader, DataLoader) and isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict"):
-        return  # nothing is kept after the pass, and finding its end would mean reading all of it
+        return  # the dataset keeps no state between iterations, and reaching the end would read all of it
     iterator = _open_with_state(loader, entry)
     at_its_end = _dataset_is_at_its_end(iterator)
     if at_its_end is None:
-        at_its_end = (
-            next(iterator, _NOTHING) is _NOTHING
-        )  # one more item, since a generator function looks at its state only then
+        at_its_end = next(iterator, _NOTHING) is _NOTHING  # a generator function reads its state only at next()
     if not at_its_end:
-        # The pass was left before its end, or its end has reset the state: only the position matters, not that batch.
+        # The iteration was left before its end, or its end reset the state. The batch just read must not be lost, so
+        # the loader is opened at the saved position again.
         _open_with_state(loader, entry)
 
 
@@ -192,14 +185,14 @@ def _open_with_state(loader: Any, entry: dict[str, Any]) -> Iterator[Any]:
 
 
 def _dataset_is_at_its_end(iterator: Any) -> bool | None:
-    """Reads past the end of a dataset that had already ended before the save.
+    """Reads once more from a dataset that had ended before the save, so that it resets itself at its end again.
 
-    torchdata remembers that end and does not ask the dataset again. A dataset written as a generator function then
-    keeps the loaded position for the next pass, which would be empty.
+    torchdata restores the fact of that end and does not call the dataset again. A dataset written as a generator
+    function would then keep the loaded position for the next iteration, which would be empty.
 
     Returns:
-        True when the dataset ended again, False when it gave a sample, None when it had not ended before (or that
-        cannot be seen).
+        True when the dataset is at its end, False when it returned a sample, None when it had not ended before the save
+        or the loader does not show it.
     """
     fetcher = getattr(iterator, "_dataset_fetcher", None)
     if fetcher is None or not getattr(fetcher, "ended", False):
@@ -208,6 +201,7 @@ def _dataset_is_at_its_end(iterator: Any) -> bool | None:
 
 
 def kind_of(loader: Any) -> str:
+    """The kind of a loader: a word of the table in the module docstring."""
     if is_stateful(loader):
         return "stateful"
     if not isinstance(loader, DataLoader):
