@@ -188,7 +188,7 @@ def _pieces(lane: LaneAccount, ledger: Ledger, wall: float) -> list[dict[str, An
             "width": _percent((end - begin) / 1e6, wall),
             "bucket": bucket.value,
             "title": f"{BUCKETS[bucket].label} {duration((end - begin) / 1e6)}, {iso(begin / 1e6)[11:]}, attempt"
-            " {attempt + 1}",
+            f" {attempt + 1}",
         }
         for begin, end, bucket, attempt in cuts
         if end > begin

@@ -23,7 +23,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.cli.ckpt import app
 from resiliency.events import EventKind, EventWriter, JsonlSink
 from resiliency.inspection.liveness import evidence_of_use
-from resiliency.inspection.pruning import Doomed, delete, plan
+from resiliency.inspection.pruning import Deletion, delete, plan_pruning
 from resiliency.settings import environment
 from resiliency.storage.catalog import scan
 from resiliency.storage.manifest import EVENTS_DIR
@@ -94,10 +94,10 @@ def numbers(listing: Any) -> dict[str, list[int]]:
 
 def test_ls_shows_all_steps_of_all_runs(made: Path) -> None:
     found = data("ls", made)
-    assert found["places"] == {"local": str(made)}
+    assert found["tiers"] == {"local": str(made)}
     assert numbers(found) == {"duo": [1, 2], "solo": [10, 20, 30]}
     step = found["runs"]["duo"][1]
-    assert (step["complete"], step["shards_present"], step["shards_needed"], step["names"]) == (
+    assert (step["committed"], step["shards_present"], step["shards_needed"], step["names"]) == (
         True,
         2,
         2,
@@ -106,8 +106,8 @@ def test_ls_shows_all_steps_of_all_runs(made: Path) -> None:
     assert step["nbytes"] == sum(path.stat().st_size for path in step_dir(made, "duo", 2).glob("*.safetensors"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", step["created"])
     text = run("ls", made).stdout
-    assert re.search(r"^ *2 +1 +duo=2\.ckpt +\d{4}-.* MiB +2/2 +complete", text, re.M)
-    assert "run solo: 3 steps, 3 complete" in text
+    assert re.search(r"^ *2 +1 +duo=2\.ckpt +\d{4}-.* MiB +2/2 +committed", text, re.M)
+    assert "run solo: 3 steps, 3 committed" in text
 
 
 @pytest.mark.parametrize(("columns", "dates"), [(80, False), (160, True)])
@@ -145,28 +145,28 @@ def test_ls_tells_what_is_wrong(ck: Path) -> None:
         1: "damaged",
         2: "damaged",
         10: "unfinished",
-        20: "complete",
-        30: "complete",
+        20: "committed",
+        30: "committed",
     }
     assert found[1]["notes"] == ["shard-00001.safetensors is missing"]
     assert re.fullmatch(r"shard-00000\.safetensors has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
     assert (found[10]["shards_present"], found[10]["shards_needed"]) == (0, None)
-    assert "no manifest" in found[20]["notes"][0]
+    assert "the manifest is missing" in found[20]["notes"][0]
     assert found[30]["notes"][0].startswith("manifest.json: not a manifest")
     text = run("ls", ck).stdout
     assert "step 1 (attempt 1): shard-00001.safetensors is missing" in text
 
 
 def test_ls_merges_places_as_tiers(ck: Path) -> None:
-    """Each half of a step is elsewhere: together it is complete."""
+    """Each half of a step is elsewhere: together it is committed."""
     address = copy_to_memory(ck)
     shard(ck, "duo", 2, 1).unlink()
-    assert [step["state"] for step in data("ls", ck)["runs"]["duo"]] == ["complete", "damaged"]
+    assert [step["state"] for step in data("ls", ck)["runs"]["duo"]] == ["committed", "damaged"]
     found = data("ls", ck, address)
-    assert found["places"] == {"local": str(ck), "memory": address}
+    assert found["tiers"] == {"local": str(ck), "memory": address}
     step = found["runs"]["duo"][1]
-    assert (step["state"], step["places"], step["notes"]) == (
-        "complete",
+    assert (step["state"], step["tiers"], step["notes"]) == (
+        "committed",
         ["local", "memory"],
         ["local: shard-00001.safetensors is missing"],
     )
@@ -182,7 +182,7 @@ def test_ls_counts_the_parts_of_several_hosts(ck: Path, tmp_path: Path) -> None:
         shard(place, "duo", 2, rank).with_suffix(".json").unlink()
     assert data("ls", ck)["runs"]["duo"][1]["state"] == "unfinished"
     found = data("ls", ck, other)
-    assert (found["runs"]["duo"][1]["state"], list(found["places"])) == ("complete", ["local-1", "local-2"])
+    assert (found["runs"]["duo"][1]["state"], list(found["tiers"])) == ("committed", ["local-1", "local-2"])
 
 
 def test_ls_of_nothing(tmp_path: Path) -> None:
@@ -219,8 +219,8 @@ def test_a_name_means_its_step_without_its_file_and_with_slashes(tmp_path: Path)
 
 def test_inspect_shows_shards_tensors_and_objects(made: Path) -> None:
     found = data("inspect", made / "duo=2.ckpt")
-    assert (found["run"], found["step"], found["attempt"], found["state"][0]["path"]) == ("duo", 2, 1, "epoch")
-    assert [(row["rank"], row["file"], row["there"]) for row in found["shards"]] == [
+    assert (found["run"], found["step"], found["attempt"], found["tree"][0]["path"]) == ("duo", 2, 1, "epoch")
+    assert [(row["rank"], row["file"], row["present"]) for row in found["shards"]] == [
         (0, "shard-00000.safetensors", True),
         (1, "shard-00001.safetensors", True),
     ]
@@ -235,7 +235,7 @@ def test_inspect_shows_shards_tensors_and_objects(made: Path) -> None:
     assert big["boxes"] > 1
     assert rows["rng", (1,)]["per_rank"] is True
     assert ("state_dict/head.weight", (0,)) not in rows  # tied: stored once
-    tree = {entry["path"]: entry for entry in found["state"]}
+    tree = {entry["path"]: entry for entry in found["tree"]}
     assert (tree["state_dict"]["tensors"], tree["epoch"]["text"], tree["optimizer_states"]["kind"]) == (3, "3", "list")
     text = run("inspect", made / "duo=2.ckpt").stdout
     assert re.search(r"state_dict/big +float32 +2100x1024 +8\.2 MiB +0-1", text)
@@ -336,7 +336,7 @@ def test_verify_needs_the_manifest_on_a_remote_tier(ck: Path) -> None:
 
 
 def test_verify_of_nothing(tmp_path: Path) -> None:
-    assert "no complete checkpoint to verify" in told("verify", tmp_path, status=2)
+    assert "no committed checkpoint to verify" in told("verify", tmp_path, status=2)
     assert "no such checkpoint" in told("verify", tmp_path / "x.ckpt", status=2)
 
 
@@ -424,7 +424,7 @@ def test_prune_keeps_the_newest_whole_step_not_the_newest_folder(ck: Path) -> No
     found = data("prune", ck, "--keep", "1", "--unfinished", "--run", "solo", "--yes")
     assert [step["folder"] for step in found["deleted"]] == [step_dir(ck, "solo", 20).name.replace("20-a", "10-a")]
     assert left(ck, "solo") == [20, 30]
-    assert "newer than every whole step" in found["kept"][0]["why"]
+    assert "newer than every committed step" in found["kept"][0]["why"]
 
 
 def test_prune_deletes_unfinished_steps_only_when_they_are_older(ck: Path) -> None:
@@ -479,7 +479,7 @@ def test_prune_on_a_remote_tier(ck: Path) -> None:
 def test_delete_goes_manifest_first_then_names_records_and_shards(ck: Path) -> None:
     tier = RecordingTier(LocalTier(str(ck)))
     listing = scan(tier, "duo")[0]
-    assert delete(tier, "duo", Doomed(listing, "older")) == ["duo=1.ckpt"]
+    assert delete(tier, "duo", Deletion(listing, "older")) == ["duo=1.ckpt"]
     deleted = [call.key.rpartition("/")[2] for call in tier.calls("delete")]
     assert deleted == [
         "manifest.json",
@@ -493,12 +493,12 @@ def test_delete_goes_manifest_first_then_names_records_and_shards(ck: Path) -> N
 
 def test_the_plan_is_pure_and_never_takes_the_newest(ck: Path) -> None:
     listings = scan(open_tier(str(ck)), "solo")
-    assert [d.listing.id.step for d in plan(listings, keep=1, unfinished=True).doomed] == [10, 20]
-    assert [d.listing.id.step for d in plan(listings, keep=2, unfinished=True).doomed] == [10]
-    assert plan(listings, keep=None, unfinished=True).doomed == ()
-    assert plan([], keep=1, unfinished=True).doomed == ()
+    assert [d.listing.id.step for d in plan_pruning(listings, keep=1, unfinished=True).deletions] == [10, 20]
+    assert [d.listing.id.step for d in plan_pruning(listings, keep=2, unfinished=True).deletions] == [10]
+    assert plan_pruning(listings, keep=None, unfinished=True).deletions == ()
+    assert plan_pruning([], keep=1, unfinished=True).deletions == ()
     without = [replace(listing, manifest=None, records={}) for listing in listings]
-    assert plan(without, keep=1, unfinished=True).doomed == ()
+    assert plan_pruning(without, keep=1, unfinished=True).deletions == ()
 
 
 # ---- prune while somebody is at work
@@ -525,19 +525,17 @@ def test_prune_sees_agents_of_nodes_with_other_names(ck: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
         agent.bind(agent_address(str(ck / ".." / "ck"), "solo", "pod-7"))
         agent.listen()
-        assert "node pod-7" in prune_is_refused(ck)
+        assert "host pod-7" in prune_is_refused(ck)
 
 
 def test_a_real_agent_is_seen(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, run="solo", rank=0, world_size=1) as checkpointer:
         assert not checkpointer.session.client.embedded
-        seen = [evidence.text for evidence in evidence_of_use(str(tmp_path), "solo")]
+        seen = [one.text for one in evidence_of_use(str(tmp_path), "solo")]
         assert any("its checkpoint agent" in text for text in seen), seen
         assert evidence_of_use(str(tmp_path), "another") == []
     assert not any(
-        "is running" in evidence.text
-        for evidence in evidence_of_use(str(tmp_path), "solo")
-        if "agent" not in evidence.text
+        "is running" in one.text for one in evidence_of_use(str(tmp_path), "solo") if "agent" not in one.text
     )
 
 
@@ -569,7 +567,7 @@ def test_prune_is_refused_while_another_host_may_be_at_work(ck: Path, log: Log) 
     data("prune", ck, "--keep", "1", "--run", "solo", "--yes", "--assume-ended")
 
 
-def test_ranks_that_ended_or_died_here_are_no_witnesses(ck: Path, log: Log) -> None:
+def test_ranks_that_ended_or_died_here_are_no_evidence_of_use(ck: Path, log: Log) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, timeout=60
     )
