@@ -227,7 +227,7 @@ def test_any_mixture(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*SMALL, "augmentation in this process", "workers", "stateful", "combined"])
 def test_without_rank_state_the_weights_differ(name: str, tmp_path: Path) -> None:
-    """The exam can be failed: stock Lightning fails it in every one of these."""
+    """The comparison can fail: stock Lightning fails it in every one of these cases."""
     case = copy.copy(CASES[name])
     whole = run(case, tmp_path, save=everything, active=False)
     save = next(s for s in whole.saves if s.number == 2)
