@@ -1,9 +1,9 @@
 """How fast event logs are read, and in how much memory.
 
 ``python benchmarks/goodput_reader.py [--events 10000000] [--ranks 8] [--shape rank|one] [--keep DIR]`` writes a log
-like that of the step observer and the checkpoint engine, reads it in a fresh process and prints a table. ``--shape rank`` is one
-file a rank, as our writers make them; ``--shape one`` is a single file with all ranks interleaved line by line, the
-hardest case.
+like that of the step observer and the checkpoint engine, reads it in a fresh process and prints a table. ``--shape
+rank`` is one file a rank, as our writers make them; ``--shape one`` is a single file with all ranks interleaved line by
+line, the slowest case.
 """
 
 from __future__ import annotations

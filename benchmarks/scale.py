@@ -4,10 +4,10 @@ Simulated ranks, each a thread with a TCPStore connection of its own, agree over
 processes, so that one interpreter lock does not serialise them, and the store has a process for itself, as under
 torchrun. Every rank checks what it got.
 
-The store, its protocol, our code and the number of requests are as in a job. Unlike in
-a job, all ranks share the cores of this machine with the store, and there is no network between them. On a cluster each rank has
-its own core: there an agreement costs about the processor time of the store plus that of one rank and five times the
-latency of the network, and the seconds measured here are more than that.
+The store, its protocol, our code and the number of requests are as in a job. Unlike in a job, all ranks share the cores
+of this machine with the store, and there is no network between them. On a cluster each rank has its own core: there an
+agreement costs about the processor time of the store plus that of one rank and five times the latency of the network,
+and the seconds measured here are more than that.
 """
 
 from __future__ import annotations

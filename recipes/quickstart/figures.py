@@ -106,7 +106,7 @@ def _recovery(shot: Shot, records: Sequence[Record]) -> Recovery:
     before = [r["step"] for r in records if r["event_type"] == "step" and r["attempt"] == shot.attempt]
     later = [r for r in records if r["event_type"] == "step" and r["attempt"] > shot.attempt]
     if not later:
-        raise ValueError(f"training did not continue after the kill at step {shot.step} in attempt {shot.attempt}")
+        raise ValueError(f"training did not go on after the kill at step {shot.step} in attempt {shot.attempt}")
     first = min(later, key=lambda record: record["monotonic_s"])
     return Recovery(
         duration_s=first["monotonic_s"] - shot.time_s,

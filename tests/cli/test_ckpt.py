@@ -123,7 +123,7 @@ def test_ls_fits_the_terminal(made: Path, monkeypatch: pytest.MonkeyPatch, colum
 
 
 @pytest.mark.parametrize("what", ["name", "step", "run", "shard"])
-def test_ls_of_a_part(made: Path, what: str) -> None:
+def test_ls_of_a_name_step_or_run_shows_only_that(made: Path, what: str) -> None:
     folder = step_dir(made, "solo", 20)
     path = {"name": made / "step=20.ckpt", "step": folder, "run": folder.parents[1], "shard": folder / "manifest.json"}[
         what
@@ -185,7 +185,7 @@ def test_ls_counts_the_parts_of_several_hosts(ck: Path, tmp_path: Path) -> None:
     assert (found["runs"]["duo"][1]["state"], list(found["tiers"])) == ("committed", ["local-1", "local-2"])
 
 
-def test_ls_of_nothing(tmp_path: Path) -> None:
+def test_ls_says_when_there_is_no_checkpoint(tmp_path: Path) -> None:
     assert run("ls", tmp_path).stdout == f"no checkpoints in {tmp_path}\n"
     assert "no such checkpoint" in told("ls", tmp_path / "none", status=2)
     assert "no such checkpoint" in told("ls", "memory://nobody", status=2)
@@ -250,14 +250,14 @@ def test_inspect_lists_twenty_tensors_or_all(tmp_path: Path) -> None:
     assert "state_dict/layer24" in some
 
 
-def test_inspect_takes_the_newest_complete_step_of_one_run(ck: Path) -> None:
+def test_inspect_takes_the_newest_committed_step_of_one_run(ck: Path) -> None:
     assert "several runs (duo, solo)" in told("inspect", ck, status=2)
     (step_dir(ck, "solo", 30) / "shard-00000.safetensors").unlink()
     assert data("inspect", ck, "--run", "solo")["step"] == 20
     assert "no run 'none'" in told("inspect", ck, "--run", "none", status=2)
 
 
-def test_inspect_of_a_broken_shard(ck: Path) -> None:
+def test_inspect_names_a_broken_shard_and_shows_the_rest(ck: Path) -> None:
     shard(ck, "duo", 2, 1).write_bytes(b"not a shard")
     found = data("inspect", step_dir(ck, "duo", 2), status=1)
     assert any("shard-00001.safetensors" in note for note in found["notes"])
@@ -268,7 +268,7 @@ def test_inspect_of_a_broken_shard(ck: Path) -> None:
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_verify_of_good_steps(made: Path, remote: bool) -> None:
+def test_verify_passes_good_steps(made: Path, remote: bool) -> None:
     found = data("verify", copy_to_memory(made) if remote else made)
     assert (found["good"], [step["good"] for step in found["steps"]], found["findings"]) == (True, [True] * 5, [])
     assert found["checked_bytes"] == sum(path.stat().st_size for path in made.rglob("*.safetensors"))
@@ -320,7 +320,7 @@ def test_verify_tells_what_is_missing(ck: Path) -> None:
     assert "skip step 30 (attempt 1) of run solo: unfinished" in run("verify", ck, status=1).stdout
 
 
-def test_verify_of_an_unfinished_step_that_is_named(ck: Path) -> None:
+def test_verify_names_the_missing_record_of_an_unfinished_step(ck: Path) -> None:
     (step_dir(ck, "duo", 2) / "manifest.json").unlink()
     shard(ck, "duo", 2, 1).with_suffix(".json").unlink()
     found = data("verify", step_dir(ck, "duo", 2), status=1)
@@ -335,7 +335,7 @@ def test_verify_needs_the_manifest_on_a_remote_tier(ck: Path) -> None:
     assert [(Path(f["path"]).name, f["bad"]) for f in found["findings"]] == [("manifest.json", True)]
 
 
-def test_verify_of_nothing(tmp_path: Path) -> None:
+def test_verify_refuses_a_folder_without_committed_steps(tmp_path: Path) -> None:
     assert "no committed checkpoint to verify" in told("verify", tmp_path, status=2)
     assert "no such checkpoint" in told("verify", tmp_path / "x.ckpt", status=2)
 
@@ -360,7 +360,7 @@ def test_verify_shows_progress_on_a_terminal_only(made: Path, monkeypatch: pytes
 # ---- export
 
 
-def test_export(made: Path, tmp_path: Path) -> None:
+def test_export_writes_a_file_that_torch_load_reads(made: Path, tmp_path: Path) -> None:
     text = run("export", made / "duo=2.ckpt", tmp_path / "out.ckpt").stdout
     assert "step 2 of run duo, 4 tensors" in text and "weights_only=True" in text
     assert not differences(torch.load(tmp_path / "out.ckpt", weights_only=True), make_lightning_state(2, world_size=2))
@@ -419,7 +419,7 @@ def test_prune_asks_and_can_be_tried_dry(ck: Path) -> None:
     assert everything(ck) == before
 
 
-def test_prune_keeps_the_newest_whole_step_not_the_newest_folder(ck: Path) -> None:
+def test_prune_keeps_the_newest_committed_step_not_the_newest_folder(ck: Path) -> None:
     shard(ck, "solo", 30).unlink()
     found = data("prune", ck, "--keep", "1", "--unfinished", "--run", "solo", "--yes")
     assert [step["folder"] for step in found["deleted"]] == [step_dir(ck, "solo", 20).name.replace("20-a", "10-a")]
@@ -442,7 +442,7 @@ def test_prune_deletes_unfinished_steps_only_when_they_are_older(ck: Path) -> No
     assert left(ck, "solo") == [20, 30]
 
 
-def test_prune_leaves_what_it_cannot_judge(ck: Path) -> None:
+def test_prune_keeps_steps_it_cannot_read(ck: Path) -> None:
     """The manifest of a newer version, say."""
     for path in step_dir(ck, "solo", 10).glob("*.json"):
         path.write_text(path.read_text().replace('"version": 2', '"version": 99'))
@@ -451,7 +451,7 @@ def test_prune_leaves_what_it_cannot_judge(ck: Path) -> None:
     assert "has checkpoint format 99, this version reads 2: upgrade" in found["kept"][0]["why"]
 
 
-def test_prune_does_not_trade_good_steps_for_a_rotten_one(ck: Path) -> None:
+def test_prune_is_refused_when_the_newest_step_is_damaged(ck: Path) -> None:
     flip_bits(shard(ck, "solo", 30), [(100_000, 100_001)])
     assert "the newest step, 30, is not good" in told(
         "prune", ck, "--keep", "1", "--run", "solo", "--yes", "--json", status=1
@@ -466,7 +466,7 @@ def test_prune_keeps_a_name_that_means_a_later_step(ck: Path) -> None:
     assert (ck / "step=10.ckpt").read_text() == (ck / "step=30.ckpt").read_text()
 
 
-def test_prune_on_a_remote_tier(ck: Path) -> None:
+def test_prune_of_a_remote_tier_needs_assume_ended(ck: Path) -> None:
     address = copy_to_memory(ck)
     words = ("prune", address, "--keep", "1", "--run", "duo", "--yes")
     assert "say --assume-ended" in told(*words, "--json", status=1)
@@ -491,7 +491,7 @@ def test_delete_goes_manifest_first_then_names_records_and_shards(ck: Path) -> N
     ]
 
 
-def test_the_plan_is_pure_and_never_takes_the_newest(ck: Path) -> None:
+def test_the_plan_never_deletes_the_newest_step(ck: Path) -> None:
     listings = scan(open_tier(str(ck)), "solo")
     assert [d.listing.id.step for d in plan_pruning(listings, keep=1, unfinished=True).deletions] == [10, 20]
     assert [d.listing.id.step for d in plan_pruning(listings, keep=2, unfinished=True).deletions] == [10]
@@ -519,7 +519,7 @@ def test_prune_is_refused_while_an_agent_listens(ck: Path) -> None:
     data("prune", ck, "--keep", "1", "--run", "solo", "--yes")
 
 
-def test_prune_sees_agents_of_nodes_with_other_names(ck: Path) -> None:
+def test_prune_sees_agents_of_hosts_with_other_names(ck: Path) -> None:
     (ck / ".resiliency" / "solo" / "logs").mkdir()
     (ck / ".resiliency" / "solo" / "logs" / "agent-pod-7.log").touch()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
@@ -580,7 +580,7 @@ def test_ranks_that_ended_or_died_here_are_no_evidence_of_use(ck: Path, log: Log
     data("prune", ck, "--keep", "1", "--run", "solo", "--yes")
 
 
-def test_a_pid_used_again_is_no_witness(ck: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reused_process_id_is_no_evidence_of_use(ck: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     monkeypatch.setattr("time.time", lambda: 1_000_000.0)  # written long before this process began

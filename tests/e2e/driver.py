@@ -141,7 +141,7 @@ class Job:
                     continue  # a line cut by SIGKILL
         return found
 
-    def newest_complete(self) -> int:
+    def newest_committed(self) -> int:
         """Newest step whose manifest is on disk now; 0 when there is none."""
         tier = LocalTier(str(self.directory), durable=False)
         complete = [listing.id.step for listing in scan(tier, "default") if listing.manifest is not None]

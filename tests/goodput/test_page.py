@@ -88,7 +88,7 @@ def test_a_very_long_run_makes_a_small_page() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_pages_of_nearly_empty_runs(steps: int) -> None:
+def test_nearly_empty_runs_have_a_page(steps: int) -> None:
     job = Job(ranks=1)
     job.start()
     job.steps(steps)

@@ -183,7 +183,7 @@ def assert_equal_to(whole: Outcome, case: Case, folder: Path, saves: list[Save],
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_resumed_run_equals_the_undisturbed_one(name: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_the_undisturbed_one(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     slow = "workers" in name  # starting processes takes most of the time
     epochs = {"max_epochs": 2} if slow else {}
@@ -198,7 +198,7 @@ def test_resumed_run_equals_the_undisturbed_one(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_both_packages(name: str, tmp_path: Path) -> None:
+def test_a_run_resumes_exactly_in_both_lightning_packages(name: str, tmp_path: Path) -> None:
     case = copy.copy(CASES[name])
     case.namespace = "pytorch_lightning"
     whole = run(case, tmp_path, save=everything)
@@ -206,7 +206,7 @@ def test_both_packages(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_mixture(seed: int, tmp_path: Path) -> None:
+def test_any_mixture_of_loaders_and_settings_resumes_exactly(seed: int, tmp_path: Path) -> None:
     lot = random.Random(seed)
     length, batch = lot.randint(9, 30), lot.randint(2, 5)
     kinds: list[Callable[[], Any]] = [
@@ -246,7 +246,7 @@ def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["random sampler", "stream", "stateful stream", "combined", "workers"])
-def test_training_is_the_same_with_and_without(name: str, tmp_path: Path) -> None:
+def test_training_is_the_same_with_and_without_rank_state(name: str, tmp_path: Path) -> None:
     """Following, capturing and saving change no random number. (Validation is kept apart on purpose: see the next test.)"""
     case = copy.copy(CASES[name])
     case.val = False
@@ -261,7 +261,7 @@ def test_isolation_of_validation_can_be_switched_off(tmp_path: Path) -> None:
     assert run(case, tmp_path).digest == plain.digest
 
 
-def test_plateau_scheduler_within_the_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plateau_scheduler_resumes_exactly_within_the_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = Case(loaders=loader, scheduler="plateau")
     whole = run(case, tmp_path, save=everything)
     last_of_epoch = [s for s in whole.saves if s.hook == "batch_end" and s.number in (6, 12)]
@@ -270,7 +270,7 @@ def test_plateau_scheduler_within_the_epoch(tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("when", [2, 6, 9])
-def test_save_when_terminated(when: int, tmp_path: Path) -> None:
+def test_a_save_on_sigterm_resumes_exactly(when: int, tmp_path: Path) -> None:
     """A SIGTERM that Lightning turns into an exception at the end of the batch."""
     case = CASES["random sampler"]
     whole = run(case, tmp_path)
@@ -290,20 +290,20 @@ def test_save_in_the_middle_of_a_step_repeats_that_batch(tmp_path: Path, caplog:
     assert resumed.batches == whole.batches[3:]
 
 
-def test_changed_order_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_order_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES["random sampler"]
     save = next(s for s in run(case, tmp_path, save=everything).saves if s.number == 4)
     run(Case(loaders=lambda: loader(Items(23))), tmp_path, ckpt=save.path)
     assert "is not exact" in caplog.text
 
 
-def test_changed_loaders_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_loaders_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save = run(CASES["combined"], tmp_path, save=everything).saves[2]
     run(CASES["random sampler"], tmp_path, ckpt=save.path)
     assert "begin anew" in caplog.text
 
 
-def test_other_world_size_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_world_size_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save = run(CASES["random sampler"], tmp_path, save=everything).saves[2]
     state = torch.load(f"{save.path}.rank0", weights_only=True) | {"world_size": 4}
     torch.save(state, f"{save.path}.rank0")
@@ -384,7 +384,7 @@ class TestFollowing:
             assert not follow(thing, lambda: False)
 
 
-def test_step_boundary(tmp_path: Path) -> None:
+def test_a_step_boundary_is_where_no_gradients_are_accumulated(tmp_path: Path) -> None:
     case = Case(loaders=loader, trainer={"accumulate_grad_batches": 4, "max_epochs": 1})
     assert run(case, tmp_path).boundaries == [
         False,
