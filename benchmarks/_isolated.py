@@ -160,7 +160,7 @@ class _Run:
         return seconds
 
 
-class _Flight(Protocol):
+class _InFlight(Protocol):
     """A save in flight. Thread: the training thread."""
 
     def done(self) -> bool: ...

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 
-#: How often the end of a log is looked at before half a line there is taken for a torn one.
-_TAIL_LOOKS = 100
+#: How often the end of a log is read before an unfinished line there counts as torn.
+_TAIL_READS = 100
 
 
 class EventKind:
@@ -154,7 +154,7 @@ class JsonlSink:
         if size == 0:
             return
         with open(self.path, "rb") as file:
-            for _ in range(_TAIL_LOOKS):
+            for _ in range(_TAIL_READS):
                 size = os.fstat(fd).st_size
                 if size == 0:
                     return
