@@ -1,7 +1,7 @@
 """One contender in isolation: ``python -m benchmarks._isolated SPEC_FILE``, started by the harness only.
 
-Phases, in this order: set-up and warm-up (timed apart), saves without compute beside them, saves whose memory is
-sampled, saves beside compute, restores. The state changes before every save.
+Phases, in this order: set-up and warm-up (timed separately), saves without compute, saves whose memory is sampled,
+saves during compute, restores. The state changes before every save.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Run:
         return self._step, start, self._contender.save(self._step, self._state)
 
     def _bare(self) -> dict[str, float | None]:
-        """A save without compute beside it: the worst case for a contender that copies in the background."""
+        """A save without compute: the worst case for a contender that copies during compute."""
         step, start, pending = self._begin()
         called = time.perf_counter()
         pending.safe()
@@ -111,12 +111,12 @@ class _Run:
         pending.safe()
         fence = time.perf_counter() - before_fence
         self._saved = digest(self._state)
-        mutate(self._state)  # the optimizer step: what is not copied yet would now be of another step
+        mutate(self._state)  # the optimizer step: changes tensors that are not copied yet
         more, longer = self._compute_while(lambda: not flight.done(), flight)
         flight.finish()
         units, computing = units + more, computing + longer
         self._idle.append(self._compute.rate(_IDLE_PROBE_S))
-        flown = computing >= 0.02  # with less, nothing was in flight, or too briefly to measure
+        flown = computing >= 0.02  # less than that: no save was in flight, or it was too short to measure
         self._contender.forget(step - 1)
         return {
             "call_s": called - start,
@@ -148,8 +148,7 @@ class _Run:
         return time.perf_counter()
 
     def _restore(self) -> float:
-        """Restores the last save, which was made beside compute and whose state was changed right after its fence, and
-        compares every bit."""
+        """Restores the last save, which ran during compute and whose state was changed right after its fence."""
         wipe(self._state)
         start = time.perf_counter()
         self._contender.restore(self._step, self._state)
@@ -162,7 +161,7 @@ class _Run:
 
 
 class _InFlight(Protocol):
-    """Whether a save is still in flight; asked from the training thread."""
+    """A save in flight. Thread: the training thread."""
 
     def done(self) -> bool: ...
 
@@ -171,7 +170,7 @@ class _InFlight(Protocol):
 
 
 class _Polled:
-    """A save whose contender must be polled from the training thread."""
+    """A save that the training thread polls."""
 
     def __init__(self, poll: Callable[[], bool]) -> None:
         self._poll, self._done = poll, False
@@ -185,7 +184,7 @@ class _Polled:
 
 
 class _Watched:
-    """A save that a thread waits for, so that the training thread can compute meanwhile."""
+    """A save that a thread of its own waits for while the training thread computes."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._finished = threading.Event()

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node R -m benchmarks._loop SPEC_FILE
 
 Saves come at the end of every ``2 * segment`` steps. The ``segment`` steps from there on are the loop with saves, the
-``segment`` steps after them the same loop without, so that drift of the machine affects both equally.
+``segment`` steps after them the same loop without, so that drift of the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(files: list[Path]) -> list[str]:
-    """Kinds in this library's event log: a skipped save costs little, which must be reported."""
+    """Kinds of events in this library's log, because a skipped save costs little and has to be reported."""
     logs = [path.read_text() for path in files if path.suffix == ".jsonl"]
     return [json.loads(line)["event_type"] for log in logs for line in log.splitlines() if line.endswith("}")]
 
@@ -127,7 +127,7 @@ def main(spec_file: str) -> None:
         partial = target.with_suffix(".partial")
         partial.write_text(json.dumps(result))
         partial.replace(target)
-    # a contender's processes and threads must not keep the rank alive; the harness kills those that carry the mark
+    # exit although writer processes or threads of a contender still run; the harness kills them by their mark
     sys.stdout.flush()
     os._exit(code)
 

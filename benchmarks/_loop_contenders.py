@@ -36,14 +36,14 @@ Save = Callable[[Path, dict[str, Any]], Callable[[], Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What goes to the Trainer."""
+    """Arguments for the Trainer."""
 
     callbacks: list[pl.Callback] = field(default_factory=list)
     plugins: list[Any] = field(default_factory=list)
 
 
 def none(folder: Path, every: int) -> Parts:
-    """No saves at all: what it "loses" is the noise of the method."""
+    """No saves at all: its loss per save is the noise of the method."""
     return Parts()
 
 
@@ -145,7 +145,7 @@ class _Periodic(pl.Callback):
     Args:
         save: starts a save.
         fence: called before each optimizer step.
-        warm_up: called with the state once the optimizer has its own, after the first step.
+        warm_up: called with the full state, after the first step.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class _Periodic(pl.Callback):
             self._wait()
         while len(self._kept) > 1:
             oldest = self._kept.pop(0)
-            if trainer.is_global_zero:  # not part of what is measured: the harness deletes, not the contender
+            if trainer.is_global_zero:  # not timed: deletion is not part of what is compared
                 threading.Thread(
                     target=shutil.rmtree, args=(oldest,), kwargs={"ignore_errors": True}, daemon=True
                 ).start()

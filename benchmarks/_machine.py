@@ -1,4 +1,4 @@
-"""Facts about the machine and the versions, needed to judge a table later."""
+"""Facts about the machine and the versions, which a reader needs to judge a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cores() -> int:
 
 
 def filesystem(folder: Path) -> str:
-    """Type of the file system that holds ``folder``, such as "ext4"; "unknown" if the kernel does not report it."""
+    """Type of the file system that holds ``folder``, such as "ext4"; "unknown" where the kernel does not say."""
     path = str(folder.resolve())
     best, kind = "", "unknown"
     try:

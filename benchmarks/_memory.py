@@ -4,7 +4,7 @@ Proportional set size (PSS) is used because it counts a page shared by trainer a
 does not report it, resident size without shared pages plus the largest shared part is used. Processes belong to a
 contender when their environment carries its mark, so a daemon that left the process group is counted too.
 
-It runs in a process of its own (reading page tables takes time) and only during saves that are not timed.
+It runs in its own process (reading page tables takes time) and only during saves that are not timed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def marked(mark: str) -> Iterator[int]:
 
 
 def total(pids: Iterable[int]) -> int:
-    """Bytes of memory the processes hold together; one that ends meanwhile counts nothing."""
+    """Bytes of memory the processes hold together; one that ends meanwhile counts as 0."""
     private = shared = 0
     for pid in pids:
         fields = _fields(pid, "smaps_rollup")

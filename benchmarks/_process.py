@@ -1,7 +1,7 @@
 """Runs one contender in a process of its own and returns the JSON it wrote.
 
-Each run has a process group, a deadline, a folder and a mark in its environment. However it ends, every process that
-carries the mark is killed and everything it left in shared memory under that mark is removed, so that no contender
+Each run has a process group, a deadline, a folder and a mark in its environment. However it ends, every process
+that carries the mark is killed and everything it left in shared memory under that mark is removed, so no contender
 affects the next one.
 """
 
@@ -88,18 +88,18 @@ def run_contender(
         what = (
             f"ran past its deadline of {deadline.total_seconds():.0f} s" if code is None else f"ended with code {code}"
         )
-        return {"error": f"{what}; last words: {_last_words(log)}"}
+        return {"error": f"{what}; last error: {_last_error(log)}"}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         _remove_shared_memory(mark)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Kills the process group, then every other process that carries the mark, and waits until all have ended."""
+    """Kills the process group, then every process with the mark until there is none; waits for each to end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for _ in range(_SWEEPS):  # one that was being started during a sweep is found by the next
+    for _ in range(_SWEEPS):  # a process that was being started during one pass is found by the next
         pids = list(marked(mark))
         if not pids:
             return
@@ -129,7 +129,7 @@ def _remove_shared_memory(mark: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def _last_words(log: Path) -> str:
+def _last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or "error" in line]
     return (errors or lines or ["(nothing)"])[-1][:300]

@@ -1,4 +1,4 @@
-"""Makes the tables from rows and targets."""
+"""Formats rows and targets as tables."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def reasons(entries: Iterable[Entry], rows: Mapping[str, Row]) -> list[str]:
 
 
 def target_table(targets: Sequence[Target]) -> Table:
-    """One row per target: its text, limit, measured ratio, the figures behind it and whether it is met."""
+    """Target, limit, measured ratio, its two figures and whether it is met."""
     table = Table(title="Targets (ratios within this run)", title_justify="left", pad_edge=False)
     for head in ("where", "target", "limit", "measured", "met", "from"):
         table.add_column(head, justify="right" if head in ("limit", "measured") else "left", no_wrap=True)

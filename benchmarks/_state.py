@@ -1,4 +1,4 @@
-"""The state every contender saves, and the work a trainer would do meanwhile.
+"""The state every contender saves, and the compute of a trainer during a save.
 
 The state is a flat dict of equal float32 tensors whose pages are all touched. Its values change at every step, so a
 contender that skips unchanged data gains nothing, and a digest taken before the save proves the restore.
@@ -42,7 +42,7 @@ def mutate(state: dict[str, torch.Tensor]) -> None:
 
 
 def wipe(state: dict[str, torch.Tensor]) -> None:
-    """Zeroes the state in place, so that a restore which does nothing is noticed."""
+    """Zeroes the state in place, so that a restore that does nothing is detected."""
     for tensor in state.values():
         tensor.zero_()
 

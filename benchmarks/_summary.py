@@ -1,4 +1,4 @@
-"""Raw results to rows: pure functions, medians over all rounds of a contender."""
+"""Turns raw results into rows: medians over all rounds of a contender. Pure."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def summarize_isolated(rounds: Sequence[Result]) -> dict[str, Any]:
 def summarize_loop(rounds: Sequence[Result], *, segment: int) -> dict[str, Any]:
     """One row of the second table: seconds of training lost per save.
 
-    A cycle is ``segment`` steps, beginning at the end of the step that saves, then ``segment`` steps without a save. A
-    save costs ``segment`` times the difference of their mean step times: stall, fence and interference together.
+    A cycle is ``segment`` steps from the end of the step that saves on, then ``segment`` steps without a save. What a
+    save costs is ``segment`` times the difference of their mean step times: stall, fence and interference together.
     The row has the mean of the middle half of the cycles and a 90 % interval by resampling them; the first save is
-    separate.
+    a separate figure.
     """
     status = _status(rounds)
     good = [one for one in rounds if "step_s" in one]
@@ -111,7 +111,7 @@ def _interval(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def _midmean(values: Sequence[float]) -> float:
-    """Mean of the middle half: nearly as stable as the mean, and single outliers of the machine do not count."""
+    """Mean of the middle half: nearly as stable as the mean, and insensitive to single outliers."""
     cut = len(values) // 4
     return mean(sorted(values)[cut : len(values) - cut])
 

@@ -1,4 +1,4 @@
-"""The targets, each a ratio of two figures of one run: pure functions over the rows."""
+"""The library's performance targets, each a ratio of two figures of one run. Pure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One target and its result.
+    """One target and its measurement.
 
     Attributes:
         where: size and variant it was measured at.
-        text: what is measured.
-        limit: the ratio to keep.
-        measured: the ratio that was measured; None when a figure is missing.
+        text: the target in words.
+        limit: the ratio to reach.
+        measured: the measured ratio; None when a figure is missing.
         at_most: True when smaller is better.
-        figures: the two figures behind the ratio, in words.
+        figures: the two figures of the ratio, as text.
     """
 
     where: str
@@ -88,14 +88,14 @@ def loop_targets(rows: Mapping[str, Row], roles: Mapping[str, str], *, where: st
         lost = row.get("lost_s")
         text, figures, measured = "training seconds lost per save / best peer's", "", None
         if best is not None and lost is not None:
-            # a negative loss is noise; it counts as zero, not as a gain
+            # a negative loss is noise and counts as 0
             measured = max(lost, 0.0) / rows[best]["lost_s"]
             figures = f"{_seconds(lost)} / {_seconds(rows[best]['lost_s'])} ({best})"
         yield Target(where=where, text=text, limit=0.5, measured=measured, figures=figures)
 
 
 def best_peer(rows: Mapping[str, Row], roles: Mapping[str, str]) -> str | None:
-    """The peer that loses least; None when no peer has a loss above zero."""
+    """The peer with the smallest loss; None when none was measured above zero."""
     peers: Sequence[str] = [
         name for name, row in rows.items() if roles[name] == "peer" and (row.get("lost_s") or 0) > 0
     ]

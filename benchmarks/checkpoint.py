@@ -57,11 +57,11 @@ class Settings:
 
     Attributes:
         sizes: states of the first part.
-        rounds: how often all contenders are measured in turn, so that drift affects all equally.
-        processes: per round, for the floors, the bounds, DCP and this library.
-        saves: warm saves per process without compute beside them.
-        overlapped_saves: saves per round beside compute.
-        restores: restores per round.
+        rounds: passes over all contenders, so that drift of the machine affects all alike.
+        processes: of the floors, the bounds, DCP and this library a round.
+        saves: warm saves a process without compute.
+        overlapped_saves: saves a round during compute.
+        restores: restores a round.
         compute_s: least length of the simulated forward and backward; at least three copy floors.
         threads: of torch in the first part.
         loop_mebibytes: states of the second part, a rank.
@@ -134,10 +134,10 @@ class Benchmark:
     # -- the two parts --------------------------------------------------------------------------------------------
 
     def run_isolated(self) -> None:
-        """Every contender at every size, for the given number of rounds; each round begins with another peer.
+        """Every contender at every size, in as many rounds as set; each round begins with another peer.
 
-        Depending on the physical memory a process gets, its copies are up to twice as fast for as long as it lives. So
-        the contenders in the targets are measured in several processes per round, next to each other. The floors come
+        Where the memory of a process lies changes the speed of its copies by up to a factor of two for its whole life.
+        So the figures that targets use are measured in several processes a round, one after the other. The floors come
         first, because the length of compute depends on them.
         """
         settings = self._settings
@@ -224,12 +224,11 @@ class Benchmark:
         return self._run(launcher, spec, {"OMP_NUM_THREADS": str(threads)})
 
     def _run(self, module: Sequence[str], spec: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
-        os.sync()  # pending writes of the contender before must not slow this one
+        os.sync()  # data that the previous contender left to be written must not slow this one
         return run_contender(module, spec, folder=self._folder, deadline=self._settings.deadline, env=env)
 
     def _try(self, entry: Entry, found: list[dict[str, Any]], where: str, once: Callable[[], dict[str, Any]]) -> None:
-        """Runs a contender. A failure is printed and kept, and the run is tried once more: peers sometimes fail to
-        start in time."""
+        """Runs a contender; a failure is printed, kept and tried once more: peers may start too slowly."""
         for _ in range(2):
             if any("unavailable" in one for one in found):
                 return
@@ -247,7 +246,7 @@ class Benchmark:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         return Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
 
-    # -- the results ------------------------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------------------------
 
     def _rows(self) -> Iterator[tuple[str, object, dict[str, dict[str, Any]]]]:
         for size, found in self._isolated.items():
@@ -339,7 +338,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     scale = parser.add_mutually_exclusive_group()
     scale.add_argument(
-        "--quick", action="store_true", help="small sizes: shows that everything works, the figures mean little"
+        "--quick", action="store_true", help="small sizes: shows that everything works, the figures are not meaningful"
     )
     scale.add_argument("--full", action="store_true", help="every size, three rounds, also 1 GiB in the training loop")
     parser.add_argument("--part", choices=("isolated", "loop", "all"), default="all")
@@ -393,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parent.mkdir(parents=True, exist_ok=True)
     if filesystem(parent) in ("tmpfs", "ramfs"):
         console.print(
-            f"[yellow]{parent} is in memory: durable figures mean nothing there; pass a folder on a disk with --dir"
+            f"[yellow]{parent} is in memory: durable figures are meaningless there; pass a folder on a disk with --dir"
         )
     largest = max([size.mebibytes for size in settings.sizes] + [4 * size for size in settings.loop_mebibytes])
     if shutil.disk_usage(parent).free < 5 * largest * 2**20:

@@ -1,8 +1,9 @@
 """How fast event logs are read, and in how much memory.
 
 ``python benchmarks/goodput_reader.py [--events 10000000] [--ranks 8] [--shape rank|one] [--keep DIR]`` writes a log
-like that of a training job, reads it in a fresh process and prints a table. ``--shape rank`` is one file a rank, as
-our writers make them; ``--shape one`` is a single file with all ranks interleaved line by line, the hardest case.
+like that of the step observer and the checkpoint engine, reads it in a fresh process and prints a table. ``--shape
+rank`` is one file a rank, as our writers make them; ``--shape one`` is a single file with all ranks interleaved line by
+line, the slowest case.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ began = time.perf_counter()
 ledger = account(run)
 account_s = time.perf_counter() - began
 assert sum(ledger.wall.values()) == ledger.wall_us
-# Not ru_maxrss: that one remembers the process this one was forked from.
+# Not ru_maxrss, which includes the peak of the process this one was forked from.
 rss = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 print(json.dumps({"lines": lines, "read_s": read_s, "cpu_s": cpu_s, "account_s": account_s, "rss_mib": rss,
                   "steps": sum(s.steps.n for s in run.segments), "goodput": ledger.goodput}))

@@ -1,13 +1,13 @@
-"""What an agreement of many ranks costs: ``python -m benchmarks.scale``.
+"""Measures what one agreement of many ranks costs: ``python -m benchmarks.scale``.
 
 Simulated ranks, each a thread with a TCPStore connection of its own, agree over one store. They are spread over a few
 processes, so that one interpreter lock does not serialise them, and the store has a process for itself, as under
 torchrun. Every rank checks what it got.
 
-What is fair about it: the store, its protocol and our code are the real ones, and so is the number of requests. What is
-not: all ranks share the cores of this machine with the store and no network lies between. On a cluster each rank has
-its own core: there an agreement costs about the processor time of the store plus that of one rank and five times the
-latency of the network, and the seconds measured here are more than that.
+The store, its protocol, our code and the number of requests are as in a job. Unlike in a job, all ranks share the cores
+of this machine with the store, and there is no network between them. On a cluster each rank has its own core: there an
+agreement costs about the processor time of the store plus that of one rank and five times the latency of the network,
+and the seconds measured here are more than that.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class CountingStore:
         self.calls = 0
 
     def has_extended_api(self) -> bool:
-        return bool(self._store.has_extended_api())  # type: ignore[attr-defined]  # asks nobody
+        return bool(self._store.has_extended_api())  # type: ignore[attr-defined]  # no request to the store
 
     def __getattr__(self, name: str) -> Any:
         self.calls += 1
@@ -90,13 +90,13 @@ class CountingStore:
 
 
 def gather_once(store: Any, rank: int, ranks: int, key: str, data: bytes, rounds: int) -> list[bytes]:
-    """The library's way."""
+    """As the library does it."""
     coordinator = StoreCoordinator(store, rank=rank, world_size=ranks, prefix=key)
     return [coordinator.all_gather("scale", data, timeout=DEADLINE) for _ in range(rounds)][-1]
 
 
 def key_of_each(store: Any, rank: int, ranks: int, key: str, data: bytes, rounds: int) -> list[bytes]:
-    """The way to compare with: every rank waits for the key of every other rank, and gets it."""
+    """For comparison: every rank waits for the key of every other rank, and gets it."""
     for number in range(rounds):
         store.set(f"{key}/{number}/{rank}", data)
         for other in range(ranks):
@@ -124,7 +124,7 @@ def serve(pipe: Connection) -> None:
 
 
 def act(pipe: Connection, port: int, ranks: Sequence[int]) -> None:
-    """Is the given ranks: connects them, then takes part in one agreement after the other, until the pipe closes."""
+    """Runs the given ranks: connects them, then takes part in one agreement after the other, until the pipe closes."""
     stores = {rank: TCPStore(HOST, port, 1, False, wait_for_workers=False) for rank in ranks}
     pipe.send(len(stores))
     with ThreadPoolExecutor(len(ranks)) as pool:

@@ -7,8 +7,8 @@
     ├── TierError            a storage tier refused or failed; ``retryable`` says whether trying again can help
     ├── CorruptShard         bytes that do not match their digest; they are never loaded
     │   └── UnsupportedFormat  a checkpoint that another version of the format wrote; neither loaded nor changed
-    ├── TornSnapshot         a tensor changed while it was being copied; the save is dropped
-    ├── NoCheckpointFound    nothing restorable where something was asked for
+    ├── TornSnapshot         a tensor changed while it was being copied; the save is given up
+    ├── NoCheckpointFound    no checkpoint that can be restored, though one was asked for
     ├── AgentError           the host agent cannot be reached or refused a request
     └── Timeout              (also a TimeoutError) a wait passed its deadline
 
@@ -84,11 +84,11 @@ class UnsupportedFormat(CorruptShard):
 
 
 class TornSnapshot(ResiliencyError):
-    """A tensor was changed while a save was still copying it; the save is dropped, as its bytes may be of two steps."""
+    """A tensor was changed while a save was still copying it; the save is given up, because it may mix two steps."""
 
 
 class NoCheckpointFound(ResiliencyError):
-    """A checkpoint was asked for by name or path, and there is none that can be restored."""
+    """No checkpoint that can be restored was found, though one was asked for by name or path."""
 
 
 class AgentError(ResiliencyError):
@@ -96,4 +96,4 @@ class AgentError(ResiliencyError):
 
 
 class Timeout(ResiliencyError, TimeoutError):
-    """A wait passed its deadline; the message says who did not answer."""
+    """A wait passed its deadline; the message names what did not answer."""

@@ -1,4 +1,4 @@
-"""Events: one append-only JSON line per fact that matters, for people, the goodput ledger and the supervisor.
+"""Events: one append-only JSON line each, for people, the goodput ledger and the supervisor.
 
 A line is a superset of the older goodput library's (``timestamp``, ``job_name``, ``event_type``, ``step``,
 ``node_rank``), so both can read each other's files. Writing an event never raises in the caller. It costs one
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 
-#: How often the end of a log is looked at before half a line there is taken for a torn one.
-_TAIL_LOOKS = 100
+#: How often the end of a log is read before an unfinished line there counts as torn.
+_TAIL_READS = 100
 
 
 class EventKind:
@@ -102,7 +102,7 @@ class Event:
 
 
 class EventSink(Protocol):
-    """Where events go. ``emit`` may be called from any thread, must not raise and must not block for long."""
+    """Receives events. ``emit`` may be called from any thread, must not raise and must not block for long."""
 
     def emit(self, event: Event) -> None: ...
 
@@ -141,7 +141,7 @@ class JsonlSink:
                 self._heal_torn_tail(self._fd)
             os.write(self._fd, event.to_json().encode() + b"\n")
         except (OSError, ValueError, TypeError):
-            # Boundary: training goes on without its event log (disk full, read-only, field values that are no JSON).
+            # Boundary: training goes on without its event log (disk full, read-only, odd field values).
             self.dropped += 1
             if self.dropped == 1:
                 logger.warning(
@@ -149,9 +149,12 @@ class JsonlSink:
                 )
 
     def _heal_torn_tail(self, fd: int) -> None:
-        """A writer killed inside write(2) can leave half a line; start on a fresh one so only that line is lost."""
+        """A writer killed inside write(2) can leave half a line; start a new line, so that only that one is lost."""
+        size = os.fstat(fd).st_size
+        if size == 0:
+            return
         with open(self.path, "rb") as file:
-            for _ in range(_TAIL_LOOKS):
+            for _ in range(_TAIL_READS):
                 size = os.fstat(fd).st_size
                 if size == 0:
                     return
@@ -172,8 +175,8 @@ class BackgroundSink:
     """Passes events to another sink on a thread of its own, for emitters that must not wait.
 
     A ``write(2)`` takes microseconds, except while the file system commits its journal, which an fsync of a large
-    checkpoint causes: then it takes tens of milliseconds, and the training step would wait for it. A process that is
-    killed loses only what was emitted in that time.
+    checkpoint makes it do: then it takes tens of milliseconds, and the training step would wait for it. A process
+    that is killed loses only what was emitted in that time.
 
     Thread: any. ``close`` writes out what is queued, up to ``drain_s``.
     """
@@ -211,7 +214,7 @@ class BackgroundSink:
 
 
 class EventWriter:
-    """Makes events (adding time, run, attempt, rank and host) and passes them to sinks. Thread: any. Never raises."""
+    """Adds time, run, attempt, rank and host to events and passes them to sinks. Thread: any. Never raises."""
 
     def __init__(self, *, run: str, attempt: int, rank: int, host: str, sinks: tuple[EventSink, ...]) -> None:
         self.run = run

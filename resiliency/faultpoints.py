@@ -19,7 +19,7 @@ from resiliency.settings import environment
 
 __all__ = ["KNOWN", "arm", "hit"]
 
-#: Every point there is, in the order a save passes them. Tests iterate over it; ``hit`` refuses other names.
+#: All points, in the order a save passes them. Tests iterate over it; ``hit`` refuses other names.
 KNOWN: tuple[str, ...] = (
     "save.begin",
     "save.eager",
@@ -74,8 +74,7 @@ def _parse(text: str) -> dict[str, _Armed]:
             armed[name] = _Armed(action, None if at == "*" else int(at or 1), int(where) if where else None)
         except ValueError:
             raise ConfigError(
-                f"fault {item!r} is not understood; write NAME:ACTION[@N][,rank=R] with kill, stop, error, full or"
-                " delay=SECONDS"
+                f"fault {item!r} is invalid; write NAME:ACTION[@N][,rank=R] with kill, stop, error, full or delay=S"
             ) from None
     return armed
 

@@ -1,4 +1,4 @@
-"""The only module that reads ``os.environ``: every variable the library uses is named here.
+"""The only reader of ``os.environ``: every variable the library reads is named here.
 
 Variables are read when :func:`environment` is called, never at import.
 """
@@ -23,8 +23,8 @@ class Environment:
         run: name of the run (``RESILIENCY_RUN`` or ``JOB_IDENTIFIER``); "default" when neither is set.
         rank: global rank (``RANK``), 0 when unset.
         world_size: number of ranks (``WORLD_SIZE``), 1 when unset.
-        node: name of this host, as a failure domain (``RESILIENCY_NODE``, else ``NODE_NAME``, else the host name).
-        restart: restart count, from the launcher (``TORCHELASTIC_RESTART_COUNT``), 0 when unset.
+        node: name of this host, as the failure domain (``RESILIENCY_NODE``, else ``NODE_NAME``, else the host name).
+        restart: restart count set by the launcher (``TORCHELASTIC_RESTART_COUNT``), 0 when unset.
         events_dir: folder for event logs (``RESILIENCY_EVENTS_DIR``), None: below the checkpoint directory.
         local_dir: folder of the fast local tier (``RESILIENCY_LOCAL_DIR``), None: chosen by the caller.
         file_tracking: True when ``GOODPUT_USE_FILE_TRACKING`` is set (to anything, as the older library reads it).

@@ -1,4 +1,4 @@
-"""The interface of a contender in isolation."""
+"""Interface of a contender that is measured in isolation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ State = dict[str, torch.Tensor]
 
 
 def nothing() -> None:
-    """Waits for nothing."""
+    """A wait that returns at once."""
 
 
 class Flush(Enum):
-    """How the "durable" figure of a contender is measured."""
+    """Who calls fsync for the "durable" figure of a contender."""
 
     OWN = "own fsync"
     """The contender calls fsync itself before it says it is done."""
@@ -36,8 +36,8 @@ class Pending:
 
     Attributes:
         safe: blocks until the state may be changed; part of the stall.
-        committed: blocks until a whole copy exists that survives a kill of the trainer.
-        durable: blocks until the contender itself calls the save done.
+        committed: blocks until a complete copy exists that survives a kill of the trainer.
+        durable: blocks until the contender reports the save as done.
         poll: True once it is durable, never blocks. Given by contenders that must be asked from the training thread;
             for the others ``committed`` and ``durable`` may be called from any thread.
     """
@@ -62,7 +62,7 @@ class Contender:
         self.folder = folder
 
     def warm_up(self, state: State) -> None:
-        """What the contender's own documentation recommends before the first save."""
+        """Does what the contender's documentation offers to do before the first save."""
 
     def save(self, step: int, state: State) -> Pending:
         """Starts a save; the time it blocks is the first part of the stall."""

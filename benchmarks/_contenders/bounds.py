@@ -1,8 +1,7 @@
-"""The fastest two-thread copies we could write that also digest, or that go into a fsynced file: they explain missed
-targets.
+"""Lower bounds for a copy with digests, and for a copy into a file: they explain targets that are missed.
 
-All cores share the work, and nothing else is done: no plan, no manifest, no agent. Where the library is as fast as
-these, it could only get faster by leaving out the digest of every byte or the files on a disk.
+All cores share the work, and nothing else is done: no plan, no manifest, no agent. Where the library is as fast as a
+bound, only dropping that work (a digest of every byte, files on a disk) would make it faster.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class DigestBound(CopyFloor):
         return Pending()
 
     def _share(self, work: Callable[[memoryview, int], None]) -> None:
-        """Does the work for every piece once, in this thread and the helpers."""
+        """Processes every piece once, on this thread and the helpers."""
         turns = count()
 
         def take_turns() -> None:

@@ -1,4 +1,4 @@
-"""The raw floor: what the machine needs for a copy, a write and an fsync, and nothing else."""
+"""The floors: the time this machine needs for a bare copy, write and fsync."""
 
 from __future__ import annotations
 

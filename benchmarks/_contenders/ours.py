@@ -1,5 +1,5 @@
-"""This library's engine: copying lazily (the callback's default) or before ``save`` returns, to the disk or to a
-ramdisk first."""
+"""This library's engine: lazy copies (the callback's default) or eager ones, on a disk, or on a ramdisk with uploads to
+the disk."""
 
 from __future__ import annotations
 

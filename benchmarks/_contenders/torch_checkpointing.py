@@ -30,7 +30,7 @@ def make_manager(*, async_staging: bool) -> Any:
 
 
 class TorchCheckpointingSync(Contender):
-    """Staging on the caller, a spawned process writes. It offers a warm-up of the staging buffers: used."""
+    """Staging on the caller, a spawned process writes. Its warm-up of the staging buffers is used."""
 
     async_staging = False
 

@@ -1,4 +1,4 @@
-"""Which processes are killed and when: chosen from a seed before the run, timed by the event log during it."""
+"""Draws from a seed which processes to kill at which steps, and kills them when the event log shows those steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Killer", "Kill", "Shot", "Victim", "draw_kills"]
 
 
 class Victim(Enum):
-    """Which processes a kill ends."""
+    """Which processes a kill hits."""
 
     RANK = "one rank"
     ALL_RANKS = "all ranks"
@@ -27,9 +27,9 @@ class Kill:
     """One planned SIGKILL.
 
     Attributes:
-        after_step: the kill happens at the first opportunity once training has passed this step.
-        in_save: the opportunity is a save that has just begun; otherwise a step that has just ended.
-        delay_s: seconds to wait after that, so that kills happen at every stage of a save.
+        after_step: the kill waits until training has passed this step.
+        in_save: it then follows the next start of a save; otherwise the next end of a step.
+        delay_s: seconds it waits after that, so that kills hit every stage of a save.
         rank: the victim when it is one rank.
     """
 
@@ -73,7 +73,7 @@ class Killer:
     """Carries out planned kills in order. Thread: one, the one that polls the follower.
 
     Attributes:
-        shots: kills done so far.
+        shots: kills sent so far.
     """
 
     def __init__(self, kills: list[Kill], follower: Follower, *, ranks: int) -> None:
@@ -90,12 +90,12 @@ class Killer:
             return
         kill = self._left[0]
         if follower.attempt == self._hit_attempt or follower.step < kill.after_step:
-            return  # the attempt that was killed is ending; its last records are no opportunity
-        chance = "checkpoint_started" if kill.in_save else "step"
-        if not any(record["event_type"] == chance and record["attempt"] == follower.attempt for record in fresh):
+            return  # the attempt that was hit is ending; its last records do not count
+        trigger = "checkpoint_started" if kill.in_save else "step"
+        if not any(record["event_type"] == trigger and record["attempt"] == follower.attempt for record in fresh):
             return
         if kill.delay_s:
-            time.sleep(kill.delay_s)  # the kill is to happen this long after the event
+            time.sleep(kill.delay_s)  # the kill is to hit a moment between two events
         if self._fire(kill):
             self._left.pop(0)
 

@@ -1,4 +1,4 @@
-"""Text that every machine has: the sources of Python's own library, as bytes, in shuffled windows."""
+"""Training data that every machine has: the sources of Python's own library, as windows of bytes."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one run ended: what train.py wrote, how long it took, what it logged, who was killed."""
+    """One run: what train.py wrote, how long it took, its event records and the kills."""
 
     result: dict[str, Any]
     wall_s: float
@@ -53,18 +53,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0, help="decides which processes are killed and when")
+    parser.add_argument("--seed", type=int, default=0, help="draws which processes are killed and when")
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds either run may take")
     return parser.parse_args()
 
 
 def train(args: argparse.Namespace, name: str, *, kills: int, advance: Callable[[int, list[Shot]], None]) -> Outcome:
-    """One run to its end. ``advance`` is called with the step and the kills so far."""
+    """Runs the training to its end. ``advance`` is called with the step and the kills so far."""
     options = ["--steps", str(args.steps), "--every", str(args.every)]
     if args.data:
         options += ["--data", str(Path(args.data).resolve())]
     folder = (args.dir / name).resolve()
-    # A few restarts more than kills: a restart can fail itself, for example when another program takes its port.
+    # A few restarts more than kills: a restart can itself fail, for example when another program takes its port.
     restarts = kills + 4 if kills else 0
     with Launch(folder, ranks=args.ranks, restarts=restarts, arguments=options, deadline_s=args.deadline) as launch:
         planned = draw_kills(seed=args.seed, count=kills, steps=args.steps, ranks=args.ranks)
@@ -90,17 +90,17 @@ def watch(args: argparse.Namespace, console: Console, name: str, title: str, *, 
         TextColumn("steps"),
         TimeElapsedColumn(),
     )
-    told = 0
+    shown = 0
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=args.steps)
 
         def advance(step: int, shots: list[Shot]) -> None:
-            nonlocal told
+            nonlocal shown
             progress.update(task, completed=step)
-            for shot in shots[told:]:
+            for shot in shots[shown:]:
                 where = "in a save" if shot.kill.in_save else "between saves"
                 console.print(f"  [red]SIGKILL[/red] to {shot.kill.victim.value} after step {shot.step}, {where}")
-            told = len(shots)
+            shown = len(shots)
 
         outcome = train(args, name, kills=kills, advance=advance)
         progress.update(task, completed=outcome.result["step"])
@@ -140,7 +140,7 @@ def table_of(calm: Outcome, killed: Outcome) -> Table:
 def main() -> int:
     args = arguments()
     console = Console()
-    for name in ("undisturbed", "killed"):  # nothing else that may be in the folder is touched
+    for name in ("undisturbed", "killed"):  # all other contents of the folder stay
         shutil.rmtree(args.dir / name, ignore_errors=True)
     calm = watch(args, console, "undisturbed", "undisturbed", kills=0)
     killed = watch(args, console, "killed", "with kills ", kills=args.kills)
@@ -153,7 +153,9 @@ def main() -> int:
     else:
         console.print("[red]The weights differ: this is a bug, please report it with the folder[/red]", args.dir)
     if missed:
-        console.print(f"[yellow]{missed} kills had no opportunity; use a larger number for --steps[/yellow]")
+        console.print(
+            f"[yellow]{missed} kills were not sent before the run ended; give --steps a larger number[/yellow]"
+        )
 
     page = args.dir / "goodput.html"
     logs = args.dir / "killed" / ".resiliency" / "killed" / "events"

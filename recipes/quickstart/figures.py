@@ -31,7 +31,7 @@ class Figures:
     """One run in numbers.
 
     Attributes:
-        saves: checkpoints committed.
+        saves: steps committed.
         save_bytes: bytes of one checkpoint, all ranks together.
         stall_s: per save, time the slowest rank was held up (eager copy and fence together).
         stall_share: all stalls over all step time, of the slowest rank.
@@ -56,7 +56,7 @@ class Figures:
 
 
 def figures_of(records: Sequence[Record], shots: Sequence[Shot] = ()) -> Figures:
-    """Numbers of one run from its event records (any order) and the kills it met."""
+    """Numbers of one run from its event records (any order) and its kills."""
     started: dict[tuple[int, int], dict[int, Record]] = defaultdict(dict)  # (attempt, step) -> rank -> record
     stalls: dict[tuple[int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     committed: dict[tuple[int, int], float] = {}

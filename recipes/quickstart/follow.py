@@ -1,4 +1,4 @@
-"""Follows the event logs of a run: the step it has reached, and its processes."""
+"""Follows the event logs of a run: its newest step and its processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Follower:
         self.moved = False
 
     def poll(self) -> list[Record]:
-        """Complete lines that were appended since the last call, oldest first."""
+        """Records of the complete lines that were appended since the last call, oldest first."""
         fresh: list[Record] = []
         for path in self._folder.glob(".resiliency/*/events/*.jsonl"):
             start = self._read.get(path, 0)
@@ -43,9 +43,9 @@ class Follower:
             with path.open("rb") as file:
                 file.seek(start)
                 data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._read[path] = start + len(whole)
-            for line in whole.splitlines():
+            complete = data[: data.rfind(b"\n") + 1]
+            self._read[path] = start + len(complete)
+            for line in complete.splitlines():
                 try:
                     fresh.append(json.loads(line))
                 except ValueError:
@@ -70,12 +70,12 @@ class Follower:
             self.step, self.moved = max(self.step, record["step"]), True
 
     def living_agents(self) -> list[psutil.Process]:
-        """The host agents of this run that still live, newest last."""
+        """The host agents of this run that still run, newest last."""
         living = []
         for pid in sorted(self._agents, key=self._agents.__getitem__):
             try:
                 process = psutil.Process(pid)
-                if "resiliency" in " ".join(process.cmdline()):  # not another process that got this id later
+                if "resiliency" in " ".join(process.cmdline()):  # not a later process with the same id
                     living.append(process)
             except psutil.NoSuchProcess:
                 continue

@@ -1,4 +1,4 @@
-"""Starts torchrun for the demo, and leaves no process behind in whatever way the demo ends."""
+"""Starts torchrun for the demo, and kills all of its processes however the demo ends."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ REPOSITORY = Path(__file__).parents[2]
 class Launch:
     """``torchrun -m recipes.quickstart.train`` in its own process group, with a deadline.
 
-    Thread: one. Use as a context manager: leaving it kills whatever still runs (workers get sessions of their own
-    from torchrun, and the host agent outlives them on purpose, so the group alone would not be enough).
+    Thread: one. Use as a context manager: leaving it kills all processes of the launch (not only the process
+    group: torchrun gives workers sessions of their own, and the host agent outlives them by design).
 
     Attributes:
         folder: where checkpoints, event logs, ``result.json`` and ``output.log`` go.
@@ -53,8 +53,7 @@ class Launch:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "RESILIENCY_RUN": folder.name,
-            # Otherwise torchrun may keep one store over all restarts, in which new workers find the addresses of dead
-            # ones.
+            # Otherwise torchrun may keep one store over all restarts, with the addresses of dead workers in it.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
@@ -78,7 +77,7 @@ class Launch:
         self.stop()
 
     def running(self) -> bool:
-        """True while torchrun runs. Raises SystemExit with the end of the output when it ran too long."""
+        """True while torchrun runs. Raises SystemExit with the end of the output when it passed its deadline."""
         if self._process.poll() is not None:
             return False
         if time.monotonic() > self._deadline_s:
@@ -107,8 +106,8 @@ class Launch:
 
     def stop(self) -> None:
         """Ends everything this launch started. Blocks: up to 10 s. Idempotent."""
-        doomed = self.worker_pids() | ({self._process.pid} if self._process.poll() is None else set())
-        processes = [psutil.Process(pid) for pid in doomed if psutil.pid_exists(pid)] + self.follower.living_agents()
+        pids = self.worker_pids() | ({self._process.pid} if self._process.poll() is None else set())
+        processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)] + self.follower.living_agents()
         for process in processes:
             try:
                 process.kill()

@@ -33,8 +33,7 @@ class _Block(nn.Module):
 
 
 class TinyGPT(pl.LightningModule):
-    """Byte level language model with dropout, AdamW and a warm-up and cosine schedule: all of which have state to
-    restore."""
+    """Byte level language model with dropout, AdamW and a warm-up and cosine schedule, all with state to restore."""
 
     def __init__(
         self,

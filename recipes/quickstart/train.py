@@ -1,6 +1,6 @@
-"""Trains the small GPT. What a user writes: a Trainer, with our ModelCheckpoint instead of Lightning's.
+"""Trains the small GPT. A user's script: a Trainer, with our ModelCheckpoint instead of Lightning's.
 
-``torchrun --nproc-per-node 2 -m recipes.quickstart.train --dir run``. Start it again after any crash, and it continues.
+``torchrun --nproc-per-node 2 -m recipes.quickstart.train --dir run``; start it again after any crash, and it continues.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, loader)  # continues from the newest good checkpoint below --dir, if there is one
+    trainer.fit(model, loader)  # continues from the newest committed step below --dir, if there is one
 
     if trainer.is_global_zero:
         loss = float(trainer.callback_metrics["loss"])

@@ -45,7 +45,7 @@ def threads_for(ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Segment:
+class _ByteRange:
     """Bytes ``[start, start + nbytes)`` of a file, to be copied to memory at ``address``."""
 
     start: int
@@ -75,7 +75,7 @@ class ShardAssembler:
             for (key, offsets, own), placed in reader.placed.items()
             if not own
         }
-        self._segments: list[list[_Segment]] = [[] for _ in readers]
+        self._segments: list[list[_ByteRange]] = [[] for _ in readers]
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in readers]  # further bytes to check, beside the segments
         self._by_torch: list[tuple[int, Read]] = []
         self._direct: list[Tensor] = []
@@ -131,10 +131,10 @@ class ShardAssembler:
                 _copy_box(self._readers[index], self._where[read.key, read.chunk_offsets][1], read)
         return bad
 
-    def _blocks(self, index: int) -> list[tuple[int, list[_Segment]]]:
+    def _blocks(self, index: int) -> list[tuple[int, list[_ByteRange]]]:
         """Blocks of a shard with bytes of the plan, in order, each with the segments in it, in order."""
         blocks = self._readers[index].record.blocks
-        found: dict[int, list[_Segment]] = {}
+        found: dict[int, list[_ByteRange]] = {}
         for segment in sorted(self._segments[index], key=lambda segment: segment.start):
             for block in blocks.within(segment.start, segment.start + segment.nbytes):
                 found.setdefault(block, []).append(segment)
@@ -158,7 +158,7 @@ class ShardAssembler:
         return state, unflatten(reader.objects()["per_rank"], own, allow_pickle=allow_pickle)
 
 
-def _segment(read: Read, chunk: Chunk, start: int) -> _Segment | None:
+def _segment(read: Read, chunk: Chunk, start: int) -> _ByteRange | None:
     """The read as a copy of contiguous bytes, or None when source or destination is not contiguous."""
     target = read.destination
     whole_rows = read.lengths[1:] == chunk.sizes[1:] and not any(read.box_offsets[1:])
@@ -178,10 +178,10 @@ def _segment(read: Read, chunk: Chunk, start: int) -> _Segment | None:
         return None
     row = math.prod(chunk.sizes[1:]) * chunk.itemsize
     first = read.box_offsets[0] if read.box_offsets else 0
-    return _Segment(start + first * row, math.prod(read.lengths) * chunk.itemsize, target.data_ptr())
+    return _ByteRange(start + first * row, math.prod(read.lengths) * chunk.itemsize, target.data_ptr())
 
 
-def _read_and_check(reader: ShardReader, block: int, segments: Sequence[_Segment]) -> bool:
+def _read_and_check(reader: ShardReader, block: int, segments: Sequence[_ByteRange]) -> bool:
     try:
         return _read_block(reader, block, segments)
     except OSError as error:
@@ -189,7 +189,7 @@ def _read_and_check(reader: ShardReader, block: int, segments: Sequence[_Segment
         return False
 
 
-def _read_block(reader: ShardReader, block: int, segments: Sequence[_Segment]) -> bool:
+def _read_block(reader: ShardReader, block: int, segments: Sequence[_ByteRange]) -> bool:
     """Copies the block's bytes to their destinations; True when the block matches its digest. Thread: any."""
     begin, end = reader.record.blocks.bounds(block)
     digest = new_digest()

@@ -43,7 +43,7 @@ def fail(message: str, status: int) -> NoReturn:
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Prints expected errors as one line and exits: with status 2 for a wrong path or argument, otherwise with 1."""
+    """Prints expected errors in one line; exit status 2 for a wrong path, 1 for all others."""
     from resiliency.errors import ConfigError, NoCheckpointFound, ResiliencyError
 
     try:
@@ -57,7 +57,7 @@ def errors() -> Iterator[None]:
 
 
 def console(*, err: bool = False) -> Console:
-    """Standard output or error; 120 columns wide when it is no terminal, so that tables in a file are not narrowed."""
+    """Standard output or error; 120 columns when it is not a terminal, so that a table in a file is not squeezed."""
     from rich.console import Console
 
     stream = sys.stderr if err else sys.stdout
@@ -66,7 +66,7 @@ def console(*, err: bool = False) -> Console:
 
 @contextmanager
 def open_targets(paths: list[str]) -> Iterator[list[Target]]:
-    """What the paths refer to; closes connections to object stores at the end."""
+    """Resolves the paths; closes connections to object stores at the end."""
     from resiliency.inspection.survey import close_tier, find
 
     with errors():

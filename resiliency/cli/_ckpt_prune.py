@@ -11,7 +11,7 @@ import typer
 from resiliency.cli._ckpt_common import JsonOption, check, console, fail, open_targets
 
 if TYPE_CHECKING:
-    from resiliency.inspection.pruning import Plan
+    from resiliency.inspection.pruning import PrunePlan
     from resiliency.inspection.survey import Target
 
 __all__ = ["prune"]
@@ -23,26 +23,25 @@ def prune(
         int | None, typer.Option("--keep", min=1, help="Keep this many of the newest steps, named or not.")
     ] = None,
     unfinished: Annotated[
-        bool,
-        typer.Option("--unfinished", help="Delete steps that are not complete and older than the newest complete one."),
+        bool, typer.Option("--unfinished", help="Delete steps not committed and older than the newest committed one.")
     ] = False,
     run: Annotated[str | None, typer.Option("--run", help="Which run; needed when there are several.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     assume_ended: Annotated[
         bool,
-        typer.Option("--assume-ended", help="You know that no other host is using the folder (or anybody the URL)."),
+        typer.Option("--assume-ended", help="You know that no other host uses the folder (for a URL: no host at all)."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete old or unfinished steps of one run. The newest complete step always stays."""
+    """Delete old or unfinished steps of one run. The newest committed step always stays."""
     if keep is None and not unfinished:
         fail("say what to delete: --keep N, --unfinished, or both", 2)
     if as_json and not (yes or dry_run):
         fail("--json does not ask; say --dry-run or --yes with it", 2)
     with open_targets([path]) as targets:
         from resiliency.cli import _ckpt_tables as tables
-        from resiliency.inspection.pruning import plan as make_plan
+        from resiliency.inspection.pruning import plan_pruning
         from resiliency.storage.catalog import scan
 
         target = targets[0]
@@ -50,17 +49,17 @@ def prune(
         if target.step is not None:
             fail(f"{path} is one step; prune takes the folder: {target.tier.root}", 2)
         listings = scan(target.tier, name)
-        plan = make_plan(listings, keep=keep, unfinished=unfinished)
+        plan = plan_pruning(listings, keep=keep, unfinished=unfinished)
         if not as_json:
             tables.print_plan(console(), name, plan)
         result = {"run": name, **tables.plan_json(plan), "deleted": [], "freed_bytes": 0}
-        if plan.doomed and not dry_run:
-            nodes = {record.node for listing in listings for record in listing.records.values()}
-            _must_be_idle(target, name, nodes, assume_ended)
-            _newest_must_be_good(target, name, plan, as_json)
+        if plan.deletions and not dry_run:
+            hosts = {record.node for listing in listings for record in listing.records.values()}
+            _refuse_if_in_use(target, name, hosts, assume_ended)
+            _refuse_if_newest_is_bad(target, name, plan, as_json)
             if not yes and not _confirmed():
                 fail("nothing was deleted", 1)
-            result |= _delete(target, name, plan, nodes, assume_ended, as_json)
+            result |= _delete(target, name, plan, hosts, assume_ended, as_json)
         if as_json:
             typer.echo(json.dumps(result, indent=2))
 
@@ -77,36 +76,30 @@ def _one_run(target: Target, run: str | None) -> str:
     return run or runs[0]
 
 
-def _must_be_idle(target: Target, run: str, nodes: set[str], assume_ended: bool) -> None:
+def _refuse_if_in_use(target: Target, run: str, hosts: set[str], assume_ended: bool) -> None:
     from resiliency.inspection.liveness import evidence_of_use
 
     if not target.tier.is_local:
         if not assume_ended:
             fail(
-                f"nobody can tell from here whether a job is using {target.tier.root}; when none is, say"
+                f"this host cannot see whether a job is using {target.tier.root}; if you know that none is, say"
                 " --assume-ended",
                 1,
             )
         return
-    seen = [
-        evidence
-        for evidence in evidence_of_use(target.tier.root, run, nodes=nodes)
-        if evidence.certain or not assume_ended
-    ]
+    seen = [one for one in evidence_of_use(target.tier.root, run, hosts=hosts) if one.certain or not assume_ended]
     if seen:
-        more = "" if any(evidence.certain for evidence in seen) else ", or say --assume-ended if that rank is gone"
-        texts = "; ".join(evidence.text for evidence in seen[:3]) + (
-            f"; and {len(seen) - 3} more" if len(seen) > 3 else ""
-        )
+        more = "" if any(one.certain for one in seen) else ", or say --assume-ended if that rank is gone"
+        texts = "; ".join(one.text for one in seen[:3]) + (f"; and {len(seen) - 3} more" if len(seen) > 3 else "")
         fail(f"run {run} in {target.tier.root} is in use: {texts}. End the job first{more}", 1)
 
 
-def _newest_must_be_good(target: Target, run: str, plan: Plan, quiet: bool) -> None:
-    """Checks the bytes of the newest step: if it is damaged, an older step may be the only good one."""
-    from resiliency.inspection.survey import places_of, survey
+def _refuse_if_newest_is_bad(target: Target, run: str, plan: PrunePlan, quiet: bool) -> None:
+    """Verifies the newest step before any deletion: an older step may be the only good one."""
+    from resiliency.inspection.survey import label_tiers, survey
 
     assert plan.newest is not None
-    views = [view for view in survey(places_of([target]), run) if view.id == plan.newest.id]
+    views = [view for view in survey(label_tiers([target]), run) if view.id == plan.newest.id]
     bad = [finding for finding in check(views, quiet) if finding.bad]
     if bad or not views:
         what = f"{bad[0].path} {bad[0].text}" if bad else "it is gone"
@@ -119,22 +112,23 @@ def _confirmed() -> bool:
     return typer.confirm("Delete these steps?")
 
 
-def _delete(target: Target, run: str, plan: Plan, nodes: set[str], assume_ended: bool, quiet: bool) -> dict[str, Any]:
+def _delete(
+    target: Target, run: str, plan: PrunePlan, hosts: set[str], assume_ended: bool, quiet: bool
+) -> dict[str, Any]:
     from resiliency.cli._ckpt_tables import size
     from resiliency.inspection.pruning import delete
 
     deleted, freed = [], 0
-    for doomed in plan.doomed:
-        # A job may have started since. What it resumes from is never in the plan, but it must not find files
-        # disappearing.
-        _must_be_idle(target, run, nodes, assume_ended)
-        names = delete(target.tier, run, doomed)
-        freed += doomed.nbytes
-        deleted.append({"folder": doomed.listing.id.dirname, "nbytes": doomed.nbytes, "names": names})
+    for deletion in plan.deletions:
+        # A job may have started since. The step it resumes from is never in the plan, but it may delete steps itself.
+        _refuse_if_in_use(target, run, hosts, assume_ended)
+        names = delete(target.tier, run, deletion)
+        freed += deletion.nbytes
+        deleted.append({"folder": deletion.listing.id.dirname, "nbytes": deletion.nbytes, "names": names})
         if not quiet:
-            step = doomed.listing.id
+            step = deletion.listing.id
             also = f", and {', '.join(names)}" if names else ""
-            typer.echo(f"deleted step {step.step} (attempt {step.attempt}), {doomed.nbytes:,} bytes{also}")
+            typer.echo(f"deleted step {step.step} (attempt {step.attempt}), {deletion.nbytes:,} bytes{also}")
     if not quiet:
         typer.echo(f"freed {size(freed)} ({freed:,} bytes)")
     return {"deleted": deleted, "freed_bytes": freed}

@@ -1,4 +1,4 @@
-"""Tables and JSON of ``resiliency ckpt``: formats what was found, decides nothing."""
+"""Tables and JSON of ``resiliency ckpt``: formats what ``inspection`` found."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rich.table import Table
 
 from resiliency.goodput.table import duration
 from resiliency.inspection.contents import Entry, TensorRow
-from resiliency.inspection.pruning import Plan
-from resiliency.inspection.survey import Place, StepView
+from resiliency.inspection.pruning import PrunePlan
+from resiliency.inspection.survey import LabeledTier, StepView
 from resiliency.inspection.verify import Finding
 from resiliency.storage.layout import ShardHeader
 from resiliency.storage.manifest import Manifest, StepId
 
-if TYPE_CHECKING:  # it needs torch
+if TYPE_CHECKING:  # importing it needs torch
     from resiliency.inspection.export import Exported
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
     "utc",
 ]
 
-_COLORS = {"complete": "green", "damaged": "bold red", "unfinished": "yellow"}
+_COLORS = {"committed": "green", "damaged": "bold red", "unfinished": "yellow"}
 
 
 def size(nbytes: int) -> str:
@@ -78,21 +78,21 @@ def step_json(view: StepView) -> dict[str, Any]:
         **_id(view.id),
         "run": view.run,
         "state": view.state,
-        "complete": view.state == "complete",
+        "committed": view.state == "committed",
         "names": list(view.names),
         "created": utc(view.created) or None,
         "nbytes": view.nbytes,
         "shards_present": len(view.present),
         "shards_needed": view.needed,
-        "places": [copy.place.label for copy in view.copies],
+        "tiers": [copy.label for copy in view.copies],
         "info": dict(view.manifest.info) if view.manifest else {},
         "notes": view.notes,
     }
 
 
-def ls_json(places: Sequence[Place], runs: Mapping[str, Sequence[StepView]]) -> dict[str, Any]:
+def ls_json(tiers: Sequence[LabeledTier], runs: Mapping[str, Sequence[StepView]]) -> dict[str, Any]:
     return {
-        "places": {place.label: place.tier.root for place in places},
+        "tiers": {labeled.label: labeled.tier.root for labeled in tiers},
         "runs": {run: [step_json(view) for view in views] for run, views in runs.items()},
     }
 
@@ -104,15 +104,17 @@ def _table(*columns: tuple[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def print_ls(console: Console, places: Sequence[Place], runs: Mapping[str, Sequence[StepView]], *, now: float) -> None:
+def print_ls(
+    console: Console, tiers: Sequence[LabeledTier], runs: Mapping[str, Sequence[StepView]], *, now: float
+) -> None:
     """One table for each run, oldest step first."""
-    for place in places:
-        console.print(f"[bold]{place.label}[/] {escape(place.tier.root)}", soft_wrap=True)
+    for labeled in tiers:
+        console.print(f"[bold]{labeled.label}[/] {escape(labeled.tier.root)}", soft_wrap=True)
     for run, views in runs.items():
-        done = sum(view.state == "complete" for view in views)
+        committed = sum(view.state == "committed" for view in views)
         total = size(sum(view.nbytes for view in views))
-        console.print(f"\n[bold]run {escape(run)}[/]: {plural(len(views), 'step')}, {done} complete, {total}")
-        console.print(_ls_table(views, now, dates=console.width >= 100, where=len(places) > 1))
+        console.print(f"\n[bold]run {escape(run)}[/]: {plural(len(views), 'step')}, {committed} committed, {total}")
+        console.print(_ls_table(views, now, dates=console.width >= 100, show_tiers=len(tiers) > 1))
         for view in views:
             for note in view.notes:
                 console.print(
@@ -120,7 +122,7 @@ def print_ls(console: Console, places: Sequence[Place], runs: Mapping[str, Seque
                 )
 
 
-def _ls_table(views: Sequence[StepView], now: float, *, dates: bool, where: bool) -> Table:
+def _ls_table(views: Sequence[StepView], now: float, *, dates: bool, show_tiers: bool) -> Table:
     table = _table(
         ("step", {"justify": "right", "no_wrap": True}),
         ("att", {"justify": "right", "no_wrap": True}),
@@ -129,7 +131,7 @@ def _ls_table(views: Sequence[StepView], now: float, *, dates: bool, where: bool
         ("age", {"justify": "right", "no_wrap": True}),
         ("size", {"justify": "right", "no_wrap": True}),
         ("shards", {"justify": "right", "no_wrap": True}),
-        *([("where", {"overflow": "fold"})] if where else []),
+        *([("tiers", {"overflow": "fold"})] if show_tiers else []),
         ("state", {"no_wrap": True}),
     )
     for view in views:
@@ -138,7 +140,7 @@ def _ls_table(views: Sequence[StepView], now: float, *, dates: bool, where: bool
         cells += [_minute(created)] if dates else []
         cells += ["" if created is None else duration(max(0.0, now - created)), size(view.nbytes)]
         cells += [f"{len(view.present)}/{'?' if view.needed is None else view.needed}"]
-        cells += ["\n".join(copy.place.label for copy in view.copies)] if where else []
+        cells += ["\n".join(copy.label for copy in view.copies)] if show_tiers else []
         table.add_row(*cells, f"[{_COLORS[view.state]}]{view.state}[/]")
     return table
 
@@ -146,7 +148,7 @@ def _ls_table(views: Sequence[StepView], now: float, *, dates: bool, where: bool
 def print_inspection(
     console: Console,
     view: StepView,
-    headers: Mapping[int, tuple[Place, ShardHeader]],
+    headers: Mapping[int, ShardHeader],
     rows: Sequence[TensorRow],
     tree: Sequence[Entry],
     *,
@@ -163,29 +165,29 @@ def print_inspection(
     if shared:
         console.print(_tensor_table([*shared, *(own if limit is None else [])], limit, console.width))
     if tree:
-        console.print("\n[bold]state[/] (top of the tree)")
+        console.print("\n[bold]state tree[/] (top level)")
         console.print(_tree_table(tree))
 
 
 def _own(rows: Sequence[TensorRow]) -> str:
     if not rows:
-        return "none belongs to one rank"
+        return "none belongs to a single rank"
     return f"and {len(rows)} that belong to single ranks, {size(sum(row.nbytes for row in rows))}"
 
 
 def _print_facts(console: Console, view: StepView) -> None:
     info = dict(view.manifest.info) if view.manifest is not None else {}
     tiers = view.manifest.tiers if view.manifest is not None else ()
-    nodes = sorted({shard.node for shard in view.manifest.shards}) if view.manifest is not None else []
+    hosts = sorted({shard.node for shard in view.manifest.shards}) if view.manifest is not None else []
     facts = {
         "run": view.run,
         "step": f"{view.id.step}, attempt {view.id.attempt}, token {view.id.token}, serial {view.id.serial}",
         "names": ", ".join(view.names),
         "created": utc(view.created),
         "size": size(view.nbytes),
-        "written by": f"{plural(view.needed, 'rank') if view.needed else 'ranks'} on {', '.join(nodes) or '?'}",
-        "lies on": ", ".join(copy.place.tier.root for copy in view.copies),
-        "also sent to": ", ".join(tiers),
+        "written by": f"{plural(view.needed, 'rank') if view.needed else 'ranks'} on {', '.join(hosts) or '?'}",
+        "tiers": ", ".join(copy.tier.root for copy in view.copies),
+        "remote tiers": ", ".join(tiers),
         "info": ", ".join(f"{key} {value}" for key, value in info.items()),
     }
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -200,25 +202,25 @@ def _print_facts(console: Console, view: StepView) -> None:
     console.print(table)
 
 
-def _shard_table(manifest: Manifest, view: StepView, headers: Mapping[int, tuple[Place, ShardHeader]]) -> Table:
+def _shard_table(manifest: Manifest, view: StepView, headers: Mapping[int, ShardHeader]) -> Table:
     table = _table(
         ("shard", {"no_wrap": True}),
-        ("node", {"overflow": "fold"}),
+        ("host", {"overflow": "fold"}),
         ("bytes", {"justify": "right", "no_wrap": True}),
         ("tensors", {"justify": "right"}),
         ("blocks", {"justify": "right"}),
-        ("there", {}),
+        ("present", {}),
     )
     for record in manifest.shards:
         found = headers.get(record.rank)
-        there = "yes" if record.rank in view.present else "[bold red]no[/]"
+        present = "yes" if record.rank in view.present else "[bold red]no[/]"
         table.add_row(
             record.file,
             escape(record.node),
             f"{record.nbytes:,}",
-            str(len(found[1].placed)) if found else "?",
+            str(len(found.placed)) if found else "?",
             str(len(record.digests)),
-            there if found or record.rank not in view.present else "[bold red]unreadable[/]",
+            present if found or record.rank not in view.present else "[bold red]unreadable[/]",
         )
     return table
 
@@ -274,15 +276,15 @@ def inspection_json(view: StepView, rows: Iterable[TensorRow], tree: Iterable[En
             {
                 "rank": record.rank,
                 "file": record.file,
-                "node": record.node,
+                "host": record.node,
                 "nbytes": record.nbytes,
                 "blocks": len(record.digests),
-                "there": record.rank in view.present,
+                "present": record.rank in view.present,
             }
             for record in shards
         ],
         "tensors": [asdict(row) for row in rows],
-        "state": [asdict(entry) for entry in tree],
+        "tree": [asdict(entry) for entry in tree],
     }
 
 
@@ -306,7 +308,7 @@ def finding_json(finding: Finding) -> dict[str, Any]:
     return {
         **_id(finding.id),
         "run": finding.run,
-        "place": finding.place,
+        "tier": finding.tier,
         "bad": finding.bad,
         "path": finding.path,
         "ranges": [list(pair) for pair in finding.ranges],
@@ -319,34 +321,34 @@ def print_finding(console: Console, finding: Finding) -> None:
     console.print(f"{word} step {finding.id.step}: {escape(finding.path)} {escape(finding.text)}", soft_wrap=True)
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: PrunePlan) -> dict[str, Any]:
     return {
         "delete": [
-            {**_id(d.listing.id), "why": d.why, "nbytes": d.nbytes, "names": list(d.names)} for d in plan.doomed
+            {**_id(d.listing.id), "why": d.why, "nbytes": d.nbytes, "names": list(d.names)} for d in plan.deletions
         ],
         "kept": [{**_id(kept.id), "why": kept.why} for kept in plan.kept],
         "newest": _id(plan.newest.id) if plan.newest is not None else None,
-        "nbytes": sum(doomed.nbytes for doomed in plan.doomed),
+        "nbytes": sum(deletion.nbytes for deletion in plan.deletions),
     }
 
 
-def print_plan(console: Console, run: str, plan: Plan) -> None:
-    """What would be deleted, what stays unexpectedly and why, and which step is the newest."""
+def print_plan(console: Console, run: str, plan: PrunePlan) -> None:
+    """Steps to delete, steps that stay and why, and the newest step."""
     table = _table(
         ("step", {"justify": "right", "no_wrap": True}),
         ("att", {"justify": "right", "no_wrap": True}),
         ("size", {"justify": "right", "no_wrap": True}),
         ("why", {"no_wrap": True}),
-        ("names it was given", {"overflow": "fold"}),
+        ("names", {"overflow": "fold"}),
     )
-    for doomed in plan.doomed:
-        step = doomed.listing.id
+    for deletion in plan.deletions:
+        step = deletion.listing.id
         table.add_row(
-            str(step.step), str(step.attempt), size(doomed.nbytes), doomed.why, escape(", ".join(doomed.names))
+            str(step.step), str(step.attempt), size(deletion.nbytes), deletion.why, escape(", ".join(deletion.names))
         )
-    if plan.doomed:
-        total = sum(doomed.nbytes for doomed in plan.doomed)
-        steps = plural(len(plan.doomed), "step")
+    if plan.deletions:
+        total = sum(deletion.nbytes for deletion in plan.deletions)
+        steps = plural(len(plan.deletions), "step")
         console.print(f"[bold]run {escape(run)}[/]: {steps}, {size(total)} ({total:,} bytes) to delete")
         console.print(table)
     else:

@@ -1,7 +1,7 @@
 """``resiliency ckpt``: list, inspect, verify, convert and delete checkpoints.
 
-Exit status: 0 all good; 1 something is damaged, or the work was refused or failed; 2 wrong arguments or a wrong path.
-Imports torch for ``export`` only, so that a listing is quick.
+Exit status: 0 all good; 1 something is damaged, or the command was refused or failed; 2 wrong arguments or path.
+Imports torch for ``export`` only, so that the other commands start quickly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from resiliency.cli._ckpt_prune import prune
 
 if TYPE_CHECKING:
     from resiliency.inspection.contents import Entry, TensorRow
-    from resiliency.inspection.survey import Place, StepView, Target
+    from resiliency.inspection.survey import LabeledTier, StepView, Target
     from resiliency.inspection.verify import Finding
     from resiliency.storage.layout import ShardHeader
 
@@ -44,40 +44,40 @@ app = typer.Typer(
 _TENSORS_SHOWN = 20
 
 
-def _surveys(targets: list[Target], run: str | None) -> tuple[list[Place], dict[str, list[StepView]]]:
-    """Steps by run over all places, narrowed to the steps that were named."""
+def _surveys(targets: list[Target], run: str | None) -> tuple[list[LabeledTier], dict[str, list[StepView]]]:
+    """Tiers, and steps by run over all tiers; only the named steps when some were named."""
     from resiliency.errors import NoCheckpointFound
-    from resiliency.inspection.survey import places_of, runs_of, survey
+    from resiliency.inspection.survey import label_tiers, runs_of, survey
 
     runs = runs_of(targets)
     if run is not None and run not in runs:
         raise NoCheckpointFound(f"there is no run {run!r}; there are: {', '.join(runs) or 'none'}")
-    places = places_of(targets)
+    tiers = label_tiers(targets)
     named = {target.step for target in targets if target.step is not None}
     found = {}
     for name in [run] if run is not None else runs:
-        views = survey(places, name)
+        views = survey(tiers, name)
         found[name] = [view for view in views if not named or view.id in named]
         for step in named - {view.id for view in views}:
-            shows = f"`resiliency ckpt ls {places[0].tier.root}` shows what is"
+            shows = f"`resiliency ckpt ls {tiers[0].tier.root}` shows what is there"
             raise NoCheckpointFound(f"{step} of run {name!r} is not there; {shows}")
-    return places, found
+    return tiers, found
 
 
 @app.command()
 def ls(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = False) -> None:
     """List the steps of each run. Several paths are taken as tiers of one job."""
     with open_targets(paths) as targets:
-        places, runs = _surveys(targets, run)
+        tiers, runs = _surveys(targets, run)
         from resiliency.cli import _ckpt_tables as tables
 
         if as_json:
-            typer.echo(json.dumps(tables.ls_json(places, runs), indent=2))
+            typer.echo(json.dumps(tables.ls_json(tiers, runs), indent=2))
             return
         if not runs:
-            typer.echo(f"no checkpoints in {', '.join(place.tier.root for place in places)}")
+            typer.echo(f"no checkpoints in {', '.join(labeled.tier.root for labeled in tiers)}")
             return
-        tables.print_ls(console(), places, runs, now=time.time())
+        tables.print_ls(console(), tiers, runs, now=time.time())
 
 
 @app.command()
@@ -89,14 +89,16 @@ def inspect(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is inside one step: the named one, or the newest complete one."""
-    from resiliency.inspection.survey import one_step, places_of, survey
+    """Show what is inside one step: the named one, or the newest committed one."""
+    from resiliency.inspection.survey import label_tiers, one_step, survey
 
     with open_targets([path]) as targets:
         name, step = one_step(targets[0], run=run)
-        views = [view for view in survey(places_of(targets), name) if view.id == step]
+        views = [view for view in survey(label_tiers(targets), name) if view.id == step]
         if not views:
-            fail(f"{step} of run {name!r} is not in {targets[0].tier.root}; `resiliency ckpt ls` shows what is", 2)
+            fail(
+                f"{step} of run {name!r} is not in {targets[0].tier.root}; `resiliency ckpt ls` shows what is there", 2
+            )
         view = views[0]
         headers, rows, tree, problems = _contents(view)
         view.notes += problems
@@ -110,12 +112,12 @@ def inspect(
             raise typer.Exit(1)
 
 
-def _contents(view: StepView) -> tuple[dict[int, tuple[Place, ShardHeader]], list[TensorRow], list[Entry], list[str]]:
+def _contents(view: StepView) -> tuple[dict[int, ShardHeader], list[TensorRow], list[Entry], list[str]]:
     """Headers by rank, tensors, the top of the state tree, and what could not be read."""
     from resiliency.errors import ResiliencyError
     from resiliency.inspection.contents import entries, read_header, read_objects, tensor_rows
 
-    headers: dict[int, tuple[Place, ShardHeader]] = {}
+    headers: dict[int, ShardHeader] = {}
     tree: list[Entry] = []
     problems: list[str] = []
     for copy in view.copies:
@@ -123,34 +125,34 @@ def _contents(view: StepView) -> tuple[dict[int, tuple[Place, ShardHeader]], lis
             if rank in headers or record.file not in copy.listing.sizes:
                 continue
             try:
-                header = read_header(copy.place.tier, view.run, record)
-                headers[rank] = (copy.place, header)
+                header = read_header(copy.tier, view.run, record)
+                headers[rank] = header
                 if rank == 0:
-                    tree = entries(read_objects(copy.place.tier, view.run, record, header)["state"])
+                    tree = entries(read_objects(copy.tier, view.run, record, header)["state"])
             except ResiliencyError as error:
                 problems.append(str(error))
-    return headers, tensor_rows({rank: header for rank, (_, header) in headers.items()}), tree, problems
+    return headers, tensor_rows(headers), tree, problems
 
 
 @app.command()
 def verify(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = False) -> None:
-    """Read every byte of all complete steps (or of the named one) and compare it with what was written."""
+    """Read every byte of all committed steps (or of the named one) and compare it with what was written."""
     from resiliency.inspection.verify import bytes_to_check
 
     with open_targets(paths) as targets:
-        places, runs = _surveys(targets, run)
+        tiers, runs = _surveys(targets, run)
         named = any(target.step is not None for target in targets)
         views = [view for found in runs.values() for view in found if named or view.state != "unfinished"]
         skipped = [view for found in runs.values() for view in found if view not in views]
         if not views:
-            root = places[0].tier.root
-            fail(f"there is no complete checkpoint to verify in {root}; `resiliency ckpt ls {root}` shows what is", 2)
+            root = tiers[0].tier.root
+            fail(f"no committed checkpoint to verify in {root}; `resiliency ckpt ls {root}` shows what is there", 2)
         began = time.monotonic()
         findings = check(views, as_json)
         seconds = time.monotonic() - began
         checked = sum(map(bytes_to_check, views))
         bad = {(finding.run, finding.id) for finding in findings if finding.bad}
-        bad |= {(view.run, view.id) for view in views if view.state != "complete"}
+        bad |= {(view.run, view.id) for view in views if view.state != "committed"}
         if as_json:
             _verify_json(views, findings, bad, skipped, checked)
         else:
@@ -202,14 +204,13 @@ def _advice(run: str, views: list[StepView], bad: set[Any]) -> str:
         resume = f"a restart of run {run} resumes from step {good[-1].step}, which is good"
     elif good:
         resume = (
-            f"a restart of run {run} refuses bad copies, takes good ones from the job's other tiers, or else an older"
-            " step"
-            f" (step {good[-1].step} is good)"
+            f"a restart of run {run} refuses the bad copies and takes good ones from the job's other tiers, or an older"
+            f" step (step {good[-1].step} is good)"
         )
     else:
         resume = (
-            f"no step of run {run} is good here: a restart takes another tier of the job,"
-            " or names what is damaged and stops"
+            f"no step of run {run} is good here: a restart takes copies from the job's other tiers,"
+            " or stops and names the damaged files"
         )
     return (
         f"{resume}. Copy the files named above from another tier or a backup and verify again,"
@@ -222,7 +223,7 @@ def export(
     path: PathArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: OUT.ckpt or OUT.safetensors.")],
     format: Annotated[
-        str | None, typer.Option("--format", help="ckpt or safetensors; by default as OUT's suffix says.")
+        str | None, typer.Option("--format", help="ckpt or safetensors; by default OUT's suffix decides.")
     ] = None,
     run: RunOption = None,
     key: Annotated[
@@ -260,11 +261,11 @@ def export(
         )
         typer.echo(f"loads with torch.load(..., {how})")
     for where, name in done.plain:
-        typer.echo(f"note: {where} was a {name} and is the builtin type it derives from now; --allow-pickle keeps it")
+        typer.echo(f"note: {where} was a {name} and is now the builtin type it derives from; --allow-pickle keeps it")
     for name, first in done.tied.items():
         typer.echo(f"note: {name} is tied to {first}; both are in the file in full")
     if done.left_out:
-        typer.echo(f"note: left out, because they are no tensors: {', '.join(done.left_out)}")
+        typer.echo(f"note: left out, because they are not tensors: {', '.join(done.left_out)}")
 
 
 app.command()(prune)

@@ -1,4 +1,4 @@
-"""Groups segments into attempts of the job, and works out by how much hosts' clocks disagree. Pure."""
+"""Groups segments into attempts of the job, and finds by how much hosts' clocks disagree. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from resiliency.telemetry.facts import Segment, parse_stamp
 
 __all__ = ["Attempt", "cluster", "host_offsets"]
 
-#: Ranks of one attempt may start this far apart when nothing else decides (image pulls, queueing).
+#: Ranks that start this far apart may still be of one attempt (image pulls, queueing).
 START_SPREAD_S = 600.0
-#: A larger world size is taken for a broken line.
+#: A larger world size is an error in the log.
 MAX_RANKS = 1_000_000
-#: Smaller clock differences are not corrected.
+#: Smaller differences between clocks are not corrected.
 SKEW_TOLERATED_S = 1.0
 
 
 @dataclass
 class Attempt:
-    """One run of the job from a start to its end: its segments by lane, in order of time (a lane has several when a
-    rank rejoined)."""
+    """One start of the job: its segments by lane, in order of time (a lane has several when a rank rejoined)."""
 
     number: int | None
     lanes: dict[int, list[Segment]] = field(default_factory=dict)
@@ -42,9 +41,9 @@ class Attempt:
 
     @property
     def world(self) -> int:
-        """Number of ranks as the trainers logged it; 0 when they did not."""
-        told = Counter(segment.world for segment in self.segments if segment.world)
-        return min(told.most_common(1)[0][0], MAX_RANKS) if told else 0
+        """Number of ranks that the trainers logged; 0 when they did not."""
+        logged = Counter(segment.world for segment in self.segments if segment.world)
+        return min(logged.most_common(1)[0][0], MAX_RANKS) if logged else 0
 
 
 def _start(segment: Segment, offsets: dict[str, float]) -> float:
@@ -55,8 +54,8 @@ def cluster(segments: Sequence[Segment], offsets: dict[str, float]) -> list[Atte
     """Groups segments into attempts, ordered by start.
 
     Segments of one attempt carry one attempt number, start together or overlap, and hold each lane once. A lane that
-    appears twice under one number begins a new attempt (the numbers started over), unless most of the others continued:
-    then that rank rejoined a job that never stopped.
+    appears twice under one number begins a new attempt (the numbers started over), unless most of the others went on
+    training: then that rank rejoined a running job.
     """
     by_number: dict[int | None, list[Segment]] = {}
     for segment in segments:
@@ -93,7 +92,7 @@ def _by_time(number: int | None, members: list[Segment], offsets: dict[str, floa
 
 
 def _rejoins(late: Attempt, running: Attempt, offsets: dict[str, float]) -> bool:
-    """True when ``late`` is a minority of ranks that rejoined while the others of ``running`` continued to train."""
+    """True when ``late`` is a minority of ranks that started again while the others of ``running`` went on training."""
     others = [lane for lane in running.lanes if lane not in late.lanes]
     if len(late.lanes) * 2 >= len(running.lanes) or not others:
         return False
@@ -109,8 +108,8 @@ def _rejoins(late: Attempt, running: Attempt, offsets: dict[str, float]) -> bool
 def host_offsets(attempts: Sequence[Attempt], usual_step_s: float) -> dict[str, float]:
     """Seconds each host's clock is ahead, for hosts whose clock is off by more than a second and a step.
 
-    Ranks of a synchronous job end a step at the same moment, so the timestamps of the same step show the difference.
-    With two hosts the host of the lowest rank is the reference, otherwise the host with the median clock.
+    Ranks of a synchronous job end a step at the same moment, so the stamps of one step show the difference. With two
+    hosts the clock of the lowest rank's host is the reference, with more the host with the median difference.
     """
     differences: dict[str, list[float]] = {}
     hosts: list[str] = []

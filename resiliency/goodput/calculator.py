@@ -1,4 +1,4 @@
-"""The older library's goodput calculator: its command line, its class, its figures; without pandas or a cloud account.
+"""The older library's goodput calculator: the same command line, class and figures, without pandas or a cloud account.
 
 ``python -m resiliency.goodput.calculator --job-name J --log-file F --reference-step-time S``. With ``--log-file`` (a
 file or a folder, ours or the older library's) nothing else is needed; without it events come from Google Cloud Logging.
@@ -25,7 +25,7 @@ __all__ = ["GoodputCalculator", "get_parser", "main"]
 
 logger = logging.getLogger(__name__)
 
-#: The order of events with equal timestamps.
+#: Order of events with equal stamps.
 EVENT_TYPE_ORDER = {
     EventKind.USER_SCHEDULED: 0,
     EventKind.JOB_STARTED: 1,
@@ -34,7 +34,7 @@ EVENT_TYPE_ORDER = {
     EventKind.USER_TERMINATED: 4,
     EventKind.JOB_TERMINATED: 5,
 }
-#: The older formula uses only these; there can be millions of our step lines.
+#: The older formula uses these only; our step events, which may be millions, are skipped.
 _KINDS = frozenset(EVENT_TYPE_ORDER)
 
 
@@ -43,9 +43,9 @@ class GoodputCalculator:
 
     Args:
         job_name: the ``job_name`` in the events.
-        local_log_path: file or folder of events; None: read Google Cloud Logging.
-        verbose: print what is done.
-        gcloud_logging_lookback_days: how far back to read.
+        local_log_path: file or folder of events; None: ask Google Cloud Logging.
+        verbose: print progress.
+        gcloud_logging_lookback_days: how many days of Cloud Logging to read.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class GoodputCalculator:
 
     @staticmethod
     def preprocess_events(events: list[dict[str, Any]], job_name: str | None = None) -> list[dict[str, Any]]:
-        """Events of one job in order. A missing ``user_scheduled`` is filled in, repeated starts and ends are
-        merged."""
+        """Events of one job in order, with a substitute for a missing ``user_scheduled``, and consecutive starts
+        or ends merged into one."""
         if not events:
             return []
         name = job_name or events[0].get("job_name")
@@ -188,9 +188,9 @@ class GoodputCalculator:
         return metrics
 
     def _ours(self, events: list[dict[str, Any]], metrics: dict[str, Any]) -> None:
-        """Fills what the older calculator left empty."""
+        """Fills in the figures that the older calculator leaves empty."""
         if self.local_log_path:
-            # The files hold more than the six kinds of events that the older figures use.
+            # Read from the files, because they hold more than the six events of the older figures.
             from resiliency.telemetry.reader import read_logs
 
             collector = read_logs([self.local_log_path]).collector
@@ -290,7 +290,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--export", help="write the figures to this JSON file")
     parser.add_argument("--reference-step-time", type=float, default=None, help="seconds a step should take")
     parser.add_argument("--gcloud-logging-lookback-days", type=float, default=7.0, help="days of Cloud Logging to read")
-    parser.add_argument("--verbose", action="store_true", help="say what is done, and where the rest of the time went")
+    parser.add_argument("--verbose", action="store_true", help="print progress, and where the rest of the time went")
     return parser
 
 

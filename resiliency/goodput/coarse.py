@@ -1,4 +1,4 @@
-"""The account of an attempt whose log has no steps, from starts, loads and saves only (the older library's six
+"""Accounts for an attempt whose log has no steps, from starts, loads and saves alone (the older library's six
 events). Pure."""
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ def lost_share(timing: Timing) -> float:
 
 
 def fill_coarse(lane: Lane, timing: Timing, *, present: bool, pace: float | None, last: bool) -> None:
-    """Fills one host's time line.
+    """Adds one attempt to one host's time line.
 
-    After the last save the log is silent. If a later attempt started from that save, the work after it is lost: at most
-    one usual interval between saves, as otherwise there would have been another save. The rest is detection.
+    After the last save the log is silent. If a later attempt had to start from that save, the work since then
+    is lost, but at most one usual interval between saves of it, because longer work would have saved again. The rest is
+    detection.
 
     Args:
         present: the host took part in this attempt.
@@ -39,7 +40,7 @@ def fill_coarse(lane: Lane, timing: Timing, *, present: bool, pace: float | None
     stop = timing.window[1]
     train = timing.train
     if train is None and timing.saves:
-        # No load: the first interval includes the start-up; the length of the later intervals shows how much of it.
+        # No load: the first interval contains the start-up too; the later intervals tell how long its training was.
         first = timing.saves[0][0]
         train = max(timing.window[0], first - pace) if pace is not None else timing.window[0]
     if train is None:

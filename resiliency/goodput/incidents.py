@@ -1,4 +1,4 @@
-"""What went wrong, what was done about it and what it cost. Pure."""
+"""Incidents of a run: failure, remedy and cost. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from resiliency.telemetry.facts import Mark, parse_stamp
 
 __all__ = ["Incident", "incidents"]
 
-#: At most this many incidents of each kind are listed, so that people can read the report.
+#: At most this many incidents of each kind are listed, so that a report stays readable.
 MOST = 100
 #: Slow steps shorter than this are not incidents.
 STALL_S = 10.0
-#: Reports of several ranks of one host within this time are about the same problem.
+#: Notices of the ranks of one host within this time are one incident.
 SAME_S = 5.0
-#: The most specific notice first.
+#: Notices, the most specific first.
 _TELLING = (
     EventKind.HOST_LOST,
     EventKind.HANG_DETECTED,
@@ -35,17 +35,17 @@ _TELLING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """One failure or problem of the run.
+    """One failure or other loss of time.
 
     Attributes:
         time: UTC seconds: the last sign of progress before it.
         attempt: index of the attempt it ended (or happened in).
-        what: a sentence fragment.
+        what: what happened, a sentence fragment.
         where: host or rank, "" when unknown.
         remedy: what was done.
         gpu_s: GPU-seconds it cost, by bucket.
         lost_steps: steps that had to be run again.
-        ended_attempt: False when training continued.
+        ended_attempt: False when training went on.
     """
 
     time: float
@@ -63,7 +63,7 @@ class Incident:
 
 
 def incidents(ledger: Ledger) -> list[Incident]:
-    """All incidents of a report, in order of time."""
+    """All incidents of a run, in order of time."""
     found = [_ended(ledger, timing) for timing in ledger.timings if _went_wrong(timing)][:MOST]
     found += _survived(ledger)[:MOST]
     found += _stalls(ledger)[:MOST]
@@ -149,7 +149,7 @@ def _hosts(timing: Timing) -> dict[int, str]:
 
 
 def _remedy(timing: Timing, following: Timing | None) -> str:
-    """What was done: from a notice, otherwise from the next attempt."""
+    """What was done, from a notice or else from the next attempt."""
     told = next((str(m.fields["remedy"]) for m in timing.marks if m.fields.get("remedy")), "")
     if following is None:
         return told or "none: the job ended"
@@ -183,7 +183,7 @@ _SURVIVED = {
 
 
 def _survived(ledger: Ledger) -> list[Incident]:
-    """Problems that did not end an attempt. Reports of several ranks of a host at one time count as one."""
+    """Incidents that did not end an attempt. Notices of several ranks of one host at one time are one incident."""
     found = []
     told: dict[tuple[str, str], float] = {}
     for timing in ledger.timings:
@@ -209,7 +209,7 @@ def _minor(timing: Timing, mark: Mark) -> Incident:
 
 
 def _stalls(ledger: Ledger) -> list[Incident]:
-    """Steps of the lowest rank that took many times the usual without a known cause."""
+    """Steps of the lowest rank that took many times the usual and that no event explains."""
     found: list[Incident] = []
     for timing in ledger.timings:
         lanes: Sequence[int] = sorted(timing.attempt.lanes)

@@ -1,7 +1,7 @@
 """The time line of one rank: contiguous intervals over the whole run, each split into buckets that sum to it. Pure.
 
-All times are integer microseconds. Sums are exact, because intervals are made only by moving a cursor forward, and the
-parts of an interval always add up to it.
+Integer microseconds throughout: sums are exact by construction, because every
+interval begins where the one before ends, and its parts are rounded so that they sum to its length.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from resiliency.goodput.taxonomy import Bucket
 
-__all__ = ["Interval", "Lane", "apportion", "us"]
+__all__ = ["LaneInterval", "Lane", "apportion", "us"]
 
 
 def us(seconds: float) -> int:
-    """Whole microseconds."""
+    """Seconds as whole microseconds."""
     return round(seconds * 1_000_000)
 
 
 @dataclass(frozen=True)
-class Interval:
+class LaneInterval:
     """``[start_us, end_us)`` of one rank. ``parts`` are microseconds by bucket and sum to its length."""
 
     start_us: int
@@ -54,26 +54,26 @@ class Lane:
     def __init__(self, start_us: int, end_us: int) -> None:
         self.cursor = start_us
         self.end_us = end_us
-        #: The line does not go beyond this for now: the start of the next attempt.
+        #: No interval ends after this: the start of the next attempt.
         self.limit_us = end_us
         self.attempt = 0
-        self.intervals: list[Interval] = []
+        self.intervals: list[LaneInterval] = []
 
     def until(self, time_us: int, bucket: Bucket, phase: str) -> None:
-        """Gives everything from the cursor to ``time_us`` to one bucket; a time before the cursor changes nothing."""
+        """Puts the time from the cursor to ``time_us`` into one bucket; nothing when that is in the past."""
         stop = min(time_us, self.limit_us)
         if stop > self.cursor:
-            self.intervals.append(Interval(self.cursor, stop, self.attempt, phase, {bucket: stop - self.cursor}))
+            self.intervals.append(LaneInterval(self.cursor, stop, self.attempt, phase, {bucket: stop - self.cursor}))
             self.cursor = stop
 
     def mixed(
         self, time_us: int, claims: Iterable[tuple[Bucket, float]], rest: Bucket, phase: str, *, whole_us: int = 0
     ) -> None:
-        """Splits the time up to ``time_us`` among ``claims`` (seconds); what is left goes to ``rest``.
+        """Splits the time up to ``time_us`` among ``claims`` (seconds by bucket); what is left goes to ``rest``.
 
         Args:
-            whole_us: the length the claims were made for; when the interval is shorter because a newer attempt took
-                over, they shrink with it. 0: the interval's own length.
+            whole_us: the length that the claims cover; when a newer attempt cut the interval shorter, they are scaled
+                down with it. 0: the interval's own length.
         """
         stop = min(time_us, self.limit_us)
         length = stop - self.cursor
@@ -91,5 +91,5 @@ class Lane:
         elif claimed < length:
             amounts[rest] = amounts.get(rest, 0) + length - claimed
         parts = {bucket: amount for bucket, amount in amounts.items() if amount}
-        self.intervals.append(Interval(self.cursor, stop, self.attempt, phase, parts))
+        self.intervals.append(LaneInterval(self.cursor, stop, self.attempt, phase, parts))
         self.cursor = stop

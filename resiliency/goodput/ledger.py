@@ -1,9 +1,10 @@
 """The account of a run: every microsecond of every rank in exactly one bucket. Pure: no files, no clock, no torch.
 
 The run's time is cut at the starts of its attempts. Within an attempt each rank goes through start-up, restore,
-training and a tail. Training is split by what its steps report, the tail by when the failure was noticed. Ranks that
-are missing while others train count as scaled-down capacity. Wall time has the same shares as GPU time: a bucket's
-wall seconds are its GPU-seconds over the number of GPUs, so both tables sum exactly and agree with each other.
+training and the time after its last step. Training is split by the figures of its step events, the time after it by
+when the failure was noticed. Ranks that are missing while others train count as scaled-down capacity. Wall time has the
+same shares as GPU time: a bucket's wall seconds are its GPU-seconds divided by the number of GPUs, so each table sums
+exactly to its total.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 from resiliency.goodput.attempts import Attempt, cluster, host_offsets
 from resiliency.goodput.coarse import fill_coarse
-from resiliency.goodput.lanes import Interval, Lane, apportion, us
+from resiliency.goodput.lanes import Lane, LaneInterval, apportion, us
 from resiliency.goodput.split import Stragglers, TrainingSplit, merged_typical, split_training, stragglers
 from resiliency.goodput.taxonomy import Bucket, empty
 from resiliency.goodput.timing import Timing, save_pace, time_attempts
@@ -25,12 +26,12 @@ __all__ = ["LaneAccount", "Ledger", "account"]
 
 @dataclass(frozen=True, kw_only=True)
 class LaneAccount:
-    """The time line of ``copies`` equal ranks (ranks without a log are counted like the lowest rank with one)."""
+    """The time line of ``copies`` ranks; ranks without a log are given that of the lowest rank with one."""
 
     lane: int
     host: str
     copies: int
-    intervals: tuple[Interval, ...]
+    intervals: tuple[LaneInterval, ...]
 
     def totals(self) -> dict[Bucket, int]:
         """Microseconds by bucket of one copy."""
@@ -51,13 +52,13 @@ class Ledger:
         end: last moment.
         wall: microseconds by bucket; sums to ``end - start`` exactly.
         gpu: GPU-microseconds by bucket; sums to ``capacity`` times the wall time exactly.
-        capacity: GPUs (ranks x GPUs per rank) the job has when no rank is missing.
+        capacity: GPUs (ranks x GPUs per rank) the job holds when no rank is missing.
         unit: "rank", or "host" when only launchers logged.
-        lanes: one time line per rank (or per group of equal ranks).
+        lanes: one time line per rank (or per group of ranks that share one).
         timings: the job's attempts.
-        splits: steps of each (attempt, lane).
+        splits: training time by cause of each (attempt, lane).
         late: stragglers by attempt.
-        offsets: seconds hosts' clocks were ahead; already corrected.
+        offsets: seconds hosts' clocks were ahead; all times here are already corrected by them.
         usual_step_s: usual step time over the whole run, None without steps.
         facts: what was read.
         coarse: True when the log has no steps, so that progress is known from checkpoints only.
@@ -98,15 +99,15 @@ class Ledger:
 def account(
     run: RunFacts, *, until: float | None = None, capacity: int | None = None, gpus_per_rank: int = 1
 ) -> Ledger:
-    """Makes the account of one run.
+    """Accounts for the time of one run.
 
     Args:
-        run: what a :class:`~resiliency.telemetry.collect.Collector` kept.
+        run: from a :class:`~resiliency.telemetry.collect.Collector`.
         until: end of the account in UTC seconds (a running job: now); None: the last event.
         capacity: ranks the job should have; None: the most that any attempt had.
         gpus_per_rank: GPUs each rank (or host, when only launchers logged) stands for.
     """
-    segments = run.segments if _tells(run.segments) or not run.nodes else run.nodes
+    segments = run.segments if _ranks_logged(run.segments) or not run.nodes else run.nodes
     coarse = not any(segment.steps.high >= 0 for segment in segments)
     overall = merged_typical([segment.steps for segment in segments])
     rough = cluster(segments, {})
@@ -131,7 +132,7 @@ def account(
             if coarse:
                 fill_coarse(lane, timing, present=bool(pieces), pace=pace, last=timing is timings[-1])
                 continue
-            filler = _Filler(lane, timing, offsets, late[timing.index], over=run.terminated is not None)
+            filler = _LaneFiller(lane, timing, offsets, late[timing.index], over=run.terminated is not None)
             parts = filler.fill(pieces)
             if number in timing.attempt.lanes:
                 splits[timing.index, number] = parts
@@ -165,8 +166,8 @@ def account(
     )
 
 
-def _tells(segments: Sequence[Segment]) -> bool:
-    """True when ranks logged their start or steps themselves."""
+def _ranks_logged(segments: Sequence[Segment]) -> bool:
+    """True when ranks themselves logged their start or steps."""
     return any(s.started is not None or s.train is not None or s.steps.high >= 0 for s in segments)
 
 
@@ -178,7 +179,7 @@ def _bounds(
     hosts = set(offsets)
     times += [mark.time for mark in run.marks if mark.host not in hosts]
     if not offsets:
-        # If clocks disagree, the first and last timestamps may be those of a wrong clock.
+        # When hosts' clocks disagree, the raw first and last stamps may come from a wrong clock.
         times += [t for t in (run.first, run.last) if t is not None]
     if not times:
         return 0.0, 0.0
@@ -200,7 +201,7 @@ def _usual(attempt: Attempt, overall: float | None) -> float | None:
 
 
 def _lane_groups(attempts: Sequence[Attempt], capacity: int | None) -> list[tuple[int, int]]:
-    """(rank, copies) of every lane: each rank that logged, and one entry per world size for all ranks that did not."""
+    """(rank, copies) of every lane: each rank that logged, and one lane per world size for all ranks that never did."""
     seen = sorted({lane for attempt in attempts for lane in attempt.lanes})
     groups = [(lane, 1) for lane in seen]
     below = 0
@@ -220,8 +221,8 @@ def _pieces(attempt: Attempt, lane: int) -> list[Segment]:
     return attempt.lanes[min(attempt.lanes)] if lane < attempt.world and len(attempt.lanes) < attempt.world else []
 
 
-class _Filler:
-    """Fills one rank's time line with one attempt that has steps."""
+class _LaneFiller:
+    """Adds one attempt that has steps to one rank's time line."""
 
     def __init__(self, lane: Lane, timing: Timing, offsets: dict[str, float], late: Stragglers, *, over: bool) -> None:
         self.lane = lane
@@ -308,7 +309,7 @@ class _Filler:
         lane.until(us(loaded), Bucket.RESTORE, "restore")
 
     def _tail(self, pieces: Sequence[Segment]) -> None:
-        """From the last progress to the next attempt."""
+        """From the end of the last step to the start of the next attempt."""
         lane, timing = self.lane, self.timing
         stop = us(timing.window[1])
         if timing.outcome in ("finished", "planned"):
@@ -336,11 +337,11 @@ def lane_of(pieces: Sequence[Segment]) -> int:
 def _notes(
     run: RunFacts, timings: Sequence[Timing], offsets: dict[str, float], coarse: bool, lanes: Sequence[LaneAccount]
 ) -> list[str]:
-    """Sentences that a reader of the account should know."""
+    """Sentences for the reader of the report: what the log could not show."""
     notes = []
     if coarse and timings:
         notes.append(
-            "The log has no step events: training is told by checkpoints only, so data wait, stalls, interference and "
+            "The log has no step events: only checkpoints show progress, so data wait, stalls, interference and "
             "stragglers are inside 'productive', and time after the last save is an estimate."
         )
     if timings and timings[-1].outcome == "open":
@@ -353,7 +354,7 @@ def _notes(
     if silent:
         listed = ", ".join(str(index + 1) for index in silent[:8])
         notes.append(
-            f"Nothing in the log says when the failure of attempt {listed} was noticed: detection is inside restart."
+            f"Nothing in the log says when the failure of attempt {listed} was noticed: detection counts as restart."
         )
     copies = sum(lane.copies for lane in lanes if lane.copies > 1)
     if copies:

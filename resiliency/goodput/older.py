@@ -1,4 +1,4 @@
-"""The older library's figure, beside ours, with the reasons why they differ. Pure.
+"""The older library's goodput figure, and the reasons why it differs from ours. Pure.
 
 Its formula: (highest saved step - lowest loaded step) x reference step time / (last event - first event).
 """
@@ -25,10 +25,10 @@ class OlderFigure:
 
 
 def older_figure(ledger: Ledger, reference_step_s: float | None = None) -> OlderFigure:
-    """Computes it.
+    """Computes the older figure for a ledger.
 
     Args:
-        ledger: our account.
+        ledger: our account of the run.
         reference_step_s: seconds a step should take; None: the usual step time of this run, or the pace of its saves.
     """
     facts = ledger.facts

@@ -1,7 +1,7 @@
 """One self-contained HTML page: no script from elsewhere, no font, no network. Needs jinja2 (extra ``goodput``).
 
-All geometry is computed here and written as percentages, so that the page works at any width and without scripts; the
-small script in the template only switches the theme and moves the tooltip.
+All geometry is computed here and written as percentages, so that the page needs no script to be
+read and fits any width; the small script in the template only switches the theme and moves the tooltip.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from resiliency.errors import ConfigError
-from resiliency.goodput.lanes import Interval
+from resiliency.goodput.lanes import LaneInterval
 from resiliency.goodput.ledger import LaneAccount, Ledger
 from resiliency.goodput.summary import iso, step_series
 from resiliency.goodput.table import duration, figure, precise
@@ -57,7 +57,7 @@ def render_page(runs: Sequence[tuple[dict[str, Any], Ledger]]) -> str:
 
 
 def write_page(path: str | os.PathLike[str], runs: Sequence[tuple[dict[str, Any], Ledger]]) -> None:
-    """Writes the page, whole or not at all."""
+    """Writes the page to a temp file and renames it, so that a reader sees the old page or the new one."""
     target = Path(path)
     text = render_page(runs)
     handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -123,7 +123,7 @@ def _percent(part: float, whole: float) -> float:
 
 
 def _ticks(start: float, wall: float) -> list[dict[str, Any]]:
-    """Five to nine ticks at round times."""
+    """Five to nine round times for the axis."""
     steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800)
     step = next((s for s in steps if wall / s <= 8), 604800 * max(1, round(wall / 604800 / 8)))
     ticks = []
@@ -138,7 +138,7 @@ def _ticks(start: float, wall: float) -> list[dict[str, Any]]:
     return ticks
 
 
-def _main(interval: Interval) -> Bucket:
+def _main(interval: LaneInterval) -> Bucket:
     """The bucket an interval is drawn in."""
     if interval.phase == "train":
         return Bucket.PRODUCTIVE
@@ -146,8 +146,8 @@ def _main(interval: Interval) -> Bucket:
 
 
 def _rows(ledger: Ledger, wall: float) -> tuple[list[dict[str, Any]], int]:
-    """A row per host, drawn from its lowest rank. If there are many hosts, those that differ most from the rest come
-    first."""
+    """One row per host, with the time line of its lowest rank. When there are many, those that differ
+    most from the rest come first."""
     hosts: dict[str, list[LaneAccount]] = {}
     for lane in ledger.lanes:
         hosts.setdefault(lane.host or f"rank {lane.lane}", []).append(lane)
@@ -169,7 +169,7 @@ def _rows(ledger: Ledger, wall: float) -> tuple[list[dict[str, Any]], int]:
 
 
 def _pieces(lane: LaneAccount, ledger: Ledger, wall: float) -> list[dict[str, Any]]:
-    """Coloured stretches of one row; work that an attempt lost is drawn at its end, when it was done."""
+    """Coloured pieces of one row; lost work is drawn at the end of its attempt, when it was done."""
     cuts: list[tuple[int, int, Bucket, int]] = []
     for interval in lane.intervals:
         main = _main(interval)
@@ -188,7 +188,7 @@ def _pieces(lane: LaneAccount, ledger: Ledger, wall: float) -> list[dict[str, An
             "width": _percent((end - begin) / 1e6, wall),
             "bucket": bucket.value,
             "title": f"{BUCKETS[bucket].label} {duration((end - begin) / 1e6)}, {iso(begin / 1e6)[11:]}, attempt"
-            " {attempt + 1}",
+            f" {attempt + 1}",
         }
         for begin, end, bucket, attempt in cuts
         if end > begin
@@ -196,7 +196,7 @@ def _pieces(lane: LaneAccount, ledger: Ledger, wall: float) -> list[dict[str, An
 
 
 def _raster(cuts: list[tuple[int, int, Bucket, int]], ledger: Ledger) -> list[tuple[int, int, Bucket, int]]:
-    """Reduces too many pieces: in each column of the row only the one that fills most of it is drawn."""
+    """Reduces the pieces to one per column of the row: the one that fills most of the column."""
     begin, width = cuts[0][0], max(1, ledger.wall_us // MOST_PIECES)
     filled: dict[int, dict[tuple[Bucket, int], int]] = {}
     for start, end, bucket, attempt in cuts:
@@ -233,7 +233,7 @@ def _plot(ledger: Ledger, start: float, wall: float) -> dict[str, Any] | None:
     means = sorted(point[2] for one in series for point in one["points"])
     if not means:
         return None
-    # One hang must not flatten everything else: the scale ends above the usual step time, and cut values are marked.
+    # The scale ends a little above the usual step time, so that one hang does not flatten the rest; cuts are marked.
     highs = sorted(point[3] for one in series for point in one["points"])
     top = max(means[int(len(means) * 0.98) - 1 if len(means) > 1 else 0], means[len(means) // 2] * 1.5)
     top = _round_up(min(max(highs[int(len(highs) * 0.98) - 1], top), top * 2.5))

@@ -1,4 +1,4 @@
-"""How the training time of one rank in one attempt divides into causes. Pure; seconds in, seconds out."""
+"""Divides the training time of one rank in one attempt by cause. Pure; all times in seconds."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from resiliency.telemetry.stepstats import Histogram, StepStats, middle, typical
 
 __all__ = ["Stragglers", "TrainingSplit", "merged_typical", "split_training", "stragglers"]
 
-#: A step that takes this many times the usual is not noise: the excess counts as unknown.
+#: A step this many times the usual one is an outlier: its excess is not productive.
 SLOW_STEP = 5.0
 #: Ranks within 5 % of each other are not stragglers, and steps within 10 % are warm.
 STRAGGLER_SHARE = 0.05
 WARM_SHARE = 0.10
 INTERFERENCE_SHARE = 0.005
-#: Step times that agree this closely across ranks are equal because of a collective.
+#: Step times that differ by less across ranks were made equal by a collective.
 SYNCHRONOUS_SHARE = 0.02
 #: Ranks are compared over 8 steps or more, so that jitter averages out.
 MIN_SHIFT = 3
-#: A histogram with fewer steps is not used for the usual step time if there is a larger one.
+#: A histogram with fewer steps is not used for the usual step time if a larger one exists.
 ENOUGH_STEPS = 5
 
 
 @dataclass
 class TrainingSplit:
-    """Seconds of one rank's training interval by cause; ``slow_s`` is time of steps without a known cause."""
+    """Seconds of one rank's training interval by cause; ``slow_s`` is the part of slow steps that no event explains."""
 
     productive_s: float = 0.0
     data_wait_s: float = 0.0
@@ -37,7 +37,7 @@ class TrainingSplit:
     straggler_s: float = 0.0
     slow_s: float = 0.0
     eval_s: float = 0.0
-    #: Time spent waiting for slower ranks between steps, not inside them.
+    #: Time spent between steps, not inside them, waiting for slower ranks.
     straggler_gap_s: float = 0.0
     steps: int = 0
     step_s: float = 0.0
@@ -49,8 +49,8 @@ class Stragglers:
 
     Attributes:
         waits: seconds of straggler excess inside steps, by lane.
-        gaps: the same, waited between steps.
-        base: computing time of a step of the lane without waiting for other ranks, in seconds (median over windows).
+        gaps: the same between steps.
+        base: seconds a step of the lane computes without waiting for other ranks (median over windows).
         blamed: GPU-seconds each lane cost the job.
         blamed_steps: steps in which it was the slowest.
     """
@@ -93,7 +93,7 @@ def split_training(segment: Segment, usual_s: float | None, late: Stragglers, pi
     Args:
         segment: its steps.
         usual_s: usual step time of the attempt in seconds, for ranks with too few steps of their own.
-        late: what the attempt's stragglers cost this lane.
+        late: stragglers of the attempt.
         pieces: segments this lane has in the attempt; its straggler time is shared among them.
     """
     stats = segment.steps
@@ -102,7 +102,7 @@ def split_training(segment: Segment, usual_s: float | None, late: Stragglers, pi
     after = segment.last_step_time()
     tail = sum(seconds for time, seconds in segment.stalls if after is not None and time > after)
     part.stall_s = max(total.stall_s, segment.stall_s - tail)
-    # Stalls that are in the checkpoint events but not in the steps are hidden in the steps' waits and computing time.
+    # Stalls in checkpoint events but not in step events are contained in the steps' data wait and compute time.
     hidden = part.stall_s - total.stall_s
     in_waits = min(part.data_wait_s, hidden, max(0.0, segment.stall_between_s - total.stall_s))
     part.data_wait_s -= in_waits
@@ -132,7 +132,7 @@ def split_training(segment: Segment, usual_s: float | None, late: Stragglers, pi
     part.slow_s = sum(seconds - n * usual for n, seconds in clean if seconds > SLOW_STEP * usual * n)
     flight_n = sum(n for n, _ in flight)
     flight_s = sum(seconds for _, seconds in flight)
-    # Means are compared with means here: step times are skewed to longer values, which is not caused by saves.
+    # Compared with the mean, not the median: step times are skewed to the long side with and without saves.
     without = (typical(stats.clean) if clean_n >= ENOUGH_STEPS else None) or usual
     if clean and flight_s - flight_n * without > INTERFERENCE_SHARE * without * flight_n:
         part.interference_s = flight_s - flight_n * without
@@ -148,7 +148,7 @@ def split_training(segment: Segment, usual_s: float | None, late: Stragglers, pi
 
 
 @dataclass
-class _Row:
+class _WindowRow:
     """One lane in one window, per step."""
 
     lane: int
@@ -163,9 +163,9 @@ class _Row:
 def stragglers(lanes: Mapping[int, StepStats]) -> Stragglers:
     """Compares ranks window by window.
 
-    Three kinds of logs are told apart: ranks that say how long they worked before they first waited for others
+    There are three kinds of logs: ranks that log how long they worked before they first waited for others
     (``busy_s``), ranks whose step times differ (they do not wait inside the step), and ranks whose step times are equal
-    because a collective makes the fast ones wait; then only waits for data and saves can be attributed to a rank.
+    because a collective makes the fast ones wait; from the last, only waits for data and saves are known.
     """
     found = Stragglers()
     if len(lanes) < 2:
@@ -183,15 +183,15 @@ def stragglers(lanes: Mapping[int, StepStats]) -> Stragglers:
             n = window.n
             busy = window.busy_s / window.busy_n if window.busy_n else None
             wait = (window.data_s + window.stall_s) / n
-            rows.append(_Row(lane, n, window.step_s / n, window.compute_s / n, wait, window.data_s / n, busy))
+            rows.append(_WindowRow(lane, n, window.step_s / n, window.compute_s / n, wait, window.data_s / n, busy))
         if len(rows) >= 2:
             _compare(rows, found, plain)
     found.base = {lane: median(values) for lane, values in plain.items() if values}
     return found
 
 
-def _compare(rows: list[_Row], found: Stragglers, plain: dict[int, list[float]]) -> None:
-    """Finds the slowest rank of one window, and how long each lane waited for it."""
+def _compare(rows: list[_WindowRow], found: Stragglers, plain: dict[int, list[float]]) -> None:
+    """One window: who was slowest, and what each lane waited for it."""
     steps = [row.step for row in rows]
     synchronous = max(steps) - min(steps) <= SYNCHRONOUS_SHARE * max(steps)
     floor = min(row.compute for row in rows)

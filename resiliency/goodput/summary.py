@@ -1,5 +1,4 @@
-"""The account as plain data: what ``--json`` prints and what the table, the page and the comparison are made from.
-Pure."""
+"""The ledger as plain data: what ``--json`` prints, and the input of the table, the page and the comparison. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from resiliency.telemetry.facts import parse_stamp
 __all__ = ["iso", "summarize"]
 
 SCHEMA_VERSION = 1
-#: At most this many rows in tables by rank.
+#: At most this many rows in the per-rank tables.
 MOST_RANKS = 20
 
 
 def iso(time: float) -> str:
-    """UTC, to the second, for people."""
+    """UTC to the second, as reports show it."""
     return datetime.fromtimestamp(time, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -34,8 +33,8 @@ def summarize(
     Args:
         ledger: the account.
         reference_step_s: for the older library's figure; None: measured.
-        torn_lines: lines of the logs that were no JSON.
-        foreign_lines: lines that were JSON but no event.
+        torn_lines: lines of the logs that were not JSON.
+        foreign_lines: lines that were JSON but not events.
     """
     older = older_figure(ledger, reference_step_s)
     quality = {name: count for name, count in sorted(ledger.facts.quality.items()) if count}
@@ -101,7 +100,7 @@ def summarize(
 
 
 def _steps(ledger: Ledger) -> dict[str, Any]:
-    """Steps as the lowest rank counted them."""
+    """Steps counted from the lowest rank's log."""
     run = kept = 0
     for timing in ledger.timings:
         lanes = sorted(timing.attempt.lanes)
@@ -154,7 +153,7 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _stragglers(ledger: Ledger) -> list[dict[str, Any]]:
-    """Ranks the others waited for, the most expensive first."""
+    """Ranks the others waited for, the most costly first."""
     cost: dict[int, float] = {}
     steps: dict[int, int] = {}
     data: dict[int, float] = {}
@@ -205,7 +204,7 @@ def _ranks(ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _checkpoints(ledger: Ledger) -> list[dict[str, Any]]:
-    """One row a tier. A step counts once however many ranks reported it."""
+    """One row per tier. A step counts once, however many ranks reported it."""
     rows = []
     for name, tier in sorted(ledger.facts.tiers.items()):
         rows.append(

@@ -1,4 +1,4 @@
-"""The report for a terminal. Takes summaries, prints through rich."""
+"""Prints summaries as tables for a terminal, with rich."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ATTEMPTS_SHOWN = 12
 
 
 def duration(seconds: float) -> str:
-    """A length of time people can read: ``3 d 04 h``, ``2 h 05 m``, ``4 m 10 s``, ``8.2 s``, ``120 ms``."""
+    """A readable length of time: ``3 d 04 h``, ``2 h 05 m``, ``4 m 10 s``, ``8.2 s``, ``120 ms``."""
     sign = "-" if seconds < 0 else ""
     seconds = abs(seconds)
     if seconds < 0.9995:
@@ -36,14 +36,14 @@ def duration(seconds: float) -> str:
 
 
 def precise(seconds: float) -> str:
-    """A step time: three digits."""
+    """A step time with three digits."""
     if seconds >= 100 or seconds <= 0:
         return duration(seconds)
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def figure(share: float) -> str:
-    """A share in percent; small ones keep more digits, so that nothing above zero is shown as 0 %."""
+    """A share in percent; small shares get more digits, so that only zero is printed as 0 %."""
     percent = share * 100
     if percent == 0 or abs(percent) >= 0.095:
         return f"{percent:.1f} %"

@@ -33,12 +33,12 @@ class Bucket(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketInfo:
-    """How a bucket is shown to people.
+    """How a report shows a bucket.
 
     Attributes:
         label: short name for tables.
         meaning: one sentence: which seconds are counted here.
-        lever: what the user can do to make it smaller, "" if nothing.
+        lever: what makes it smaller, "" when nothing can.
         light: colour on a light page.
         dark: colour on a dark page.
     """

@@ -1,4 +1,4 @@
-"""When the job as a whole started, trained, stopped making progress and noticed it, attempt by attempt. Pure."""
+"""When each attempt of the job started, trained, stopped making progress, and when that was noticed. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from resiliency.telemetry.facts import Mark, RunFacts, Segment
 
 __all__ = ["ABNORMAL", "Timing", "time_attempts"]
 
-#: Marks that mean that the failure of the job was noticed.
+#: Events by which a launcher, monitor or host reports a failure.
 NOTICES = frozenset(
     {
         EventKind.WORKER_LOST,
@@ -25,24 +25,24 @@ NOTICES = frozenset(
         EventKind.HOST_SWAPPED,
     }
 )
-#: ``reason`` of a job_terminated that was announced: there is nothing to detect.
+#: ``reason`` of a job_terminated that was announced beforehand, so that no time goes into detection.
 PLANNED = frozenset({"signal", "preempted", "preemption", "terminated", "drained"})
 ABNORMAL = frozenset({"exception", "error", "killed", "crash", "failed"})
-#: A launcher on another host may report the end of an attempt this late.
+#: A launcher on another host may report on an attempt this long after its end.
 LATE_NOTICE_S = 60.0
 
 
 @dataclass
 class Timing:
-    """One attempt on the job's clock (UTC seconds, with host clocks corrected).
+    """One attempt on the job's clock (UTC seconds, host clocks corrected).
 
     Attributes:
         window: ``[start, stop)`` that this attempt accounts for: from its start (the run's start for the first) until
             the next attempt begins or the account ends.
         train: first batch of any rank, None when it never trained.
         progress: end of the last step of any rank; its last event when it never trained.
-        noticed: when the failure was noticed, None when it ended well or that is unknown.
-        ended: when it ended by itself (finished or announced), None otherwise.
+        noticed: when the failure was noticed, None when it ended well or no event shows it.
+        ended: when it ended as planned (finished or announced), None otherwise.
         outcome: "finished", "planned" (preempted, signalled), "failed", "open" (no end in the log), "rolled back".
         saves: (time, step) of checkpoints within the window, for logs without steps.
         lost_above: steps after this one had to be run again later; None when all were kept.
@@ -120,8 +120,7 @@ def _after(pairs: Sequence[tuple[float, object]], time: float) -> int:
 def _marks_of(
     attempts: Sequence[Attempt], index: int, marks: Sequence[tuple[float, Mark]], begin: float, end: float
 ) -> list[Mark]:
-    """Marks within an attempt's window. The attempt number counts more than the time: a launcher may report a loss
-    late."""
+    """Marks within an attempt's window. Its attempt number wins over its time: launchers may report late."""
     number = attempts[index].number
     earlier = attempts[index - 1].number if index > 0 else None
     later = attempts[index + 1].number if index + 1 < len(attempts) else None
@@ -230,7 +229,7 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         seen = bad + notices + [time for time, reason in ends.items() if not reason and time >= timing.progress]
         timing.noticed = max(min(seen), timing.progress) if seen else None
     elif ends:
-        # The older library's launchers log that it ended, but not how.
+        # The older library's launchers log that it ended, not how.
         timing.outcome = "finished"
         timing.ended = max(ends)
     if timing.noticed is not None:

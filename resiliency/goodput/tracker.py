@@ -1,5 +1,5 @@
-"""The older library's goodput tracker: ``GoodputLogger().log_event(...)`` and its command line. Neither ever makes a
-job fail.
+"""The older library's goodput tracker: ``GoodputLogger().log_event(...)`` and its command line. Neither
+raises into a job.
 
 ``python -m resiliency.goodput.tracker --event-type user_scheduled`` appends one line to ``./<job>-goodput.log`` when
 ``GOODPUT_USE_FILE_TRACKING`` is set, else it goes to Google Cloud Logging; without the cloud library it
@@ -31,7 +31,7 @@ class GoodputLogger:
     """Writes events under the older library's names. Thread: any. Never raises, never blocks for long.
 
     Args:
-        folder: where the file goes in file mode; the working directory by default, as in the older library.
+        folder: where the file goes in file mode; the working directory by default, like the older library.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -62,7 +62,7 @@ class GoodputLogger:
             monotonic_s=time.monotonic(),
             run=self.job_name,
             attempt=self._restart,
-            # Events of the whole job have no rank, so that they are not taken for a trainer's.
+            # Job-wide events have no rank, so that they are not counted as a trainer's.
             rank=-1
             if event_type in (EventKind.USER_SCHEDULED, EventKind.USER_TERMINATED) or "node_rank" in fields
             else self._rank,
@@ -73,19 +73,19 @@ class GoodputLogger:
         self._sink.emit(event)
 
     def close(self) -> None:
-        """Sends what is pending. Blocks: up to the sink's deadline."""
+        """Sends pending events. Blocks: up to the sink's deadline."""
         self._sink.close()
 
 
 def get_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tracker", description="Writes one goodput event of the user's.")
+    parser = argparse.ArgumentParser(prog="tracker", description="Writes one goodput event for the user.")
     choices = [EventKind.USER_SCHEDULED, EventKind.USER_TERMINATED]
     parser.add_argument("--event-type", choices=choices, required=True, help="what happened")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; always 0 once the arguments are right: a log must not fail a job's script."""
+    """Runs the command line; always 0 once the arguments are right: a failing log must not fail the script of a job."""
     args = get_parser().parse_args(argv)
     tracker = GoodputLogger()
     tracker.log_event(event_type=args.event_type)

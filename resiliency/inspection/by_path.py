@@ -36,20 +36,19 @@ class Located:
 
 
 def locate(path: str, *, run: str | None = None) -> Located | None:
-    """The complete step a path refers to, or None when the path is no checkpoint of this library (a stock one, or
-    nothing).
+    """The committed step a path points to; None when nothing of ours is there (a stock checkpoint, or no file).
 
     Raises:
-        NoCheckpointFound: it refers to a step that is gone or not complete.
+        NoCheckpointFound: it is ours, but the step is gone or not committed.
         ConfigError: it holds several runs; pass ``run``.
-        TierError: the place cannot be read.
+        TierError: the tier cannot be read.
     """
     try:
         target = survey.find(str(path))
     except (ConfigError, NoCheckpointFound):
         if _is_name_file(str(path)):
             raise
-        return None  # a stock checkpoint, or nothing: the caller handles both
+        return None  # a stock checkpoint, or no file: the caller decides what to do
     if target.run is None and not find_runs(target.tier):
         return None
     name, step = survey.one_step(target, run=run)
@@ -57,7 +56,7 @@ def locate(path: str, *, run: str | None = None) -> Located | None:
         if listing.id == step and listing.manifest is not None:
             return Located(target.tier, name, listing)
     raise NoCheckpointFound(
-        f"{path}: {step} of run {name!r} is not complete; `resiliency ckpt ls {target.tier.root}` shows what is there"
+        f"{path}: {step} of run {name!r} is not committed; `resiliency ckpt ls {target.tier.root}` shows what is there"
     )
 
 
@@ -79,8 +78,8 @@ def load_path(
         The state tree and the per-rank tree (None when the step has no such rank).
 
     Raises:
-        CorruptShard: names the file and the byte ranges that differ.
-        TierError: the place cannot be read.
+        CorruptShard: names the file and the byte ranges that are bad.
+        TierError: the tier cannot be read.
     """
     manifest = located.listing.manifest
     assert manifest is not None

@@ -1,7 +1,7 @@
 """Writes a step as a stock torch/Lightning ``.ckpt``, or its weights as a safetensors file.
 
-Both can be read without this library. Every shard is checked before a byte is written; the file appears whole or not
-at all, and replaces an existing one only with ``force``.
+Both can be read without this library. Every shard is checked before a byte is written; the file appears complete or not
+at all, and replaces an existing file only with ``force``.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ class Exported:
         run, id: the step it was made from.
         tensors: how many tensors are in it.
         weights_only: True when ``torch.load(path, weights_only=True)`` reads it; None for safetensors.
-        unsafe: classes that prevent that, as far as torch can name them.
-        plain: (where, class) of objects that were written as the builtin type they derive from, because unpickling was
-            not allowed.
-        tied: name -> name it shares its tensor with; safetensors holds both in full, in a .ckpt they are shared.
-        left_out: entries of the state dict that are no tensors, which safetensors cannot hold.
+        unsafe: classes that ``weights_only=True`` refuses, as far as torch can name them.
+        plain: (where, class) of objects that became the builtin they derive from, because unpickling was not allowed.
+        tied: name -> the name it shares a tensor with; safetensors stores it under both, a .ckpt keeps them tied.
+        left_out: entries of the state dict that are not tensors, which safetensors cannot hold.
     """
 
     path: str
@@ -63,10 +62,10 @@ class Exported:
 
 
 def format_of(out: str | os.PathLike[str], wanted: str | None = None) -> Format:
-    """The format asked for, otherwise that of the suffix.
+    """``wanted``, otherwise the format of the file's suffix.
 
     Raises:
-        ConfigError: neither names a format.
+        ConfigError: neither is a known format.
     """
     suffix = os.path.splitext(os.fspath(out))[1].lower()
     found = _SUFFIXES.get(f".{wanted}" if wanted else suffix)
@@ -90,7 +89,7 @@ def export(
 ) -> Exported:
     """Writes a step as one stock file. Collective: no. Blocks: for reading, checking and writing everything.
 
-    The whole state is held in memory. Shards of a remote tier are downloaded to a temporary folder (``TMPDIR``).
+    The whole state is held in memory once. Shards of a remote tier go through a temporary folder (``TMPDIR``).
 
     Args:
         source: a path as ``resiliency ckpt`` takes them, or what :func:`~resiliency.inspection.by_path.locate`
@@ -106,20 +105,20 @@ def export(
     Raises:
         ConfigError: ``out`` exists or cannot be made, an object needs ``allow_pickle``, or there are no weights below
             ``key``.
-        NoCheckpointFound: nothing complete is there.
+        NoCheckpointFound: there is no committed step.
         CorruptShard: bytes do not match their digests; names the file. Nothing is written.
-        TierError: a place cannot be read or written.
+        TierError: a tier cannot be read or written.
     """
     target = os.path.abspath(os.fspath(out))
     kind = format_of(target, format)
     _check_target(os.fspath(out), target, force)
     if isinstance(source, Located):
         return _export(source, target, kind, allow_pickle, force, key)
-    place = find(os.fspath(source))
+    found = find(os.fspath(source))
     try:
-        return _export(_located(place, run), target, kind, allow_pickle, force, key)
+        return _export(_located(found, run), target, kind, allow_pickle, force, key)
     finally:
-        close_tier(place.tier)
+        close_tier(found.tier)
 
 
 def _export(located: Located, target: str, kind: Format, allow_pickle: bool, force: bool, key: str) -> Exported:
@@ -170,29 +169,29 @@ def _located(target: Target, wanted: str | None) -> Located:
     for listing in scan(target.tier, run):
         if listing.id == step and listing.manifest is not None:
             return Located(target.tier, run, listing)
-    shows = f"`resiliency ckpt ls {target.tier.root}` shows what is"
-    raise NoCheckpointFound(f"{target.path}: {step} of run {run!r} is not complete; {shows}")
+    shows = f"`resiliency ckpt ls {target.tier.root}` shows what is there"
+    raise NoCheckpointFound(f"{target.path}: {step} of run {run!r} is not committed; {shows}")
 
 
-def _check_target(said: str, target: str, force: bool) -> None:
-    if "://" in said:
-        raise ConfigError(f"{said}: export writes to a local file; write it here and copy it there")
+def _check_target(shown: str, target: str, force: bool) -> None:
+    if "://" in shown:
+        raise ConfigError(f"{shown}: export writes to a local file; write it here and copy it there")
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
-        raise ConfigError(f"{said}: the folder {folder} does not exist; make it first")
+        raise ConfigError(f"{shown}: the folder {folder} does not exist; make it first")
     if os.path.isdir(target):
-        raise ConfigError(f"{said} is a folder; say the name of the file to write")
+        raise ConfigError(f"{shown} is a folder; say the name of the file to write")
     if not os.path.lexists(target):
         return
     try:
         with open(target, "rb") as file:
             ours = NameFile.from_json(file.read(65536)) is not None
     except FileNotFoundError:
-        ours = False  # a dangling link
+        ours = False  # a dangling symbolic link
     if ours:
-        raise ConfigError(f"{said} is the name file of a checkpoint; choose another name")
+        raise ConfigError(f"{shown} is the name file of a checkpoint; choose another name")
     if not force:
-        raise ConfigError(f"{said} exists; choose another name or say --force")
+        raise ConfigError(f"{shown} exists; choose another name or say --force")
 
 
 def _check_pickles(skeleton: Any, allow_pickle: bool) -> tuple[tuple[str, str], ...]:
@@ -223,19 +222,19 @@ def _load(located: Located, allow_pickle: bool, keys: Callable[[str], bool] | No
 
 
 def _save_ckpt(state: Any, temp: str) -> set[str]:
-    """Writes the file and reads it back without unpickling; returns the classes that prevent that."""
+    """Writes the file and returns the classes that ``torch.load(weights_only=True)`` refuses to load from it."""
     torch.save(state, temp)
     try:
         torch.load(temp, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # Boundary: the unpickler meets whatever objects users keep in their state.
+    except Exception as error:  # Boundary: unpickling runs the code of any class that users keep in their state.
         name = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
         return set(name(temp) if name is not None else ()) or {type(error).__name__}
     return set()
 
 
 def _weights(tree: Any) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
-    """(name -> tensor, tied name -> its first name, names of entries that are no tensors); nested names are joined
-    by "."."""
+    """(name -> tensor, tied name -> the first name of its tensor, names of entries that are not tensors); nested
+    names are joined by "."."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     left_out: list[str] = []
@@ -246,7 +245,7 @@ def _weights(tree: Any) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, .
             if id(item) in seen:
                 tied[name] = seen[id(item)]
             seen.setdefault(id(item), name)
-            # Stock loaders expect every name, and tensors may not share storage in a safetensors file.
+            # Stock loaders expect every name, and a safetensors file cannot share storage between names.
             tensors[name] = item.clone() if name in tied else item.contiguous()
         elif isinstance(item, dict):
             for part, value in item.items():
@@ -275,11 +274,10 @@ def _save_safetensors(tensors: dict[str, Tensor], tied: Mapping[str, str], temp:
 
 
 def _write(target: str, force: bool, save: Callable[[str], Any]) -> tuple[int, Any]:
-    """Lets ``save`` write a temp file beside the target and puts it in place; returns its size and what ``save``
-    said."""
+    """Lets ``save`` write a temp file beside the target and renames it; returns its size and what ``save`` returned."""
     temp = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.partial-{secrets.token_hex(4)}")
     try:
-        said = save(temp)
+        result = save(temp)
         with open(temp, "rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
             os.fsync(file.fileno())
@@ -288,13 +286,13 @@ def _write(target: str, force: bool, save: Callable[[str], Any]) -> tuple[int, A
         else:
             _put(temp, target)
         fsync_dir(os.path.dirname(target))
-        return nbytes, said
+        return nbytes, result
     except FileExistsError:
         raise ConfigError(
-            f"{target} was made by another program meanwhile; choose another name or say --force"
+            f"{target} was created by another program during the export; choose another name or say --force"
         ) from None
     except (OSError, RuntimeError) as error:
-        # torch reports a full disk as RuntimeError.
+        # torch raises RuntimeError when the disk is full.
         retryable = getattr(error, "errno", None) == errno.ENOSPC
         raise TierError(f"{target} cannot be written: {error}", retryable=retryable) from error
     finally:
@@ -303,14 +301,13 @@ def _write(target: str, force: bool, save: Callable[[str], Any]) -> tuple[int, A
 
 
 def _put(temp: str, target: str) -> None:
-    """Renames without replacing another file: a hard link fails where a rename would replace."""
+    """Renames without replacing an existing file: a hard link fails where a rename would replace."""
     try:
         os.link(temp, target)
     except FileExistsError:
         raise
     except OSError:
-        # The file system has no hard links (FUSE, some network mounts): another process could make the file after the
-        # check.
+        # No hard links (FUSE, some network mounts): a file made between this check and the rename is replaced.
         if os.path.lexists(target):
             raise FileExistsError(target) from None
         os.replace(temp, target)

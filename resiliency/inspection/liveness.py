@@ -1,7 +1,7 @@
-"""Whether a job is using a run right now. Checked before ``ckpt prune`` deletes. No torch.
+"""Whether a job is using a run right now. Asked before ``resiliency ckpt prune`` deletes files. No torch.
 
-Three kinds of evidence, because none is enough alone: the socket of a host agent (this host, this user), the process
-ids in the run's event logs (this host), and ranks on other hosts with a recent event and none that says they ended.
+Three kinds of evidence, because none covers all cases: the socket of a host agent (this host, this user), the process
+ids in the run's event logs (this host), and ranks on other hosts that wrote an event lately and none of their end.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 
 __all__ = ["Evidence", "evidence_of_use"]
 
-#: A job takes a checkpoint, and so writes an event, at least this often; one without events for longer is taken to be
-#: gone.
+#: Every job saves, and so writes an event, at least this often; a rank without one for longer has ended.
 _QUIET_S = 24 * 3600.0
 _CONNECT_S = 2.0
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence that a run is in use.
+    """One sign that a job is using a run.
 
     Attributes:
         text: what was seen, in words.
-        certain: True for what runs on this host; False for a rank on another host, which may have been killed
-            without a last event.
+        certain: True for a process on this host; False for a rank on another host, which may have been killed since.
     """
 
     text: str
@@ -45,28 +43,29 @@ class Evidence:
 
 
 def evidence_of_use(
-    directory: str, run: str, *, nodes: Collection[str] = (), now: float | None = None
+    directory: str, run: str, *, hosts: Collection[str] = (), now: float | None = None
 ) -> list[Evidence]:
-    """Evidence that the run is in use; empty when there is none. Blocks: up to 2 s for each node's agent; reads the
-    logs from their ends.
+    """Looks for processes that use the run. Blocks: up to 2 s for each host's agent; reads the logs from their ends.
 
     Args:
         directory: root of the local tier.
-        nodes: names of nodes known to have written there; this host's own names are always asked.
+        hosts: names of hosts known to have written there; this host's own names are always asked.
         now: UTC seconds since the epoch (tests).
     """
     here = {environment().node, socket.gethostname()}
     found = []
-    for node in sorted({*nodes, *here, *_logged_nodes(directory, run)}):
-        if _listens(agent_address(directory, run, node)):
-            found.append(Evidence(f"its checkpoint agent (node {node}) is running on this host", True))
+    for host in sorted({*hosts, *here, *_logged_hosts(directory, run)}):
+        if _listens(agent_address(directory, run, host)):
+            found.append(Evidence(f"its checkpoint agent (host {host}) is running on this host", True))
     return found + _ranks(directory, run, here, time.time() if now is None else now)
 
 
-def _logged_nodes(directory: str, run: str) -> set[str]:
-    """Nodes whose agents left a log: a job may have been given another node name than this shell."""
+def _logged_hosts(directory: str, run: str) -> set[str]:
+    """Hosts whose agents left a log: a job may have been given another host name than this shell."""
     meta = Path(directory, META_DIR, run)
-    return {path.stem.removeprefix("agent-") for room in ("logs", EVENTS_DIR) for path in meta.glob(f"{room}/agent-*")}
+    return {
+        path.stem.removeprefix("agent-") for folder in ("logs", EVENTS_DIR) for path in meta.glob(f"{folder}/agent-*")
+    }
 
 
 def _listens(address: str) -> bool:
@@ -75,7 +74,7 @@ def _listens(address: str) -> bool:
         try:
             probe.connect(address)
         except OSError as error:
-            # Any other error, such as a full queue of connections, means that an agent is there.
+            # Any other error, such as a full queue of connections, means that a process listens.
             return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
     return True
 
@@ -101,8 +100,7 @@ def _ranks(directory: str, run: str, here: Collection[str], now: float) -> list[
 
 
 def _last(log: Path, run: str, *, only: str | None = None) -> dict[str, Any] | None:
-    """The log's last event of the run (of one kind), or None. Incomplete lines and lines that are no events are
-    skipped."""
+    """The log's last event of the run (of one kind), or None. Torn lines and lines of other runs are skipped."""
     for line in _backwards(log, b"" if only is None else only.encode()):
         try:
             event = json.loads(line)
@@ -119,7 +117,7 @@ def _last(log: Path, run: str, *, only: str | None = None) -> dict[str, Any] | N
 
 
 def _backwards(log: Path, word: bytes) -> Iterator[bytes]:
-    """Lines that contain ``word``, last one first, reading the file only as far back as needed."""
+    """Lines that contain ``word``, last one first; reads only as far back as the caller iterates."""
     try:
         with open(log, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             end = len(view)
@@ -144,7 +142,7 @@ def _seconds(event: dict[str, Any]) -> float:
 
 
 def _runs(pid: object, since: float) -> bool:
-    """Whether the process lives and is not a later one with the same process id."""
+    """Whether the process is alive and is not a later one with the same id."""
     import psutil
 
     try:

@@ -1,6 +1,6 @@
 """Which steps ``resiliency ckpt prune`` may delete (pure), and their deletion. No torch.
 
-The newest whole step always stays, and so does every step that cannot be judged.
+The newest committed step always stays, and so does every step with a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from resiliency.inspection.survey import is_whole
+from resiliency.inspection.survey import is_committed
 from resiliency.storage.catalog import StepListing
 from resiliency.storage.deletion import delete_step
 from resiliency.storage.manifest import StepId
 from resiliency.storage.retention import steps_to_delete
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["Doomed", "Kept", "Plan", "delete", "plan"]
+__all__ = ["Deletion", "KeptStep", "PrunePlan", "delete", "plan_pruning"]
 
 
 @dataclass(frozen=True)
-class Doomed:
-    """A step that may go: why, and what it takes with it."""
+class Deletion:
+    """A step to delete, and why."""
 
     listing: StepListing
     why: str
@@ -31,67 +31,67 @@ class Doomed:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names the step was given; those that point to a later step by now stay."""
+        """Names the step was saved under; those that point to a later step by now are not deleted."""
         return tuple(dict.fromkeys(name for record in self.listing.records.values() for name in record.names))
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A step that stays although one might have expected it to go, and why."""
+class KeptStep:
+    """A step that stays although the options ask to delete such steps, and why."""
 
     id: StepId
     why: str
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Steps that may go, oldest first; unexpected survivors; and the newest whole step, None when there is none."""
+class PrunePlan:
+    """Steps to delete, oldest first; steps that stay for a reason of their own; the newest committed step, if any."""
 
-    doomed: tuple[Doomed, ...]
-    kept: tuple[Kept, ...]
+    deletions: tuple[Deletion, ...]
+    kept: tuple[KeptStep, ...]
     newest: StepListing | None
 
 
-def plan(listings: Sequence[StepListing], *, keep: int | None, unfinished: bool) -> Plan:
-    """Decides what may go. Pure.
+def plan_pruning(listings: Sequence[StepListing], *, keep: int | None, unfinished: bool) -> PrunePlan:
+    """Decides which steps to delete. Pure.
 
     Args:
         listings: one run's steps on one tier.
-        keep: keep this many of the newest whole steps, whatever they are called; None: all.
-        unfinished: also delete what is not whole and older than the newest whole step.
+        keep: keep this many of the newest committed steps, named or not; None: all.
+        unfinished: also delete steps that are not committed and older than the newest committed one.
     """
-    whole = [listing for listing in listings if is_whole(listing)]
-    broken = [listing for listing in listings if listing.problems]
-    partial = [listing for listing in listings if not listing.problems and not is_whole(listing)]
-    newest = max(whole, key=lambda listing: listing.id, default=None)
-    doomed_ids: Collection[StepId] = set(
+    committed = [listing for listing in listings if is_committed(listing)]
+    unreadable = [listing for listing in listings if listing.problems]
+    partial = [listing for listing in listings if not listing.problems and not is_committed(listing)]
+    newest = max(committed, key=lambda listing: listing.id, default=None)
+    deleted_ids: Collection[StepId] = set(
         steps_to_delete(
-            [listing.manifest for listing in whole if listing.manifest is not None],
+            [listing.manifest for listing in committed if listing.manifest is not None],
             [listing.id for listing in partial] if unfinished else [],
             keep=keep,
             keep_named=False,
         )
     )
-    doomed = tuple(
-        Doomed(listing, "older" if is_whole(listing) else "unfinished" if listing.manifest is None else "incomplete")
+    deletions = tuple(
+        Deletion(listing, "older" if is_committed(listing) else "unfinished" if listing.manifest is None else "damaged")
         for listing in sorted(listings, key=lambda listing: listing.id)
-        if listing.id in doomed_ids
+        if listing.id in deleted_ids
     )
-    kept = [Kept(listing.id, f"cannot be judged: {listing.problems[0]}") for listing in broken]
+    kept = [KeptStep(listing.id, f"a file cannot be read: {listing.problems[0]}") for listing in unreadable]
     if unfinished:
-        late = "newer than every whole step here: the next start of the job decides, or it is one host's part of a step"
-        kept += [Kept(listing.id, late) for listing in partial if listing.id not in doomed_ids]
-    return Plan(doomed, tuple(sorted(kept, key=lambda item: item.id)), newest)
+        late = "newer than every committed step here; a job may still commit it, or its other shards are on other hosts"
+        kept += [KeptStep(listing.id, late) for listing in partial if listing.id not in deleted_ids]
+    return PrunePlan(deletions, tuple(sorted(kept, key=lambda item: item.id)), newest)
 
 
-def delete(tier: Tier, run: str, doomed: Doomed) -> list[str]:
-    """Deletes one step, with the temp files that killed writers left in its folder. Nobody may be writing there.
+def delete(tier: Tier, run: str, deletion: Deletion) -> list[str]:
+    """Deletes one step, with the temp files that killed writers left in its folder. No other process may write there.
 
     Returns:
         The names that were deleted with it.
 
     Raises:
-        TierError: the tier refused; calling it again goes on where this ended.
+        TierError: a file could not be deleted; a second call continues from there.
     """
-    listing = doomed.listing
-    return delete_step(tier, run, listing.id, files=listing.sizes, names=doomed.names, leftovers=True)
+    listing = deletion.listing
+    return delete_step(tier, run, listing.id, files=listing.sizes, names=deletion.names, leftovers=True)

@@ -1,7 +1,7 @@
-"""What a path refers to and which steps are there, over one or several places. No torch, so that a listing is quick.
+"""Resolves a path to a tier, run and step, and lists the steps of one or several tiers. No torch, so that it is quick.
 
-A *place* is a tier named on the command line. A step that several places hold is one step here, with several copies. It
-is complete when each of its shards has a copy of full length in at least one of the places.
+The tiers of one command are taken as tiers of one job. A step that several of them hold is one step here, with several
+copies. It is committed when every shard has a copy of full size on some tier, even if no single tier holds all shards.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from resiliency.storage.tiers.base import Tier
 
 __all__ = [
     "StoredCopy",
-    "Place",
+    "LabeledTier",
     "StepView",
     "Target",
     "close_tier",
     "find",
-    "is_whole",
+    "is_committed",
     "one_step",
-    "places_of",
+    "label_tiers",
     "runs_of",
     "survey",
     "unreadable",
 ]
 
-State = Literal["complete", "damaged", "unfinished"]
+State = Literal["committed", "damaged", "unfinished"]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a path argument refers to.
+    """The tier, run and step that a path argument points to.
 
     Attributes:
         path: as it was given.
-        tier: where it is.
+        tier: the tier it is on.
         run: the run it names; None: all runs there.
         step: the step it names; None: all steps of the run.
     """
@@ -65,8 +65,8 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A tier with a short label that is unique among the places of one command."""
+class LabeledTier:
+    """A tier with a short label that is unique among the tiers of one command."""
 
     label: str
     tier: Tier
@@ -74,24 +74,26 @@ class Place:
 
 @dataclass(frozen=True)
 class StoredCopy:
-    """What one place holds of a step."""
+    """What one tier holds of a step; ``label`` is the tier's, see :class:`LabeledTier`."""
 
-    place: Place
+    label: str
+    tier: Tier
     listing: StepListing
 
 
 @dataclass
 class StepView:
-    """One step over all places.
+    """One step over all tiers of a command.
 
     Attributes:
         run, id: which step.
-        copies: what each place that has something of it holds.
-        manifest: records of all shards, from a manifest or from all records together; None while one is unknown.
-        needed: number of shards; None when there is no record.
-        present: ranks whose shard has a copy of full length.
+        copies: one for each tier that has files of it.
+        manifest: records of all shards, from a manifest or from all records together; None while a record is missing.
+        needed: number of shards; None when no record could be read.
+        present: ranks whose shard has a copy of full size.
         names: names that point to this step now.
-        state: "complete"; "damaged": its manifest exists but a part of it is missing or unreadable; "unfinished".
+        state: "committed"; "damaged": its manifest exists but a file is missing, cut off or unreadable; "unfinished":
+            no manifest, and records are missing.
         notes: what is wrong or worth knowing, in words.
     """
 
@@ -114,27 +116,27 @@ class StepView:
 
     @property
     def created(self) -> float | None:
-        """UTC seconds when the save began, None when there is no record."""
+        """UTC seconds when the save began, None when no record could be read."""
         times = [r.created for c in self.copies for r in c.listing.records.values() if r.created]
         return min(times, default=None)
 
 
 def close_tier(tier: Tier) -> None:
-    """Closes a tier's connections, if it has any (closing is not part of the ``Tier`` protocol)."""
+    """Closes a tier's connections if it has a ``close``, which the ``Tier`` protocol does not ask for."""
     close = getattr(tier, "close", None)
     if close is not None:
         close()
 
 
 def find(path: str) -> Target:
-    """What a path refers to: a directory, a name file (whether or not the file still exists), a step folder, or a URL.
+    """Resolves a path: a directory, a name file (whether or not the file still exists), a step folder, or a URL.
 
-    Blocks: a few requests to the place.
+    Blocks: a few requests to the tier.
 
     Raises:
         NoCheckpointFound: nothing is there.
-        ConfigError: it is something else, such as a stock checkpoint; or no address.
-        TierError: the place cannot be read.
+        ConfigError: it is something else, such as a stock checkpoint, or not a valid address.
+        TierError: the tier cannot be read.
     """
     opened: list[Tier] = []
 
@@ -163,15 +165,15 @@ def _find(path: str, opening: Callable[[str], Tier]) -> Target:
         return Target(path, tier)
     pointer = _pointer(address, opening)
     if pointer is None and tier.is_local and os.path.exists(address):
-        raise ConfigError(f"{path} is not one of our checkpoints; if it is a stock one, torch.load reads it as it is")
+        raise ConfigError(f"{path} is not one of our checkpoints; if it is a stock one, torch.load reads it directly")
     for folder, name in _above(address):
         above = opening(folder)
         if pointer is not None and next(iter(above.list(run_prefix(pointer.run))), None) is not None:
             return Target(path, above, pointer.run, pointer.id)
         if pointer is None:
-            meant = _meant(above, name)
-            if meant is not None:
-                return Target(path, above, *meant)
+            named = _named_step(above, name)
+            if named is not None:
+                return Target(path, above, *named)
     if pointer is not None:
         raise NoCheckpointFound(
             f"{path} points to {pointer.id} of run {pointer.run!r}, but the run is in no folder above it"
@@ -191,7 +193,7 @@ def _inside(path: str, tier: Tier, rest: str) -> Target:
         raise refuse_format(1, path)
     if step is None:
         example = f"{META_DIR}/{run}/{STEPS_DIR}/0000000100-a0001-1a2b3c-00"
-        raise ConfigError(f"{path} is no step folder; those are called like {example}")
+        raise ConfigError(f"{path} is not a step folder; step folders are named like {example}")
     return Target(path, tier, run, step)
 
 
@@ -211,9 +213,8 @@ def _pointer(address: str, opening: Callable[[str], Tier]) -> NameFile | None:
     return None
 
 
-def _meant(tier: Tier, name: str) -> tuple[str, StepId] | None:
-    """The run and step a name points to, from the manifests: name files are written after the commit and may be
-    missing."""
+def _named_step(tier: Tier, name: str) -> tuple[str, StepId] | None:
+    """(run, step) that a name points to by the manifests, which decide even if there is no name file."""
     for run in find_runs(tier):
         names = live_names([found.manifest for found in scan(tier, run) if found.manifest is not None])
         if name in names:
@@ -221,50 +222,52 @@ def _meant(tier: Tier, name: str) -> tuple[str, StepId] | None:
     return None
 
 
-def places_of(targets: Iterable[Target]) -> list[Place]:
-    """Gives each target's tier a label: "local", "gs", "memory"; numbered when several have the same label."""
+def label_tiers(targets: Iterable[Target]) -> list[LabeledTier]:
+    """Gives each target's tier a label: "local", "gs", "memory"; numbered when several would get the same one."""
     tiers = list({target.tier.root: target.tier for target in targets}.values())
     kinds = ["local" if tier.is_local else tier.root.split("://")[0] for tier in tiers]
     labels = [
         kind if kinds.count(kind) == 1 else f"{kind}-{kinds[: at + 1].count(kind)}" for at, kind in enumerate(kinds)
     ]
-    return [Place(label, tier) for label, tier in zip(labels, tiers, strict=True)]
+    return [LabeledTier(label, tier) for label, tier in zip(labels, tiers, strict=True)]
 
 
 def runs_of(targets: Sequence[Target]) -> list[str]:
-    """Runs the targets name; when they name none, all runs in their tiers.
+    """Runs the targets name; when none is named, all runs on their tiers.
 
     Raises:
-        TierError: a place cannot be listed.
+        TierError: a tier cannot be listed.
     """
     named = {target.run for target in targets if target.run is not None}
     return sorted(named or {run for target in targets for run in find_runs(target.tier)})
 
 
-def is_whole(listing: StepListing) -> bool:
-    """True when this one copy has everything: all records, and every shard in full length."""
+def is_committed(listing: StepListing) -> bool:
+    """True when this tier alone holds a committed step: all records readable, every shard of full size."""
     return listing.manifest is not None and not listing.missing_files() and not listing.problems
 
 
-def survey(places: Sequence[Place], run: str) -> list[StepView]:
-    """A run's steps over all places, oldest first. Reads manifests and records, not shards.
+def survey(tiers: Sequence[LabeledTier], run: str) -> list[StepView]:
+    """A run's steps over all tiers, oldest first. Reads manifests and records, not shards.
 
     Raises:
-        TierError: a place cannot be listed.
+        TierError: a tier cannot be listed.
     """
     views: dict[StepId, StepView] = {}
-    for place in places:
-        for listing in scan(place.tier, run):
-            views.setdefault(listing.id, StepView(run, listing.id)).copies.append(StoredCopy(place, listing))
+    for labeled in tiers:
+        for listing in scan(labeled.tier, run):
+            views.setdefault(listing.id, StepView(run, listing.id)).copies.append(
+                StoredCopy(labeled.label, labeled.tier, listing)
+            )
     for view in views.values():
-        _judge(view, several=len(places) > 1)
+        _set_state(view, several=len(tiers) > 1)
     names = live_names([view.manifest for view in views.values() if view.manifest is not None])
     for view in views.values():
         view.names = tuple(name for name, step in names.items() if step == view.id)
     return sorted(views.values(), key=lambda view: view.id)
 
 
-def _judge(view: StepView, *, several: bool) -> None:
+def _set_state(view: StepView, *, several: bool) -> None:
     records = {rank: record for copy in view.copies for rank, record in copy.listing.records.items()}
     manifests = [copy.listing.manifest for copy in view.copies if copy.listing.manifest is not None]
     together = gather_records(records.values())
@@ -276,28 +279,28 @@ def _judge(view: StepView, *, several: bool) -> None:
         for rank, record in copy.listing.records.items()
         if copy.listing.sizes.get(record.file) == record.nbytes
     )
-    promised = any(MANIFEST in copy.listing.sizes for copy in view.copies)
+    has_manifest = any(MANIFEST in copy.listing.sizes for copy in view.copies)
     for copy in view.copies:
-        label = f"{copy.place.label}: " if several else ""
-        view.notes += [label + text for text in _lacks(copy, view.run)]
+        label = f"{copy.label}: " if several else ""
+        view.notes += [label + text for text in _faults(copy, view.run)]
     if view.manifest is not None and view.present == set(range(view.manifest.world_size)):
-        view.state = "complete"
-        if not promised:
-            view.notes.append("no manifest file; its records are all there, which is as good")
-    elif promised or any(copy.listing.problems for copy in view.copies):
+        view.state = "committed"
+        if not has_manifest:
+            view.notes.append("the manifest is missing; the records of all shards are there and stand in for it")
+    elif has_manifest or any(copy.listing.problems for copy in view.copies):
         view.state = "damaged"
     elif view.needed is None:
         view.notes.append("no record yet")
 
 
 def unreadable(copy: StoredCopy, run: str) -> list[str]:
-    """Which files of one copy could not be read, and why."""
+    """What could not be read of one copy, with file names instead of paths."""
     prefix = step_prefix(run, copy.listing.id)
-    return [text.replace(f"{copy.place.tier.root}/{prefix}", "").replace(prefix, "") for text in copy.listing.problems]
+    return [text.replace(f"{copy.tier.root}/{prefix}", "").replace(prefix, "") for text in copy.listing.problems]
 
 
-def _lacks(copy: StoredCopy, run: str) -> list[str]:
-    """What is wrong with one copy, in words. An unfinished copy is not wrong."""
+def _faults(copy: StoredCopy, run: str) -> list[str]:
+    """What is wrong with one copy, in words; nothing for an unfinished copy."""
     found = unreadable(copy, run)
     if copy.listing.manifest is not None:
         for record in copy.listing.manifest.shards:
@@ -310,10 +313,10 @@ def _lacks(copy: StoredCopy, run: str) -> list[str]:
 
 
 def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
-    """The run and step a target refers to: the step it names, otherwise the newest complete one (of ``run``).
+    """The step a target names and its run, otherwise the newest committed step (of ``run``).
 
     Raises:
-        NoCheckpointFound: nothing complete is there.
+        NoCheckpointFound: there is no committed step.
         ConfigError: there are several runs to choose from.
     """
     if target.run is not None and target.step is not None:
@@ -326,9 +329,9 @@ def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
     if len(runs) > 1:
         raise ConfigError(f"{target.path} holds several runs ({', '.join(runs)}); choose one with --run")
     for run in runs:
-        complete = [view.id for view in survey(places_of([target]), run) if view.state == "complete"]
-        if complete:
-            return run, complete[-1]
+        committed = [view.id for view in survey(label_tiers([target]), run) if view.state == "committed"]
+        if committed:
+            return run, committed[-1]
     raise NoCheckpointFound(
-        f"{target.path}: no complete checkpoint; `resiliency ckpt ls {target.tier.root}` shows what is there"
+        f"{target.path}: no committed checkpoint; `resiliency ckpt ls {target.tier.root}` shows what is there"
     )

@@ -26,19 +26,19 @@ _Result = tuple[list[tuple[int, int]], str]  # byte ranges that differ, and why 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong with one copy of a step (``bad``), or that its owner should know.
+    """A fault (``bad``) or a remark about one copy of a step.
 
     Attributes:
-        run, id, place: which copy.
-        bad: False when the step can be restored all the same.
-        path: file or object it is about.
-        ranges: byte ranges that differ, half open; empty when it is not about certain bytes.
+        run, id, tier: which copy; ``tier`` is its label.
+        bad: True when it keeps this copy from being restored.
+        path: the file or object.
+        ranges: byte ranges that differ, half open; empty when the fault is not in the bytes.
         text: what is wrong, in words, without the path.
     """
 
     run: str
     id: StepId
-    place: str
+    tier: str
     bad: bool
     path: str
     ranges: tuple[tuple[int, int], ...]
@@ -51,7 +51,7 @@ def bytes_to_check(view: StepView) -> int:
 
 
 def _readable(listing: StepListing) -> list[ShardRecord]:
-    """Shards whose bytes can be compared: those that exist in full length."""
+    """Shards whose bytes can be compared with their digests: those of full size."""
     return [record for record in listing.records.values() if listing.sizes.get(record.file) == record.nbytes]
 
 
@@ -71,11 +71,11 @@ def check_step(view: StepView, *, advance: Callable[[int], None] = lambda _: Non
 
 
 def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
-    listing, tier = copy.listing, copy.place.tier
+    listing, tier = copy.listing, copy.tier
     folder = f"{tier.root}/{step_prefix(view.run, view.id)}"
 
     def finding(bad: bool, file: str, text: str) -> Finding:
-        return Finding(view.run, view.id, copy.place.label, bad, folder + file, (), text)
+        return Finding(view.run, view.id, copy.label, bad, folder + file, (), text)
 
     found = []
     for text in unreadable(copy, view.run):
@@ -99,7 +99,7 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
             found.append(finding(True, record.file, f"has {size:,} bytes instead of {record.nbytes:,}"))
     if listing.manifest is None and view.needed is not None:
         for rank in sorted(set(range(view.needed)) - set(listing.records)):
-            found.append(finding(True, record_file(rank), "is missing, so nothing is known of its shard here"))
+            found.append(finding(True, record_file(rank), "is missing, so its shard cannot be checked"))
     return found
 
 
@@ -113,7 +113,7 @@ def _bytes(view: StepView, copy: StoredCopy, advance: Callable[[int], None]) -> 
     def check(task: _Task) -> _Result:
         record, first, last = task
         try:
-            return verify_shard(copy.place.tier, view.run, record, first_block=first, last_block=last), ""
+            return verify_shard(copy.tier, view.run, record, first_block=first, last_block=last), ""
         except TierError as error:
             return [], str(error)
         finally:
@@ -126,8 +126,8 @@ def _bytes(view: StepView, copy: StoredCopy, advance: Callable[[int], None]) -> 
 
 
 def _fold(view: StepView, copy: StoredCopy, tasks: Sequence[_Task], results: Sequence[_Result]) -> list[Finding]:
-    """One finding per damaged shard; adjacent ranges are joined."""
-    tier: Tier = copy.place.tier
+    """One finding per bad shard, ranges that touch joined."""
+    tier: Tier = copy.tier
     ranges: dict[int, list[tuple[int, int]]] = {}
     failures: dict[int, str] = {}
     for (record, _, _), (bad, failure) in zip(tasks, results, strict=True):
@@ -143,12 +143,10 @@ def _fold(view: StepView, copy: StoredCopy, tasks: Sequence[_Task], results: Seq
     for rank in sorted(ranges):
         path = f"{tier.root}/{step_prefix(view.run, view.id)}{copy.listing.records[rank].file}"
         if rank in failures:
-            found.append(
-                Finding(view.run, view.id, copy.place.label, True, path, (), f"could not be read: {failures[rank]}")
-            )
+            found.append(Finding(view.run, view.id, copy.label, True, path, (), f"could not be read: {failures[rank]}"))
         if ranges[rank]:
             text = "differs from its digests in " + ", ".join(
                 f"bytes {start:,} to {end:,}" for start, end in ranges[rank]
             )
-            found.append(Finding(view.run, view.id, copy.place.label, True, path, tuple(ranges[rank]), text))
+            found.append(Finding(view.run, view.id, copy.label, True, path, tuple(ranges[rank]), text))
     return found

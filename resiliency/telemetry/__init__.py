@@ -1,4 +1,4 @@
-"""What a running job writes about itself, and how it is read back: step events, sinks, event logs. No torch."""
+"""Events of a training loop: step observer, sinks, and readers of event logs. No torch."""
 
 from __future__ import annotations
 

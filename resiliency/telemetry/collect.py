@@ -1,8 +1,8 @@
 """Folds a stream of events, in any order and of any quality, into :class:`RunFacts`. Pure: no files, no clock.
 
-Order: lines of one rank normally come in order, and a late, repeated or cut line must change the account by no more
-than its own content. Which attempt a line belongs to is decided by its attempt number, and within one number by
-whether the rank's clock and step number moved forward or back.
+Lines of one rank normally come in order; a late, duplicate or torn line changes the result by no more than that line.
+The attempt number decides which attempt a line belongs to. Within one number a rank whose step number goes back while
+its clock goes forward begins a new segment.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _MARKED = frozenset(
         EventKind.CHECKPOINT_REPAIRED,
     }
 )
-#: Fields in which a mark names the rank it is about; its ``rank`` is the one that wrote the line.
+#: Fields that name the rank an event is about; its ``rank`` is the one that wrote it.
 _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
-#: How many recent lines are remembered to drop copies: log shippers may deliver a line twice.
+#: A line equal to one of this many lines before it is dropped: log shippers deliver at least once.
 _RECENT = 8_192
 MAX_SECONDS = 1e9
 
@@ -56,8 +56,8 @@ def _number(value: object) -> float | None:
     return None
 
 
-def _whole(value: object) -> int | None:
-    """A whole number >= 0 (``40.0`` counts, the older library's exports write it so); None for anything else."""
+def _count(value: object) -> int | None:
+    """An integer >= 0 (also ``40.0``, as the older library exports it); None for anything else."""
     if type(value) is int:
         return value if 0 <= value <= 2**62 else None
     number = _number(value)
@@ -67,7 +67,7 @@ def _whole(value: object) -> int | None:
 
 
 def _seconds(value: object) -> float:
-    """A duration; 0 when it is missing, negative or implausibly large."""
+    """A duration; 0 when it is missing, negative or too large."""
     number = _number(value)
     return number if number is not None and 0.0 < number < MAX_SECONDS else 0.0
 
@@ -75,7 +75,7 @@ def _seconds(value: object) -> float:
 class Collector:
     """Sorts events into runs. Thread: one.
 
-    ``add`` takes one event; ``segment_for_step`` and ``add_step`` do the same for the reader's fast path.
+    ``add`` takes one event of any kind; ``segment_for_step`` and ``add_step`` take steps that the reader has parsed.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Collector:
 
         Args:
             record: an :class:`Event`, or the object of one JSON line.
-            raw: the line itself; with it, copies of recent lines are dropped.
+            raw: the line itself; with it, a copy of a recent line is dropped.
         """
         if isinstance(record, Event):
             record = {
@@ -138,7 +138,7 @@ class Collector:
             run.quality["bad_times"] += 1
             return
         if kind == EventKind.STEP:
-            self._slow_step(run, record, time)
+            self._parse_step(run, record, time)
             return
         if raw is not None and self._seen(raw):
             run.quality["duplicates"] += 1
@@ -146,12 +146,12 @@ class Collector:
         if isinstance(stamp, str) and stamp[-1:].isdigit() and "+" not in stamp and "-" not in stamp[11:]:
             run.quality["stamps_without_zone"] += 1
         run.kinds[kind] += 1
-        rank = _whole(record.get("rank"))
+        rank = _count(record.get("rank"))
         mono = _number(record.get("monotonic_s"))
-        attempt = _whole(record.get("attempt"))
+        attempt = _count(record.get("attempt"))
         host = str(record.get("host") or "")
         if kind in self._handlers:
-            segment = self._segment(run, kind, time, mono, attempt, rank, _whole(record.get("node_rank")), host)
+            segment = self._segment(run, kind, time, mono, attempt, rank, _count(record.get("node_rank")), host)
             if segment is not None:
                 straight = segment.at(time, mono)
                 segment.jumps += straight != time
@@ -215,7 +215,7 @@ class Collector:
         if kind == EventKind.JOB_STARTED:
             began = segment.steps.high >= 0 or segment.terminated is not None or segment.train is not None
             if segment.attempt is None:
-                # Without attempt numbers (the older library) each start is a new one.
+                # The older library logs no attempt numbers: each start is a new attempt.
                 began = began or segment.started is not None
             end = segment.end
             return began and end is not None and time > end
@@ -251,8 +251,7 @@ class Collector:
         stamp: bytes | float,
         mono: float | None,
     ) -> None:
-        """Adds one step line. A step number seen before means a copy, or that the rank went back and began a new
-        segment."""
+        """One step line; a step seen before is a copy, or shows that the rank went back and began a new segment."""
         stats = segment.steps
         if step <= stats.high and not stats.missing(step):
             if not _later(stamp, mono, stats.last_stamp, stats.last_mono):
@@ -265,14 +264,14 @@ class Collector:
             run.quality["late_lines"] += 1
         stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono)
 
-    def _slow_step(self, run: RunFacts, record: Mapping[str, Any], time: float) -> None:
-        rank, step = _whole(record.get("rank")), _whole(record.get("step"))
-        count = _whole(record.get("count")) or 1
+    def _parse_step(self, run: RunFacts, record: Mapping[str, Any], time: float) -> None:
+        rank, step = _count(record.get("rank")), _count(record.get("step"))
+        count = _count(record.get("count")) or 1
         if rank is None or step is None:
             run.quality["bad_values"] += 1
             return
         count = min(count, max(step, 1))
-        segment = self.segment_for_step(run, _whole(record.get("attempt")), rank, str(record.get("host") or ""))
+        segment = self.segment_for_step(run, _count(record.get("attempt")), rank, str(record.get("host") or ""))
         step_s = _seconds(record.get("step_s"))
         self.add_step(
             run,
@@ -296,13 +295,13 @@ class Collector:
         if segment.started is not None:
             run.quality["duplicates"] += 1
         segment.started = time if segment.started is None else min(time, segment.started)
-        segment.world = _whole(record.get("world_size")) or segment.world
+        segment.world = _count(record.get("world_size")) or segment.world
 
     def _restore_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         segment.restore = time if segment.restore is None else min(time, segment.restore)
 
     def _loaded(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
-        step = _whole(record.get("step"))
+        step = _count(record.get("step"))
         if segment.loaded is None or time >= segment.loaded:
             segment.loaded = time
             segment.loaded_step = step if step is not None else segment.loaded_step
@@ -311,16 +310,16 @@ class Collector:
 
     def _train_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         segment.train = time if segment.train is None else min(time, segment.train)
-        step = _whole(record.get("step"))
+        step = _count(record.get("step"))
         segment.train_step = step if step is not None else segment.train_step
-        segment.world = _whole(record.get("world_size")) or segment.world
+        segment.world = _count(record.get("world_size")) or segment.world
 
     def _train_ended(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         segment.train_ended = time if segment.train_ended is None else max(time, segment.train_ended)
 
     def _job_terminated(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         segment.terminated = time if segment.terminated is None else max(time, segment.terminated)
-        # The first reason counts: later ends (of the engine, when it is closed) follow from it.
+        # The first reason counts: an engine that is closed afterwards only follows from it.
         segment.reason = segment.reason or str(record.get("reason") or "")
 
     def _stalled(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
@@ -345,10 +344,10 @@ class Collector:
         host: str,
         record: Mapping[str, Any],
     ) -> None:
-        """Handles events about the whole run, whichever process wrote them."""
-        step = _whole(record.get("step"))
+        """Events about the run as a whole, whichever process wrote them."""
+        step = _count(record.get("step"))
         if kind in _MARKED:
-            subject = next((n for n in (_whole(record.get(key)) for key in _SUBJECT) if n is not None), None)
+            subject = next((n for n in (_count(record.get(key)) for key in _SUBJECT) if n is not None), None)
             about = str(record.get("lost_host") or record.get("node") or host)
             fields = {k: v for k, v in record.items() if k not in _COMMON and isinstance(v, (str, int, float, bool))}
             run.mark(Mark(time, kind, subject if subject is not None else rank, about, attempt, step, fields))
@@ -380,11 +379,11 @@ def _checkpoint(
 ) -> None:
     """Counts one checkpoint event under its tier."""
     if kind in (EventKind.CHECKPOINT_STARTED, EventKind.CHECKPOINT_FENCED):
-        return  # about stalls of a rank, not about a tier
+        return  # these are stalls of a rank and belong to no tier
     tier = run.tier(str(record.get("source") or record.get("tier") or "unnamed"))
     if kind == EventKind.CHECKPOINT_SAVED:
         tier.saved[emitter if len(tier.saved) < 4096 else ""] += 1
-        tier.bytes += _whole(record.get("bytes")) or 0
+        tier.bytes += _count(record.get("bytes")) or 0
         if step is not None:
             tier.last_step = max(tier.last_step, step)
             run.saved(time, step)

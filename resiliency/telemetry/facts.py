@@ -1,6 +1,6 @@
-"""What is kept of a log that is read as a stream: segments (one rank in one attempt), marks, checkpoint counts. Pure.
+"""What is kept of an event log: segments (one rank in one attempt), marks, checkpoint counts. Pure.
 
-Its size depends on ranks x attempts, not on the number of events.
+Its size is bounded by ranks x attempts, not by the number of events.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from resiliency.telemetry.stepstats import StepStats
 
 __all__ = ["CheckpointTier", "Mark", "RunFacts", "Segment", "parse_stamp"]
 
-#: A clock that moved by more than this against the monotonic clock was set; less is drift.
+#: A clock that moved by more than this against the monotonic one was set; smaller differences are drift.
 CLOCK_JUMP_S = 0.5
 MAX_MARKS = 20_000
 MAX_SAVES = 4_096
@@ -60,7 +60,7 @@ def _iso(text: str) -> datetime | None:
 
 @dataclass(frozen=True)
 class Mark:
-    """A rare event that reports show. ``time`` in UTC seconds, ``rank`` the rank it is about."""
+    """A rare event that a report lists. ``time`` in UTC seconds, ``rank`` is the rank it is about."""
 
     time: float
     kind: str
@@ -73,7 +73,7 @@ class Mark:
 
 @dataclass
 class CheckpointTier:
-    """Counts for one tier. ``saved`` counts per emitter, because every rank or only one of them may report a step."""
+    """Counts for one tier. ``saved`` counts per emitter, because all ranks or only one may report a step."""
 
     saved: Counter[str] = field(default_factory=Counter)
     durable: Counter[str] = field(default_factory=Counter)
@@ -130,7 +130,7 @@ class Segment:
         self._base: float | None = None
 
     def at(self, time: float, mono: float | None) -> float:
-        """``time`` as it would be if the clock had not been set since this segment began."""
+        """``time`` without the changes made to the clock since this segment began."""
         if mono is None:
             return time
         base = time - mono
@@ -164,19 +164,19 @@ class Segment:
 
     @property
     def start(self) -> float | None:
-        """Time of the first event of this segment."""
+        """Time of the earliest event of this segment."""
         times = [t for t in (self.started, self.first, self.first_step_start()) if t is not None]
         return min(times) if times else None
 
     @property
     def end(self) -> float | None:
-        """Time of the last event of this segment."""
+        """Time of the latest event of this segment."""
         times = [t for t in (self.last, self.last_step_time()) if t is not None]
         return max(times) if times else None
 
     @property
     def position(self) -> int | None:
-        """Steps already done when this segment began to train; None when unknown."""
+        """Steps already done when this segment began to train; None when no event tells."""
         if self.steps.high >= 0:
             return self.steps.low
         if self.loaded_step is not None:
@@ -204,7 +204,7 @@ class RunFacts:
     loads: list[tuple[float, int]] = field(default_factory=list)
     first: float | None = None
     last: float | None = None
-    #: Times of events that show that the job itself lives or progresses.
+    #: Times of the first and last event that the job itself wrote.
     scheduled: float | None = None
     terminated: float | None = None
     min_loaded_step: int | None = None
@@ -217,7 +217,7 @@ class RunFacts:
     def tier(self, name: str) -> CheckpointTier:
         kept = self.tiers.get(name)
         if kept is None:
-            if len(self.tiers) >= 64:  # a broken writer could log any number of names
+            if len(self.tiers) >= 64:  # a faulty writer could send an unlimited number of names
                 name = "other"
             kept = self.tiers.setdefault(name, CheckpointTier())
         return kept
@@ -237,5 +237,5 @@ class RunFacts:
     def saved(self, time: float, step: int) -> None:
         self.saves.append((time, step))
         if len(self.saves) > MAX_SAVES:
-            # Keep the first, the last and every second one: enough for the interval between saves.
+            # Keep the first, the last and every second one, so that the time between saves stays known.
             self.saves = self.saves[:1] + self.saves[1:-1:2] + self.saves[-1:]

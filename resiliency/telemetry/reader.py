@@ -22,7 +22,7 @@ from resiliency.telemetry.stepstats import StepStats
 
 __all__ = ["LogReader", "find_logs", "read_logs"]
 
-#: ``json.loads`` without its detection of the encoding, which takes up to a tenth of its time.
+#: ``json.loads`` without detecting the encoding, which costs up to a tenth of the parse.
 _loads = json.JSONDecoder().decode
 
 BLOCK_BYTES = 1 << 20
@@ -30,7 +30,7 @@ BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 20
 SUFFIXES = (".jsonl", ".log")
 
-#: Well-formed numbers below 1e9, so that a match needs no further check; other numbers are parsed by ``json``.
+#: Below 1e9 and well formed, so that a match needs no further check; lines with other numbers go through ``json``.
 _N = rb"(\d{1,9}(?:\.\d{1,20})?(?:e-\d{1,3})?)"
 _STEP = re.compile(
     rb'\{"timestamp":"([^"\\\n]+)","job_name":"([^"\\\n]+)","event_type":"step","v":1,"monotonic_s":'
@@ -81,18 +81,18 @@ def find_logs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 class LogReader:
-    """Reads files and remembers the position in each, so that the next call reads only what was added. Thread: one."""
+    """Reads files and remembers how far, so that the next call reads only what was added. Thread: one."""
 
     def __init__(self, collector: Collector | None = None) -> None:
         self.collector = Collector() if collector is None else collector
-        #: Lines that are no events; they belong to no run.
+        #: Lines that are not events and so belong to no run.
         self.torn_lines = 0
         self.foreign_lines = 0
         self.lines = 0
         self._offsets: dict[str, int] = {}
 
     def read(self, files: Sequence[str | os.PathLike[str]], *, final: bool = True) -> int:
-        """Reads what is new in ``files``.
+        """Reads what was added to ``files``.
 
         Args:
             files: logs; one that shrank (rotated) is read from its start again.
@@ -139,8 +139,7 @@ class LogReader:
         self._offsets[path] = offset
 
     def _block(self, block: bytes) -> None:
-        """Reads whole lines. The loop makes no calls of its own functions: one per line would cost a tenth of the
-        speed."""
+        """Reads complete lines. One loop without calls: one more call per line costs a tenth of the speed."""
         collector = self.collector
         add_step = collector.add_step
         last_who = last_name = None
@@ -233,7 +232,7 @@ class LogReader:
         return run, self.collector.segment_for_step(run, attempt, rank, host)
 
     def _other(self, line: bytes) -> None:
-        """Any line that is not one of our step lines."""
+        """Any line that is not a step line of our writer."""
         text = line.strip()
         if not text:
             return
@@ -253,7 +252,7 @@ class LogReader:
 
 
 def read_logs(paths: Iterable[str | os.PathLike[str]]) -> LogReader:
-    """Finds and reads all logs under ``paths``; see :func:`find_logs` for what is found and what is refused."""
+    """Finds and reads all logs under ``paths``; see :func:`find_logs` for what is found and what raises."""
     reader = LogReader()
     reader.read(find_logs(list(paths)))
     return reader

@@ -1,8 +1,8 @@
-"""Optional sinks for events besides the JSON-lines file. None of them slows, blocks or fails the trainer.
+"""Optional sinks for events besides the JSON-lines file. None of them may slow, block or fail the trainer.
 
-* :class:`CloudLoggingSink`: Google Cloud Logging, from a thread of its own (extra ``gcp``).
-* :class:`TensorBoardSink`: step times and running goodput as scalars (extra ``tensorboard``).
-* :class:`PrometheusTextSink`: a text file for node_exporter's textfile collector; needs nothing.
+* :class:`CloudLoggingSink` Google Cloud Logging, from a thread of its own (extra ``gcp``).
+* :class:`TensorBoardSink` step times and running goodput as scalars (extra ``tensorboard``).
+* :class:`PrometheusTextSink` a text file for node_exporter's textfile collector; needs no package.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CloudLoggingSink:
     are too many for a paid log. Thread: any.
 
     Args:
-        log_name: as in the older library, ``<job>-goodput``.
+        log_name: the older library's is ``<job>-goodput``.
         connect: makes the function that sends one entry (tests).
         capacity: events that may wait.
         retry: pause after a failure.
@@ -108,7 +108,7 @@ class CloudLoggingSink:
             self._queue.get_nowait()
             self.dropped += 1
         except queue.Empty:
-            return  # the thread has taken one meanwhile: there is room now
+            return  # the thread has just taken one, so there is room
 
     def _work(self) -> None:
         send: _Send | None = None
@@ -133,7 +133,7 @@ class CloudLoggingSink:
                     return
 
     def close(self) -> None:
-        """Waits up to ``close_within`` for what is queued. Idempotent."""
+        """Waits up to ``close_within`` for queued events, then drops them. Idempotent."""
         if self._closing.is_set():
             return
         thread = self._thread
@@ -150,7 +150,7 @@ class CloudLoggingSink:
 
 
 class _ScalarFile:
-    """The part of a ``SummaryWriter`` that is needed here, without torch."""
+    """The part of ``SummaryWriter`` that is needed here, without torch."""
 
     def __init__(self, folder: str) -> None:
         # import_module, because tensorboard ships no types.
@@ -204,7 +204,7 @@ class TensorBoardSink:
 
 
 class PrometheusTextSink:
-    """Writes counters for Prometheus to a small ``*.prom`` file, which is replaced at most every ``every``.
+    """Writes counters for Prometheus to a small ``*.prom`` file, replaced by rename at most once per ``every``.
 
     Point node_exporter's ``--collector.textfile.directory`` at its folder. Thread: any, one at a time.
     """

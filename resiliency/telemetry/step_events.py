@@ -1,4 +1,4 @@
-"""Writes the steps of an observer as events (many short steps in one line), and the start and end of the process."""
+"""Writes the steps of an observer as events, one line for several short steps, and the start and end of the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, Ste
 
 __all__ = ["StepEvents", "log_steps"]
 
-#: Steps written one by one after the start of training, because warm-up is measured on them.
+#: Steps written one by one after the start of training, from which the warm-up is measured.
 SINGLE_STEPS = 10
 
 
@@ -29,7 +29,7 @@ class StepEvents(StepSubscriber):
         self._line_every = line_every.total_seconds()
         self._started = self._terminated = False
         self._lines = 0  # since the start of training
-        # Steps that wait for their line.
+        # Steps that were not written yet.
         self._step = -1
         self._clear()
 
@@ -41,15 +41,15 @@ class StepEvents(StepSubscriber):
     # -- the process ---------------------------------------------------------------------------------------------
 
     def job_started(self, **fields: Any) -> None:
-        """The trainer begins its work. Later calls do nothing. Not for a log into which the engine writes this
-        event."""
+        """Writes the start of the trainer process, at the first call only. Not to be called when another component
+        writes this event to the same log."""
         if not self._started:
             self._started = True
             self.writer.emit(EventKind.JOB_STARTED, **fields)
 
     def job_terminated(self, reason: str, **fields: Any) -> None:
-        """The trainer ends: "finished", "exception" or "signal". Writes what is pending; once, as
-        :meth:`job_started`."""
+        """Writes pending steps and the end of the trainer process ("finished", "exception" or "signal"), at the first
+        call only; see :meth:`job_started`."""
         self.flush()
         if not self._terminated:
             self._terminated = True
@@ -65,7 +65,7 @@ class StepEvents(StepSubscriber):
 
     def step_ended(self, timing: StepTiming) -> None:
         if not timing.follows or timing.save_in_flight != self._save_in_flight:
-            # The pending steps are not followed by this one, or differ from it in whether a save was in flight.
+            # Pending steps that are not followed by this one, or differ in ``save_in_flight``, get a line of their own.
             self.flush()
         self._step = timing.step
         self._count += timing.count
@@ -87,10 +87,10 @@ class StepEvents(StepSubscriber):
         self.flush()
 
     def flush(self) -> None:
-        """Writes the line of the pending steps, if there are any."""
+        """Writes the line of the pending steps, if any."""
         if not self._count:
             return
-        # The order of the keys is what the reader's fast path expects.
+        # The reader's fast path expects the keys in this order.
         fields: dict[str, Any] = {
             "step_s": round(self._duration, 6),
             "data_wait_s": round(self._data, 6),
@@ -110,8 +110,8 @@ class StepEvents(StepSubscriber):
 
 
 def log_steps(observer: StepObserver, open_writer: Callable[[], EventWriter]) -> StepEvents | None:
-    """Writes the observer's steps to the writer that ``open_writer`` returns. None when another log gets them already:
-    steps are written once."""
+    """Writes the observer's steps to the writer that ``open_writer`` gives; None when they are
+    already written to another log, because each step is written once."""
     if any(isinstance(subscriber, StepEvents) for subscriber in observer.subscribers):
         return None
     events = StepEvents(open_writer())

@@ -1,8 +1,8 @@
-"""Times the steps of one rank and tells subscribers: a few microseconds a call, no torch.
+"""Times the steps of one rank and notifies subscribers: a few microseconds a call, no torch.
 
-There is one observer per trainer. What needs steps subscribes to it, such as the event log
-(:class:`resiliency.telemetry.step_events.StepEvents`) and the running totals behind the goodput figure
-(:class:`resiliency.telemetry.step_totals.StepTotals`). Time lost to checkpoints is reported to
+One observer per trainer measures; its subscribers are the event log
+(:class:`resiliency.telemetry.step_events.StepEvents`), the running totals behind the goodput figure
+(:class:`resiliency.telemetry.step_totals.StepTotals`), and what comes later. Time lost to checkpoints is reported to
 the observer (:meth:`StepObserver.stall`) and reaches subscribers as part of the step that lost it.
 """
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 __all__ = ["StepObserver", "StepSubscriber", "StepTiming"]
 
-#: If the step number grows by more than this at once, it jumped; these steps were not run.
+#: If the step number grows by more than this at once, the steps between were not run.
 _MAX_STEPS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """The times of one optimizer step. Durations in seconds, measured on this rank.
+    """Times of one step of the training loop. Durations in seconds, measured on this rank.
 
     Attributes:
         step: optimizer steps done by now.
@@ -31,7 +31,7 @@ class StepTiming:
         stall_s: part of it lost to checkpoints.
         busy_s: this rank's own work before ranks first wait for one another; 0 when the loop does not report it.
         eval_s: part of it spent in validation.
-        save_in_flight: a save was being copied, committed or sent when the step ended.
+        save_in_flight: a save was being copied, committed or uploaded when the step ended.
     """
 
     step: int
@@ -46,7 +46,7 @@ class StepTiming:
 
 
 class StepSubscriber:
-    """Base of subscribers; override what is needed. Methods must return within microseconds and must not raise.
+    """Notified of training and its steps; override what is needed. Must return within microseconds and must not raise.
 
     Thread: the training thread.
     """
@@ -75,7 +75,7 @@ class StepObserver:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` gives seconds (tests)."""
-        #: Set while a save of this rank is being copied, committed or sent.
+        #: Set while a save of this rank is being copied, committed or uploaded.
         self.save_in_flight = False
         self._clock = clock
         self._subscribers: tuple[StepSubscriber, ...] = ()
@@ -88,9 +88,9 @@ class StepObserver:
         self._last_end = now
         self._inside = False
         self._validating_from: float | None = None
-        # Parts of the step that is running.
+        # Parts of the current step.
         self._data = self._stall = self._eval = self._busy = 0.0
-        # When the current wait for a batch, or the current batch, began, and how much of it was something else.
+        # When the current wait for a batch, or the current batch, began, and how much of it was stall or validation.
         self._between_from, self._between_off = now, 0.0
         self._batch_from, self._inside_off = now, 0.0
         self._backward = False
@@ -99,12 +99,12 @@ class StepObserver:
 
     @property
     def subscribers(self) -> tuple[StepSubscriber, ...]:
-        """The subscribers, in the order they subscribed."""
+        """Subscribers, in the order they subscribed."""
         return self._subscribers
 
     def subscribe(self, subscriber: StepSubscriber) -> None:
-        """Calls ``subscriber`` for every step from now on, and at once for the start if training has started.
-        Subscribing twice has no effect."""
+        """Notifies ``subscriber`` of every step from now on, and of the start at once when training is under way. Does
+        nothing when it is subscribed already."""
         if any(known is subscriber for known in self._subscribers):
             return
         self._subscribers += (subscriber,)
@@ -112,7 +112,7 @@ class StepObserver:
             subscriber.training_started(self._step, self._world_size)
 
     def unsubscribe(self, subscriber: StepSubscriber) -> None:
-        """Stops calling ``subscriber``; does nothing when it is not subscribed."""
+        """Stops notifying ``subscriber``; does nothing when it is not subscribed."""
         self._subscribers = tuple(known for known in self._subscribers if known is not subscriber)
 
     # -- the training loop ---------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class StepObserver:
             subscriber.training_started(step, world_size)
 
     def batch_started(self) -> None:
-        """The batch has arrived. If the batch before had no end, it continues."""
+        """The batch has arrived. Does nothing when the last batch has not ended."""
         if not self._training or self._inside:
             return
         now = self._clock()
@@ -137,14 +137,13 @@ class StepObserver:
         self._backward = False
 
     def backward_started(self) -> None:
-        """The forward is done; ranks wait for one another in the backward. Only the first call in a batch counts."""
+        """The forward is done; in the backward ranks wait for one another. Only the first call in a batch counts."""
         if self._inside and not self._backward:
             self._backward = True
             self._busy += max(0.0, self._clock() - self._batch_from - self._inside_off)
 
     def batch_ended(self, step: int) -> None:
-        """A batch is done; ``step`` optimizer steps are done by now (the same number as before while gradients
-        accumulate)."""
+        """A batch is done; ``step`` optimizer steps are done by now (unchanged while gradients accumulate)."""
         if not self._inside:
             return
         now = self._clock()
@@ -191,7 +190,7 @@ class StepObserver:
         self._exclude(took)
 
     def _exclude(self, seconds: float) -> None:
-        """Removes this time from the wait for data or the rank's own work."""
+        """Takes stall and validation time out of data wait and the rank's own work."""
         if self._inside:
             self._inside_off += seconds
         else:

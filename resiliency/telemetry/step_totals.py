@@ -11,7 +11,7 @@ __all__ = ["StepTotals"]
 
 
 class StepTotals(StepSubscriber):
-    """Sums since its construction, in seconds on this rank; start-up and restore count as not productive.
+    """Sums since construction, in seconds on this rank; start-up and restore count as not productive.
 
     Thread: the training thread.
     """

@@ -1,4 +1,4 @@
-"""Sums over one rank's steps in one attempt, in memory that does not grow with their number. Pure.
+"""Statistics over one rank's steps of one attempt, in memory that does not grow with their number. Pure.
 
 Steps are folded into at most 128 windows of consecutive step numbers (their width doubles when there are more) and into
 a histogram of step times with 2 % wide cells whose sums are kept, so a mean over any part of it is exact.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 __all__ = ["HEAD_STEPS", "Head", "StepStats", "Window", "middle", "typical"]
 
-#: The first lines of an attempt are kept one by one, because warm-up is measured on them.
+#: The first lines of an attempt are kept one by one, to measure the warm-up.
 HEAD_STEPS = 10
 MAX_WINDOWS = 128
 MAX_GAPS = 1024
@@ -58,7 +58,7 @@ class Window:
         self.flight_n = 0
         self.max_s = 0.0
         self.last_step = -1
-        #: UTC stamp of ``last_step`` as in the log (bytes) or in seconds (float).
+        #: UTC stamp of ``last_step`` as written in the log (bytes) or in seconds (float).
         self.last_stamp: bytes | float = 0.0
 
     @property
@@ -107,14 +107,14 @@ class StepStats:
         self.head: list[Head] = []
         self.windows: dict[int, Window] = {}
         self.shift = 0
-        #: Lowest step number seen minus its count: steps done before the first known one.
+        #: Lowest step number seen minus its count: the steps done before the attempt's first known step.
         self.low = -1
         #: Highest step number seen.
         self.high = -1
         #: First step line: stamp, monotonic seconds or None, and how long its steps took in all.
         self.first_step: tuple[bytes | float, bytes | float | None, float] | None = None
         self.last_stamp: bytes | float = 0.0
-        #: Monotonic seconds of the last step, as in the log (bytes) or as a number.
+        #: Monotonic seconds of the last step, as written in the log (bytes) or as a number.
         self.last_mono: bytes | float | None = None
         #: Step numbers below ``high`` that have not been seen, as (first, last).
         self.gaps: list[tuple[int, int]] = []
@@ -139,7 +139,7 @@ class StepStats:
         stamp: bytes | float,
         mono: bytes | float | None,
     ) -> None:
-        """Folds in one line of ``count`` steps, the last of them ``step``. Seconds are sums over the line, all >= 0."""
+        """Adds one line of ``count`` steps, the last of them ``step``. Seconds are sums over the line, all >= 0."""
         high = self.high
         if step > high:
             before = step - count
@@ -191,7 +191,7 @@ class StepStats:
             window.last_stamp = stamp
 
     def _fill(self, step: int, count: int, stamp: bytes | float, mono: bytes | float | None, step_s: float) -> None:
-        """Removes the step numbers of a late line from the gaps."""
+        """Adds a late line: removes its step numbers from the gaps."""
         lowest = step - count + 1
         gaps: list[tuple[int, int]] = []
         for first, last in self.gaps:
@@ -266,7 +266,7 @@ class StepStats:
 
 
 def middle(cells: Histogram) -> float | None:
-    """Mean step time of the middle half of all steps in seconds: the usual duration of a step."""
+    """Mean step time of the middle half of all steps in seconds: the time of an undisturbed step."""
     n = sum(count for count, _ in cells.values())
     if n <= 0:
         return None

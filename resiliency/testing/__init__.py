@@ -1,4 +1,4 @@
-"""Exams and doubles for code that extends the library; shipped, but imported by tests only."""
+"""Test suites and test doubles for code that extends the library; shipped, but imported by tests only."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _memory_stores = itertools.count()
 
 RUN = "run"
 
-#: Everything in one process; every tensor of a KiB is shared out between ranks; nobody waits for long.
+#: Everything in one process; tensors from 1 KiB are cut and spread over the ranks; short deadlines.
 QUICK = CheckpointerOptions(
     agent="embedded",
     lazy_bytes=1024,
@@ -83,7 +83,7 @@ def make_state(seed: int, *, rows: int = 96) -> dict[str, Any]:
 
 
 def make_lightning_state(step: int, *, world_size: int = 1) -> dict[str, Any]:
-    """A state laid out as Lightning's, with tied weights; of several ranks also a tensor that is cut between them."""
+    """A state with Lightning's layout and tied weights; for several ranks also a tensor that is cut between them."""
     made = torch.Generator().manual_seed(step)
     rows = 2100 if world_size > 1 else 100  # tensors of more than 8 MiB are cut
     weight = torch.randn(6, 4, generator=made)
@@ -132,11 +132,11 @@ def run_ranks(world_size: int, work: Callable[[int, Coordinator], T], *, timeout
     """Calls ``work(rank, coordinator)`` for every rank at once, each on a thread of its own.
 
     Returns:
-        What each returned, by rank.
+        The return values, by rank.
 
     Raises:
         TimeoutError: a rank did not return in time (its thread is left behind).
-        Exception: what the first rank raised that did.
+        Exception: that of the lowest rank that raised.
     """
     store = HashStore()
     pool = ThreadPoolExecutor(world_size, thread_name_prefix="rank")
@@ -164,7 +164,7 @@ def make_checkpointer(
     options: CheckpointerOptions = QUICK,
     **further: Any,
 ) -> Checkpointer:
-    """A Checkpointer that does not look at the environment."""
+    """A Checkpointer that does not read the environment."""
     target = directory if isinstance(directory, LocalTierOptions) else str(directory)
     rank, world_size = (0, 1) if coordinator is None else (coordinator.rank, coordinator.world_size)
     return Checkpointer(
@@ -214,7 +214,7 @@ class Series:
         )
 
     def load(self, **arguments: Any) -> list[Restored | None]:
-        """Loads with fresh checkpointers on ``world_size`` ranks; returns what each got."""
+        """Loads with new checkpointers on ``world_size`` ranks; returns the result of each."""
 
         def work(rank: int, coordinator: Coordinator) -> Restored | None:
             checkpointer = self.open(coordinator)
@@ -226,7 +226,7 @@ class Series:
         return run_ranks(self.world_size, work)
 
     def problems(self, restored: Restored, rank: int) -> list[str]:
-        """What in a restored checkpoint is not bit for bit what was saved at its step."""
+        """Differences between a restored checkpoint and what was saved at its step, bit for bit."""
         if restored.step not in self.steps:
             return [f"step {restored.step} was never saved"]
         found = differences(restored.state, make_state(restored.step))
@@ -261,8 +261,8 @@ def save_steps(
     """Saves steps in a folder, one shard a rank, and waits until each is durable.
 
     Args:
-        name: each step's, ``{step}`` in it becomes its number.
-        what: the state of every step; None: :func:`make_lightning_state` of it.
+        name: name of each step; ``{step}`` in it becomes the step number.
+        what: the state of every step; None: :func:`make_lightning_state` of the step.
     """
     options = LocalTierOptions(directory=str(directory), keep=None)
 
@@ -283,7 +283,7 @@ def save_steps(
 
 
 def step_dirs(tier: str | Path, run: str = RUN) -> dict[StepId, Path]:
-    """Step folders of a run in a folder tier, oldest first, whether whole or not."""
+    """Step folders of a run in a folder tier, oldest first, committed or not."""
     base = Path(tier, META_DIR, run, STEPS_DIR)
     found = {StepId.parse(path.name): path for path in base.iterdir()} if base.is_dir() else {}
     return {step: Path(tier, step_prefix(run, step)) for step in sorted(step for step in found if step is not None)}

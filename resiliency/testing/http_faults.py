@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 __all__ = ["FaultProxy", "HttpFault"]
 
-# Headers of one connection, not of the answer (RFC 9110, 7.6.1), and the length, which is set again.
+# Headers of one connection, not of the response (RFC 9110, 7.6.1), and the length, which is written anew.
 _HOP_BY_HOP = frozenset({"connection", "content-length", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"})
 
 
@@ -24,12 +24,12 @@ class HttpFault(enum.Enum):
     """What can happen to a request besides an error status."""
 
     RESET = "reset"  # the connection is cut before the server sees the request
-    LOST_ANSWER = "lost answer"  # the server handles the request, and the connection is cut before its answer
+    LOST_ANSWER = "lost answer"  # the server carries out the request, and the connection is cut before its response
     HANG = "hang"  # no answer until the proxy stops
 
 
 @dataclass
-class _Trip:
+class _RequestFault:
     pattern: re.Pattern[str]
     fault: HttpFault | int
     body: str
@@ -43,12 +43,12 @@ class _State:
     port: int
     origin: str
     deadline_s: float
-    trips: list[_Trip] = field(default_factory=list)
+    trips: list[_RequestFault] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopped: threading.Event = field(default_factory=threading.Event)
 
-    def pick(self, request: str) -> _Trip | None:
+    def pick(self, request: str) -> _RequestFault | None:
         with self.lock:
             self.seen.append(request)
             for trip in self.trips:
@@ -110,10 +110,10 @@ class FaultProxy:
             body: text of the answer.
         """
         with self._state.lock:
-            self._state.trips.append(_Trip(re.compile(pattern), fault, body, times, skip))
+            self._state.trips.append(_RequestFault(re.compile(pattern), fault, body, times, skip))
 
     def reset(self) -> None:
-        """Disarms all faults, ends hanging requests and clears the list of requests."""
+        """Disarms all faults, frees hanging requests and clears the list of requests seen."""
         with self._state.lock:
             self._state.trips.clear()
             self._state.seen.clear()
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             upstream.request(self.command, self.path, body=body, headers=headers)
             answer = upstream.getresponse()
             content = answer.read()
-            # The server gives its own address for upload sessions; their parts must go through the proxy too.
+            # The address of an upload session is the server's; replaced, so that its parts pass through the proxy too.
             here = f"http://{self.headers['Host']}"
             kept = [
                 (name, value.replace(self.state.origin, here))
@@ -182,4 +182,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing; see :meth:`FaultProxy.seen`."""
+        """Prints nothing; :meth:`FaultProxy.seen` has the requests."""

@@ -1,4 +1,4 @@
-"""Tiers that wrap a tier for tests: one fails when told, one is slow, one records its calls."""
+"""Test doubles that wrap a tier: one fails as scripted, one is slow, one records calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WrappedTier:
         self.durable = inner.durable
 
     def around(self, verb: Verb, key: str, call: Callable[[], T]) -> T:
-        """Runs ``call()``; override it to do something else."""
+        """Runs one verb; override it to do something else than ``call()``."""
         return call()
 
     def put_bytes(self, key: str, data: bytes) -> None:
@@ -72,14 +72,14 @@ class Fault(enum.Enum):
     CONFLICT = "412: TierError that is not retryable, nothing done"
     LOST_ANSWER = "done, and then a retryable TierError"
     MISSING = "reads: FileNotFoundError; listings: empty"
-    CORRUPT = "puts store, and reads return, the bytes with one bit flipped, and say nothing"
+    CORRUPT = "puts store, and reads return, the bytes with one bit flipped, without an error"
 
 
 _RETRYABLE = {Fault.BUSY: True, Fault.FULL: True, Fault.LOST_ANSWER: True, Fault.REFUSED: False, Fault.CONFLICT: False}
 
 
 @dataclass
-class _Trip:
+class _ScriptedFault:
     verb: Verb
     fault: Fault
     at: int
@@ -88,12 +88,12 @@ class _Trip:
 
 
 class FaultyTier(WrappedTier):
-    """Fails when told: ``tier.fail("put_file", Fault.BUSY, at=2)`` fails the second put_file from now on."""
+    """Fails as scripted: ``tier.fail("put_file", Fault.BUSY, at=2)`` fails the second put_file from now on."""
 
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
         self._lock = threading.Lock()
-        self._trips: list[_Trip] = []
+        self._trips: list[_ScriptedFault] = []
         self._tripped: Counter[Fault] = Counter()
 
     def fail(self, verb: Verb, fault: Fault, *, at: int = 1, times: int = 1, key: str = "") -> None:
@@ -106,7 +106,7 @@ class FaultyTier(WrappedTier):
             key: only keys that contain this text.
         """
         with self._lock:
-            self._trips.append(_Trip(verb, fault, at, times, key))
+            self._trips.append(_ScriptedFault(verb, fault, at, times, key))
 
     def tripped(self, fault: Fault) -> int:
         """How often this fault happened."""
@@ -129,18 +129,18 @@ class FaultyTier(WrappedTier):
         check: Callable[[bytes], None] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        def rotten() -> None:
-            # The bytes are damaged after the check, as they would be on the network or in the store.
+        def corrupted() -> None:
+            # Corrupted after the check of the source, as by the network or the store.
             data = Path(path).read_bytes()
             if check is not None:
                 for at in range(0, len(data), BLOCK_BYTES):
                     check(data[at : at + BLOCK_BYTES])
             with TemporaryDirectory() as folder:
-                bad = Path(folder, "rotten")
+                bad = Path(folder, "corrupted")
                 bad.write_bytes(_flip(data))
                 self.inner.put_file(key, str(bad), progress=progress)
 
-        self._run("put_file", key, lambda: self.inner.put_file(key, path, check=check, progress=progress), rotten)
+        self._run("put_file", key, lambda: self.inner.put_file(key, path, check=check, progress=progress), corrupted)
 
     def _run(self, verb: Verb, key: str, call: Callable[[], T], corrupt: Callable[[], T]) -> T:
         fault = self._next(verb, key)
@@ -181,7 +181,7 @@ class SlowTier(WrappedTier):
 
     Args:
         delay: for each verb.
-        bytes_per_s: additional time for the bytes of puts and reads; None: as fast as ``inner``.
+        bytes_per_s: additional wait for the bytes of puts and reads; None: as fast as ``inner``.
         pause: waits that many seconds; a true result ends the verb with a retryable TierError. Pass the ``wait`` of an
             Event to free a waiting verb, or a clock's own wait.
     """
@@ -239,7 +239,7 @@ class SlowTier(WrappedTier):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a verb. ``key`` is the prefix for listings."""
+    """One recorded call of a verb. ``key`` is the prefix for listings."""
 
     verb: Verb
     key: str
@@ -269,7 +269,7 @@ class RecordingTier(WrappedTier):
 
 
 def _flip(data: bytes) -> bytes:
-    """The data with one bit in the middle flipped; empty data gets a byte."""
+    """Flips one bit in the middle; an empty object gets one byte."""
     if not data:
         return b"\xff"
     middle = len(data) // 2

@@ -1,5 +1,4 @@
-"""The tests every storage tier must pass: subclass :class:`TierTests` and supply the tier and direct access to its
-data.
+"""The tests every storage tier must pass: subclass :class:`TierTests`, supply the tier and raw access to its objects.
 
 ::
 
@@ -12,7 +11,7 @@ data.
         def raw_put(self, tier, key, data): ...
         def raw_keys(self, tier): ...
 
-The raw methods do not use the tier, so a tier that reads only its own cache does not pass.
+The raw verbs bypass the tier, so that a tier that only reads back its own cache fails.
 """
 
 from __future__ import annotations
@@ -43,36 +42,36 @@ ODD_KEYS = [
 ]
 BAD_KEYS = ["", "/a", "a/", "a//b", ".", "..", "../a", "a/../b", "./a", "a/.", "a\nb", "a\0b", "\ud800"]
 
-#: Longest wait in these tests, in seconds.
+#: Deadline of every wait in these tests, in seconds.
 DEADLINE_S = 60.0
 
 
 class Refusal(Exception):
-    """Raised by the ``check`` functions of these tests."""
+    """Raised by the ``check`` callbacks of these tests."""
 
 
 class TierTests:
-    """The tests. Each gets a fresh, empty tier from the fixture ``tier``."""
+    """The tests of a tier. Every test gets a fresh, empty tier from the fixture ``tier``."""
 
     @pytest.fixture
     def tier(self) -> Tier:
         raise NotImplementedError("supply a fixture 'tier' that gives an empty tier")
 
     def raw_get(self, tier: Tier, key: str) -> bytes | None:
-        """The object's bytes by another way than the tier, None when there is none."""
+        """The object's bytes without the tier, None when there is none."""
         raise NotImplementedError
 
     def raw_put(self, tier: Tier, key: str, data: bytes) -> None:
-        """Stores an object by another way than the tier."""
+        """Stores an object without the tier."""
         raise NotImplementedError
 
     def raw_keys(self, tier: Tier) -> set[str]:
-        """Every object that exists, also those the tier does not list, by another way than the tier."""
+        """Every object there is, also what the tier hides, without the tier."""
         raise NotImplementedError
 
-    # ---- attributes
+    # ---- name and root
 
-    def test_it_says_what_it_is(self, tier: Tier) -> None:
+    def test_a_tier_has_a_name_and_a_root(self, tier: Tier) -> None:
         assert tier.name and isinstance(tier.name, str)
         assert tier.root and isinstance(tier.root, str)
         assert isinstance(tier.is_local, bool) and isinstance(tier.durable, bool)
@@ -108,7 +107,7 @@ class TierTests:
         assert tier.read("a/b") == b"new!"
         assert tier.read_range("a/b", 0, 9) == b"new!"
 
-    def test_a_put_replaces(self, tier: Tier, tmp_path: Path) -> None:
+    def test_a_put_replaces_the_object(self, tier: Tier, tmp_path: Path) -> None:
         tier.put_bytes("k", b"long and old")
         tier.put_bytes("k", b"new")
         assert self.raw_get(tier, "k") == b"new"
@@ -152,7 +151,7 @@ class TierTests:
 
     # ---- ranges
 
-    def test_ranges(self, tier: Tier) -> None:
+    def test_a_range_returns_its_bytes(self, tier: Tier) -> None:
         data = b"0123456789"
         self.raw_put(tier, "k", data)
         for start, end in ((0, 10), (0, 1), (3, 7), (7, 99), (4, 4), (10, 12), (50, 60)):
@@ -168,14 +167,14 @@ class TierTests:
         start, end = BLOCK_BYTES - 3, 2 * BLOCK_BYTES + 2
         assert tier.read_range("k", start, end) == source.read_bytes()[start:end]
 
-    def test_ranges_that_mean_nothing_are_refused(self, tier: Tier) -> None:
+    def test_invalid_ranges_are_refused(self, tier: Tier) -> None:
         self.raw_put(tier, "k", b"0123456789")
         for start, end in ((-1, 3), (3, 2), (0, -1)):
             assert _refusal(lambda: tier.read_range("k", start, end)), (start, end)  # noqa: B023  # called at once
 
     # ---- missing objects
 
-    def test_missing_keys(self, tier: Tier) -> None:
+    def test_a_missing_key_raises_file_not_found(self, tier: Tier) -> None:
         self.raw_put(tier, "a/b/c", b"x")
         for key in ("z", "a/z", "a/b", "a/b/c/d"):
             with pytest.raises(FileNotFoundError):
@@ -210,7 +209,7 @@ class TierTests:
 
     # ---- listings
 
-    def test_listings(self, tier: Tier) -> None:
+    def test_a_listing_has_every_key_with_the_prefix(self, tier: Tier) -> None:
         sizes = {"a": 1, "ab/x": 2, "ab/y/z": 3, "ab/y/deep/er": 4, "abc/x": 5, "b": 0}
         for key, nbytes in sizes.items():
             self.raw_put(tier, key, b"x" * nbytes)
@@ -305,7 +304,7 @@ class TierTests:
     # ---- threads
 
     def test_writers_of_one_key_never_mix(self, tier: Tier, tmp_path: Path) -> None:
-        """Every reader sees one writer's object, whole, while writers of small and big objects race."""
+        """Every reader sees one writer's complete object while writers of small and big objects race."""
         whole = {bytes([65 + i]) * (1000 + i) for i in range(3)}
         big = _file(tmp_path, BLOCK_BYTES + 11)
         whole.add(big.read_bytes())
@@ -338,7 +337,7 @@ class TierTests:
         assert self.raw_keys(tier) == {"k"}
 
     def test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(self, tier: Tier) -> None:
-        """Callers do not notice folders that are removed when empty and made again; listings are complete."""
+        """Folders that are made and removed as they fill and empty cause no errors, and listings stay complete."""
 
         def churn(index: int) -> None:
             for turn in range(15):

@@ -1,4 +1,4 @@
-"""A process that has imported slow modules once and forks workers.
+"""A fork server: a process that has imported slow modules once and forks worker processes from there.
 
 A worker that needs torch and Lightning starts in tens of milliseconds instead of seconds, so a test can kill and
 restart a job hundreds of times. The forking process itself runs no thread and no tensor operation. Linux only.
@@ -30,10 +30,10 @@ from typing import Any
 from resiliency.errors import Timeout
 from resiliency.settings import child_environment
 
-__all__ = ["Worker", "Zygote"]
+__all__ = ["WorkerProcess", "Zygote"]
 
 
-class Worker:
+class WorkerProcess:
     """A forked process. ``returncode`` is None while it runs, negative when a signal ended it."""
 
     def __init__(self, pid: int) -> None:
@@ -76,7 +76,7 @@ class Zygote:
                 text=True,
                 bufsize=1,
             )
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, WorkerProcess] = {}
         self._started: list[int] = []
         self._starting = threading.Lock()
         self._changed = threading.Condition()
@@ -87,10 +87,10 @@ class Zygote:
 
     def start(
         self, target: str, arguments: Mapping[str, Any], *, env: Mapping[str, str] | None = None, timeout_s: float = 60
-    ) -> Worker:
+    ) -> WorkerProcess:
         """Forks a worker that calls ``target`` ("module:function") with keyword arguments, in a session of its own."""
         assert self._process.stdin is not None
-        # One order at a time, because an answer does not say which order it belongs to.
+        # One request at a time, because the answers carry nothing that says which request they belong to.
         with self._starting, self._changed:
             before = len(self._started)
             self._process.stdin.write(
@@ -105,14 +105,14 @@ class Zygote:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            news = json.loads(line)
+            message = json.loads(line)
             with self._changed:
-                if news["what"] == "started":
-                    self._workers[news["pid"]] = Worker(news["pid"])
-                    self._started.append(news["pid"])
+                if message["what"] == "started":
+                    self._workers[message["pid"]] = WorkerProcess(message["pid"])
+                    self._started.append(message["pid"])
                 else:
-                    worker = self._workers.pop(news["pid"])
-                    worker.returncode = news["code"]
+                    worker = self._workers.pop(message["pid"])
+                    worker.returncode = message["code"]
                     worker._ended.set()
                 self._changed.notify_all()
         with self._changed:
@@ -162,7 +162,7 @@ def _serve(preload: Sequence[str]) -> None:
             if pid == 0:
                 break
             running.discard(pid)
-            _say({"what": "ended", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+            _send({"what": "ended", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
         if open_input and 0 in ready:
             data = os.read(0, 1 << 16)
             if not data:
@@ -172,30 +172,30 @@ def _serve(preload: Sequence[str]) -> None:
             for line in lines:
                 pid = os.fork()
                 if pid == 0:
-                    _work(json.loads(line))
+                    _run_worker(json.loads(line))
                 running.add(pid)
-                _say({"what": "started", "pid": pid})
+                _send({"what": "started", "pid": pid})
 
 
-def _say(news: Mapping[str, Any]) -> None:
-    os.write(1, json.dumps(news).encode() + b"\n")
+def _send(message: Mapping[str, Any]) -> None:
+    os.write(1, json.dumps(message).encode() + b"\n")
 
 
-def _work(order: Mapping[str, Any]) -> None:
-    """Runs in the fork; never returns."""
+def _run_worker(request: Mapping[str, Any]) -> None:
+    """Runs the worker in the forked process; never returns."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        os.dup2(2, 1)  # what the worker prints must not be taken for a message of the zygote
-        os.environ.update(order["env"])
-        module, _, name = order["target"].partition(":")
-        getattr(importlib.import_module(module), name)(**order["arguments"])
+        os.dup2(2, 1)  # what the worker prints must not be read as the zygote's messages
+        os.environ.update(request["env"])
+        module, _, name = request["target"].partition(":")
+        getattr(importlib.import_module(module), name)(**request["arguments"])
         code = 0
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
-    except BaseException:  # Boundary: the end of the process.
+    except BaseException:  # Boundary: the process ends here.
         traceback.print_exc()
     finally:
         sys.stderr.flush()

@@ -129,7 +129,7 @@ def test_an_agent_killed_with_a_sealed_save_does_not_lose_it(local: Path) -> Non
     assert loads(local) == 2
 
 
-def test_after_many_deaths_the_trainer_does_the_work(local: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_after_many_lost_agents_the_trainer_commits(local: Path, caplog: pytest.LogCaptureFixture) -> None:
     with make_checkpointer(local, options=PROCESS) as checkpointer:
         step = 0
         while not checkpointer.session.client.embedded and step < 12:
@@ -221,7 +221,7 @@ def test_a_stopped_agent_does_not_stop_training(
 
 
 @pytest.mark.parametrize("how", ["ends at once", "never listens"])
-def test_an_agent_that_cannot_start(
+def test_without_an_agent_that_starts_the_trainer_commits(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     python = tmp_path / "python"
@@ -238,14 +238,14 @@ def test_an_agent_that_cannot_start(
     assert loads(local) == 1
 
 
-def test_no_python_at_all(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_python_to_start_the_trainer_commits(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with make_checkpointer(local, options=PROCESS) as checkpointer:
         assert save(checkpointer, 1)
     assert loads(local) == 1
 
 
-def test_two_jobs_on_one_directory(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_in_one_directory_have_an_agent_each(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from resiliency.agent import server
 
     assert server._OLD_CLIENTS_S <= 30, "the second job waits too long for its refusal"
@@ -279,7 +279,7 @@ def test_no_descriptor_thread_or_process_is_lost(local: Path) -> None:
     assert loads(local) == 3, "what the last attempt saved is the newest, whatever its number"
 
 
-def test_closing_twice_and_without_opening(local: Path) -> None:
+def test_closing_twice_and_without_opening_does_nothing(local: Path) -> None:
     checkpointer = make_checkpointer(local, options=PROCESS)
     checkpointer.close()
     checkpointer.close()

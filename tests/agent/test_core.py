@@ -93,7 +93,7 @@ def restored(local: Path, **further: Any) -> int | None:
 # ---- save before delete, on the local tier
 
 
-def test_keeps_the_newest_only(local: Path) -> None:
+def test_only_the_newest_steps_are_kept(local: Path) -> None:
     with keeping(local, 2) as checkpointer:
         save(checkpointer, 1, 2, 3, 4, 5)
         settle(checkpointer)
@@ -145,7 +145,7 @@ def test_what_an_attempt_before_could_not_sync_is_not_taken_for_durable(local: P
         assert numbers(local) == [4]
 
 
-def test_order_of_the_fsyncs_and_the_first_deletion(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_new_step_is_fsynced_before_the_first_deletion(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shard, record and manifest of the new step, then their folder, and only then the first file of the old step."""
     seen: list[tuple[str, str]] = []
     for name in ("fsync_file", "fsync_dir"):
@@ -172,7 +172,9 @@ def test_order_of_the_fsyncs_and_the_first_deletion(local: Path, monkeypatch: py
     assert seen[first][1].endswith("manifest.json"), "the manifest goes first, so that what is half deleted is no step"
 
 
-def test_manifest_first_then_records_then_shards(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_deleted_manifest_first_then_records_then_shards(
+    local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed: list[str] = []
     real = faultpoints.hit
     monkeypatch.setattr(
@@ -217,7 +219,7 @@ def test_another_runs_files_are_never_touched(local: Path) -> None:
     assert restored(local, run="one") == 101
 
 
-def test_files_of_people_are_never_touched(local: Path) -> None:
+def test_files_of_users_are_never_touched(local: Path) -> None:
     local.mkdir()
     mine = [local / "notes.txt", local / "old.ckpt", local / META_DIR / RUN / "steps" / "README"]
     for path in mine:
@@ -321,7 +323,7 @@ def test_superseded_names_go_with_the_commit_of_the_newer_step(local: Path) -> N
         assert (local / "b.ckpt").exists()
 
 
-def test_delete_right_after_a_restart(local: Path) -> None:
+def test_a_deletion_right_after_a_restart_takes_the_older_step(local: Path) -> None:
     """No save has been made by this process yet; the newest step on disk is the one that must be safe, and is."""
     with keeping(local, 1) as checkpointer:
         save(checkpointer, 1, names=["a.ckpt"])
@@ -368,7 +370,7 @@ def test_deleting_the_newest_keeps_it(local: Path) -> None:
 # ---- repeated and odd steps
 
 
-def test_the_same_step_saved_twice(local: Path) -> None:
+def test_the_same_step_saved_twice_is_two_steps(local: Path) -> None:
     with keeping(local, 5) as checkpointer:
         save(checkpointer, 7)
         ticket = checkpointer.save(7, make_state(7), info={"second": True})
@@ -380,14 +382,14 @@ def test_the_same_step_saved_twice(local: Path) -> None:
         assert got is not None and got.step == 7 and got.info["second"] is True
 
 
-def test_step_zero(local: Path) -> None:
+def test_step_zero_is_saved_and_loaded(local: Path) -> None:
     with keeping(local, 1) as checkpointer:
         save(checkpointer, 0)
         got = checkpointer.load()
         assert got is not None and got.step == 0
 
 
-def test_the_same_step_in_the_next_attempt(local: Path) -> None:
+def test_the_same_step_in_the_next_attempt_is_another_step(local: Path) -> None:
     for _ in range(3):
         with keeping(local, None) as checkpointer:
             save(checkpointer, 5)
@@ -395,7 +397,7 @@ def test_the_same_step_in_the_next_attempt(local: Path) -> None:
     assert restored(local) == 5
 
 
-def test_many_names(local: Path) -> None:
+def test_a_step_with_many_names_is_kept_until_all_are_deleted(local: Path) -> None:
     names = [f"folder-{n % 3}/metric={n / 7:.3f}.ckpt" for n in range(60)]
     with keeping(local, 1) as checkpointer:
         save(checkpointer, 1, names=names)
@@ -412,7 +414,7 @@ def test_many_names(local: Path) -> None:
 # ---- remote tiers
 
 
-def test_remote_deletes_only_after_the_newer_manifest(
+def test_the_remote_tier_deletes_only_after_the_newer_manifest(
     local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from resiliency.agent import uploader
@@ -440,7 +442,7 @@ def test_remote_deletes_only_after_the_newer_manifest(
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_remote_is_pruned_whichever_rank_is_last(local: Path, tmp_path: Path, slow: int) -> None:
+def test_the_remote_tier_is_pruned_whichever_rank_is_last(local: Path, tmp_path: Path, slow: int) -> None:
     """Two agents send their parts; the one that writes the manifest need not be that of rank 0."""
     remote = tmp_path / "remote"
     faultpoints.arm(f"agent.upload.shard:delay=0.15@*,rank={slow}")
@@ -566,7 +568,7 @@ def seal(path: Path, **values: Any) -> Seal:
     return dataclasses.replace(found, **values)
 
 
-def test_a_seal_said_twice_commits_once(local: Path) -> None:
+def test_a_seal_sent_twice_commits_once(local: Path) -> None:
     """After an agent's death the trainer repeats what was not acknowledged; the successor may have done it already."""
     heard: list[Any] = []
     local.mkdir()
@@ -639,7 +641,7 @@ def test_a_file_that_is_not_the_sealed_one_is_a_failed_save(local: Path, how: st
         agent.close()
 
 
-def test_digests_that_cannot_be_all_are_refused(local: Path) -> None:
+def test_a_wrong_number_of_digests_is_refused(local: Path) -> None:
     agent = agent_for(local, [])
     local.mkdir()
     (local / "shard").write_bytes(b"x" * 100)

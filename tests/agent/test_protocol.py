@@ -92,7 +92,7 @@ MESSAGES: list[Message] = [
 ]
 
 
-def test_config_survives_the_way() -> None:
+def test_a_config_is_decoded_as_it_was_encoded() -> None:
     assert config_from_json(config_to_json(CONFIG)) == CONFIG
 
 
@@ -182,7 +182,7 @@ def test_every_field_is_checked(message: Message) -> None:
     ],
     ids=str,
 )
-def test_a_value_that_cannot_be_is_refused_with_its_field(change: dict[str, object], what: str) -> None:
+def test_an_invalid_value_is_refused_with_its_field(change: dict[str, object], what: str) -> None:
     with pytest.raises(AgentError, match=re.escape(what)):
         list(Framer().feed(json.dumps({**json.loads(pack(SEAL)), **change}).encode() + b"\n"))
 

@@ -106,7 +106,7 @@ def seal(config: AgentConfig, step: int = 1, tiers: tuple[str, ...] = ()) -> Sea
     )
 
 
-def test_welcome_and_the_end_after_the_last_rank(
+def test_each_rank_is_welcomed_and_the_agent_ends_after_the_last(
     config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]
 ) -> None:
     thread = serve(config)
@@ -123,7 +123,7 @@ def test_welcome_and_the_end_after_the_last_rank(
         dial(config)
 
 
-def test_nobody_comes(config: AgentConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_no_rank_connects_to_ends(config: AgentConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_FIRST_CLIENT_S", 0.2)
     alone = AgentServer(config)
     began = time.monotonic()
@@ -285,7 +285,7 @@ def test_a_malformed_message_of_one_rank_does_not_harm_another(
         good.close()
 
 
-def test_another_version_of_the_protocol_is_told(
+def test_another_version_of_the_protocol_is_refused(
     config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]
 ) -> None:
     serve(config)
@@ -298,7 +298,7 @@ def test_another_version_of_the_protocol_is_told(
         answer(connection)
 
 
-def test_another_user_is_not_heard(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
+def test_another_user_is_refused(config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]) -> None:
     serve(config)
     script = (
         "import os, socket, sys\n"

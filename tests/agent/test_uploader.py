@@ -106,7 +106,7 @@ def test_the_last_host_writes_the_manifest(hosts: list[Host], remote: FaultyTier
     assert json.loads(remote.read("a.ckpt"))["step"] == 7
 
 
-def test_both_at_once(hosts: list[Host], remote: FaultyTier) -> None:
+def test_two_hosts_that_finish_at_once_commit_the_step(hosts: list[Host], remote: FaultyTier) -> None:
     for step in range(1, 15):
         records = [host.record(StepId(step, 1, "0a0b0c")) for host in hosts]
         barrier = threading.Barrier(2)

@@ -136,7 +136,7 @@ def test_a_contender_that_hangs_is_killed_with_its_daemon(tmp_path: Path) -> Non
 
 def test_a_contender_that_dies_says_why(tmp_path: Path) -> None:
     result = run_script(tmp_path, "raise ValueError('no such tensor')")
-    assert result == {"error": "ended with code 1; last words: ValueError: no such tensor"}
+    assert result == {"error": "ended with code 1; last error: ValueError: no such tensor"}
 
 
 def test_a_missing_package_is_unavailable_not_failed(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def pair(
 
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 @pytest.mark.parametrize("name", CASES)
-def test_same_names_states_and_bytes(name: str, tmp_path: Path) -> None:
+def test_names_states_and_bytes_are_those_of_the_stock_class(name: str, tmp_path: Path) -> None:
     namespace = NAMESPACES[list(CASES).index(name) % 2]
     (_, theirs, _), (_, mine, net), kept, root = pair(namespace, tmp_path, CASES[name])
 

@@ -105,7 +105,9 @@ def train(
 @pytest.mark.parametrize("manual", ["", "wrapped", "raw"])
 @pytest.mark.parametrize("namespace", NAMESPACES)
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
-def test_batchnorm_and_adam_by_every_kind_of_optimisation(namespace: str, manual: str, tmp_path: Path) -> None:
+def test_batchnorm_and_adam_are_saved_exactly_by_every_kind_of_optimisation(
+    namespace: str, manual: str, tmp_path: Path
+) -> None:
     if manual == "raw":
         # Lightning does not count steps it does not see, so the clock makes the saves: here, batches do.
         net = make_net(namespace, manual="raw")
@@ -142,7 +144,7 @@ def test_copies_are_late_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         check(tmp_path, witness)
 
 
-def test_lbfgs(tmp_path: Path) -> None:
+def test_lbfgs_is_saved_exactly(tmp_path: Path) -> None:
     net = make_net(PL)
     net.configure_optimizers = lambda: torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
     witness = reference(PL, step_name)
@@ -150,7 +152,7 @@ def test_lbfgs(tmp_path: Path) -> None:
     check(tmp_path, witness, at_least=12)
 
 
-def test_two_optimizers_in_turns_and_sgd_momentum(tmp_path: Path) -> None:
+def test_two_alternating_optimizers_with_momentum_are_saved_exactly(tmp_path: Path) -> None:
     net = make_net(PL, manual="wrapped")
     first, second = list(net.layers[0].parameters()), list(net.layers[3].parameters())
 
@@ -168,7 +170,7 @@ def test_two_optimizers_in_turns_and_sgd_momentum(tmp_path: Path) -> None:
     check(tmp_path, witness, at_least=12)
 
 
-def test_a_raw_optimizer_with_a_closure(tmp_path: Path) -> None:
+def test_a_raw_optimizer_with_a_closure_is_saved_exactly(tmp_path: Path) -> None:
     """No hook of Lightning is called here, and torch's own one sees a closure."""
     net = make_net(PL, manual="raw")
 
@@ -196,7 +198,7 @@ def test_a_raw_optimizer_with_a_closure(tmp_path: Path) -> None:
     check(tmp_path, witness, at_least=12)
 
 
-def test_weight_averaging(tmp_path: Path) -> None:
+def test_weight_averaging_is_saved_exactly(tmp_path: Path) -> None:
     averaging = importlib.import_module(f"{PL}.callbacks").WeightAveraging(
         avg_fn=lambda old, new, count: old + (new - old) / (count + 1), use_buffers=True
     )
@@ -207,7 +209,7 @@ def test_weight_averaging(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Swapping scheduler")
 @pytest.mark.filterwarnings("ignore:SWA")
-def test_stochastic_weight_averaging(tmp_path: Path) -> None:
+def test_stochastic_weight_averaging_is_saved_exactly(tmp_path: Path) -> None:
     averaging = importlib.import_module(f"{PL}.callbacks").StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
     net = make_net(PL)
     net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
@@ -252,7 +254,9 @@ def spoil(module: Any, how: str) -> None:
 
 @pytest.mark.parametrize("own_batch_end", [True, False])
 @pytest.mark.parametrize("when", ["batch_end", "validation_end", "epoch_end"])
-def test_hooks_that_change_weights_by_the_back_door(when: str, own_batch_end: bool, tmp_path: Path) -> None:
+def test_weights_changed_by_hooks_outside_the_step_are_saved_exactly(
+    when: str, own_batch_end: bool, tmp_path: Path
+) -> None:
     """All hooks of callbacks and module at once, in each of the hooks where checkpoints are saved.
 
     A module with an ``on_train_batch_end`` of its own runs it after our hook, so nothing is late then; hence once without.
@@ -310,7 +314,7 @@ def test_weights_changed_between_batch_and_step_are_safe_without_lazy_copies(hoo
 
 
 @pytest.mark.parametrize("how", ["data", "replaced", "in place"])
-def test_a_target_network_that_follows_in_forward(how: str, tmp_path: Path) -> None:
+def test_a_target_network_updated_in_forward_is_saved_exactly(how: str, tmp_path: Path) -> None:
     """Parameters no optimizer owns (momentum encoders) may change anywhere."""
     net = make_net(PL)
     net.target = torch.nn.Linear(4, 8).requires_grad_(False)
@@ -320,7 +324,7 @@ def test_a_target_network_that_follows_in_forward(how: str, tmp_path: Path) -> N
     check(tmp_path, witness, at_least=12)
 
 
-def test_callback_states_and_hyper_parameters_are_of_their_moment(tmp_path: Path) -> None:
+def test_callback_states_and_hyper_parameters_are_those_of_the_saved_step(tmp_path: Path) -> None:
     """Python state and tensors of callbacks and schedulers change as soon as the next batch begins."""
 
     class Counting(importlib.import_module(f"{PL}.callbacks").Callback):  # type: ignore[misc]
@@ -343,7 +347,7 @@ def test_callback_states_and_hyper_parameters_are_of_their_moment(tmp_path: Path
         assert torch.equal(state["tensor"], torch.full((3,), float(step)))
 
 
-def test_scaler_like_tensors_in_a_precision_plugin(tmp_path: Path) -> None:
+def test_tensors_in_a_precision_plugin_are_saved_exactly(tmp_path: Path) -> None:
     """A loss scale changes in the optimizer step, and would be saved by reference."""
     precision = importlib.import_module(f"{PL}.plugins.precision").Precision
     scale = torch.full((40_000,), 1.0)

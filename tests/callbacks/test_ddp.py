@@ -62,7 +62,7 @@ def run(zygote: Zygote, directory: Path, *, deadline_s: float = 60, **arguments:
     return [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(2)]
 
 
-def test_unequal_states_both_files_and_exact_resume(zygote: Zygote, tmp_path: Path) -> None:
+def test_each_rank_writes_a_shard_and_both_resume_exactly(zygote: Zygote, tmp_path: Path) -> None:
     straight = run(zygote, tmp_path / "straight", max_steps=11)
     assert [answer["error"] for answer in straight] == ["", ""]
 
@@ -90,7 +90,7 @@ def test_unequal_states_both_files_and_exact_resume(zygote: Zygote, tmp_path: Pa
     assert second[0]["names"] == ["last.ckpt", "step=6.ckpt", "step=9.ckpt"]
 
 
-def test_the_same_as_stock(zygote: Zygote, tmp_path: Path) -> None:
+def test_two_ranks_save_what_the_stock_callback_saves(zygote: Zygote, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     answers = []
     for own in (False, True):

@@ -57,7 +57,9 @@ def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("point", ["agent.record.write", "agent.manifest.write", "agent.shard.rename"])
-def test_a_full_disk_in_the_middle(point: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_and_saves_go_on_after_a_full_disk(
+    point: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     callback = ours(PL, tmp_path, **EVERY)
     callbacks = [At(2, lambda: faultpoints.arm(f"{point}:full@*")), At(6, lambda: faultpoints.arm("")), callback]
     trainer = make_trainer(PL, callbacks, root=tmp_path)
@@ -69,7 +71,7 @@ def test_a_full_disk_in_the_middle(point: str, tmp_path: Path, caplog: pytest.Lo
     assert events(tmp_path, "checkpoint_failed")
 
 
-def test_no_room_for_shard_files(
+def test_saves_go_on_when_there_is_room_for_shard_files_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = threading.Event()
@@ -91,7 +93,7 @@ def test_no_room_for_shard_files(
     assert warnings_of_ours(caplog)
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_begin_once_the_directory_can_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Below a file; when the file goes, later saves work."""
     (tmp_path / "file").write_text("in the way")
     directory = tmp_path / "file" / "ckpts"
@@ -130,7 +132,7 @@ def test_a_directory_that_can_be_read_but_not_written_is_still_resumed_from(
     assert "Read-only file system" in caplog.text
 
 
-def test_an_agent_killed_in_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_and_saves_go_on_after_the_agent_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def kill() -> None:
         (started,) = events(tmp_path, "agent_started")
         os.kill(started["pid"], signal.SIGKILL)
@@ -164,7 +166,7 @@ def failing(error: type[BaseException], at: int) -> Any:
     return net
 
 
-def test_save_on_exception_and_resume_from_it(tmp_path: Path) -> None:
+def test_a_save_on_exception_is_resumed_from(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "save_on_exception": True,
         "every_n_train_steps": 4,

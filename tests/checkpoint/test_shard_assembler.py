@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from resiliency.agent import commit
 from resiliency.checkpoint import shard_assembler, snapshot
 from resiliency.checkpoint.read_plan import plan_into, plan_new
-from resiliency.checkpoint.shard_assembler import _read_block, _Segment
+from resiliency.checkpoint.shard_assembler import _ByteRange, _read_block
 from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
 from resiliency.errors import CorruptShard
 from resiliency.storage.blocks import block_digest
@@ -81,7 +81,7 @@ def test_segments_of_any_place_and_overlap_are_read_right(
     object.__setattr__(record, "digests", tuple(block_digest(data[at : at + BLOCK]) for at in range(0, NBYTES, BLOCK)))
     targets = [torch.zeros(min(length, NBYTES - start), dtype=torch.uint8) for start, length in cuts]
     segments = [
-        _Segment(start, len(target), target.data_ptr()) for (start, _), target in zip(cuts, targets, strict=True)
+        _ByteRange(start, len(target), target.data_ptr()) for (start, _), target in zip(cuts, targets, strict=True)
     ]
     reader = Raw(str(path), record)
     with pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.cli.ckpt import app
 from resiliency.events import EventKind, EventWriter, JsonlSink
 from resiliency.inspection.liveness import evidence_of_use
-from resiliency.inspection.pruning import Doomed, delete, plan
+from resiliency.inspection.pruning import Deletion, delete, plan_pruning
 from resiliency.settings import environment
 from resiliency.storage.catalog import scan
 from resiliency.storage.manifest import EVENTS_DIR
@@ -94,10 +94,10 @@ def numbers(listing: Any) -> dict[str, list[int]]:
 
 def test_ls_shows_all_steps_of_all_runs(made: Path) -> None:
     found = data("ls", made)
-    assert found["places"] == {"local": str(made)}
+    assert found["tiers"] == {"local": str(made)}
     assert numbers(found) == {"duo": [1, 2], "solo": [10, 20, 30]}
     step = found["runs"]["duo"][1]
-    assert (step["complete"], step["shards_present"], step["shards_needed"], step["names"]) == (
+    assert (step["committed"], step["shards_present"], step["shards_needed"], step["names"]) == (
         True,
         2,
         2,
@@ -106,8 +106,8 @@ def test_ls_shows_all_steps_of_all_runs(made: Path) -> None:
     assert step["nbytes"] == sum(path.stat().st_size for path in step_dir(made, "duo", 2).glob("*.safetensors"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", step["created"])
     text = run("ls", made).stdout
-    assert re.search(r"^ *2 +1 +duo=2\.ckpt +\d{4}-.* MiB +2/2 +complete", text, re.M)
-    assert "run solo: 3 steps, 3 complete" in text
+    assert re.search(r"^ *2 +1 +duo=2\.ckpt +\d{4}-.* MiB +2/2 +committed", text, re.M)
+    assert "run solo: 3 steps, 3 committed" in text
 
 
 @pytest.mark.parametrize(("columns", "dates"), [(80, False), (160, True)])
@@ -123,7 +123,7 @@ def test_ls_fits_the_terminal(made: Path, monkeypatch: pytest.MonkeyPatch, colum
 
 
 @pytest.mark.parametrize("what", ["name", "step", "run", "shard"])
-def test_ls_of_a_part(made: Path, what: str) -> None:
+def test_ls_of_a_name_step_or_run_shows_only_that(made: Path, what: str) -> None:
     folder = step_dir(made, "solo", 20)
     path = {"name": made / "step=20.ckpt", "step": folder, "run": folder.parents[1], "shard": folder / "manifest.json"}[
         what
@@ -145,28 +145,28 @@ def test_ls_tells_what_is_wrong(ck: Path) -> None:
         1: "damaged",
         2: "damaged",
         10: "unfinished",
-        20: "complete",
-        30: "complete",
+        20: "committed",
+        30: "committed",
     }
     assert found[1]["notes"] == ["shard-00001.safetensors is missing"]
     assert re.fullmatch(r"shard-00000\.safetensors has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
     assert (found[10]["shards_present"], found[10]["shards_needed"]) == (0, None)
-    assert "no manifest" in found[20]["notes"][0]
+    assert "the manifest is missing" in found[20]["notes"][0]
     assert found[30]["notes"][0].startswith("manifest.json: not a manifest")
     text = run("ls", ck).stdout
     assert "step 1 (attempt 1): shard-00001.safetensors is missing" in text
 
 
 def test_ls_merges_places_as_tiers(ck: Path) -> None:
-    """Each half of a step is elsewhere: together it is complete."""
+    """Each half of a step is elsewhere: together it is committed."""
     address = copy_to_memory(ck)
     shard(ck, "duo", 2, 1).unlink()
-    assert [step["state"] for step in data("ls", ck)["runs"]["duo"]] == ["complete", "damaged"]
+    assert [step["state"] for step in data("ls", ck)["runs"]["duo"]] == ["committed", "damaged"]
     found = data("ls", ck, address)
-    assert found["places"] == {"local": str(ck), "memory": address}
+    assert found["tiers"] == {"local": str(ck), "memory": address}
     step = found["runs"]["duo"][1]
-    assert (step["state"], step["places"], step["notes"]) == (
-        "complete",
+    assert (step["state"], step["tiers"], step["notes"]) == (
+        "committed",
         ["local", "memory"],
         ["local: shard-00001.safetensors is missing"],
     )
@@ -182,10 +182,10 @@ def test_ls_counts_the_parts_of_several_hosts(ck: Path, tmp_path: Path) -> None:
         shard(place, "duo", 2, rank).with_suffix(".json").unlink()
     assert data("ls", ck)["runs"]["duo"][1]["state"] == "unfinished"
     found = data("ls", ck, other)
-    assert (found["runs"]["duo"][1]["state"], list(found["places"])) == ("complete", ["local-1", "local-2"])
+    assert (found["runs"]["duo"][1]["state"], list(found["tiers"])) == ("committed", ["local-1", "local-2"])
 
 
-def test_ls_of_nothing(tmp_path: Path) -> None:
+def test_ls_says_when_there_is_no_checkpoint(tmp_path: Path) -> None:
     assert run("ls", tmp_path).stdout == f"no checkpoints in {tmp_path}\n"
     assert "no such checkpoint" in told("ls", tmp_path / "none", status=2)
     assert "no such checkpoint" in told("ls", "memory://nobody", status=2)
@@ -219,8 +219,8 @@ def test_a_name_means_its_step_without_its_file_and_with_slashes(tmp_path: Path)
 
 def test_inspect_shows_shards_tensors_and_objects(made: Path) -> None:
     found = data("inspect", made / "duo=2.ckpt")
-    assert (found["run"], found["step"], found["attempt"], found["state"][0]["path"]) == ("duo", 2, 1, "epoch")
-    assert [(row["rank"], row["file"], row["there"]) for row in found["shards"]] == [
+    assert (found["run"], found["step"], found["attempt"], found["tree"][0]["path"]) == ("duo", 2, 1, "epoch")
+    assert [(row["rank"], row["file"], row["present"]) for row in found["shards"]] == [
         (0, "shard-00000.safetensors", True),
         (1, "shard-00001.safetensors", True),
     ]
@@ -235,7 +235,7 @@ def test_inspect_shows_shards_tensors_and_objects(made: Path) -> None:
     assert big["boxes"] > 1
     assert rows["rng", (1,)]["per_rank"] is True
     assert ("state_dict/head.weight", (0,)) not in rows  # tied: stored once
-    tree = {entry["path"]: entry for entry in found["state"]}
+    tree = {entry["path"]: entry for entry in found["tree"]}
     assert (tree["state_dict"]["tensors"], tree["epoch"]["text"], tree["optimizer_states"]["kind"]) == (3, "3", "list")
     text = run("inspect", made / "duo=2.ckpt").stdout
     assert re.search(r"state_dict/big +float32 +2100x1024 +8\.2 MiB +0-1", text)
@@ -250,14 +250,14 @@ def test_inspect_lists_twenty_tensors_or_all(tmp_path: Path) -> None:
     assert "state_dict/layer24" in some
 
 
-def test_inspect_takes_the_newest_complete_step_of_one_run(ck: Path) -> None:
+def test_inspect_takes_the_newest_committed_step_of_one_run(ck: Path) -> None:
     assert "several runs (duo, solo)" in told("inspect", ck, status=2)
     (step_dir(ck, "solo", 30) / "shard-00000.safetensors").unlink()
     assert data("inspect", ck, "--run", "solo")["step"] == 20
     assert "no run 'none'" in told("inspect", ck, "--run", "none", status=2)
 
 
-def test_inspect_of_a_broken_shard(ck: Path) -> None:
+def test_inspect_names_a_broken_shard_and_shows_the_rest(ck: Path) -> None:
     shard(ck, "duo", 2, 1).write_bytes(b"not a shard")
     found = data("inspect", step_dir(ck, "duo", 2), status=1)
     assert any("shard-00001.safetensors" in note for note in found["notes"])
@@ -268,7 +268,7 @@ def test_inspect_of_a_broken_shard(ck: Path) -> None:
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_verify_of_good_steps(made: Path, remote: bool) -> None:
+def test_verify_passes_good_steps(made: Path, remote: bool) -> None:
     found = data("verify", copy_to_memory(made) if remote else made)
     assert (found["good"], [step["good"] for step in found["steps"]], found["findings"]) == (True, [True] * 5, [])
     assert found["checked_bytes"] == sum(path.stat().st_size for path in made.rglob("*.safetensors"))
@@ -320,7 +320,7 @@ def test_verify_tells_what_is_missing(ck: Path) -> None:
     assert "skip step 30 (attempt 1) of run solo: unfinished" in run("verify", ck, status=1).stdout
 
 
-def test_verify_of_an_unfinished_step_that_is_named(ck: Path) -> None:
+def test_verify_names_the_missing_record_of_an_unfinished_step(ck: Path) -> None:
     (step_dir(ck, "duo", 2) / "manifest.json").unlink()
     shard(ck, "duo", 2, 1).with_suffix(".json").unlink()
     found = data("verify", step_dir(ck, "duo", 2), status=1)
@@ -335,8 +335,8 @@ def test_verify_needs_the_manifest_on_a_remote_tier(ck: Path) -> None:
     assert [(Path(f["path"]).name, f["bad"]) for f in found["findings"]] == [("manifest.json", True)]
 
 
-def test_verify_of_nothing(tmp_path: Path) -> None:
-    assert "no complete checkpoint to verify" in told("verify", tmp_path, status=2)
+def test_verify_refuses_a_folder_without_committed_steps(tmp_path: Path) -> None:
+    assert "no committed checkpoint to verify" in told("verify", tmp_path, status=2)
     assert "no such checkpoint" in told("verify", tmp_path / "x.ckpt", status=2)
 
 
@@ -360,7 +360,7 @@ def test_verify_shows_progress_on_a_terminal_only(made: Path, monkeypatch: pytes
 # ---- export
 
 
-def test_export(made: Path, tmp_path: Path) -> None:
+def test_export_writes_a_file_that_torch_load_reads(made: Path, tmp_path: Path) -> None:
     text = run("export", made / "duo=2.ckpt", tmp_path / "out.ckpt").stdout
     assert "step 2 of run duo, 4 tensors" in text and "weights_only=True" in text
     assert not differences(torch.load(tmp_path / "out.ckpt", weights_only=True), make_lightning_state(2, world_size=2))
@@ -419,12 +419,12 @@ def test_prune_asks_and_can_be_tried_dry(ck: Path) -> None:
     assert everything(ck) == before
 
 
-def test_prune_keeps_the_newest_whole_step_not_the_newest_folder(ck: Path) -> None:
+def test_prune_keeps_the_newest_committed_step_not_the_newest_folder(ck: Path) -> None:
     shard(ck, "solo", 30).unlink()
     found = data("prune", ck, "--keep", "1", "--unfinished", "--run", "solo", "--yes")
     assert [step["folder"] for step in found["deleted"]] == [step_dir(ck, "solo", 20).name.replace("20-a", "10-a")]
     assert left(ck, "solo") == [20, 30]
-    assert "newer than every whole step" in found["kept"][0]["why"]
+    assert "newer than every committed step" in found["kept"][0]["why"]
 
 
 def test_prune_deletes_unfinished_steps_only_when_they_are_older(ck: Path) -> None:
@@ -442,7 +442,7 @@ def test_prune_deletes_unfinished_steps_only_when_they_are_older(ck: Path) -> No
     assert left(ck, "solo") == [20, 30]
 
 
-def test_prune_leaves_what_it_cannot_judge(ck: Path) -> None:
+def test_prune_keeps_steps_it_cannot_read(ck: Path) -> None:
     """The manifest of a newer version, say."""
     for path in step_dir(ck, "solo", 10).glob("*.json"):
         path.write_text(path.read_text().replace('"version": 2', '"version": 99'))
@@ -451,7 +451,7 @@ def test_prune_leaves_what_it_cannot_judge(ck: Path) -> None:
     assert "has checkpoint format 99, this version reads 2: upgrade" in found["kept"][0]["why"]
 
 
-def test_prune_does_not_trade_good_steps_for_a_rotten_one(ck: Path) -> None:
+def test_prune_is_refused_when_the_newest_step_is_damaged(ck: Path) -> None:
     flip_bits(shard(ck, "solo", 30), [(100_000, 100_001)])
     assert "the newest step, 30, is not good" in told(
         "prune", ck, "--keep", "1", "--run", "solo", "--yes", "--json", status=1
@@ -466,7 +466,7 @@ def test_prune_keeps_a_name_that_means_a_later_step(ck: Path) -> None:
     assert (ck / "step=10.ckpt").read_text() == (ck / "step=30.ckpt").read_text()
 
 
-def test_prune_on_a_remote_tier(ck: Path) -> None:
+def test_prune_of_a_remote_tier_needs_assume_ended(ck: Path) -> None:
     address = copy_to_memory(ck)
     words = ("prune", address, "--keep", "1", "--run", "duo", "--yes")
     assert "say --assume-ended" in told(*words, "--json", status=1)
@@ -479,7 +479,7 @@ def test_prune_on_a_remote_tier(ck: Path) -> None:
 def test_delete_goes_manifest_first_then_names_records_and_shards(ck: Path) -> None:
     tier = RecordingTier(LocalTier(str(ck)))
     listing = scan(tier, "duo")[0]
-    assert delete(tier, "duo", Doomed(listing, "older")) == ["duo=1.ckpt"]
+    assert delete(tier, "duo", Deletion(listing, "older")) == ["duo=1.ckpt"]
     deleted = [call.key.rpartition("/")[2] for call in tier.calls("delete")]
     assert deleted == [
         "manifest.json",
@@ -491,14 +491,14 @@ def test_delete_goes_manifest_first_then_names_records_and_shards(ck: Path) -> N
     ]
 
 
-def test_the_plan_is_pure_and_never_takes_the_newest(ck: Path) -> None:
+def test_the_plan_never_deletes_the_newest_step(ck: Path) -> None:
     listings = scan(open_tier(str(ck)), "solo")
-    assert [d.listing.id.step for d in plan(listings, keep=1, unfinished=True).doomed] == [10, 20]
-    assert [d.listing.id.step for d in plan(listings, keep=2, unfinished=True).doomed] == [10]
-    assert plan(listings, keep=None, unfinished=True).doomed == ()
-    assert plan([], keep=1, unfinished=True).doomed == ()
+    assert [d.listing.id.step for d in plan_pruning(listings, keep=1, unfinished=True).deletions] == [10, 20]
+    assert [d.listing.id.step for d in plan_pruning(listings, keep=2, unfinished=True).deletions] == [10]
+    assert plan_pruning(listings, keep=None, unfinished=True).deletions == ()
+    assert plan_pruning([], keep=1, unfinished=True).deletions == ()
     without = [replace(listing, manifest=None, records={}) for listing in listings]
-    assert plan(without, keep=1, unfinished=True).doomed == ()
+    assert plan_pruning(without, keep=1, unfinished=True).deletions == ()
 
 
 # ---- prune while somebody is at work
@@ -519,25 +519,23 @@ def test_prune_is_refused_while_an_agent_listens(ck: Path) -> None:
     data("prune", ck, "--keep", "1", "--run", "solo", "--yes")
 
 
-def test_prune_sees_agents_of_nodes_with_other_names(ck: Path) -> None:
+def test_prune_sees_agents_of_hosts_with_other_names(ck: Path) -> None:
     (ck / ".resiliency" / "solo" / "logs").mkdir()
     (ck / ".resiliency" / "solo" / "logs" / "agent-pod-7.log").touch()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
         agent.bind(agent_address(str(ck / ".." / "ck"), "solo", "pod-7"))
         agent.listen()
-        assert "node pod-7" in prune_is_refused(ck)
+        assert "host pod-7" in prune_is_refused(ck)
 
 
 def test_a_real_agent_is_seen(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, run="solo", rank=0, world_size=1) as checkpointer:
         assert not checkpointer.session.client.embedded
-        seen = [evidence.text for evidence in evidence_of_use(str(tmp_path), "solo")]
+        seen = [one.text for one in evidence_of_use(str(tmp_path), "solo")]
         assert any("its checkpoint agent" in text for text in seen), seen
         assert evidence_of_use(str(tmp_path), "another") == []
     assert not any(
-        "is running" in evidence.text
-        for evidence in evidence_of_use(str(tmp_path), "solo")
-        if "agent" not in evidence.text
+        "is running" in one.text for one in evidence_of_use(str(tmp_path), "solo") if "agent" not in one.text
     )
 
 
@@ -569,7 +567,7 @@ def test_prune_is_refused_while_another_host_may_be_at_work(ck: Path, log: Log) 
     data("prune", ck, "--keep", "1", "--run", "solo", "--yes", "--assume-ended")
 
 
-def test_ranks_that_ended_or_died_here_are_no_witnesses(ck: Path, log: Log) -> None:
+def test_ranks_that_ended_or_died_here_are_no_evidence_of_use(ck: Path, log: Log) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, timeout=60
     )
@@ -582,7 +580,7 @@ def test_ranks_that_ended_or_died_here_are_no_witnesses(ck: Path, log: Log) -> N
     data("prune", ck, "--keep", "1", "--run", "solo", "--yes")
 
 
-def test_a_pid_used_again_is_no_witness(ck: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reused_process_id_is_no_evidence_of_use(ck: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     monkeypatch.setattr("time.time", lambda: 1_000_000.0)  # written long before this process began

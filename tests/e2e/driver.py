@@ -15,7 +15,7 @@ from typing import Any
 
 from resiliency.storage.catalog import scan
 from resiliency.storage.tiers.local import LocalTier
-from resiliency.testing.zygote import Worker, Zygote
+from resiliency.testing.zygote import WorkerProcess, Zygote
 
 PRELOAD = [
     "torch",
@@ -65,7 +65,7 @@ class Job:
         finally:
             self.kill(workers)
 
-    def start(self, *, faults: str = "", rank_faults: dict[int, str] | None = None) -> list[Worker]:
+    def start(self, *, faults: str = "", rank_faults: dict[int, str] | None = None) -> list[WorkerProcess]:
         port = str(free_port())
         workers = []
         for rank in range(self.world_size):
@@ -108,7 +108,7 @@ class Job:
         loaded: dict[str, Any] = json.loads(self.result.read_text())
         return loaded
 
-    def kill(self, workers: list[Worker]) -> None:
+    def kill(self, workers: list[WorkerProcess]) -> None:
         """Ends what is left of an attempt, as a launcher does when one rank dies."""
         for worker in workers:
             worker.kill()
@@ -141,7 +141,7 @@ class Job:
                     continue  # a line cut by SIGKILL
         return found
 
-    def newest_complete(self) -> int:
+    def newest_committed(self) -> int:
         """Newest step whose manifest is on disk now; 0 when there is none."""
         tier = LocalTier(str(self.directory), durable=False)
         complete = [listing.id.step for listing in scan(tier, "default") if listing.manifest is not None]
@@ -176,7 +176,7 @@ def kill_agents(job: Job) -> int:
     return killed
 
 
-def wait_ended(workers: list[Worker], *, seconds: float) -> bool:
+def wait_ended(workers: list[WorkerProcess], *, seconds: float) -> bool:
     """Waits until a worker ends; True when all have ended with status 0."""
     deadline = time.monotonic() + seconds
     for worker in workers:

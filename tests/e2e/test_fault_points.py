@@ -40,19 +40,23 @@ def _resumes_right(job: Job, committed: int, reference: str) -> None:
 @pytest.mark.kill
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", IN_RANK)
-def test_rank_killed_at(point: str, victim: int, zygote: Zygote, reference: str, tmp_path: Path) -> None:
+def test_a_rank_killed_at_any_point_changes_no_weight(
+    point: str, victim: int, zygote: Zygote, reference: str, tmp_path: Path
+) -> None:
     job = Job(zygote, tmp_path / "run", steps=STEPS)
     assert job.attempt(victim, rank_faults={victim: f"{point}:kill@3"}) == [-9], (
         "the fault point was not passed three times"
     )
-    committed = job.newest_complete()
+    committed = job.newest_committed()
     assert committed > 0, "nothing was committed before the third save"
     _resumes_right(job, committed, reference)
 
 
 @pytest.mark.kill
 @pytest.mark.parametrize("point", IN_AGENT)
-def test_agent_killed_at(point: str, zygote: Zygote, reference: str, tmp_path: Path) -> None:
+def test_an_agent_killed_at_any_point_changes_no_weight(
+    point: str, zygote: Zygote, reference: str, tmp_path: Path
+) -> None:
     """Training outlives the agent's death; what the agent left half done is finished or discarded by its successor."""
     job = Job(zygote, tmp_path / "run", steps=STEPS)
     # Each agent dies at its first passage: at most points several die, until the work moves into the trainer.
@@ -61,37 +65,43 @@ def test_agent_killed_at(point: str, zygote: Zygote, reference: str, tmp_path: P
     if codes == [0, 0]:
         assert job.outcome()["hash"] == reference
         return
-    _resumes_right(job, job.newest_complete(), reference)
+    _resumes_right(job, job.newest_committed(), reference)
 
 
 @pytest.mark.kill
 @pytest.mark.parametrize("point", IN_UPLOAD)
-def test_agent_killed_in_an_upload_at(point: str, zygote: Zygote, reference: str, tmp_path: Path) -> None:
+def test_an_agent_killed_in_an_upload_changes_no_weight(
+    point: str, zygote: Zygote, reference: str, tmp_path: Path
+) -> None:
     job = Job(zygote, tmp_path / "store", steps=STEPS, arguments={"local_dir": str(tmp_path / "fast")})
     codes = job.attempt(faults=f"{point}:kill@2")
     if codes == [0, 0]:
         assert job.outcome()["hash"] == reference
         return
-    _resumes_right(job, job.newest_complete(), reference)
+    _resumes_right(job, job.newest_committed(), reference)
 
 
 @pytest.mark.kill
 @pytest.mark.parametrize("point", IN_RESTORE)
-def test_rank_killed_while_restoring_at(point: str, zygote: Zygote, reference: str, tmp_path: Path) -> None:
+def test_a_rank_killed_while_restoring_changes_no_weight(
+    point: str, zygote: Zygote, reference: str, tmp_path: Path
+) -> None:
     job = Job(zygote, tmp_path / "run", steps=STEPS)
     for faults in ({0: "save.begin:kill@4"}, {1: f"{point}:kill"}):
         assert job.attempt(*faults, rank_faults=faults) == [-9]
-    committed = job.newest_complete()
+    committed = job.newest_committed()
     assert committed > 0
     _resumes_right(job, committed, reference)
 
 
 @pytest.mark.kill
-def test_without_any_agent(zygote: Zygote, reference: str, tmp_path: Path) -> None:
+def test_without_any_agent_the_trainer_commits_and_survives_kills(
+    zygote: Zygote, reference: str, tmp_path: Path
+) -> None:
     """The agent cannot live at all: the trainer commits by itself, survives kills, and ends with the same weights."""
     job = Job(zygote, tmp_path / "run", steps=STEPS)
     assert job.attempt(0, rank_faults={0: "agent.start:kill;save.begin:kill@4", 1: "agent.start:kill"}) == [-9]
-    committed = job.newest_complete()
+    committed = job.newest_committed()
     assert committed > 0
     assert not job.agents()
     assert job.attempt(faults="agent.start:kill") == [0, 0]

@@ -71,7 +71,7 @@ def _gone(directory: Path, *, within_s: float) -> list[str]:
 @pytest.mark.kill
 @pytest.mark.parametrize("end", ["normal", "exception", "killed"])
 @pytest.mark.parametrize("tiers", ["one directory", "ramdisk and directory"])
-def test_nothing_is_left(end: str, tiers: str, zygote: Zygote, tmp_path: Path) -> None:
+def test_no_process_socket_or_shared_memory_is_left(end: str, tiers: str, zygote: Zygote, tmp_path: Path) -> None:
     shm = _shm()
     fast = Path("/dev/shm") / f"leak-test-{os.getpid()}-{end}"
     arguments = {} if tiers == "one directory" else {"local_dir": str(fast)}

@@ -24,7 +24,9 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
 
 @pytest.mark.kill
-def test_a_bucket_outlives_the_machine(zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_resumes_from_a_bucket_on_another_machine(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference = Job(zygote, tmp_path / "reference", steps=STEPS).run_to_end()["hash"]
     with FakeGcs() as gcs:
         gcs.create_bucket("bucket")

@@ -48,7 +48,7 @@ def _kill_and_restart(job: _KilledJob, seed: int, window_s: float, tally: _Tally
     random = chance(seed)
     while tally.kills < KILLS:
         tally.attempts += 1
-        before = job.newest_complete()
+        before = job.newest_committed()
         workers = job.start()
         try:
             if wait_ended(workers[:1], seconds=random.uniform(0.0, window_s)):

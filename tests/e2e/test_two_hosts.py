@@ -35,11 +35,11 @@ def _kill_in_fourth_save(job: Job) -> None:
 
 
 @pytest.mark.kill
-def test_a_shared_folder(zygote: Zygote, reference: str, tmp_path: Path) -> None:
+def test_two_hosts_resume_from_a_shared_folder(zygote: Zygote, reference: str, tmp_path: Path) -> None:
     """Whoever writes the last record commits; each host deletes its own part, so the folder does not grow."""
     job = Job(zygote, tmp_path / "run", steps=STEPS, rank_env=HOSTS)
     _kill_in_fourth_save(job)
-    committed = job.newest_complete()
+    committed = job.newest_committed()
     assert committed > 0
     assert job.run_to_end()["hash"] == reference
     assert job.resumed_from()[-1] >= committed
@@ -50,12 +50,14 @@ def test_a_shared_folder(zygote: Zygote, reference: str, tmp_path: Path) -> None
 
 
 @pytest.mark.kill
-def test_own_folders_and_a_common_tier(zygote: Zygote, reference: str, tmp_path: Path) -> None:
+def test_a_host_that_lost_its_folder_resumes_from_the_common_tier(
+    zygote: Zygote, reference: str, tmp_path: Path
+) -> None:
     """A host that lost its disk gets everything from the common tier; both resume from one step."""
     fast = {rank: {"local_dir": str(tmp_path / f"fast-{rank}")} for rank in HOSTS}
     job = Job(zygote, tmp_path / "store", steps=STEPS, rank_env=HOSTS, rank_arguments=fast)
     _kill_in_fourth_save(job)
-    stored = job.newest_complete()
+    stored = job.newest_committed()
     assert stored > 0, "nothing reached the common tier"
     shutil.rmtree(tmp_path / "fast-1")
     assert job.run_to_end()["hash"] == reference

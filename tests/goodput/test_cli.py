@@ -63,7 +63,7 @@ def test_report_as_json_sums_to_the_whole(logs: Path) -> None:
     assert incident["cost_gpu_s"] == pytest.approx((60 + 3 + 30 + 15) * 4, rel=0.01)
 
 
-def test_several_paths_and_runs(logs: Path, other: Path, tmp_path: Path) -> None:
+def test_several_paths_are_one_report_of_each_run(logs: Path, other: Path, tmp_path: Path) -> None:
     both = tmp_path / "both.log"
     two = Job(run="second", ranks=1)
     two.start()
@@ -77,7 +77,7 @@ def test_several_paths_and_runs(logs: Path, other: Path, tmp_path: Path) -> None
     assert json.loads(result.output)["capacity"] == 8
 
 
-def test_until_counts_silence(logs: Path, tmp_path: Path) -> None:
+def test_until_counts_the_time_after_the_last_event(logs: Path, tmp_path: Path) -> None:
     job = Job(ranks=1)
     job.start()
     job.steps(5)
@@ -136,6 +136,6 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, logs:
     assert "Traceback" not in result.output
 
 
-def test_the_older_tools_are_mounted_too(logs: Path) -> None:
+def test_calculator_and_tracker_are_subcommands_too(logs: Path) -> None:
     result = run(app, ["calculator", "--job-name", "job", "--log-file", str(logs), "--reference-step-time", "2"])
     assert result.exit_code == 0, result.output

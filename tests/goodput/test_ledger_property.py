@@ -86,7 +86,7 @@ def check(ledger: Ledger) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(records(), max_size=40))
-def test_any_events_in_any_order(events: list[dict[str, Any]]) -> None:
+def test_any_events_in_any_order_give_an_account_that_sums(events: list[dict[str, Any]]) -> None:
     collector = Collector()
     for event in events:
         collector.add(event)
@@ -96,7 +96,9 @@ def test_any_events_in_any_order(events: list[dict[str, Any]]) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(records(), max_size=30), st.binary(max_size=80), st.data())
-def test_any_lines_cut_anywhere(events: list[dict[str, Any]], noise: bytes, data: st.DataObject) -> None:
+def test_any_lines_cut_anywhere_give_an_account_that_sums(
+    events: list[dict[str, Any]], noise: bytes, data: st.DataObject
+) -> None:
     text = b"\n".join(json.dumps(event).encode() for event in events)
     cut = data.draw(st.integers(0, len(text)))
     reader = LogReader()
@@ -107,7 +109,7 @@ def test_any_lines_cut_anywhere(events: list[dict[str, Any]], noise: bytes, data
 
 @settings(max_examples=20, deadline=None)
 @given(st.data())
-def test_parts_of_a_real_log_in_any_order(data: st.DataObject) -> None:
+def test_parts_of_a_real_log_in_any_order_give_an_account_that_sums(data: st.DataObject) -> None:
     job = data.draw(st.sampled_from([crash, scale_down]))()
     events = data.draw(st.permutations(job.events[:: data.draw(st.integers(3, 40))]))
     doubled = data.draw(st.lists(st.sampled_from(job.events), max_size=20))

@@ -281,7 +281,7 @@ def test_steps_that_claim_more_than_there_was_are_cut_to_size() -> None:
 # ---- attempts
 
 
-def test_two_jobs_in_one_file(tmp_path: Path) -> None:
+def test_two_jobs_in_one_file_get_an_account_each(tmp_path: Path) -> None:
     one = crash()
     two = Job(run="other", ranks=2, now=START + 100)
     two.start(startup=10)

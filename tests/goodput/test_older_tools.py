@@ -38,7 +38,7 @@ def older_log(path: Path) -> Path:
     return path
 
 
-def test_the_older_formula_on_the_older_log(tmp_path: Path) -> None:
+def test_the_older_log_gives_the_older_figures(tmp_path: Path) -> None:
     said: list[str] = []
     tool = GoodputCalculator("job-a", str(older_log(tmp_path / "event_log.log")), verbose=True, out=said.append)
     events = tool.preprocess_events(tool.load_events(), "job-a")
@@ -67,7 +67,7 @@ def run_module(module: str, *args: str, cwd: Path, **env: str) -> subprocess.Com
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_the_calculators_command_line(tmp_path: Path) -> None:
+def test_the_calculators_command_line_prints_and_exports_the_figures(tmp_path: Path) -> None:
     log = older_log(tmp_path / "event_log.log")
     result = run_module(
         "resiliency.goodput.calculator",
@@ -136,7 +136,7 @@ def test_without_the_cloud_library_the_tracker_falls_back_to_the_file(
 # ---- the older figure beside ours
 
 
-def test_the_older_figure_and_why_it_differs(tmp_path: Path) -> None:
+def test_the_report_shows_the_older_figure_and_why_it_differs(tmp_path: Path) -> None:
     job = crash()
     job.write(tmp_path)
     ledger = account(read_logs([tmp_path]).collector.runs["job"])

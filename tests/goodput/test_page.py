@@ -57,6 +57,12 @@ def test_the_page_stands_alone(page: Path) -> None:
     assert len(text) < 500_000
 
 
+def test_each_piece_of_the_time_line_names_its_attempt(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "{attempt" not in text
+    assert re.search(r"Productive [\d. a-z]+, \d\d:\d\d:\d\d, attempt 1\b", text)
+
+
 def test_hostile_names_stay_text() -> None:
     job = Job(run="<script>alert(1)</script>", ranks=1)
     job.hosts[0] = '"><img src=x onerror=alert(1)>'
@@ -82,7 +88,7 @@ def test_a_very_long_run_makes_a_small_page() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_pages_of_nearly_empty_runs(steps: int) -> None:
+def test_nearly_empty_runs_have_a_page(steps: int) -> None:
     job = Job(ranks=1)
     job.start()
     job.steps(steps)

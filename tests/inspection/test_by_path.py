@@ -44,7 +44,7 @@ def step_of(path: str | Path, rank: int = 0) -> int:
 
 @pytest.mark.parametrize("tier", [0, 1])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_way_to_say_it(series: Series, tier: int, rank: int) -> None:
+def test_a_name_a_step_folder_a_folder_and_a_run_are_loaded(series: Series, tier: int, rank: int) -> None:
     root = series.tiers[tier]
     folder = next(path for step, path in step_dirs(root).items() if step.step == 10)
     assert step_of(root / "step=10.ckpt", rank) == 10
@@ -53,7 +53,7 @@ def test_every_way_to_say_it(series: Series, tier: int, rank: int) -> None:
     assert step_of(root / ".resiliency" / RUN, rank) == 20
 
 
-def test_paths_that_are_not_ours(tmp_path: Path, series: Series) -> None:
+def test_paths_that_are_not_ours_locate_nothing(tmp_path: Path, series: Series) -> None:
     torch.save({"a": 1}, tmp_path / "stock.ckpt")
     (series.local_dir / "text.ckpt").write_text("hello")
     torch.save({"a": 1}, series.local_dir / "stock.ckpt")
@@ -104,7 +104,7 @@ def test_several_runs_must_be_told_apart(tmp_path: Path) -> None:
     assert located is not None and located.run == "two"
 
 
-def test_only_some_tensors(series: Series) -> None:
+def test_only_tensors_whose_key_passes_are_loaded(series: Series) -> None:
     located = locate(str(series.local_dir))
     assert located is not None
     state, _ = load_path(located, keys=lambda key: key.startswith("model/weight"))
@@ -112,7 +112,7 @@ def test_only_some_tensors(series: Series) -> None:
     assert state["model"]["half"].numel() == 0 and state["loops"] == make_state(20)["loops"]
 
 
-def test_a_rank_the_step_does_not_have(series: Series) -> None:
+def test_a_rank_the_step_does_not_have_gets_no_per_rank_part(series: Series) -> None:
     located = locate(str(series.local_dir))
     assert located is not None
     state, per_rank = load_path(located, rank=7)

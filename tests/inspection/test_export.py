@@ -188,7 +188,7 @@ def test_bad_bytes_are_named_and_not_exported(tmp_path: Path, remote: bool) -> N
     assert not (tmp_path / "out.ckpt").exists()
 
 
-def test_objects_of_own_classes_need_leave(tmp_path: Path) -> None:
+def test_objects_of_own_classes_need_allow_pickle(tmp_path: Path) -> None:
     save_steps(
         tmp_path,
         1,
@@ -216,7 +216,7 @@ def test_a_subclass_of_a_builtin_becomes_the_builtin_and_is_told(tmp_path: Path)
     assert type(loaded["words"]) is str
 
 
-def test_paths_are_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_paths_in_the_state_are_exported_without_allow_pickle(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, what={"state_dict": {"w": torch.ones(2)}, "data": Path("/data")}, run="solo")
     done = export(tmp_path, tmp_path / "out.ckpt")
     assert done.weights_only is False
@@ -233,7 +233,7 @@ def test_paths_are_no_reason_to_refuse(tmp_path: Path) -> None:
         ("gs://bucket/out.ckpt", None, ConfigError, "local file"),
     ],
 )
-def test_wrong_targets(
+def test_wrong_targets_are_refused_with_what_to_change(
     one: Path, tmp_path: Path, out: str, wanted: str | None, error: type[Exception], text: str
 ) -> None:
     target = out if "://" in out else str(tmp_path / out)
@@ -241,7 +241,7 @@ def test_wrong_targets(
         export(one, target, format=format_of(target, wanted))
 
 
-def test_wrong_sources(one: Path, two: Path, tmp_path: Path) -> None:
+def test_wrong_sources_are_refused_with_what_to_change(one: Path, two: Path, tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointFound, match="no such checkpoint"):
         export(one / "step=99.ckpt", tmp_path / "out.ckpt")
     torch.save({"a": 1}, tmp_path / "stock.ckpt")

@@ -166,7 +166,7 @@ def test_what_is_restored_is_what_was_saved(namespace: str, tmp_path: Path) -> N
     assert all(torch.equal(before[key], after[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
-def test_last_and_top_k_at_the_same_step(namespace: str, tmp_path: Path) -> None:
+def test_last_and_top_k_at_the_same_step_both_load_it(namespace: str, tmp_path: Path) -> None:
     """Two saves of one step, and a removal after each: both names mean the newest step, and nothing is lost."""
     trainer = fit(namespace, tmp_path, steps=5, monitor="score", save_top_k=1, save_last=True)
     assert files(tmp_path / "ck") == ["last.ckpt", "step=5.ckpt"]
@@ -178,7 +178,7 @@ def test_last_and_top_k_at_the_same_step(namespace: str, tmp_path: Path) -> None
     assert all(name.startswith("0000000005-") for name in steps), steps
 
 
-def test_test_after_fit_finds_the_best(namespace: str, tmp_path: Path) -> None:
+def test_trainer_test_after_fit_finds_the_best(namespace: str, tmp_path: Path) -> None:
     """The path is loaded although the fit that saved it has only just ended; and "last" is found for the next fit."""
     trainer = fit(namespace, tmp_path, steps=3, save_last=True)
     resumed = fit(namespace, tmp_path, steps=4, ckpt="last", model=make_model(namespace), save_last=True)
@@ -199,7 +199,7 @@ def test_stock_checkpoints_still_load_and_are_removed_by_their_callback(namespac
     assert read(tmp_path / "ck" / "step=4.ckpt")["global_step"] == 4
 
 
-def test_hyper_parameters_of_own_classes(namespace: str, tmp_path: Path) -> None:
+def test_hyper_parameters_of_own_classes_are_unpickled_only_when_allowed(namespace: str, tmp_path: Path) -> None:
     own = {"settings": Settings(3), "data": Path("/data")}
     fit(namespace, tmp_path, steps=2, model=make_model(namespace, **own))
     path = tmp_path / "ck" / "step=2.ckpt"
@@ -407,7 +407,7 @@ def test_addresses_are_refused(io: Any, tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_file_is_missing(io: Any, tmp_path: Path) -> None:
+def test_a_missing_file_raises_file_not_found(io: Any, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         io.load_checkpoint(tmp_path / "none.ckpt")
 

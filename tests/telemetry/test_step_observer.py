@@ -256,7 +256,7 @@ def test_lines_take_the_fast_path_and_read_back(tmp_path: Path, monkeypatch: pyt
     def refuse(*args: object) -> None:
         raise AssertionError("a step line of our own writer went the slow way")
 
-    monkeypatch.setattr(Collector, "_slow_step", refuse)
+    monkeypatch.setattr(Collector, "_parse_step", refuse)
     reader = LogReader()
     reader.read([path])
     (segment,) = reader.collector.runs["r"].segments

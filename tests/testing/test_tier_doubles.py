@@ -1,4 +1,4 @@
-"""The doubles do what their scripts say, and nothing where there is no script: then they pass the exam of every tier."""
+"""The doubles do what their scripts say, and nothing where there is no script: then they pass the tests of every tier."""
 
 from __future__ import annotations
 

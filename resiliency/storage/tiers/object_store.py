@@ -105,7 +105,7 @@ class ObjectStoreTier:
         path = self._path(key)
         try:
             self._do("store", key, lambda fs: fs.pipe_file(path, data, **self._limit(fs)))
-        except _Refused as refused:
+        except _StoreRefused as refused:
             # Precondition failed: an earlier, unanswered attempt of ours or of another writer with the same content is
             # fine.
             if refused.status != 412 or self._read_back(key) != data:
@@ -177,7 +177,7 @@ class ObjectStoreTier:
 
         try:
             found = self._do("list", prefix, find)
-        except _Refused as refused:
+        except _StoreRefused as refused:
             raise refused.error from refused.__cause__
         top = len(self._base) + 1
         return iter([ObjectInfo(name[top:], int(size)) for name, size in found if name[top:].startswith(prefix)])
@@ -187,7 +187,7 @@ class ObjectStoreTier:
         path = self._path(key)
         try:
             self._do("delete", key, lambda fs: fs.rm_file(path, **self._limit(fs)))
-        except _Refused as refused:
+        except _StoreRefused as refused:
             if refused.status != 404:
                 raise refused.error from refused.__cause__
 
@@ -222,7 +222,7 @@ class ObjectStoreTier:
                     progress(sent)
                 block = next(blocks, None)
             self._do("store", key, lambda fs: upload.finish())
-        except _Refused as refused:
+        except _StoreRefused as refused:
             upload.abort()
             if refused.status != 412 or not self._holds(key, path):
                 raise refused.error from refused.__cause__
@@ -276,7 +276,7 @@ class ObjectStoreTier:
     def _get(self, key: str, get: Callable[[Any], T]) -> T:
         try:
             return self._do("read", key, get)
-        except _Refused as refused:
+        except _StoreRefused as refused:
             if refused.status == 404:
                 raise FileNotFoundError(f"{self._where}: no object {key!r}") from refused.__cause__
             raise refused.error from refused.__cause__
@@ -304,7 +304,7 @@ class ObjectStoreTier:
         """Calls with retries.
 
         Raises:
-            _Refused: the store answered 404 or 412, which mean different things to each verb.
+            _StoreRefused: the store answered 404 or 412, which mean different things to each verb.
             TierError: everything else.
         """
         try:
@@ -320,7 +320,7 @@ class ObjectStoreTier:
                 retryable=failure.retryable,
             )
             if failure.status in (404, 412):
-                raise _Refused(failure.status, error) from cause
+                raise _StoreRefused(failure.status, error) from cause
             raise error from cause
 
 
@@ -328,7 +328,7 @@ def _worth_asking_again(error: Exception) -> bool:
     return not isinstance(error, SessionLost) and explain(error).retryable
 
 
-class _Refused(Exception):
+class _StoreRefused(Exception):
     """404 or 412. ``error`` is what to raise when the verb does not handle it."""
 
     def __init__(self, status: int, error: TierError) -> None:

@@ -1,4 +1,4 @@
-"""Two gloo ranks going through the exam of resume_cases.py; run in processes of their own by test_rank_state_ddp.py."""
+"""Two gloo ranks going through the cases of resume_cases.py; run in processes of their own by test_rank_state_ddp.py."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def examine(rank: int, folder: Path) -> list[dict[str, Any]]:
             done = len(whole.losses) - len(resumed.losses)
             same = resumed.losses == whole.losses[done:], resumed.digest == whole.digest
             results.append({"case": name, "save": (save.hook, save.number), "losses": same[0], "weights": same[1]})
-    # the exam can be failed
+    # the comparison can fail
     case, where = CASES["distributed sampler"][0](rank), folder / "stock"
     where.mkdir(exist_ok=True)
     whole = train(case, where, save=lambda hook, number: (hook, number) == ("batch_end", 2), active=False)

@@ -42,7 +42,7 @@ def leaves_are_plain(value: Any) -> bool:
 
 
 @given(trees)
-def test_round_trip(tree: Any) -> None:
+def test_plain_trees_come_back_equal(tree: Any) -> None:
     plain = to_plain(tree)
     assert leaves_are_plain(plain)
     again = from_plain(plain)
@@ -52,14 +52,14 @@ def test_round_trip(tree: Any) -> None:
 @pytest.mark.parametrize(
     "array", [np.arange(6.0).reshape(2, 3), np.float32(1.5), np.array([], dtype=np.int8), np.array(True)]
 )
-def test_numpy_round_trip(array: Any) -> None:
+def test_numpy_arrays_come_back_equal(array: Any) -> None:
     plain = to_plain({"a": array})
     assert leaves_are_plain(plain)
     again = from_plain(plain)["a"]
     assert type(again) is type(array) and again.dtype == array.dtype and np.array_equal(again, array)
 
 
-def test_nothing_is_shared() -> None:
+def test_the_plain_form_shares_no_memory() -> None:
     live = {"tensor": torch.zeros(3), "list": [1]}
     plain = to_plain(live)
     live["tensor"] += 1

@@ -1,4 +1,4 @@
-"""The local tier: the exam, crashes between any two system calls, full and broken disks, and the sync that makes it durable."""
+"""The local tier: the tests of every tier, crashes between any two system calls, full and broken disks, and the sync that makes it durable."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_os_errors_of_the_other_verbs(tier: LocalTier, monkeypatch: pytest.Monke
         "delete": lambda: tier.delete("a/k"),
         "read": lambda: tier.read("a/k"),
     }
-    # ENOTDIR means to these verbs that there is nothing, which test_missing_keys covers.
+    # ENOTDIR means to these verbs that there is nothing, which test_a_missing_key_raises_file_not_found covers.
     for code in [*RETRYABLE, *HOPELESS[:3]]:
         with monkeypatch.context() as patch:
             patch.setattr(local if call == "opened" else os, call, failing(code))

@@ -1,4 +1,4 @@
-"""The object store tier: the exam in memory and against a real GCS emulator, and crossing a fork, a kill and a restart."""
+"""The object store tier: the tests of every tier in memory and against a real GCS emulator, and crossing a fork, a kill and a restart."""
 
 from __future__ import annotations
 
