@@ -16,7 +16,8 @@ from resiliency.agent.config import AgentConfig
 from resiliency.agent.messages import FileFreed, FileGone
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.deletion import delete_names, delete_step
-from resiliency.storage.manifest import ARENA_DIR, META_DIR, StepId
+from resiliency.storage.manifest import ARENA_DIR, META_DIR
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["Remover"]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from resiliency.agent.messages import Committed, Durable, Failed, Notice
 from resiliency.events import EventKind, EventWriter
-from resiliency.storage.manifest import StepId
 from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
 
 __all__ = ["Notify", "Reporter"]
 

@@ -42,8 +42,9 @@ from resiliency.agent.server import EXIT_TAKEN
 from resiliency.errors import AgentError, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
 from resiliency.settings import child_environment
-from resiliency.storage.manifest import META_DIR, StepId
+from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
 
 __all__ = ["AgentClient"]
 

@@ -17,15 +17,8 @@ from resiliency.agent.messages import Seal
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.storage.blocks import BLOCK_BYTES, Blocks
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.manifest import (
-    MANIFEST,
-    Manifest,
-    NameFile,
-    ShardRecord,
-    StepId,
-    UnfinishedStep,
-    record_file,
-)
+from resiliency.storage.manifest import MANIFEST, Manifest, NameFile, ShardRecord, UnfinishedStep, record_file
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import fsync_dir, fsync_file
 

@@ -36,9 +36,10 @@ from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventWriter
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.fetch import remove_dead_fetches
-from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, StepId, UnfinishedStep, gather_records
+from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, UnfinishedStep, gather_records
 from resiliency.storage.retention import DeleteRequest
 from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["HostAgent"]

@@ -11,8 +11,8 @@ from resiliency.agent.config import AgentConfig
 from resiliency.agent.local_steps import LocalSteps
 from resiliency.errors import TierError
 from resiliency.storage.catalog import read_name
-from resiliency.storage.manifest import StepId
 from resiliency.storage.retention import DeleteRequest, live_names, steps_to_delete
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["LocalPruner"]

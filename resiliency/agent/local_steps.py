@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from resiliency.storage.catalog import StepListing
-from resiliency.storage.manifest import Manifest, ShardRecord, StepId, UnfinishedStep
+from resiliency.storage.manifest import Manifest, ShardRecord, UnfinishedStep
+from resiliency.storage.step_id import StepId
 
 __all__ = ["LocalStep", "LocalSteps"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.agent.config import AgentConfig
-from resiliency.storage.manifest import StepId
 from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
 
 __all__ = [
     "Bye",

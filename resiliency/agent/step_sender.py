@@ -13,15 +13,8 @@ from resiliency import faultpoints
 from resiliency.errors import CorruptShard
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.manifest import (
-    MANIFEST,
-    Manifest,
-    NameFile,
-    ShardRecord,
-    StepId,
-    gather_records,
-    record_file,
-)
+from resiliency.storage.manifest import MANIFEST, Manifest, NameFile, ShardRecord, gather_records, record_file
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["has_step", "send_step"]

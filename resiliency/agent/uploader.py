@@ -20,8 +20,9 @@ from resiliency.agent.remote_pruner import RemotePruner
 from resiliency.agent.step_sender import has_step, send_step
 from resiliency.errors import ConfigError, CorruptShard, TierError
 from resiliency.events import EventKind, EventWriter
-from resiliency.storage.manifest import ShardRecord, StepId
+from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.retention import DeleteRequest
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.base import Tier

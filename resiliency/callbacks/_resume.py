@@ -13,7 +13,8 @@ from resiliency.errors import ConfigError, NoCheckpointFound, TierError
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.plugins import _lightning
 from resiliency.plugins.resume.rank_state import RankState
-from resiliency.storage.manifest import META_DIR, STEPS_DIR, StepId
+from resiliency.storage.manifest import META_DIR, STEPS_DIR
+from resiliency.storage.step_id import StepId
 
 __all__ = ["Resume"]
 

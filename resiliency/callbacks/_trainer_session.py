@@ -19,7 +19,7 @@ from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.ticket import Outcome, Ticket
 from resiliency.errors import ConfigError
 from resiliency.plugins.strategies.base import StrategyAdapter
-from resiliency.storage.manifest import StepId
+from resiliency.storage.step_id import StepId
 from resiliency.telemetry.step_events import StepEvents, log_steps
 
 __all__ = ["OutcomeReceiver", "TrainerSession", "trainer_session"]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from resiliency.checkpoint.ticket import Outcome, Ticket
     from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
     from resiliency.storage.interval import Interval
-    from resiliency.storage.manifest import StepId
     from resiliency.storage.stage import Stage
+    from resiliency.storage.step_id import StepId
 
 __all__ = [
     "Checkpointer",
@@ -49,7 +49,7 @@ _HOME = {
     "RemoteTierOptions": "resiliency.checkpoint.options",
     "Restored": "resiliency.checkpoint.restore",
     "Stage": "resiliency.storage.stage",
-    "StepId": "resiliency.storage.manifest",
+    "StepId": "resiliency.storage.step_id",
     "StoreCoordinator": "resiliency.checkpoint.coordinator",
     "Ticket": "resiliency.checkpoint.ticket",
     "WriteChunk": "resiliency.checkpoint.write_plan",

@@ -45,8 +45,9 @@ from resiliency.errors import ConfigError, TierError
 from resiliency.events import EventKind, EventSink
 from resiliency.settings import environment
 from resiliency.storage.layout import Chunk, stamp
-from resiliency.storage.manifest import ARENA_DIR, META_DIR, StepId
+from resiliency.storage.manifest import ARENA_DIR, META_DIR
 from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.local import LocalTier, on_ramdisk
 

@@ -26,9 +26,9 @@ from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError, UnsupportedFormat
 from resiliency.events import EventKind
 from resiliency.storage.inventory import StepInventory, list_inventory
-from resiliency.storage.manifest import StepId
 from resiliency.storage.restore_plan import RestorePlan, plan_restore
 from resiliency.storage.sources import Cost, Opener, ShardSource, open_source
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 

@@ -13,8 +13,8 @@ from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.events import EventKind
-from resiliency.storage.manifest import StepId
 from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
 
 __all__ = ["InFlightSave", "SaveTracker"]
 

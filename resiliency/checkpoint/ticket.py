@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from resiliency.errors import ConfigError, ResiliencyError, Timeout
-from resiliency.storage.manifest import StepId
 from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
 
 __all__ = ["LOCAL", "Outcome", "Ticket", "checked_stage"]
 

@@ -18,7 +18,8 @@ from resiliency.inspection.pruning import PrunePlan
 from resiliency.inspection.survey import LabeledTier, StepView
 from resiliency.inspection.verify import Finding
 from resiliency.storage.layout import ShardHeader
-from resiliency.storage.manifest import Manifest, StepId
+from resiliency.storage.manifest import Manifest
+from resiliency.storage.step_id import StepId
 
 if TYPE_CHECKING:  # importing it needs torch
     from resiliency.inspection.export import Exported

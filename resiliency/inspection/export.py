@@ -23,7 +23,8 @@ from resiliency.inspection.by_path import Located, load_path
 from resiliency.inspection.contents import branches, pickled, read_header, read_objects, tensor_keys
 from resiliency.inspection.survey import Target, close_tier, find, one_step
 from resiliency.storage.catalog import scan
-from resiliency.storage.manifest import NameFile, StepId
+from resiliency.storage.manifest import NameFile
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import fsync_dir
 
 __all__ = ["Exported", "Format", "export", "format_of"]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from resiliency.inspection.survey import is_committed
 from resiliency.storage.catalog import StepListing
 from resiliency.storage.deletion import delete_step
-from resiliency.storage.manifest import StepId
 from resiliency.storage.retention import steps_to_delete
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["Deletion", "KeptStep", "PrunePlan", "delete", "plan_pruning"]

@@ -14,18 +14,10 @@ from typing import Literal
 
 from resiliency.errors import ConfigError, NoCheckpointFound
 from resiliency.storage.catalog import StepListing, find_runs, read_name, run_prefix, scan, step_prefix
-from resiliency.storage.manifest import (
-    MANIFEST,
-    META_DIR,
-    STEPS_DIR,
-    Manifest,
-    NameFile,
-    StepId,
-    gather_records,
-    is_folder_of_format_1,
-    refuse_format,
-)
+from resiliency.storage.format_version import is_folder_of_format_1, refuse_format
+from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, NameFile, gather_records
 from resiliency.storage.retention import live_names
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
 

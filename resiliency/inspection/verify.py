@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from resiliency.errors import TierError
 from resiliency.inspection.survey import StepView, StoredCopy, unreadable
 from resiliency.storage.catalog import StepListing, step_prefix, verify_shard
-from resiliency.storage.manifest import MANIFEST, ShardRecord, StepId, record_file
+from resiliency.storage.manifest import MANIFEST, ShardRecord, record_file
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["Finding", "bytes_to_check", "check_step"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from resiliency.errors import CorruptShard, TierError
 from resiliency.storage.blocks import block_digest
+from resiliency.storage.format_version import is_folder_of_format_1, refuse_format
 from resiliency.storage.manifest import (
     MANIFEST,
     META_DIR,
@@ -19,12 +20,10 @@ from resiliency.storage.manifest import (
     Manifest,
     NameFile,
     ShardRecord,
-    StepId,
     gather_records,
-    is_folder_of_format_1,
     record_file,
-    refuse_format,
 )
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
 __all__ = [

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from resiliency import faultpoints
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.storage.catalog import read_name, step_prefix
-from resiliency.storage.manifest import MANIFEST, StepId
+from resiliency.storage.manifest import MANIFEST
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["delete_names", "delete_step"]

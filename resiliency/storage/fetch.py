@@ -17,7 +17,8 @@ from pathlib import Path
 from resiliency.errors import CorruptShard, TierError
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import read_record, run_prefix, step_prefix
-from resiliency.storage.manifest import META_DIR, ShardRecord, StepId, record_file
+from resiliency.storage.manifest import META_DIR, ShardRecord, record_file
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["fetch_shard", "remove_dead_fetches"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from resiliency.storage.catalog import StepListing, scan, step_prefix
-from resiliency.storage.manifest import StepId
 from resiliency.storage.sources import ShardSource
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["StepInventory", "list_inventory"]

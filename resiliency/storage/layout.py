@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.errors import CorruptShard
-from resiliency.storage.manifest import StepId
+from resiliency.storage.step_id import StepId
 
 __all__ = ["OBJECTS", "Chunk", "Placed", "ShardHeader", "ShardLayout", "make_layout", "objects_reserve", "parse_header"]
 

@@ -19,128 +19,31 @@ that is split over hosts is the union of what the hosts hold). Names and modific
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import total_ordering
 from typing import Any
 
 import xxhash
 
-from resiliency.errors import CorruptShard, UnsupportedFormat
+from resiliency.errors import CorruptShard
 from resiliency.storage.blocks import Blocks
+from resiliency.storage.format_version import FORMAT_VERSION, refuse_format
+from resiliency.storage.step_id import StepId
 
 __all__ = [
-    "FORMAT_VERSION",
     "Manifest",
     "NameFile",
     "ShardRecord",
-    "StepId",
     "StepRecords",
     "UnfinishedStep",
     "gather_records",
-    "is_folder_of_format_1",
-    "refuse_format",
 ]
-
-#: Version of everything written below ``.resiliency``. A reader refuses any other and says so.
-FORMAT_VERSION = 2
 
 META_DIR = ".resiliency"
 STEPS_DIR = "steps"
 ARENA_DIR = "arena"
 EVENTS_DIR = "events"
 MANIFEST = "manifest.json"
-
-_STEP_DIR = re.compile(r"^(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})$")
-#: What format 1 called its step folders; they are recognised only to be refused.
-_STEP_DIR_OF_FORMAT_1 = re.compile(r"^\d{10,}-a\d{4,}-[0-9a-f]{8}$")
-
-
-def refuse_format(version: object, where: str) -> UnsupportedFormat:
-    """The error for what another version of the format wrote; says what reads it."""
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        advice = "upgrade resiliency to read it"
-    else:
-        advice = (
-            "export it with the version of resiliency that wrote it (resiliency ckpt export), or start in another"
-            " directory or run; nothing there was changed"
-        )
-    return UnsupportedFormat(
-        f"{where} has checkpoint format {version}, this version reads {FORMAT_VERSION}: {advice}", path=where
-    )
-
-
-def is_folder_of_format_1(dirname: str) -> bool:
-    """True for a step folder that format 1 named."""
-    return _STEP_DIR_OF_FORMAT_1.match(dirname) is not None
-
-
-@total_ordering
-@dataclass(frozen=True)
-class StepId:
-    """Identity of one checkpoint: the step, and which save of which attempt of the run it is.
-
-    Ordered by attempt first: what a later start of the job saved is newer than anything an earlier start left, even
-    when the later one went back to an older step (because the newest was damaged, or because the user wanted to).
-
-    Attributes:
-        step: optimizer step (Lightning's ``global_step``), >= 0.
-        attempt: 1 for the first start of the run, counted up at each start.
-        token: 6 hex digits drawn at the start of the attempt, so that two starts never share a folder.
-        serial: 0 for the first save of the step in the attempt, then 1, 2, ...
-    """
-
-    step: int
-    attempt: int
-    token: str
-    serial: int = 0
-
-    @property
-    def dirname(self) -> str:
-        """Name of the step's folder."""
-        return f"{self.step:010d}-a{self.attempt:04d}-{self.token}-{self.serial:02d}"
-
-    @classmethod
-    def parse(cls, dirname: str) -> StepId | None:
-        """The identity a folder name spells, or None when it is not a step folder."""
-        match = _STEP_DIR.match(dirname)
-        return cls(int(match[1]), int(match[2]), match[3], int(match[4])) if match else None
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> StepId:
-        """The identity that ``step``, ``attempt``, ``token`` and ``serial`` of a JSON object spell.
-
-        Raises:
-            KeyError, TypeError, ValueError: one is missing, of another type or cannot be.
-        """
-        numbers = [data["step"], data["attempt"], data["serial"]]
-        if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-            raise TypeError(f"step, attempt and serial must be whole numbers, not {numbers}")
-        found = cls(data["step"], data["attempt"], str(data["token"]), data["serial"])
-        if cls.parse(found.dirname) != found:
-            raise ValueError(f"{found} is no identity of a step")
-        return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """The four fields, for JSON."""
-        return {"step": self.step, "attempt": self.attempt, "token": self.token, "serial": self.serial}
-
-    def of_attempt(self, attempt: int, token: str) -> bool:
-        """True when it was saved by this start of the job."""
-        return (self.attempt, self.token) == (attempt, token)
-
-    def __lt__(self, other: StepId) -> bool:
-        return (self.attempt, self.step, self.serial, self.token) < (
-            other.attempt,
-            other.step,
-            other.serial,
-            other.token,
-        )
-
-    def __str__(self) -> str:
-        again = f", save {self.serial + 1}" if self.serial else ""
-        return f"step {self.step} (attempt {self.attempt}{again}, {self.token})"
 
 
 def shard_file(rank: int) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from resiliency.storage.inventory import StepInventory
-from resiliency.storage.manifest import StepId
 from resiliency.storage.sources import BadCopy, Cost, ShardSource, SourceResolver
+from resiliency.storage.step_id import StepId
 
 __all__ = ["RestorePlan", "plan_restore"]
 

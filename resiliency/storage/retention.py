@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from resiliency.storage.manifest import StepId, StepRecords
+from resiliency.storage.manifest import StepRecords
+from resiliency.storage.step_id import StepId
 
 __all__ = ["DeleteRequest", "live_names", "steps_to_delete"]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from resiliency.errors import ConfigError, TierError
-from resiliency.storage.manifest import StepId
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["BadCopy", "Cost", "Opener", "ShardSource", "SourceResolver", "open_source"]

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, Union
 
 from resiliency.errors import ConfigError
-from resiliency.storage.manifest import StepId
+from resiliency.storage.step_id import StepId
 
 __all__ = ["decode", "encode", "from_jsonable", "to_jsonable"]
 

@@ -24,8 +24,9 @@ from resiliency.checkpoint.checkpointer import Checkpointer, Restored
 from resiliency.checkpoint.coordinator import Coordinator, StoreCoordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.manifest import EVENTS_DIR, META_DIR, STEPS_DIR, StepId
+from resiliency.storage.manifest import EVENTS_DIR, META_DIR, STEPS_DIR
 from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 
 __all__ = [

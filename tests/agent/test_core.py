@@ -24,8 +24,9 @@ from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
-from resiliency.storage.manifest import META_DIR, StepId
+from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import (
     RUN,

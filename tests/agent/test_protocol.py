@@ -36,8 +36,8 @@ from resiliency.agent.messages import (
 )
 from resiliency.agent.protocol import Framer, config_from_json, config_to_json, pack
 from resiliency.errors import AgentError
-from resiliency.storage.manifest import StepId
 from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
 
 CONFIG = AgentConfig(
     run="run",

@@ -21,8 +21,8 @@ from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.agent.server import EXIT_TAKEN, AgentServer
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
-from resiliency.storage.manifest import StepId
 from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import SlowTier
 

@@ -16,7 +16,8 @@ from resiliency.agent.uploader import Uploader
 from resiliency.events import EventWriter
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import scan, step_prefix
-from resiliency.storage.manifest import ShardRecord, StepId
+from resiliency.storage.manifest import ShardRecord
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import Fault, FaultyTier
 

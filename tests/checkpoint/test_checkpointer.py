@@ -352,7 +352,7 @@ def test_into_a_state_that_does_not_fit(checkpointer: Checkpointer) -> None:
 
 
 def test_a_step_that_is_not_there(checkpointer: Checkpointer) -> None:
-    from resiliency.storage.manifest import StepId
+    from resiliency.storage.step_id import StepId
 
     assert checkpointer.load() is None
     save(checkpointer, 1)

@@ -14,7 +14,8 @@ from resiliency.errors import TierError
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.deletion import delete_names, delete_step
-from resiliency.storage.manifest import MANIFEST, Manifest, NameFile, ShardRecord, StepId, gather_records, record_file
+from resiliency.storage.manifest import MANIFEST, Manifest, NameFile, ShardRecord, gather_records, record_file
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier

@@ -25,7 +25,7 @@ from resiliency.storage.layout import (
     parse_header,
     stamp,
 )
-from resiliency.storage.manifest import StepId
+from resiliency.storage.step_id import StepId
 from resiliency.testing.checkpoints import bytes_of
 
 SETTINGS = settings(deadline=None, database=None, max_examples=150, suppress_health_check=list(HealthCheck))

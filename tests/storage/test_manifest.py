@@ -11,15 +11,9 @@ from hypothesis import strategies as st
 
 from resiliency.errors import CorruptShard, UnsupportedFormat
 from resiliency.storage import manifest as manifest_module
-from resiliency.storage.manifest import (
-    FORMAT_VERSION,
-    Manifest,
-    NameFile,
-    ShardRecord,
-    StepId,
-    UnfinishedStep,
-    gather_records,
-)
+from resiliency.storage.format_version import FORMAT_VERSION
+from resiliency.storage.manifest import Manifest, NameFile, ShardRecord, UnfinishedStep, gather_records
+from resiliency.storage.step_id import StepId
 
 SETTINGS = settings(deadline=None, database=None, max_examples=200, suppress_health_check=list(HealthCheck))
 

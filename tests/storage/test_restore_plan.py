@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.storage.inventory import StepInventory
-from resiliency.storage.manifest import StepId
 from resiliency.storage.restore_plan import plan_restore
 from resiliency.storage.sources import BadCopy, Cost, ShardSource
+from resiliency.storage.step_id import StepId
 
 SETTINGS = settings(deadline=None, database=None, max_examples=300, suppress_health_check=list(HealthCheck))
 HOSTS = ["n0", "n1"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from resiliency.storage.manifest import Manifest, ShardRecord, StepId
+from resiliency.storage.manifest import Manifest, ShardRecord
 from resiliency.storage.retention import live_names, steps_to_delete
+from resiliency.storage.step_id import StepId
 
 SETTINGS = settings(deadline=None, database=None, max_examples=400, suppress_health_check=list(HealthCheck))
 NAMES = ["a", "b", "last"]

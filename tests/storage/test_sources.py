@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from resiliency.errors import ConfigError, TierError
-from resiliency.storage.manifest import StepId
 from resiliency.storage.sources import BadCopy, Cost, Opener, ShardSource, SourceResolver, open_source
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.storage.typed_json import decode, encode, to_jsonable
 
