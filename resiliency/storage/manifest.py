@@ -1,4 +1,4 @@
-"""What is on disk and what complete means. Pure: no torch, no I/O.
+"""The files of a step on disk, and when a step is committed. Pure: no torch, no I/O.
 
 Layout below a tier's root, the same on every tier::
 
@@ -8,12 +8,12 @@ Layout below a tier's root, the same on every tier::
         steps/0000000100-a0003-7f3c9b-00/           one folder for each save: never overwritten in place
           shard-00000.safetensors                   one file per rank; a valid safetensors file
           shard-00000.json                          its record: size and digests; written after the shard
-          manifest.json                             written last; the step exists when this does
+          manifest.json                             written last; commits the step
         arena/                                      local tier only: recycled shard files waiting for their next step
         events/                                     event logs
 
-A step is *complete* when its manifest exists, or when records of all its shards are known (the manifest of a tier
-that is split over hosts is the union of what the hosts hold). Names and modification times prove nothing.
+A step is *committed* when its manifest exists. On a tier that each host has for itself no manifest is written: there a
+step is committed when records of all its shards exist. Names and modification times are not used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
     "refuse_format",
 ]
 
-#: Version of everything written below ``.resiliency``. A reader refuses any other and says so.
+#: Version of all files below ``.resiliency``. A reader refuses any other with an error.
 FORMAT_VERSION = 2
 
 META_DIR = ".resiliency"
@@ -53,12 +53,12 @@ EVENTS_DIR = "events"
 MANIFEST = "manifest.json"
 
 _STEP_DIR = re.compile(r"^(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})$")
-#: What format 1 called its step folders; they are recognised only to be refused.
+#: Names of step folders in format 1, which are recognised only to be refused.
 _STEP_DIR_OF_FORMAT_1 = re.compile(r"^\d{10,}-a\d{4,}-[0-9a-f]{8}$")
 
 
 def refuse_format(version: object, where: str) -> UnsupportedFormat:
-    """The error for what another version of the format wrote; says what reads it."""
+    """The error for files in another version of the format; says how to read them."""
     if isinstance(version, int) and version > FORMAT_VERSION:
         advice = "upgrade resiliency to read it"
     else:
@@ -72,17 +72,17 @@ def refuse_format(version: object, where: str) -> UnsupportedFormat:
 
 
 def is_folder_of_format_1(dirname: str) -> bool:
-    """True for a step folder that format 1 named."""
+    """True for the name of a step folder in format 1."""
     return _STEP_DIR_OF_FORMAT_1.match(dirname) is not None
 
 
 @total_ordering
 @dataclass(frozen=True)
 class StepId:
-    """Identity of one checkpoint: the step, and which save of which attempt of the run it is.
+    """Identity of one checkpoint: the step, the attempt that saved it, and a serial among its saves of that step.
 
-    Ordered by attempt first: what a later start of the job saved is newer than anything an earlier start left, even
-    when the later one went back to an older step (because the newest was damaged, or because the user wanted to).
+    Ordered by attempt first: a checkpoint of a later attempt is newer than all of earlier attempts, even when the later
+    attempt went back to an older step (because the newest was damaged, or because the user chose to).
 
     Attributes:
         step: optimizer step (Lightning's ``global_step``), >= 0.
@@ -103,16 +103,16 @@ class StepId:
 
     @classmethod
     def parse(cls, dirname: str) -> StepId | None:
-        """The identity a folder name spells, or None when it is not a step folder."""
+        """The identity in the name of a step folder, or None when it is not one."""
         match = _STEP_DIR.match(dirname)
         return cls(int(match[1]), int(match[2]), match[3], int(match[4])) if match else None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepId:
-        """The identity that ``step``, ``attempt``, ``token`` and ``serial`` of a JSON object spell.
+        """The identity in the fields ``step``, ``attempt``, ``token`` and ``serial`` of a JSON object.
 
         Raises:
-            KeyError, TypeError, ValueError: one is missing, of another type or cannot be.
+            KeyError, TypeError, ValueError: a field is missing, of another type, or has an impossible value.
         """
         numbers = [data["step"], data["attempt"], data["serial"]]
         if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
@@ -127,7 +127,7 @@ class StepId:
         return {"step": self.step, "attempt": self.attempt, "token": self.token, "serial": self.serial}
 
     def of_attempt(self, attempt: int, token: str) -> bool:
-        """True when it was saved by this start of the job."""
+        """True when it was saved by this attempt."""
         return (self.attempt, self.token) == (attempt, token)
 
     def __lt__(self, other: StepId) -> bool:
@@ -155,24 +155,24 @@ def record_file(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """What one rank wrote of one step. Written after its bytes are final.
+    """The record of one shard. Written after all bytes of the shard.
 
     Attributes:
         id: the step.
         run: name of the run.
         rank: writer's global rank.
         world_size: number of shards the step has.
-        node: failure domain that wrote it.
+        node: host that wrote it.
         nbytes: size of the shard file.
         block_bytes: bytes per digest.
         digests: xxh3_64 of each block, 16 hex digits each, in file order.
-        plan: digest of the global plan; equal in all records of a step, or the step is refused.
-        names: names users know the step by, relative to the tier's root ("step=100.ckpt").
+        plan: digest of the global plan; unless it is equal in all records of a step, the step is not committed.
+        names: names by which users load the step, relative to the tier's root ("step=100.ckpt").
         supersedes: names that may be deleted once this step is committed.
         created: UTC seconds since the epoch when the save began.
-        info: whatever the user wants a listing to show (epoch, monitored score); nothing in it steers anything.
-        tiers: names of the slower tiers this save is to be sent to.
-        exact: False when resuming from it is not exact (in the middle of gradient accumulation, say).
+        info: facts of the user for listings (epoch, monitored score); the engine does not use them.
+        tiers: names of the remote tiers to which this save is uploaded.
+        exact: False when resuming from it is not exact (for example in the middle of gradient accumulation).
     """
 
     id: StepId
@@ -197,7 +197,7 @@ class ShardRecord:
 
     @property
     def blocks(self) -> Blocks:
-        """The parts of the file that carry a digest each."""
+        """The blocks of the file, each with a digest."""
         return Blocks(self.nbytes, self.block_bytes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def _check_version(version: Any, where: str) -> None:
 
 
 def _check(fields: Mapping[str, Any]) -> str:
-    """Check sum of a record: nothing else vouches for what it says about the shard."""
+    """Check sum of a record, which protects its fields while there is no manifest."""
     return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -298,7 +298,7 @@ class StepRecords:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Slower tiers the step goes to: every one that any rank found due, as ranks may differ after a failure."""
+        """Remote tiers the step goes to: the union over its ranks, which may differ after a failure."""
         return tuple(dict.fromkeys(name for shard in self.shards for name in shard.tiers))
 
     @property
@@ -321,13 +321,12 @@ class StepRecords:
 
 @dataclass(frozen=True, kw_only=True)
 class UnfinishedStep(StepRecords):
-    """Some shards of a step, not all: one host's part of it, or a save that was cut short. Nothing is restored from it
-    alone."""
+    """Some of the shards of a step: one host's part, or an unfinished save. It cannot be restored by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(StepRecords):
-    """A complete step: the records of all its shards, by rank."""
+    """The records of all shards of a step, by rank."""
 
     def __post_init__(self) -> None:
         if tuple(shard.rank for shard in self.shards) != tuple(range(self.world_size)):
@@ -335,7 +334,7 @@ class Manifest(StepRecords):
             raise ValueError(f"{self.id}: shards of ranks {ranks} do not make a step of {self.world_size}")
 
     def to_json(self) -> str:
-        """Deterministic: every writer of the same step writes the same bytes."""
+        """JSON text; the same bytes for the same step, whichever agent writes it."""
         return json.dumps(
             {
                 "version": FORMAT_VERSION,
@@ -353,7 +352,7 @@ class Manifest(StepRecords):
         """Reads a manifest.
 
         Raises:
-            CorruptShard: not JSON, not a manifest, or not complete.
+            CorruptShard: not JSON, not a manifest, or without some shard.
         """
         try:
             data = json.loads(text)
@@ -364,15 +363,15 @@ class Manifest(StepRecords):
         found = gather_records(shards)
         if not isinstance(found, Manifest):
             raise CorruptShard(
-                f"{where}: manifest lists {len(shards)} shards that do not make one complete step", path=where
+                f"{where}: manifest lists {len(shards)} shards that are not all shards of one step", path=where
             )
         return found
 
 
 def gather_records(records: Iterable[ShardRecord]) -> Manifest | UnfinishedStep | None:
-    """The step these records make: complete, or still without some shards; None when they do not belong together.
+    """A :class:`Manifest` of records of all shards, an :class:`UnfinishedStep` of some; None when they do not match.
 
-    They belong together when run, step, attempt, token, serial, world size and plan digest are equal.
+    Records match when run, step, attempt, token, serial, world size and plan digest are equal.
     """
     by_rank: dict[int, ShardRecord] = {}
     for record in records:
@@ -389,7 +388,7 @@ def gather_records(records: Iterable[ShardRecord]) -> Manifest | UnfinishedStep 
 
 @dataclass(frozen=True, kw_only=True)
 class NameFile:
-    """Content of ``<root>/<name>.ckpt``: a small JSON that tells people and us which step the name means."""
+    """Content of ``<root>/<name>.ckpt``: a small JSON with the step that the name points to."""
 
     run: str
     id: StepId
@@ -409,10 +408,10 @@ class NameFile:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the name file") -> NameFile | None:
-        """The pointer, or None when ``text`` is something else (a stock checkpoint, say).
+        """The name file, or None when ``text`` is not one (for example a stock checkpoint).
 
         Raises:
-            UnsupportedFormat: a pointer that another version of the format wrote.
+            UnsupportedFormat: a name file in another version of the format.
         """
         try:
             data = json.loads(text)

@@ -124,7 +124,7 @@ def test_all_threads_read(
     reader = shard_reader(str(folder), RUN, record)
     one, real, used, meet = (
         shard_assembler.ShardAssembler([reader], rank=0, planner=plan_new()),
-        shard_assembler._is_good,
+        shard_assembler._read_and_check,
         set(),
         threading.Barrier(threads),
     )
@@ -135,7 +135,7 @@ def test_all_threads_read(
             meet.wait(10)
         return real(*args)
 
-    monkeypatch.setattr(shard_assembler, "_is_good", is_good)
+    monkeypatch.setattr(shard_assembler, "_read_and_check", is_good)
     assert one.read(threads=threads) == {} and len(used) == threads and threading.current_thread() in used
     reader.close()
 
@@ -149,7 +149,7 @@ def test_what_any_thread_raises_is_heard(
     reader = shard_reader(str(folder), RUN, record)
     one, real, here, gone = (
         shard_assembler.ShardAssembler([reader], rank=0, planner=plan_new()),
-        shard_assembler._is_good,
+        shard_assembler._read_and_check,
         threading.current_thread(),
         threading.Event(),
     )
@@ -161,7 +161,7 @@ def test_what_any_thread_raises_is_heard(
         assert gone.wait(10)
         return real(*args)
 
-    monkeypatch.setattr(shard_assembler, "_is_good", broken)
+    monkeypatch.setattr(shard_assembler, "_read_and_check", broken)
     with pytest.raises(MemoryError, match="no more"):
         one.read(threads=2)
     reader.close()
