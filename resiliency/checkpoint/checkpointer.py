@@ -591,7 +591,7 @@ class Checkpointer:
                 f"step is a {type(step).__name__}; pass a StepId as listed by steps(), or None for the newest"
             )
         if sum(way is not None for way in (into, keys, reads)) > 1:
-            raise ConfigError("pass only one of into=, keys= and reads=")
+            raise ConfigError("pass one of into=, keys= and reads=")
         planner = plan_given(reads) if reads is not None else plan_into(into) if into is not None else plan_new(keys)
         parts = self._parts()
         self.fence()

@@ -1,4 +1,4 @@
-"""What lies on disk and where: format, tiers, catalog, retention. No torch."""
+"""The format of checkpoints on disk, the tiers that store them, and their listing and retention. No torch."""
 
 from __future__ import annotations
 

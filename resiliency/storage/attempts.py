@@ -1,4 +1,4 @@
-"""Which attempt of a run is the next: from what earlier ones left on the tiers. No torch."""
+"""Finds the largest attempt number of a run, from which the next attempt counts. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def attempt_file(directory: str, run: str) -> str:
 
 
 def read_attempt(directory: str, run: str) -> int:
-    """The last attempt started here, also when it saved nothing; 0 when unknown."""
+    """The last attempt started in a local tier, also if it saved nothing; 0 when unknown."""
     try:
         with open(attempt_file(directory, run), encoding="ascii") as file:
             return int(file.read())
@@ -26,17 +26,17 @@ def read_attempt(directory: str, run: str) -> int:
 
 
 def write_attempt(directory: str, run: str, attempt: int) -> None:
-    """Notes that an attempt has started.
+    """Writes the number of the attempt that is starting.
 
     Raises:
-        OSError: the file cannot be written; the step folders tell the attempt too, once something is saved.
+        OSError: the file cannot be written; once a step is saved, its folder name has the attempt too.
     """
     with open(attempt_file(directory, run), "w", encoding="ascii") as file:
         file.write(str(attempt))
 
 
 def largest_attempt_of_steps(tier: Tier, run: str) -> int:
-    """The newest attempt that left a step on a tier; 0 for none. Blocks: one listing.
+    """The largest attempt of the steps on a tier; 0 for none. Blocks: one listing.
 
     Raises:
         UnsupportedFormat: the run holds steps that another version of the format wrote.

@@ -1,7 +1,7 @@
-"""The blocks of a shard file: how many there are, which bytes each covers, and the digest of one. Pure; no torch.
+"""The blocks of a shard file: their number, their byte ranges and their digests. Pure; no torch.
 
-A record keeps one digest for each block, so that damage is known by its place, a part of a file can be checked alone,
-and several threads can share the work.
+A record has one digest per block, so that damage can be located, a part of a file can be checked, and several threads
+can share the work.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import xxhash
 
 __all__ = ["BLOCK_BYTES", "Blocks", "block_digest", "new_digest"]
 
-#: Bytes covered by one digest of a shard written now (the last block may be shorter). Readers go by the record.
+#: Bytes covered by one digest of a shard written now (the last block may be shorter). Readers use the record's value.
 BLOCK_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A file of ``nbytes`` bytes, cut into blocks of ``block_bytes``.
+    """A file of ``nbytes`` bytes, divided into blocks of ``block_bytes``.
 
     Raises:
-        ValueError: a negative size, or blocks without bytes.
+        ValueError: a negative size, or ``block_bytes`` below 1.
     """
 
     nbytes: int
@@ -41,19 +41,19 @@ class Blocks:
         return index * self.block_bytes, min((index + 1) * self.block_bytes, self.nbytes)
 
     def index_at(self, offset: int) -> int:
-        """Number of the block that the byte at ``offset`` lies in."""
+        """Number of the block with the byte at ``offset``."""
         return offset // self.block_bytes
 
     def within(self, start: int, end: int) -> range:
-        """Numbers of the blocks that bytes ``[start, end)`` lie in; none for an empty range."""
+        """Numbers of the blocks that overlap bytes ``[start, end)``; none for an empty range."""
         return range(self.index_at(start), self.index_at(end - 1) + 1) if end > start else range(0)
 
 
 def block_digest(data: bytes | memoryview) -> str:
-    """Digest of one block: xxh3_64, 16 hex digits. Not cryptographic: it finds damage, not malice."""
+    """Digest of one block: xxh3_64, 16 hex digits. Not cryptographic: it detects damage, not tampering."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 def new_digest() -> xxhash.xxh3_64:
-    """The same digest for a block that comes piece by piece: ``update`` it, then ask for its ``hexdigest``."""
+    """The same digest, computed in pieces: call ``update`` for each, then ``hexdigest``."""
     return xxhash.xxh3_64()

@@ -1,7 +1,7 @@
-"""What a tier holds: listing steps, reading manifests, resolving names, checking bytes. No torch.
+"""Lists the steps of a tier, reads manifests and records, resolves names, verifies shards. No torch.
 
-Used by the agent, the restore and the command line. Everything read is checked; what cannot be read is reported in the
-listing instead of raised, so that one broken file never hides the good steps beside it.
+Used by the agent, the restore and the command line. Everything read is checked. A file that cannot be read is reported
+in the listing instead of raised, so that one broken file does not hide other steps.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class StepListing:
 
     Attributes:
         id: the step.
-        records: rank -> record found (or taken from the manifest).
-        manifest: the manifest on the tier or the one the records make; None while shards are missing.
-        committed: True when a manifest file was there.
-        sizes: file name -> bytes, of everything in the folder.
-        problems: what could not be read, in words.
+        records: rank -> record, from its own file or from the manifest.
+        manifest: the manifest on the tier, or else one made from the records; None while records are missing.
+        committed: True when the manifest is on the tier.
+        sizes: file name -> bytes, of all files in the folder.
+        problems: an error text for each file that could not be read.
     """
 
     id: StepId
@@ -72,12 +72,12 @@ class StepListing:
     problems: list[str] = field(default_factory=list)
 
     def missing_files(self) -> list[str]:
-        """Shards the records promise but the folder lacks, or holds in another size."""
+        """Shard files that have a record, but are missing from the folder or of another size."""
         return [r.file for r in self.records.values() if self.sizes.get(r.file) != r.nbytes]
 
 
 def find_runs(tier: Tier) -> list[str]:
-    """Names of the runs that left something on the tier.
+    """Names of the runs with steps on the tier.
 
     Raises:
         TierError: the tier cannot be listed.
@@ -125,7 +125,7 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
             manifest = Manifest.from_json(tier.read(where), where=f"{tier.root}/{where}")
             if manifest.id != listing.id or manifest.run != run:
                 raise CorruptShard(
-                    f"{tier.root}/{where}: manifest of {manifest.run} {manifest.id} lies in the wrong folder",
+                    f"{tier.root}/{where}: manifest of {manifest.run} {manifest.id} is in the wrong folder",
                     path=where,
                 )
             listing.manifest, listing.committed = manifest, True
@@ -140,7 +140,7 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
         try:
             record = ShardRecord.from_dict(json.loads(tier.read(prefix + name)), where=where)
             if record.id != listing.id or record.run != run:
-                raise CorruptShard(f"{where}: record of {record.run} {record.id} lies in the wrong folder", path=where)
+                raise CorruptShard(f"{where}: record of {record.run} {record.id} is in the wrong folder", path=where)
             listing.records[record.rank] = record
         except (CorruptShard, TierError, FileNotFoundError, ValueError, RecursionError) as error:
             listing.problems.append(str(error))
@@ -175,7 +175,7 @@ def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
 
 
 def read_name(tier: Tier, name: str) -> NameFile | None:
-    """The step a name file on the tier points to; None when there is no such file or it is not ours.
+    """The step a name file on the tier points to; None when there is no such file or it is not a name file.
 
     Raises:
         UnsupportedFormat: another version of the format wrote it.
@@ -191,7 +191,7 @@ def read_name(tier: Tier, name: str) -> NameFile | None:
 def verify_shard(
     tier: Tier, run: str, record: ShardRecord, *, first_block: int = 0, last_block: int | None = None
 ) -> list[tuple[int, int]]:
-    """Reads a shard and returns the byte ranges that do not match its record (empty: all good).
+    """Reads a shard and returns the byte ranges that do not match its record (empty: all match).
 
     Args:
         first_block, last_block: only check blocks ``[first_block, last_block)``.

@@ -1,11 +1,11 @@
-"""Python objects <-> JSON, without executing anything that was stored.
+"""Encodes Python objects as JSON and decodes them, without running stored code.
 
-What JSON cannot say is tagged: ``{"!": "tuple", "value": [...]}``. Objects of unknown classes are pickled into the text
-but only unpickled when the reader says so (``allow_pickle``); otherwise a subclass of a builtin becomes that builtin
-and everything else becomes :class:`Opaque`.
+Values that JSON cannot represent are tagged: ``{"!": "tuple", "value": [...]}``. Objects of unknown classes are stored
+as pickles, but unpickled only when the reader allows it (``allow_pickle``); otherwise an instance of a builtin's
+subclass becomes that builtin, and any other object becomes :class:`Opaque`.
 
-Tensors are not handled here: :mod:`resiliency.checkpoint.state` puts placeholders and tables
-(:mod:`resiliency.storage.tensor_table`) in their place through ``leaf``.
+Tensors are replaced by placeholders and tables (:mod:`resiliency.storage.tensor_table`), which
+:mod:`resiliency.checkpoint.state` does through ``leaf``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _JSON_INT = 1 << 64
 
 
 class Opaque:
-    """Stands for a stored object of a class that may not be unpickled here; pass ``weights_only=False`` to get it."""
+    """Placeholder of a stored object that was not unpickled; load with ``weights_only=False`` to get the object."""
 
     def __init__(self, type_name: str) -> None:
         self.type_name = type_name
@@ -146,7 +146,7 @@ def _encode_other(value: Any, leaf: Callable[[Any, tuple[str, ...]], Any], path:
 
 
 def _is_plain_dtype(dtype: Any) -> bool:
-    """True when its description is plain data: no objects, and no fields within fields."""
+    """True for a numpy dtype without Python objects and without nested fields."""
     flat = dtype.names is None or all(dtype[name].names is None for name in dtype.names)
     return not dtype.hasobject and dtype.subdtype is None and flat
 
@@ -182,7 +182,7 @@ def decode(value: Any, *, leaf: Callable[[dict[str, Any]], Any], allow_pickle: b
     """Turns JSON written by :func:`encode` back into objects.
 
     Args:
-        leaf: called with tagged dicts this module does not know; returns what they stand for, or raises.
+        leaf: called with each dict whose tag this module does not know; returns the decoded object, or raises.
         allow_pickle: unpickle objects of unknown classes. Only for files you trust: it can run code.
     """
 

@@ -1,4 +1,4 @@
-"""Deleting one step from a tier. The only place that does; the agent, the uploader and ``ckpt prune`` call it."""
+"""Deletes a step from a tier. The agent, the uploader and ``ckpt prune`` all delete steps with this function."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def delete_step(
     remove_shard: Callable[[str], None] | None = None,
     leftovers: bool = False,
 ) -> list[str]:
-    """Deletes a step, or one host's part of it, in an order that a kill can cut anywhere:
+    """Deletes a step, or one host's part of it, in an order that is safe when a kill interrupts it:
 
-    1. the manifest. Killed after it: the records still make up a step, which no longer counts as committed. The next
-       pass over the tier finds it and, because the records list the names, deletes the same names;
+    1. the manifest. Killed after it: the step no longer counts as committed. The next deletion finds it by its records
+       and, because the records list the names, deletes the same names;
     2. name files that still point to this step; those that point to another step by now stay. Killed after it: no name
-       points to what is being deleted;
-    3. records. Killed after the first: the step is incomplete and is never restored from. It is deleted like any
+       points to the step;
+    3. records. Killed after the first: the step is unfinished and is never restored from. It is deleted like any
        unfinished step once a newer one is committed;
-    4. shards, and anything else among ``files``. Killed before the last: shards without records, deleted like 3.
+    4. shards, and all other ``files``. Killed before the last: shards without records, deleted like 3.
 
-    Calling it again goes on where an earlier call ended. Blocks: one delete per file and one read per name.
+    Another call continues where an interrupted one ended. Blocks: one delete per file and one read per name.
 
     Args:
-        files: file names in the step's folder that are the caller's to delete, in any order. The manifest is always
-            deleted, whoever wrote it.
+        files: names of the files in the step's folder that this caller may delete, in any order. The manifest is always
+            deleted.
         names: names of the step, relative to the tier's root.
         remove_shard: called with the name of each shard file instead of deleting it, to recycle the file.
-        leftovers: also remove whatever else lies in the folder, such as temp files of killed writers, which no listing
-            shows. Only for a caller that knows that nobody is writing there; on object stores there is nothing else.
+        leftovers: also remove all other files in the folder, such as temp files of killed writers, which no listing
+            shows. Only when no other process writes there. Without effect on object stores.
 
     Returns:
         The names that were deleted.

@@ -1,7 +1,7 @@
 """Copies a shard from another tier into the local one, checking it block by block.
 
-A shard is written to a folder named after this process and moved when it is whole. The next start can so tell what a
-killed restore left behind (files as large as shards) from what another process is still fetching.
+A shard is written to a folder named after this process, and moved once all of it is written. So the next start can
+tell the files of a killed restore (as large as shards) from those that a live process is still fetching.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _copy_checked(source: Tier, key: str, record: ShardRecord, target: Path) -> 
 
 
 def remove_dead_fetches(root: str, run: str, node: str) -> int:
-    """Removes what dead processes of this host were fetching; returns how many of them left something."""
+    """Deletes the fetch folders of dead processes of this host; returns how many there were."""
     removed = 0
     for folder in Path(root, META_DIR, run, FETCH_DIR).glob(f"{glob.escape(node)}-*"):
         pid = folder.name.removeprefix(f"{node}-").split("-")[0]
@@ -87,7 +87,7 @@ def remove_dead_fetches(root: str, run: str, node: str) -> int:
             continue
         shutil.rmtree(folder, ignore_errors=True)
         removed += 1
-        logger.info("removed %s, which a killed restore left behind", folder)
+        logger.info("deleted %s, left behind by a killed restore", folder)
     return removed
 
 

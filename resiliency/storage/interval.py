@@ -1,4 +1,4 @@
-"""When a save also goes to a slower tier. Pure decisions; clocks are passed in."""
+"""Intervals at which saves also go to a slower tier. Pure."""
 
 from __future__ import annotations
 

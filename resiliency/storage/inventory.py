@@ -1,6 +1,6 @@
-"""What each place holds of each step: the list every rank plans a restore from. Reads records and manifests, no shards.
+"""Lists what each source holds of each step, from which every rank plans a restore.
 
-No torch.
+Reads records and manifests, not shards. No torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class StepInventory:
     """What one source holds of one step.
 
     Attributes:
-        source: the place.
+        source: the source.
         step: the step.
-        world_size: shards the step has; 0 when nothing of the step can be read there.
-        ranks: writers whose shard and record lie there in full length.
+        world_size: number of shards of the step; 0 when nothing of the step can be read there.
+        ranks: ranks whose record is there and whose shard has its full size there.
         names: names of the step.
-        exact: False when the writer said that resuming from it is not exact.
-        lost: in words, what of a committed step is missing, cut or unreadable, with paths.
+        exact: False when resuming from it is not exact.
+        lost: a text with the path for each file of a committed step that is missing, shortened or unreadable.
     """
 
     source: ShardSource
@@ -39,10 +39,10 @@ class StepInventory:
 
 
 def list_inventory(tier: Tier, run: str, source: ShardSource) -> list[StepInventory]:
-    """Lists what a tier holds of a run. Blocks: one listing, and a read per manifest or record.
+    """Lists the steps of a run on a tier. Blocks: one listing, and a read per manifest or record.
 
-    A source on one host holds that host's part of a step, so its records count by themselves. Remote storage counts a
-    step only once its manifest is there.
+    On a source of one host, which may hold only that host's part of a step, records count without a manifest. In remote
+    storage a step counts only once its manifest is there.
 
     Raises:
         TierError: the tier cannot be listed.
@@ -56,8 +56,8 @@ def list_inventory(tier: Tier, run: str, source: ShardSource) -> list[StepInvent
 def _entries(tier: Tier, run: str, source: ShardSource, listing: StepListing) -> list[StepInventory]:
     found = []
     if listing.problems and not listing.committed:
-        # A manifest or record that cannot be read is damage, because both are written whole or not at all. There is
-        # nothing to restore from, but it is no reason to start from scratch without a word.
+        # Manifests and records are written atomically, so an unreadable one is damage. The step cannot be restored, but
+        # the job must not start from scratch without an error.
         lost = tuple(listing.problems)
         found.append(StepInventory(source=source, step=listing.id, world_size=0, ranks=(), lost=lost))
     if listing.records and (listing.committed or source.host is not None):

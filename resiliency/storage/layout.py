@@ -1,4 +1,4 @@
-"""Where each chunk lies in a shard file: a valid safetensors file of fixed size that can be rewritten in place.
+"""The layout of a shard file: a valid safetensors file of fixed size that can be rewritten in place.
 
 Pure and free of torch, so that the agent and the command line can read shards too. A shard holds the chunks one rank
 wrote, the rank's own tensors, and one U8 tensor ``!objects`` with the JSON of everything that is not a tensor, padded
@@ -57,7 +57,7 @@ class Chunk:
         dtype: torch dtype name ("float32").
         itemsize: bytes per element.
         shape: shape of the whole tensor.
-        per_rank: True for a tensor only the writing rank has (RNG state); such keys are private to the shard.
+        per_rank: True for a tensor of the writing rank only (RNG state); its key is unique within the shard only.
     """
 
     key: str
@@ -81,7 +81,7 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """Name inside the safetensors file: the key where that is possible, never the same for two chunks."""
+        """Name in the safetensors file, unique among the chunks of a shard; the key where possible."""
         if self.per_rank:
             return f"!rank/{self.key}"
         if not self.whole:
@@ -100,7 +100,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a shard file is laid out.
+    """The layout of a shard file.
 
     Attributes:
         header: first bytes of the file, with a zero step and attempt.
@@ -134,9 +134,9 @@ def make_layout(chunks: Sequence[Chunk], *, objects_nbytes: int, meta: Mapping[s
     """Lays out a shard.
 
     Args:
-        chunks: what goes in; larger element sizes are placed first so that every tensor is aligned to its element.
+        chunks: the chunks; those with larger elements are placed first, so that each is aligned to its element size.
         objects_nbytes: bytes reserved for the JSON blob, see :func:`objects_reserve`.
-        meta: constants to keep in the header (run, rank, world_size, plan).
+        meta: constant fields of the header (run, rank, world_size, plan).
     """
     ordered = sorted(chunks, key=lambda c: -c.itemsize)
     entries: dict[str, Any] = {}
@@ -247,7 +247,7 @@ def parse_header(head: bytes, *, where: str) -> ShardHeader:
 
 
 def header_length(first8: bytes, *, where: str) -> int:
-    """Bytes to read to have the whole header, from the first eight bytes of a file."""
+    """Length of the header in bytes, computed from the first eight bytes of a file."""
     if len(first8) < 8:
         raise CorruptShard(f"{where}: {len(first8)} bytes, too short for a shard", path=where)
     (length,) = struct.unpack("<Q", first8)

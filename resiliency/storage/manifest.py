@@ -1,4 +1,4 @@
-"""What is on disk and what complete means. Pure: no torch, no I/O.
+"""The files of a step on disk, and when a step is committed. Pure: no torch, no I/O.
 
 Layout below a tier's root, the same on every tier::
 
@@ -8,12 +8,12 @@ Layout below a tier's root, the same on every tier::
         steps/0000000100-a0003-7f3c9b-00/           one folder for each save: never overwritten in place
           shard-00000.safetensors                   one file per rank; a valid safetensors file
           shard-00000.json                          its record: size and digests; written after the shard
-          manifest.json                             written last; the step exists when this does
+          manifest.json                             written last; commits the step
         arena/                                      local tier only: recycled shard files waiting for their next step
         events/                                     event logs
 
-A step is *complete* when its manifest exists, or when records of all its shards are known (the manifest of a tier
-that is split over hosts is the union of what the hosts hold). Names and modification times prove nothing.
+A step is *committed* when its manifest exists. On a tier that each host has for itself no manifest is written: there a
+step is committed when records of all its shards exist. Names and modification times are not used.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ def record_file(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """What one rank wrote of one step. Written after its bytes are final.
+    """The record of one shard. Written after all bytes of the shard.
 
     Attributes:
         id: the step.
         run: name of the run.
         rank: writer's global rank.
         world_size: number of shards the step has.
-        node: failure domain that wrote it.
+        node: host that wrote it.
         nbytes: size of the shard file.
         block_bytes: bytes per digest.
         digests: xxh3_64 of each block, 16 hex digits each, in file order.
-        plan: digest of the global plan; equal in all records of a step, or the step is refused.
-        names: names users know the step by, relative to the tier's root ("step=100.ckpt").
+        plan: digest of the global plan; unless it is equal in all records of a step, the step is not committed.
+        names: names by which users load the step, relative to the tier's root ("step=100.ckpt").
         supersedes: names that may be deleted once this step is committed.
         created: UTC seconds since the epoch when the save began.
-        info: whatever the user wants a listing to show (epoch, monitored score); nothing in it steers anything.
-        tiers: names of the slower tiers this save is to be sent to.
-        exact: False when resuming from it is not exact (in the middle of gradient accumulation, say).
+        info: facts of the user for listings (epoch, monitored score); the engine does not use them.
+        tiers: names of the remote tiers to which this save is uploaded.
+        exact: False when resuming from it is not exact (for example in the middle of gradient accumulation).
     """
 
     id: StepId
@@ -100,7 +100,7 @@ class ShardRecord:
 
     @property
     def blocks(self) -> Blocks:
-        """The parts of the file that carry a digest each."""
+        """The blocks of the file, each with a digest."""
         return Blocks(self.nbytes, self.block_bytes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _check_version(version: Any, where: str) -> None:
 
 
 def _check(fields: Mapping[str, Any]) -> str:
-    """Check sum of a record: nothing else vouches for what it says about the shard."""
+    """Check sum of a record, which protects its fields while there is no manifest."""
     return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -201,7 +201,7 @@ class StepRecords:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Slower tiers the step goes to: every one that any rank found due, as ranks may differ after a failure."""
+        """Remote tiers the step goes to: the union over its ranks, which may differ after a failure."""
         return tuple(dict.fromkeys(name for shard in self.shards for name in shard.tiers))
 
     @property
@@ -224,13 +224,12 @@ class StepRecords:
 
 @dataclass(frozen=True, kw_only=True)
 class UnfinishedStep(StepRecords):
-    """Some shards of a step, not all: one host's part of it, or a save that was cut short. Nothing is restored from it
-    alone."""
+    """Some of the shards of a step: one host's part, or an unfinished save. It cannot be restored by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(StepRecords):
-    """A complete step: the records of all its shards, by rank."""
+    """The records of all shards of a step, by rank."""
 
     def __post_init__(self) -> None:
         if tuple(shard.rank for shard in self.shards) != tuple(range(self.world_size)):
@@ -238,7 +237,7 @@ class Manifest(StepRecords):
             raise ValueError(f"{self.id}: shards of ranks {ranks} do not make a step of {self.world_size}")
 
     def to_json(self) -> str:
-        """Deterministic: every writer of the same step writes the same bytes."""
+        """JSON text; the same bytes for the same step, whichever agent writes it."""
         return json.dumps(
             {
                 "version": FORMAT_VERSION,
@@ -256,7 +255,7 @@ class Manifest(StepRecords):
         """Reads a manifest.
 
         Raises:
-            CorruptShard: not JSON, not a manifest, or not complete.
+            CorruptShard: not JSON, not a manifest, or without some shard.
         """
         try:
             data = json.loads(text)
@@ -267,15 +266,15 @@ class Manifest(StepRecords):
         found = gather_records(shards)
         if not isinstance(found, Manifest):
             raise CorruptShard(
-                f"{where}: manifest lists {len(shards)} shards that do not make one complete step", path=where
+                f"{where}: manifest lists {len(shards)} shards that are not all shards of one step", path=where
             )
         return found
 
 
 def gather_records(records: Iterable[ShardRecord]) -> Manifest | UnfinishedStep | None:
-    """The step these records make: complete, or still without some shards; None when they do not belong together.
+    """A :class:`Manifest` of records of all shards, an :class:`UnfinishedStep` of some; None when they do not match.
 
-    They belong together when run, step, attempt, token, serial, world size and plan digest are equal.
+    Records match when run, step, attempt, token, serial, world size and plan digest are equal.
     """
     by_rank: dict[int, ShardRecord] = {}
     for record in records:
@@ -292,7 +291,7 @@ def gather_records(records: Iterable[ShardRecord]) -> Manifest | UnfinishedStep 
 
 @dataclass(frozen=True, kw_only=True)
 class NameFile:
-    """Content of ``<root>/<name>.ckpt``: a small JSON that tells people and us which step the name means."""
+    """Content of ``<root>/<name>.ckpt``: a small JSON with the step that the name points to."""
 
     run: str
     id: StepId
@@ -312,10 +311,10 @@ class NameFile:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the name file") -> NameFile | None:
-        """The pointer, or None when ``text`` is something else (a stock checkpoint, say).
+        """The name file, or None when ``text`` is not one (for example a stock checkpoint).
 
         Raises:
-            UnsupportedFormat: a pointer that another version of the format wrote.
+            UnsupportedFormat: a name file in another version of the format.
         """
         try:
             data = json.loads(text)

@@ -1,7 +1,7 @@
-"""Which step all ranks restore, and where each host gets each shard of it. Pure, no torch.
+"""Plans a restore: which step all ranks restore, and from which sources each host gets each shard. Pure, no torch.
 
-Every rank has the same inventory, so every rank makes the same plan. A bad copy that any rank finds is left out for all
-of them, and the plan is made again.
+Every rank has the same inventory, so every rank makes the same plan. When any rank finds a bad copy, all ranks exclude
+it and plan again.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ def plan_restore(
     *,
     only: StepId | None = None,
 ) -> RestorePlan | None:
-    """The newest step every host can get whole; None when there is none. Same arguments, same plan on every rank.
+    """Plans the newest step of which every host can get all shards; None when there is none. Deterministic.
 
     Args:
         inventory: of all sources.
         hosts: hosts of the job.
         bad: copies known to be bad.
-        only: consider this step alone.
+        only: consider only this step.
     """
     by_step: dict[StepId, list[StepInventory]] = {}
     for entry in inventory:
         if entry.world_size > 0 and only in (None, entry.step):
             by_step.setdefault(entry.step, []).append(entry)
     for step in _best_first(by_step):
-        # Sources disagree about the world size only when one of them is damaged; one that is whole decides.
+        # Sources differ in world size only when one of them is damaged; a world size with all shards is the right one.
         for world_size in sorted({entry.world_size for entry in by_step[step]}, reverse=True):
             entries = [entry for entry in by_step[step] if entry.world_size == world_size]
             plan = _plan_of_step(step, world_size, entries, hosts, bad)
@@ -76,7 +76,7 @@ def plan_restore(
 
 def _best_first(by_step: Mapping[StepId, Sequence[StepInventory]]) -> list[StepId]:
     """Newest attempt and step first. Among saves of one step, one that resumes exactly comes before a later one that
-    does not (it was taken in the middle of gradient accumulation, say)."""
+    does not (for example one in the middle of gradient accumulation)."""
     exact = {step: all(entry.exact for entry in entries) for step, entries in by_step.items()}
     return sorted(by_step, key=lambda step: (step.attempt, step.step, exact[step], step), reverse=True)
 
@@ -85,7 +85,7 @@ def _plan_of_step(
     step: StepId, world_size: int, entries: Sequence[StepInventory], hosts: Collection[str], bad: Collection[BadCopy]
 ) -> RestorePlan | None:
     if len({rank for entry in entries for rank in entry.ranks}) < world_size:
-        return None  # before anything is built for a world size that damage made up
+        return None  # first, because a damaged record may have a huge world size
     resolver = SourceResolver(step, [(entry.source, entry.ranks) for entry in entries], bad)
     sources = {host: {rank: resolver.sources(host, rank) for rank in range(world_size)} for host in hosts}
     if not all(found for shards in sources.values() for found in shards.values()):

@@ -1,4 +1,4 @@
-"""Which names are live and which steps may be deleted. Pure.
+"""Decides which names are live and which steps may be deleted. Pure.
 
 A *name* ("step=100.ckpt", "last.ckpt") points to the newest committed step that lists it, unless a newer committed step
 supersedes the name. A named step is kept while one of its names points to it; of the steps without a name, the ``keep``
@@ -19,19 +19,19 @@ __all__ = ["DeleteRequest", "live_names", "steps_to_delete"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteRequest:
-    """A name whose deletion was asked for.
+    """A request to delete a name.
 
     Attributes:
         upto: the newest step the request covers; later saves under the same name stay.
-        after: the step, or a later one, that must be safe before anything is deleted; None: any.
+        after: this step or a later one must be durable before anything is deleted; None: any step.
     """
 
     upto: StepId
     after: StepId | None = None
 
-    def is_due(self, newest_safe: StepId) -> bool:
-        """True once the newest step that is safe is new enough."""
-        return self.after is None or newest_safe >= self.after
+    def is_due(self, newest_durable: StepId) -> bool:
+        """True once ``after`` or a later step is durable."""
+        return self.after is None or newest_durable >= self.after
 
 
 def live_names(committed: Iterable[StepRecords], *, deleted: Mapping[str, StepId] | None = None) -> dict[str, StepId]:
@@ -39,7 +39,7 @@ def live_names(committed: Iterable[StepRecords], *, deleted: Mapping[str, StepId
 
     Args:
         committed: manifests of the committed steps, in any order.
-        deleted: names whose deletion was asked for, with the newest step the request may remove.
+        deleted: names whose deletion was requested, with the newest step the request covers.
     """
     names: dict[str, StepId] = {}
     for manifest in sorted(committed, key=lambda m: m.id):
@@ -62,11 +62,11 @@ def steps_to_delete(
     deleted: Mapping[str, StepId] | None = None,
     busy: Collection[StepId] = (),
 ) -> list[StepId]:
-    """Steps that may go now, oldest first.
+    """Steps that may be deleted now, oldest first.
 
     Args:
-        committed: manifests of the committed (and, where it matters, durable) steps.
-        unfinished: the other steps; those older than the newest committed one are never needed again.
+        committed: manifests of the committed steps (on a local tier: of the durable ones).
+        unfinished: the other steps; those older than the newest committed one may be deleted.
         keep: how many steps to keep by age; None: all.
         keep_named: whether a name keeps its step, see the module's docstring.
         deleted: as in :func:`live_names`.

@@ -1,12 +1,11 @@
-"""Where a shard of a checkpoint can be read or fetched from, as values. Pure: no I/O, no torch.
+"""Sources from which a shard can be read or fetched, as values. Pure: no I/O, no torch.
 
-:class:`ShardSource` is one place, :class:`BadCopy` a shard in a place that turned out to be unusable, and
-:class:`SourceResolver` says for one step which sources each host has for each shard, cheapest first.
+:class:`ShardSource` is one source, :class:`BadCopy` an unusable shard on a source, and :class:`SourceResolver` finds
+for one step which sources each host has for each shard, cheapest first.
 
-To add a kind of place (the memory of a peer host, a folder that a replicator fills on each host), two things are
-needed:
+A new kind of source (the memory of a peer host, a folder that a replicator fills on each host) needs:
 
-1. a ``ShardSource`` with a tier name of its own in the inventory of the rank that can list the place, and
+1. a ``ShardSource`` with a tier name of its own in the inventory of the rank that can list it, and
 2. an opener for that tier name (:data:`Opener`) among the openers of the Restorer: it makes the tier to read from.
 
 Resolver, plan and fetching look only at :attr:`ShardSource.cost` and :attr:`ShardSource.only_host`, so they stay as
@@ -27,7 +26,7 @@ __all__ = ["BadCopy", "Cost", "Opener", "ShardSource", "SourceResolver", "open_s
 
 
 class Cost(IntEnum):
-    """How expensive a shard is to get, cheapest first."""
+    """The cost of getting a shard, cheapest first."""
 
     #: Files of the host that reads them; used in place.
     LOCAL = 0
@@ -39,12 +38,12 @@ class Cost(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSource:
-    """A place that holds shards.
+    """A place where shards are stored.
 
     Attributes:
         tier: name of the tier; unique among the tiers of a job, and the key under which the source is opened.
-        host: the host it lies on; None for storage outside the job's hosts.
-        cost: what it costs to get a shard from there.
+        host: the host it is on; None for storage outside the job's hosts.
+        cost: the cost of getting a shard from there.
     """
 
     tier: str
@@ -69,10 +68,10 @@ class ShardSource:
 
 @dataclass(frozen=True, kw_only=True)
 class BadCopy:
-    """A shard in a place that is damaged or cannot be read.
+    """A copy of a shard that is damaged or cannot be read.
 
     Attributes:
-        source: the place.
+        source: where the copy is.
         step: the step.
         rank: writer of the shard.
     """
@@ -83,19 +82,19 @@ class BadCopy:
 
 
 class SourceResolver:
-    """Which sources each host has for each shard of one step.
+    """Finds the sources each host has for each shard of one step.
 
     Args:
         step: the step.
-        held: each source that holds something of the step, with the ranks whose shards it has.
-        bad: copies that are not to be used; those of other steps are ignored.
+        held: each source with shards of the step, and the ranks of these shards.
+        bad: copies to exclude; those of other steps are ignored.
     """
 
     def __init__(
         self, step: StepId, held: Iterable[tuple[ShardSource, Iterable[int]]], bad: Collection[BadCopy] = ()
     ) -> None:
-        # By the only host that can read it (None: all can) and rank, so that a question costs the same however many
-        # hosts the job has.
+        # By the only host that can read it (None: all can) and rank, so that the cost of a look-up does not grow with
+        # the number of hosts.
         self._found: dict[tuple[str | None, int], list[ShardSource]] = {}
         excluded = {(copy.source, copy.rank) for copy in bad if copy.step == step}
         for source, ranks in held:
@@ -111,7 +110,7 @@ class SourceResolver:
         return tuple(sorted(found, key=lambda source: source.cost))
 
 
-#: Makes the tier to read from, for a source of one tier name.
+#: Returns the tier to read a source from; one opener per tier name.
 Opener = Callable[[ShardSource], Tier]
 
 
@@ -122,7 +121,7 @@ def open_source(source: ShardSource, openers: Mapping[str, Opener]) -> Tier:
         openers: one for each tier name of the job.
 
     Raises:
-        TierError: no opener is known for it, or the opener refused.
+        TierError: there is no opener for it, or the opener failed.
     """
     opener = openers.get(source.tier)
     if opener is None:

@@ -1,4 +1,4 @@
-"""How far a save has come. One enum for tickets, waits, outcomes, messages and events. Pure."""
+"""The stages of a save: one enum for tickets, waits, outcomes, messages and events. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["Stage"]
 class Stage(str, Enum):
     """Stages of a save, in the order they are reached.
 
-    A remote tier knows two of them: a step that is stored there whole is DURABLE there. A ramdisk is never more than
-    COMMITTED, because nothing on it survives a power loss.
+    On a remote tier a committed step is DURABLE at once. On a ramdisk a save is never more than COMMITTED, because a
+    ramdisk does not survive a power loss.
     """
 
-    #: Every byte of this rank's shard is in its file; the tensors may change.
+    #: All bytes of this rank's shard are in its file; the tensors may change.
     COPIED = "copied"
     #: This rank's record is written: the shard survives the death of the trainer.
     RECORDED = "recorded"
-    #: The manifest is written: the step is whole and survives the death of every process.
+    #: The manifest is written: the step has all its shards and survives the death of every process.
     COMMITTED = "committed"
     #: The step survives a power loss of the host (fsynced, or stored by an object store).
     DURABLE = "durable"
@@ -27,6 +27,6 @@ class Stage(str, Enum):
         return self.value
 
     def reached_by(self, other: Stage) -> bool:
-        """True when a save that has come to ``other`` has come to this stage too."""
+        """True when a save that has reached ``other`` has also reached this stage."""
         order = list(Stage)
         return order.index(other) >= order.index(self)

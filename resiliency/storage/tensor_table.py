@@ -1,13 +1,13 @@
-"""How a dict of tensors is written in a shard's JSON: as one table of names. Pure; no torch.
+"""Stores a dict of tensors as one table of names in a shard's JSON. Pure; no torch.
 
-A dict that holds nothing but tensors, which is most of a state, is one table instead of a placeholder for each tensor:
-it is written at every save, while the training thread waits. In the JSON::
+Most dicts of a state contain only tensors. One table per dict is faster to write than one placeholder per tensor, and
+the training thread waits for it at every save. In the JSON::
 
     {"!": "tensors", "at": "optimizer/state/0", "names": ["step", "exp_avg"]}
     {"!": "tensors", "at": "model", "names": ["weight", "tied"], "keys": {"tied": "model/weight"}}
 
 ``at`` is the key of the dict. A tensor's key is the key of its dict and its name joined by :func:`join_path`, unless
-``keys`` gives another: a tied tensor is stored once, under the key met first.
+``keys`` has another key for it: a tied tensor is stored once, under the first key.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TENSOR_TABLE = "tensors"
 
 
 def join_path(parts: Sequence[str]) -> str:
-    """Keys from the root as one text. Different paths may give the same text; callers must tell such tensors apart."""
+    """Joins keys from the root. Different paths may give the same text; callers must make such keys unique."""
     return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in parts)
 
 
 @dataclass(frozen=True)
 class TensorTable:
-    """A dict that holds nothing but tensors.
+    """A dict that contains only tensors.
 
     Attributes:
         at: key of the dict; "" for the root.
@@ -57,13 +57,13 @@ class TensorTable:
         return zip(self.names, self.keys, strict=True)
 
     def with_keys(self, keys: Sequence[str]) -> TensorTable:
-        """The same names, each stored under the key given here."""
+        """The same names, stored under these keys."""
         usual = TensorTable(self.at, self.names).keys
         changed = {name: key for name, key, is_ in zip(self.names, keys, usual, strict=True) if key != is_}
         return TensorTable(self.at, self.names, changed)
 
     def to_json(self) -> dict[str, Any]:
-        """What stands for the dict in the JSON."""
+        """The JSON that represents the dict."""
         made: dict[str, Any] = {"!": TENSOR_TABLE, "at": self.at, "names": self.names}
         if self.other_keys:
             made["keys"] = self.other_keys
@@ -74,7 +74,7 @@ class TensorTable:
         """The inverse of :meth:`to_json`.
 
         Raises:
-            ConfigError: written by another version.
+            ConfigError: ``item`` is not a table of this version.
         """
         try:
             return cls(str(item["at"]), tuple(map(str, item["names"])), dict(item.get("keys", {})))

@@ -1,6 +1,6 @@
-"""Frozen dataclasses <-> JSON objects, every field checked on the way in: the codec of all that crosses a process.
+"""Encodes frozen dataclasses as JSON objects and decodes them, checking every field; used for all messages.
 
-Understands what messages and settings are made of: str, int, float, bool, None, ``X | None``, ``tuple[X, ...]``,
+Supported field types: str, int, float, bool, None, ``X | None``, ``tuple[X, ...]``,
 ``Mapping[str, Any]`` (plain JSON), enums (by name), :class:`StepId` and other dataclasses.
 """
 
@@ -29,13 +29,13 @@ def encode(message: Any) -> bytes:
 
 
 def decode(kind: type[T], data: bytes, *, what: str) -> T:
-    """The dataclass of :func:`encode`.
+    """Inverse of :func:`encode`.
 
     Args:
-        what: the message, for the error ("the inventory of rank 3").
+        what: name of the message in the error ("the inventory of rank 3").
 
     Raises:
-        ConfigError: it is something else; says what is wrong with it.
+        ConfigError: ``data`` is not such a message; the error says why.
     """
     try:
         return from_jsonable(kind, json.loads(data))
@@ -46,7 +46,7 @@ def decode(kind: type[T], data: bytes, *, what: str) -> T:
 
 
 def to_jsonable(value: Any) -> Any:
-    """What :func:`json.dumps` takes for a dataclass, field by field."""
+    """Converts a dataclass, field by field, to values that :func:`json.dumps` accepts."""
     if isinstance(value, StepId):
         return value.to_dict()
     if dataclasses.is_dataclass(value):
@@ -57,7 +57,7 @@ def to_jsonable(value: Any) -> Any:
 
 
 def from_jsonable(kind: type[T], data: Any) -> T:
-    """The dataclass that ``data`` describes.
+    """Inverse of :func:`to_jsonable`.
 
     Raises:
         ValueError: not an object, a field is missing, unknown, or of another type; names the field.
@@ -79,7 +79,7 @@ def from_jsonable(kind: type[T], data: Any) -> T:
 
 @functools.cache
 def _fields(kind: type[Any]) -> dict[str, tuple[Any, bool]]:
-    """Type and whether it must be given, for each field by name."""
+    """For each field by name: its type, and whether it is required."""
     hints = typing.get_type_hints(kind)
     return {
         field.name: (

@@ -11,7 +11,7 @@ __all__ = ["ObjectInfo", "Tier", "open_tier"]
 
 
 def open_tier(address: str, **options: Any) -> Tier:
-    """The tier an address names. Opens no connection and touches no disk before the first verb.
+    """The tier of an address. Opens no connection and accesses no disk before the first verb.
 
     Args:
         address: "/folder", "folder" or "file:///folder" give a :class:`~.local.LocalTier`; every other scheme

@@ -1,4 +1,4 @@
-"""Which tier an address means. Looks for packages, imports none."""
+"""Parses the addresses of tiers, and checks that their packages are installed without importing them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _scheme(address: str) -> str | None:
 
 
 def local_path(address: str) -> str | None:
-    """The folder a plain path or a ``file://`` address names; None for every other scheme.
+    """The folder of a plain path or a ``file://`` address; None for every other scheme.
 
     Raises:
         ConfigError: empty, or a ``file://`` address of another host or without a path.

@@ -62,7 +62,7 @@ class SessionLost(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong.
+    """A classified error.
 
     Attributes:
         status: HTTP status, or the equivalent one; None when there was no answer.

@@ -16,14 +16,14 @@ _LARGE_BYTES = 256 * 1024
 
 
 class PerProcess:
-    """Makes this process's own file system when asked: its event loop and connections do not survive a fork.
+    """Creates a file system per process, because its event loop and connections do not survive a fork.
 
     Thread: any.
 
     Args:
         scheme: "gs", "s3", "memory".
-        options: for the file system's constructor. Instance and listing caches are switched off in any case: an
-            instance may be another thread's idea of the options, and listings must show other processes' writes.
+        options: for the file system's constructor. Instance and listing caches are always switched off: a cached
+            instance may have other options, and listings must show other processes' writes.
     """
 
     def __init__(self, scheme: str, options: Mapping[str, Any]) -> None:
@@ -52,7 +52,7 @@ class PerProcess:
             return
         session = getattr(made[1], "_session", None)
         if session is not None and not getattr(session, "closed", True):
-            # Left to the garbage collector, gcsfs closes it from the wrong thread, with a warning.
+            # The garbage collector would make gcsfs close it from the wrong thread, with a warning.
             from fsspec.asyn import sync
 
             sync(made[1].loop, session.close, timeout=5)
@@ -63,14 +63,14 @@ class PerProcess:
         fs = fsspec.filesystem(self._scheme, **self._options)
         once = getattr(getattr(type(fs), "_request", None), "__wrapped__", None)
         if once is not None:
-            # gcsfs tries each request six times on its own, unseen and for up to a minute; deadline, count and pauses
-            # are the tier's. Where a later gcsfs lacks this handle, both retry: slower, as correct.
+            # gcsfs retries each request six times, for up to a minute. This skips that, because the tier retries with
+            # its own limits. If a later gcsfs lacks this attribute, both retry: slower, but correct.
             fs._request = functools.partial(_request, once, fs)
         return fs
 
 
 async def _request(once: Any, fs: Any, *args: Any, data: Any = None, **options: Any) -> Any:
     if isinstance(data, (bytes, bytearray, memoryview)) and len(data) > _LARGE_BYTES:
-        # aiohttp hands plain bytes to the socket in one go, which holds up every other request of the event loop.
+        # aiohttp writes plain bytes to the socket at once, which blocks all other requests of the event loop.
         data = io.BytesIO(data)
     return await once(fs, *args, data=data, **options)

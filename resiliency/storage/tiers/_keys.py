@@ -9,7 +9,7 @@ from resiliency.errors import TierError
 
 __all__ = ["check_key", "check_prefix", "check_range", "is_partial", "partial_name"]
 
-# Independent of the key's own name, so that a key of the longest name a file system takes still has a temp sibling.
+# Independent of the key's name, so that the temp file of a key with the longest allowed name has a valid name.
 _PARTIAL = re.compile(r"^\.resiliency-[0-9a-f]{32}\.partial$")
 
 

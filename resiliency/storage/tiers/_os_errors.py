@@ -1,4 +1,4 @@
-"""What an OSError of a file system means for a tier: whether trying again can help, and what people should do. Pure."""
+"""Turns an OSError of a file system into a TierError: whether a retry can help, and advice for the user. Pure."""
 
 from __future__ import annotations
 

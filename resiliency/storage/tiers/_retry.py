@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class GaveUp(Exception):
-    """The last failure is ``__cause__``.
+    """Raised when no further call is made; the last failure is ``__cause__``.
 
     Attributes:
         tries: calls made.

@@ -1,8 +1,8 @@
 """One object streamed to a store through an fsspec file handle, so that after a failed part only that part is sent
 again.
 
-fsspec's buffered files keep what a failed flush could not send; sending the same part again is safe on resumable
-(GCS) and multipart (S3) uploads. The object becomes visible in :meth:`Upload.finish` and not before.
+fsspec's buffered files keep what a failed flush could not send. Sending the same part again is safe with resumable
+(GCS) and multipart (S3) uploads. The object becomes visible in :meth:`Upload.finish`, not before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Upload:
         self._handle.loc += len(block)
 
     def send(self) -> None:
-        """Sends what is buffered when it makes a part."""
+        """Sends the buffered bytes when they fill a part."""
         self._flush(force=False)
 
     def finish(self) -> None:
@@ -59,7 +59,7 @@ class Upload:
                 exc_info=True,
             )
         finally:
-            # An open handle would send and publish its buffer when it is collected.
+            # An open handle would send its buffer and make the object visible when it is garbage collected.
             self._handle.closed = True
 
     def _flush(self, *, force: bool) -> None:
@@ -67,17 +67,17 @@ class Upload:
         try:
             handle.flush(force=force)
         except Exception as error:
-            # The failed call's frames hold views of the buffer, and a viewed buffer can neither grow nor be freed
-            # quietly.
+            # The frames of the failed call hold views of the buffer, which could then neither grow nor be freed.
             traceback.clear_frames(error.__traceback__)
             if force:
                 handle.forced = False
             if handle.closed:
-                # The session could not be opened: fsspec gives the handle up, but its buffer is whole.
+                # The session could not be opened: fsspec closes the handle, but its buffer is intact.
                 handle.closed = False
                 handle.offset = None
                 raise
-            # gcsfs asserts that an unfinished session tells how far it got; it checks digests when the object is there.
+            # An AssertionError of gcsfs: the unfinished session did not report its progress. A ChecksumError: gcsfs
+            # checked the digest after the object became visible.
             self.spoilt = type(error).__name__ == "ChecksumError"
             gone = isinstance(error, (FileNotFoundError, AssertionError)) or str(getattr(error, "code", "")) == "410"
             if gone or self.spoilt:

@@ -30,8 +30,7 @@ _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
 
 
 def on_ramdisk(path: str) -> bool:
-    """True when the file or folder lies in memory, or would if it were made; False when it does not, or cannot be
-    told."""
+    """True when the file or folder is on a ramdisk, or would be if it were made; False when not, or when unknown."""
     while not os.path.lexists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type; it is shorter than this everywhere
@@ -40,7 +39,7 @@ def on_ramdisk(path: str) -> bool:
 
 
 def fsync_file(path: str) -> None:
-    """Blocks until the file's bytes would survive a power loss. Its name is safe only after :func:`fsync_dir`.
+    """Blocks until the file's bytes would survive a power loss. Its name does only after :func:`fsync_dir`.
 
     Raises:
         OSError: as ``open(2)`` and ``fsync(2)``.
@@ -93,10 +92,10 @@ class LocalTier:
         return f"LocalTier({self.root!r}, durable={self.durable}, name={self.name!r})"
 
     def path(self, key: str) -> str:
-        """Where the object lies (or would); for callers that map or rename files themselves.
+        """Path of an object, whether or not it exists; for callers that map or rename files themselves.
 
         Raises:
-            TierError: the key is not one (not retryable).
+            TierError: the key is invalid (not retryable).
         """
         check_key(key, tier=self._where)
         return os.path.join(self.root, *key.split("/"))
@@ -296,8 +295,7 @@ class LocalTier:
                 yield ObjectInfo(key, nbytes)
 
     def _entries(self, folder: str, start: str = "") -> Iterator[tuple[os.DirEntry[str], str]]:
-        """Everything below ``folder`` that is no folder, with its key; names in ``folder`` itself begin with
-        ``start``."""
+        """All files below ``folder``, with their keys; directly in ``folder`` only names that begin with ``start``."""
         pending = [folder]
         while pending:
             current = pending.pop()

@@ -45,7 +45,7 @@ class ObjectStoreTier:
 
     Args:
         url: "gs://bucket/job", "s3://bucket/job", or "memory://name" (this process only, for tests).
-        name: word for listings, events and error messages.
+        name: name in listings, events and error messages.
         storage_options: passed to fsspec's file system ("token", "project", "endpoint_url", ...).
         deadline: how long busy and unreachable stores are asked again.
         attempts: requests at most for the same bytes, >= 1.
@@ -131,7 +131,7 @@ class ObjectStoreTier:
             if len(first) == BLOCK_BYTES and self._scheme != "memory":
                 self._stream(key, path, first, blocks, progress)
                 return
-            # One small PUT; and fsspec's memory file system shows a file while it is being written.
+            # One PUT for small files, and for fsspec's memory file system, which shows a file while it is written.
             data = b"".join((first, *blocks))
             self.put_bytes(key, data)
             if progress is not None:
@@ -250,7 +250,7 @@ class ObjectStoreTier:
         return self._get(key, get)
 
     def _long(self, key: str, start: int, end: int | None) -> bytes:
-        """A range in pieces, all of the same version of the object where the store has versions."""
+        """A range read in pieces, all of the same version of the object if the store has versions."""
         path = self._path(key)
         info = self._get(key, lambda fs: fs.info(path, **self._limit(fs)))
         if info["type"] != "file":
@@ -308,7 +308,7 @@ class ObjectStoreTier:
             TierError: everything else.
         """
         try:
-            return self._retry.run(lambda: call(self._filesystem()), retryable=_worth_asking_again)
+            return self._retry.run(lambda: call(self._filesystem()), retryable=_is_retryable)
         except GaveUp as gave_up:
             cause = gave_up.__cause__
             assert cause is not None
@@ -324,7 +324,7 @@ class ObjectStoreTier:
             raise error from cause
 
 
-def _worth_asking_again(error: Exception) -> bool:
+def _is_retryable(error: Exception) -> bool:
     return not isinstance(error, SessionLost) and explain(error).retryable
 
 
