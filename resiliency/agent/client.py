@@ -59,6 +59,10 @@ _LOSS_WINDOW_S = 120.0
 _CLAIM_S = 20.0
 
 
+class _GreetingClosed(ConnectionError):
+    """The agent closed the connection before it answered Hello."""
+
+
 class AgentClient:
     """One rank's connection to its host agent.
 
@@ -110,12 +114,14 @@ class AgentClient:
                 used.
         """
         if not self._force_embedded:
+            closed = 0
             for _ in range(_MAX_LOSSES):
                 try:
                     self._connect()
                 except AgentError:
                     raise
                 except OSError as error:
+                    closed += isinstance(error, _GreetingClosed)
                     logger.warning(
                         "rank %d: the checkpoint agent of %s did not start (%s)",
                         self.rank,
@@ -128,7 +134,24 @@ class AgentClient:
                 self._thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
                 self._thread.start()
                 return
+            if closed == _MAX_LOSSES:
+                self._refuse_to_share()
         self._embed()
+
+    def _refuse_to_share(self) -> None:
+        """Every greeting was closed without an answer. If an agent still listens, it serves somebody else.
+
+        Raises:
+            AgentError: it does. To work beside it would mix the checkpoints of two jobs.
+        """
+        connection = self._dial()
+        if connection is not None:
+            connection.close()
+            raise AgentError(
+                f"rank {self.rank}: an agent that does not speak protocol {PROTOCOL_VERSION} serves"
+                f" {self.config.local.address} as run {self.config.run!r} on this host: a job with another version of"
+                " this library is using it; end that job, or give this one its own RESILIENCY_RUN or directory"
+            )
 
     def _connect(self) -> None:
         """Connects and sends Hello. Raises OSError when no agent can be reached or started, AgentError when refused."""
@@ -141,7 +164,7 @@ class AgentClient:
             while answer is None:
                 data = connection.recv(1 << 16)
                 if not data:
-                    raise ConnectionError("the agent closed the connection before it answered Hello")
+                    raise _GreetingClosed("the agent closed the connection before it answered Hello")
                 # The agent sends nothing else before the first request.
                 answer = next(framer.feed(data), None)
             if isinstance(answer, Refused):
@@ -149,6 +172,9 @@ class AgentClient:
             connection.settimeout(None)
             # A hung agent must not stop the trainer: sending fails after a second, and the link is made anew.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            connection.close()
+            raise _GreetingClosed(f"the agent closed the connection before it answered Hello ({error})") from error
         except BaseException:
             connection.close()
             raise

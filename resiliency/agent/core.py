@@ -220,10 +220,10 @@ class HostAgent:
         target = self._path(record.id, record.file)
         try:
             place_shard(self._tier, record, path, inode, target)
-        except (OSError, TierError) as error:
+        except (OSError, TierError, ValueError) as error:  # ValueError: a path no file can have
             try:
                 take_back_shard(record, path, inode, target)
-            except OSError:
+            except (OSError, ValueError):
                 logger.warning(
                     "%s could not be moved back to %s; it is deleted with its step", target, path, exc_info=True
                 )

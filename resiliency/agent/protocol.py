@@ -42,7 +42,7 @@ def unpack(line: bytes) -> Message:
             return Hello(version=int(fields["version"]), rank=int(fields["rank"]), config=None)
         found: Message = from_jsonable(kind, fields)
         return found
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         text = f"{type(error).__name__}: {error}"
         raise AgentError(f"not a message of the agent protocol ({text}): {line[:80]!r}") from error
 

@@ -104,12 +104,16 @@ class AgentServer:
 
     def _serve(self, connection: socket.socket) -> None:
         rank: int | None = None
+        same_user = False
         framer = Framer()
         try:
             _check_peer(connection)
+            same_user = True
             while data := connection.recv(1 << 16):
                 for message in framer.feed(data):
                     if isinstance(message, Hello):
+                        if rank is not None:
+                            raise AgentError(f"rank {rank} sent a second Hello")
                         rank = self._handle_hello(connection, message)
                         if rank is None:
                             return
@@ -118,6 +122,8 @@ class AgentServer:
         except (AgentError, ConfigError, OSError) as error:
             # Boundary: a bad message or a broken connection ends this connection only.
             logger.warning("connection of rank %s ended: %s", rank, error)
+            if rank is None and same_user:
+                _refuse(connection, str(error))  # a trainer of another version learns why
         finally:
             self._disconnected(rank, connection)
 
@@ -206,6 +212,13 @@ class AgentServer:
                 del self._clients[rank]
             self._lock.notify_all()
         connection.close()
+
+
+def _refuse(connection: socket.socket, reason: str) -> None:
+    try:
+        connection.sendall(pack(Refused(reason=reason)))
+    except OSError:
+        logger.debug("the connection was closed before the refusal", exc_info=True)
 
 
 def _shut(listener: socket.socket) -> None:

@@ -17,10 +17,21 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from resiliency.errors import ConfigError
 
-__all__ = ["Box", "LeafDescription", "LeafKind", "box_of", "kind_of", "kind_of_class", "refusal", "register_leaf_kind"]
+__all__ = [
+    "Box",
+    "LeafDescription",
+    "LeafKind",
+    "box_of",
+    "has_memory",
+    "kind_of",
+    "kind_of_class",
+    "refusal",
+    "register_leaf_kind",
+]
 
 
 class Box(NamedTuple):
@@ -105,8 +116,8 @@ class _Plain:
         return issubclass(class_, Tensor)
 
     def detach(self, leaf: Any, key: str) -> Any:
-        tensor: Tensor = leaf.detach()
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        tensor = _detached(leaf, key)
+        if type(leaf) not in (Tensor, Parameter) and not has_memory(tensor):
             raise refusal(tensor, key)
         return tensor
 
@@ -134,7 +145,7 @@ class _Distributed:
         )
 
     def detach(self, leaf: Any, key: str) -> Any:
-        return _plain.detach(leaf, key)
+        return _detached(leaf, key)
 
     def describe(self, leaf: Any) -> LeafDescription:
         # A rank outside the tensor's mesh holds nothing of it.
@@ -154,6 +165,21 @@ class _Distributed:
         return local.detach()
 
 
+def _detached(leaf: Any, key: str) -> Any:
+    tensor: Tensor = leaf.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise refusal(tensor, key)
+    return tensor
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """False for a tensor whose elements lie somewhere else: a wrapper subclass, a fake tensor, a freed storage."""
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:  # what torch raises for fake tensors
+        return False
+
+
 def refusal(tensor: Tensor, key: str) -> ConfigError:
     """The error for a tensor that has no plain bytes to store."""
     if tensor.layout is not torch.strided:
@@ -162,6 +188,11 @@ def refusal(tensor: Tensor, key: str) -> ConfigError:
         )
     if tensor.is_quantized:
         return ConfigError(f"tensor {key!r} is quantized; store its int_repr() and scales instead")
+    if not tensor.is_meta:
+        return ConfigError(
+            f"tensor {key!r} is a {type(tensor).__qualname__} without memory of its own; store the tensors it wraps (of"
+            " a DTensor its to_local()), or register a leaf kind for it"
+        )
     return ConfigError(f"tensor {key!r} is on the meta device and has no data; materialise the model before saving")
 
 

@@ -119,7 +119,24 @@ def plan_writes(descriptions: Sequence[Sequence[Mapping[str, Any]]], *, rank: in
     Raises:
         ConfigError: ranks disagree about a tensor's shape or dtype, or a tensor has holes or overlaps.
     """
-    return _finish([[_chunk(item) for item in plan.items] for plan in _global_plan(descriptions)], rank)
+    boxes = [[box for box in mine if all(box["sizes"]) or not all(box["shape"])] for mine in descriptions]
+    shares = [[_chunk(item) for item in plan.items] for plan in _global_plan(boxes)]
+    _check_volume(shares)
+    return _finish(shares, rank)
+
+
+def _check_volume(shares: Sequence[Sequence[Chunk]]) -> None:
+    """DCP's planner checks this only when there are several plans."""
+    missing: dict[str, int] = {}
+    for chunk in (chunk for share in shares for chunk in share):
+        missing.setdefault(chunk.key, math.prod(chunk.shape))
+        missing[chunk.key] -= math.prod(chunk.sizes)
+    wrong = next((key for key, elements in missing.items() if elements), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"the ranks' boxes of tensor {wrong!r} have holes or overlap: {abs(missing[wrong])} elements too"
+            f" {'few' if missing[wrong] > 0 else 'many'}; each element must be in one box"
+        )
 
 
 def plan_replicated(boxes: Sequence[Mapping[str, Any]], *, rank: int, world_size: int) -> RankShare:

@@ -133,6 +133,8 @@ def _check(read: Read, chunk: Chunk | None) -> None:
     )
     if not inside:
         raise ConfigError(f"{where}: box {read.lengths} at {read.box_offsets} is not within the chunk's {chunk.sizes}")
+    if read.destination.is_meta:
+        raise ConfigError(f"{where}: the destination is on the meta device and has no memory")
     if tuple(read.destination.shape) != tuple(read.lengths):
         raise ConfigError(f"{where}: the destination has shape {tuple(read.destination.shape)}, not {read.lengths}")
 

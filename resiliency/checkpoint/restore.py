@@ -254,6 +254,11 @@ class Restorer:
                     )
             except ConfigError as error:
                 misfit = error  # the other ranks must not wait for this one
+            except Exception as error:  # Boundary: the caller's tensors and reads; as above.
+                misfit = ConfigError(
+                    f"{plan.step} cannot be read into what was passed: {type(error).__name__}: {error}"
+                )
+                misfit.__cause__ = error
             problems = self._share("verified", problems)
             if misfit is not None:
                 raise misfit

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from resiliency.checkpoint.coordinator import Coordinator
-from resiliency.checkpoint.leaf_kinds import Box, kind_of
+from resiliency.checkpoint.leaf_kinds import Box, has_memory, kind_of
 from resiliency.checkpoint.plan import (
     RankShare,
     box_fields,
@@ -275,10 +275,20 @@ def _source(key: str, leaf: Any, box: Box | None) -> Tensor:
     """The memory a chunk is copied from."""
     if box is None:
         return leaf  # type: ignore[no-any-return]  # a plain tensor, whole
+    kind = kind_of(leaf)
     try:
-        return kind_of(leaf).local(leaf, box)
+        local = kind.local(leaf, box)
     except ConfigError as error:
         raise ConfigError(f"tensor {key!r}: {error}") from error
+    # What is copied is this many bytes from its address on, so a kind that is wrong would read other memory.
+    if type(leaf) is not Tensor:
+        dtype = kind.describe(leaf).dtype
+        if tuple(local.shape) != tuple(box.sizes) or local.dtype != dtype or not has_memory(local):
+            raise ConfigError(
+                f"tensor {key!r}: leaf kind {kind.name!r} gave {local.dtype} {tuple(local.shape)} for a box of"
+                f" {dtype} {tuple(box.sizes)}"
+            )
+    return local
 
 
 def _late(lazy: Wanted, cached: _CachedLayout, leaf: Callable[[int], Any]) -> Sequence[bool] | None:

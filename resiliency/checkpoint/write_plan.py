@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resiliency.checkpoint.leaf_kinds import Box, refusal
+from resiliency.checkpoint.leaf_kinds import Box, has_memory, refusal
 from resiliency.errors import ConfigError
 
 __all__ = ["WriteChunk", "WritePlan"]
@@ -43,6 +43,8 @@ class WriteChunk:
     shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.key, str) or not isinstance(self.tensor, Tensor):
+            raise TypeError(f"chunk {self.key!r}: pass key as a str and tensor as a torch tensor")
         sizes = tuple(self.tensor.shape)
         offsets = tuple(self.offsets) or (0,) * len(sizes)
         shape = sizes if self.shape is None else tuple(self.shape)
@@ -51,8 +53,9 @@ class WriteChunk:
         )
         if not self.key or not inside:
             raise ConfigError(f"chunk of tensor {self.key!r}: box {sizes} at {offsets} is not within shape {shape}")
-        if self.tensor.layout is not torch.strided or self.tensor.is_quantized or self.tensor.is_meta:
-            raise refusal(self.tensor, self.key)
+        tensor = self.tensor
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or not has_memory(tensor):
+            raise refusal(tensor, self.key)
         object.__setattr__(self, "offsets", offsets)
         object.__setattr__(self, "shape", shape)
 
@@ -82,6 +85,9 @@ class WritePlan:
     objects: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "chunks", tuple(self.chunks))  # an iterator could be read only once
+        if not all(isinstance(chunk, WriteChunk) for chunk in self.chunks) or not isinstance(self.objects, Mapping):
+            raise TypeError("a WritePlan takes chunks=[WriteChunk(...), ...] and objects={name: object}")
         seen: set[tuple[str, tuple[int, ...]]] = set()
         for chunk in self.chunks:
             if (chunk.key, chunk.offsets) in seen:

@@ -354,3 +354,59 @@ def test_a_rank_that_comes_again_replaces_itself(
             old.close()
             new.sendall(pack(seal(config)))
             assert answer(new) == Recorded(id=StepId(1, config.attempt, config.token))
+
+
+OLDER_HELLO = b'{"t": "hello", "v": 2, "rank": 0, "config": "{}"}\n'
+
+
+def test_a_trainer_of_an_older_version_is_refused_with_the_reason(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]
+) -> None:
+    serve(config)
+    with dial(config) as connection:
+        connection.sendall(OLDER_HELLO)
+        said = answer(connection)
+        assert isinstance(said, Refused) and "not a message of the agent protocol" in said.reason
+    with dial(config) as connection:
+        connection.sendall(hello(config))
+        assert isinstance(answer(connection), Welcome)
+
+
+def test_a_trainer_does_not_work_beside_an_agent_of_another_version(config: AgentConfig) -> None:
+    """It closes every connection at the greeting. Two jobs in one folder would be the result."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(config.address)
+    listener.listen()
+
+    def close_all() -> None:
+        while True:
+            try:
+                listener.accept()[0].close()
+            except OSError:
+                return
+
+    thread = threading.Thread(target=close_all, daemon=True)
+    thread.start()
+    rank = client_of(config)
+    try:
+        with pytest.raises(AgentError, match="a job with another version of this library is using it"):
+            rank.open()
+        assert not rank.embedded
+    finally:
+        rank.close()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(5)
+
+
+def test_a_second_hello_ends_the_connection(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread]
+) -> None:
+    thread = serve(config)
+    with dial(config) as connection:
+        connection.sendall(hello(config, 0))
+        assert isinstance(answer(connection), Welcome)
+        connection.sendall(hello(config, 1))
+        assert answer(connection) is None
+    thread.join(10)
+    assert not thread.is_alive(), "a rank that never came is waited for"
