@@ -80,9 +80,13 @@ class RunningGoodput(StepHooks):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._subscribe_totals(trainer)
+
+    def _subscribe_totals(self, trainer: Any) -> None:
+        """Of this trainer from here on; a later fit of the same trainer adds to it."""
         observer = step_observer(trainer)
-        if stage == "fit" and self._totals not in observer.subscribers:
-            # A later fit of the same trainer adds to these totals.
+        if self._totals not in observer.subscribers:
             self._totals = StepTotals()
             observer.subscribe(self._totals)
 
@@ -90,6 +94,7 @@ class RunningGoodput(StepHooks):
         # Not in setup: there a checkpoint callback, which may come later in the list, opens its engine's log, which has
         # priority.
         super().on_fit_start(trainer, pl_module)
+        self._subscribe_totals(trainer)  # a subclass may have its own setup
         self._next_show = 0.0
         self._own_log = log_steps(step_observer(trainer), lambda: self._open_writer(trainer))
         if self._own_log is not None:

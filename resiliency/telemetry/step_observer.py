@@ -86,7 +86,7 @@ class StepObserver:
 
     def _reset(self, now: float) -> None:
         self._last_end = now
-        self._inside = False
+        self._inside = self._seen_batch = False
         self._validating_from: float | None = None
         # Parts of the current step.
         self._data = self._stall = self._eval = self._busy = 0.0
@@ -118,7 +118,10 @@ class StepObserver:
     # -- the training loop ---------------------------------------------------------------------------------------
 
     def training_started(self, step: int, world_size: int | None = None) -> None:
-        """The first batch is about to be fetched; ``step`` optimizer steps are already done."""
+        """The first batch is about to be fetched; ``step`` optimizer steps are already done. Only the first call before
+        a batch counts."""
+        if self._training and not self._seen_batch:
+            return
         self._training = True
         self._step, self._world_size = step, world_size
         self._reset(self._clock())
@@ -131,7 +134,7 @@ class StepObserver:
             return
         now = self._clock()
         self._data += max(0.0, now - self._between_from - self._between_off)
-        self._inside = True
+        self._inside = self._seen_batch = True
         self._batch_from = now
         self._inside_off = 0.0
         self._backward = False
@@ -179,7 +182,9 @@ class StepObserver:
         self._exclude(seconds)
 
     def validation_started(self) -> None:
-        self._validating_from = self._clock()
+        """Does nothing when validation has started already."""
+        if self._validating_from is None:
+            self._validating_from = self._clock()
 
     def validation_ended(self) -> None:
         if self._validating_from is None:

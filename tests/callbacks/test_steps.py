@@ -113,3 +113,22 @@ def test_the_figure_of_the_first_step_counts_the_first_step(tmp_path: Path) -> N
     trainer = make_trainer(namespace, [callback], root=tmp_path, max_steps=1, enable_checkpointing=False)
     trainer.fit(make_net(namespace), loader())
     assert float(trainer.callback_metrics["goodput"]) > 0
+
+
+HOOKS_OF_STEPS = ["on_train_start", "on_train_batch_start", "on_train_batch_end", "setup"]
+
+
+@pytest.mark.parametrize("hook", HOOKS_OF_STEPS)
+def test_a_subclass_that_leaves_out_super_does_not_silence_the_others(tmp_path: Path, hook: str) -> None:
+    """Stock callbacks have empty hooks, so people leave it out."""
+    kind = goodput.build("lightning.pytorch")
+    silent = type("Silent", (kind,), {hook: lambda self, *args, **kwargs: None})(log=False)
+    checkpoint = ours("lightning.pytorch", tmp_path / "c", every_n_train_steps=3)
+    trainer = make_trainer("lightning.pytorch", [silent, checkpoint], root=tmp_path, max_epochs=1)
+    trainer.fit(make_net("lightning.pytorch"), loader())
+    lines = [
+        json.loads(line) for log in (tmp_path / "c").rglob("rank-00000.jsonl") for line in log.read_text().splitlines()
+    ]
+    steps = [line for line in lines if line["event_type"] == "step"]
+    assert sum(line.get("count", 1) for line in steps) == trainer.global_step
+    assert silent.goodput > 0
