@@ -78,6 +78,18 @@ class Around:
         return call
 
 
+def until_waiting(*coordinators: StoreCoordinator) -> Callable[[], None]:
+    """Blocks its caller until all of these have posted their message and wait for the others."""
+    begun = [threading.Event() for _ in coordinators]
+    for coordinator, event in zip(coordinators, begun, strict=True):
+        coordinator._store = Around(coordinator._store, lambda name, _, e=event: e.set() if name == "wait" else None)
+
+    def block() -> None:
+        assert all(event.wait(LONG.total_seconds()) for event in begun), "nobody waits"
+
+    return block
+
+
 class Died(Exception):
     """Stands for the end of a rank."""
 
@@ -129,8 +141,10 @@ def test_a_message_larger_than_a_store_takes_at_once_arrives_whole(coordinators:
 
 
 def test_a_rank_that_comes_late_is_waited_for(coordinators: list[StoreCoordinator]) -> None:
+    others_wait = until_waiting(*coordinators[1:])
+
     def late() -> list[bytes]:
-        time.sleep(0.4)
+        others_wait()
         return gather(coordinators[0])()
 
     for result in at_once(late, *map(gather, coordinators[1:])):
@@ -181,8 +195,10 @@ def test_every_rank_that_waits_names_the_missing_ranks_within_its_deadline(
 
 
 def test_ranks_whose_calls_lie_apart_each_keep_their_own_deadline(coordinators: list[StoreCoordinator]) -> None:
+    other_waits = until_waiting(coordinators[1])
+
     def later() -> float:
-        time.sleep(0.3)
+        other_waits()
         began = time.monotonic()
         with pytest.raises(Timeout, match=r"\[0\]"):
             gather(coordinators[2], timeout=timedelta(seconds=1))()
@@ -216,8 +232,10 @@ def test_a_rank_that_dies_in_the_middle_is_missed_only_if_its_message_is(operati
     alive = [StoreCoordinator(store, rank=rank, world_size=RANKS, prefix="p") for rank in (0, 1)]
     dying = StoreCoordinator(Around(store, die), rank=2, world_size=RANKS, prefix="p")
 
+    others_wait = until_waiting(*alive)
+
     def last() -> None:
-        time.sleep(0.2)
+        others_wait()
         with pytest.raises(Died):
             gather(dying)()
 
