@@ -49,9 +49,9 @@ class EventKind:
     STEP = "step"
     CHECKPOINT_STARTED = "checkpoint_started"  # step, stall_s of the eager part, bytes of this rank's shard
     CHECKPOINT_FENCED = "checkpoint_fenced"  # fence before the optimizer step: stall_s it waited
-    CHECKPOINT_DURABLE = "checkpoint_durable"  # fsync done / object stored: tier, duration_s since the save began
+    CHECKPOINT_DURABLE = "checkpoint_durable"  # fsync done / object stored: tier, stage, duration_s
     CHECKPOINT_SKIPPED = "checkpoint_skipped"  # reason
-    CHECKPOINT_FAILED = "checkpoint_failed"  # reason, tier, will_retry
+    CHECKPOINT_FAILED = "checkpoint_failed"  # reason, tier, stage not reached, will_retry
     CHECKPOINT_DELETED = "checkpoint_deleted"  # step, tier, name
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"  # path, ranges
     CHECKPOINT_REPAIRED = "checkpoint_repaired"  # path, source

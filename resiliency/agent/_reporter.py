@@ -44,7 +44,11 @@ class Reporter:
     def log_reached(
         self, step: StepId, stage: Stage, tier: str, *, duration_s: float, nbytes: int, names: Sequence[str] = ()
     ) -> None:
-        """Writes the event of a stage; ``duration_s`` since the save began."""
+        """Writes the event of a stage.
+
+        Args:
+            duration_s: since the save began; on a remote tier, of the upload.
+        """
         self._events.emit(
             _EVENTS[stage],
             step=step.step,
@@ -65,7 +69,11 @@ class Reporter:
     def log_failed(
         self, step: StepId, stage: Stage, tier: str, reason: str, *, will_retry: bool, **facts: object
     ) -> None:
-        """Writes the event of a failure to reach ``stage``. ``will_retry``: a later save may succeed."""
+        """Writes the event of a failure to reach ``stage``.
+
+        Args:
+            will_retry: it is tried again, or a later save may succeed.
+        """
         self._events.emit(
             EventKind.CHECKPOINT_FAILED,
             step=step.step,

@@ -75,7 +75,7 @@ class HostAgent:
         self._steps = LocalSteps()
         self._commits = Worker("resiliency-agent-commit")
         self._syncs = Worker("resiliency-agent-sync")
-        self._uploaders = [Uploader(config, spec, self._path, self._uploaded, events) for spec in config.remotes]
+        self._uploaders = [Uploader(config, spec, self._path, self._uploaded, self._report) for spec in config.remotes]
         self._finished: set[int] = set()
         self._closed = False
         self._remover = Remover(config, self._tier, notify)

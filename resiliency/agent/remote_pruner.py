@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
+from resiliency.agent._reporter import Reporter
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.errors import TierError
-from resiliency.events import EventKind, EventWriter
 from resiliency.storage.catalog import StepListing, scan
 from resiliency.storage.deletion import delete_step
 from resiliency.storage.retention import DeleteRequest, steps_to_delete
@@ -24,13 +24,13 @@ class RemotePruner:
     Args:
         config: of this attempt. Only the agent that serves rank 0 prunes, so that agents do not race each other.
         spec: of the tier.
-        events: where deletions are recorded.
+        reporter: writes the events.
     """
 
-    def __init__(self, config: AgentConfig, spec: TierSpec, events: EventWriter) -> None:
+    def __init__(self, config: AgentConfig, spec: TierSpec, reporter: Reporter) -> None:
         self._config = config
         self._spec = spec
-        self._events = events
+        self._reporter = reporter
         self._requested: dict[str, DeleteRequest] = {}
 
     def request(self, requests: Mapping[str, DeleteRequest]) -> None:
@@ -49,7 +49,7 @@ class RemotePruner:
         try:
             for listing in self._deletable(scan(tier, self._config.run)):
                 delete_step(tier, self._config.run, listing.id, files=listing.sizes, names=_names(listing))
-                self._events.emit(EventKind.CHECKPOINT_DELETED, step=listing.id.step, tier=self._spec.name)
+                self._reporter.log_deleted(listing.id, self._spec.name)
         except (OSError, TierError) as error:
             logger.warning(
                 "old steps on %s could not be deleted: %s; tried again after the next upload",

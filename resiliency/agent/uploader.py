@@ -14,14 +14,15 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from resiliency.agent._reporter import Reporter
 from resiliency.agent._worker import Worker
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.remote_pruner import RemotePruner
 from resiliency.agent.step_sender import has_step, send_step
 from resiliency.errors import ConfigError, CorruptShard, TierError
-from resiliency.events import EventKind, EventWriter
 from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.retention import DeleteRequest
+from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._address import local_path
@@ -62,7 +63,7 @@ class Uploader:
         spec: of the tier.
         path: local path of a step's shard file.
         report: called with each outcome.
-        events: the agent's event log.
+        reporter: writes the events.
     """
 
     def __init__(
@@ -71,18 +72,18 @@ class Uploader:
         spec: TierSpec,
         path: Callable[[StepId, str], str],
         report: Report,
-        events: EventWriter,
+        reporter: Reporter,
     ) -> None:
         self.spec = spec
         self._config = config
         self._path = path
         self._report = report
-        self._events = events
+        self._reporter = reporter
         self._worker = Worker(f"resiliency-agent-upload-{spec.name}")
         self._closing = threading.Event()
         self._tier: Tier | None = None
         self._down_since: float | None = None
-        self._pruner = RemotePruner(config, spec, events)
+        self._pruner = RemotePruner(config, spec, reporter)
 
     @property
     def idle(self) -> bool:
@@ -170,19 +171,12 @@ class Uploader:
 
     def _report_sent(self, step: StepId, records: Sequence[ShardRecord], committed: bool, duration_s: float) -> None:
         if committed:
-            self._events.emit(
-                EventKind.CHECKPOINT_DURABLE,
-                step=step.step,
-                tier=self.spec.name,
-                duration_s=round(duration_s, 6),
-                bytes=sum(record.nbytes for record in records),
-            )
+            nbytes = sum(record.nbytes for record in records)
+            self._reporter.log_reached(step, Stage.DURABLE, self.spec.name, duration_s=duration_s, nbytes=nbytes)
         self._report(self.spec, step, UploadOutcome.DURABLE if committed else UploadOutcome.PARTIAL, "")
 
     def _give_up(self, step: StepId, reason: str) -> None:
-        self._events.emit(
-            EventKind.CHECKPOINT_FAILED, step=step.step, reason=reason, tier=self.spec.name, will_retry=False
-        )
+        self._reporter.log_failed(step, Stage.DURABLE, self.spec.name, reason, will_retry=False)
         logger.error("step %d is not stored on %s: %s; the local copy stays", step.step, self.spec.address, reason)
         self._report(self.spec, step, UploadOutcome.FAILED, reason)
 
@@ -191,9 +185,7 @@ class Uploader:
         if self._down_since is not None:
             return
         self._down_since = time.monotonic()
-        self._events.emit(
-            EventKind.CHECKPOINT_FAILED, step=step.step, reason=str(error), tier=self.spec.name, will_retry=True
-        )
+        self._reporter.log_failed(step, Stage.DURABLE, self.spec.name, str(error), will_retry=True)
         logger.warning(
             "tier %s failed at step %d: %s; it is tried again in %.0f s and then with growing pauses",
             self.spec.address,

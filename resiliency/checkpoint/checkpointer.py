@@ -232,7 +232,13 @@ class Checkpointer:
                 parts.arena.grow(nbytes)
         except TierError as error:
             # Training must start; the first save reports the same error, with its step.
-            parts.session.events.emit(EventKind.CHECKPOINT_FAILED, reason=str(error), tier="local", will_retry=True)
+            parts.session.events.emit(
+                EventKind.CHECKPOINT_FAILED,
+                reason=str(error),
+                tier=LOCAL,
+                stage=str(Stage.COPIED),
+                will_retry=True,
+            )
             logger.warning("rank %d: no shard file could be prepared: %s; the first save tries again", self.rank, error)
 
     # -- save -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from resiliency.agent._reporter import Reporter
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.remote_pruner import RemotePruner
 from resiliency.events import EventWriter
@@ -38,7 +39,8 @@ def pruner(tier: FaultyTier, *, rank: int = 0, keep: int | None = 1, keep_named:
         durable=True,
         remotes=(spec,),
     )
-    return RemotePruner(config, spec, EventWriter(run=RUN, attempt=9, rank=-1, host="h", sinks=()))
+    events = EventWriter(run=RUN, attempt=9, rank=-1, host="h", sinks=())
+    return RemotePruner(config, spec, Reporter((rank,), lambda *_: None, events))
 
 
 def steps(tier: FaultyTier) -> list[int]:

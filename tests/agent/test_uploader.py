@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from resiliency.agent import uploader as uploader_module
+from resiliency.agent._reporter import Reporter
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.uploader import Uploader
-from resiliency.events import EventWriter
+from resiliency.events import EventWriter, JsonlSink
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.manifest import ShardRecord
@@ -30,6 +31,8 @@ class Host:
     def __init__(self, root: Path, rank: int, world_size: int = 2) -> None:
         self.local, self.rank = root / f"host{rank}", rank
         self.reports: list[tuple[str, str]] = []
+        self.log = root / f"agent-{rank}.jsonl"
+        events = EventWriter(run="r", attempt=1, rank=-1, host="h", sinks=(JsonlSink(self.log),))
         spec = TierSpec(address=str(root / "remote"), name="store", keep=1)
         config = AgentConfig(
             run="r",
@@ -49,7 +52,7 @@ class Host:
             spec,
             lambda step, file: str(self.local / step_prefix("r", step) / file),
             lambda s, i, outcome, why: self.reports.append((outcome, why)),
-            EventWriter(run="r", attempt=1, rank=-1, host="h", sinks=()),
+            Reporter((rank,), lambda *_: None, events),
         )
 
     def record(self, step: StepId = STEP, plan: str = "p") -> ShardRecord:
@@ -69,6 +72,11 @@ class Host:
             plan=plan,
             names=("a.ckpt",),
         )
+
+    def events(self) -> list[tuple[Any, ...]]:
+        """Kind, step, tier, stage and will_retry of each event."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [(e["event_type"], e["step"], e["tier"], e.get("stage"), e.get("will_retry")) for e in lines]
 
     def send(self, *records: ShardRecord, **further: Any) -> str:
         """Sends and waits; returns the outcome."""
@@ -105,6 +113,18 @@ def test_the_last_host_writes_the_manifest(hosts: list[Host], remote: FaultyTier
     (listing,) = scan(remote, "r")
     assert listing.committed and listing.manifest is not None and listing.missing_files() == []
     assert json.loads(remote.read("a.ckpt"))["step"] == 7
+
+
+def test_events_name_the_stage_as_those_of_the_local_tier_do(hosts: list[Host], remote: FaultyTier) -> None:
+    remote.fail("put_file", Fault.BUSY)
+    assert hosts[0].send(hosts[0].record()) == "partial"
+    assert hosts[0].events() == [("checkpoint_failed", 7, "store", "durable", True)]
+    assert hosts[1].send(hosts[1].record()) == "durable"
+    assert hosts[1].events() == [("checkpoint_durable", 7, "store", "durable", None)]
+    other = StepId(8, 1, "0a0b0c")
+    hosts[0].send(hosts[0].record(other, plan="p"))
+    assert hosts[1].send(hosts[1].record(other, plan="q")) == "failed"
+    assert hosts[1].events()[1:] == [("checkpoint_failed", 8, "store", "durable", False)]
 
 
 def test_two_hosts_that_finish_at_once_commit_the_step(hosts: list[Host], remote: FaultyTier) -> None:
