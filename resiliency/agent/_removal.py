@@ -1,6 +1,5 @@
-"""Deletes steps from the local tier, and recycles their shard files.
+"""Deletes steps from the local tier. Large shard files go to the file pool, which may use them again.
 
-A shard file with its pages is given back to its rank instead of deleted, until the rank has enough free files.
 The order of a deletion is that of :func:`resiliency.storage.deletion.delete_step`.
 """
 
@@ -11,21 +10,18 @@ import os
 import shutil
 from collections.abc import Iterable
 
-from resiliency.agent._reporter import Notify
 from resiliency.agent.config import AgentConfig
-from resiliency.agent.messages import FileFreed, FileGone
+from resiliency.agent.file_pool import FilePool
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.deletion import delete_names, delete_step
-from resiliency.storage.manifest import ARENA_DIR, META_DIR
+from resiliency.storage.deletion import delete_step
+from resiliency.storage.manifest import META_DIR
+from resiliency.storage.names import delete_names
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["Remover"]
 
 logger = logging.getLogger(__name__)
-
-#: Free shard files kept per rank.
-_SPARE_FILES = 2
 
 
 class Remover:
@@ -34,19 +30,18 @@ class Remover:
     Args:
         config: of this attempt.
         tier: the local tier.
-        notify: sends a message to a rank, here that one of its files can be used again or was deleted.
+        pool: gets the files that may be used again.
     """
 
-    def __init__(self, config: AgentConfig, tier: LocalTier, notify: Notify) -> None:
-        self._config, self._tier, self._notify = config, tier, notify
+    def __init__(self, config: AgentConfig, tier: LocalTier, pool: FilePool) -> None:
+        self._config, self._tier, self._pool = config, tier, pool
         self._run = os.path.join(config.local.address, META_DIR, config.run)
-        self._arena = os.path.join(self._run, ARENA_DIR)
 
     def owns(self, rank: int) -> bool:
         """True when this agent deletes the files of a rank: its own ranks, and for rank 0's agent also the ranks of a
-        larger job before this one."""
+        larger job before this one. In a folder that the host has for itself, all."""
         ranks = self._config.local_ranks
-        return rank in ranks or (0 in ranks and rank >= self._config.world_size)
+        return not self._config.shared or rank in ranks or (0 in ranks and rank >= self._config.world_size)
 
     def delete(self, step: StepId, names: Iterable[str]) -> None:
         """Deletes this agent's part of a step, and the names that still point to it.
@@ -62,27 +57,14 @@ class Remover:
             step,
             files=owned,
             names=names,
-            remove_shard=lambda name: self._recycle(owned[name], os.path.join(folder, name)),
+            remove_shard=lambda name: self._remove(owned[name], os.path.join(folder, name)),
         )
 
-    def _recycle(self, rank: int, path: str) -> None:
-        inode = os.stat(path).st_ino
-        ours = rank in self._config.local_ranks
-        if ours and sum(name.startswith(_slots_of(rank)) for name in _listing(self._arena)) < _SPARE_FILES:
-            os.makedirs(self._arena, exist_ok=True)
-            target = os.path.join(self._arena, f"{_slots_of(rank)}i{inode:08d}.slot")
-            os.rename(path, target)
-            self._notify(rank, FileFreed(inode=inode, path=target))
-            return
-        os.unlink(path)
-        if ours:
-            self._notify(rank, FileGone(inode=inode))
-
-    def drop_free_files(self) -> None:
-        """Deletes the free files of this agent's ranks."""
-        for name in _listing(self._arena):
-            if any(name.startswith(_slots_of(rank)) for rank in self._config.local_ranks):
-                os.unlink(os.path.join(self._arena, name))
+    def _remove(self, rank: int, path: str) -> None:
+        if rank == 0 or rank in self._config.local_ranks:
+            self._pool.use_again(path)
+        else:
+            os.unlink(path)
 
     def drop_run(self, names: Iterable[str]) -> None:
         """Deletes the run's folder, those of ``names`` that point into it, and parent folders left empty."""
@@ -95,10 +77,6 @@ class Remover:
 
 def _listing(folder: str) -> list[str]:
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-
-
-def _slots_of(rank: int) -> str:
-    return f"shard-{rank:05d}-"
 
 
 def _rank_of(name: str) -> int | None:

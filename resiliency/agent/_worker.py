@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -14,10 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Runs submitted jobs one after another. Thread: submit from any; jobs run on this worker's own thread."""
+    """Runs submitted jobs one after another. Thread: submit from any; jobs run on this worker's own thread.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        background: with the lowest priority, so that the work takes only time nobody else wants.
+    """
+
+    def __init__(self, name: str, *, background: bool = False) -> None:
         self._name = name
+        self._background = background
         self._jobs: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._running = False
@@ -51,6 +57,8 @@ class Worker:
         return True
 
     def _run(self) -> None:
+        if self._background:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread only, on Linux
         while True:
             with self._wake:
                 while not self._jobs and not self._closed:

@@ -1,7 +1,7 @@
-"""The file operations of a commit: record, shard, manifest, names, fsync. Each can be repeated after a kill.
+"""The file operations of a commit: record, manifest, names, fsync. Each can be repeated after a kill.
 
-Order on the local tier: shard renamed into its step folder, record, manifest (last), name files. Then, on a durable
-tier, fsync of all of it.
+Order on the local tier: the shard, which the trainer writes in its step's folder; record; manifest (last); names. Then,
+on a durable tier, fsync of all of it.
 """
 
 from __future__ import annotations
@@ -15,70 +15,71 @@ from resiliency import faultpoints
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.messages import Seal
 from resiliency.errors import AgentError, CorruptShard, TierError
-from resiliency.storage.blocks import BLOCK_BYTES, Blocks
+from resiliency.storage.blocks import Blocks
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.manifest import MANIFEST, Manifest, NameFile, ShardRecord, UnfinishedStep, record_file
+from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, UnfinishedStep, record_file
+from resiliency.storage.names import give_name
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import fsync_dir, fsync_file
 
-__all__ = ["fsync_step", "place_shard", "read_records_of_others", "record_of", "take_back_shard", "write_commit"]
+__all__ = ["fsync_step", "read_records_of_others", "records_of", "write_commit", "write_record"]
 
 
-def record_of(config: AgentConfig, rank: int, seal: Seal) -> ShardRecord:
-    """The record of a sealed shard.
+def records_of(config: AgentConfig, rank: int, seal: Seal) -> list[ShardRecord]:
+    """The records of what a rank has sealed: of its own shard, and of a copy of shard 0 that it wrote for its host.
 
     Raises:
-        AgentError: the digests do not cover the file.
+        AgentError: a file is not one of this rank's, or its digests do not cover it.
     """
-    if seal.nbytes < 0 or len(seal.digests) != Blocks(seal.nbytes, BLOCK_BYTES).count:
-        raise AgentError(
-            f"rank {rank} sent {len(seal.digests)} digests for {seal.nbytes} bytes in blocks of {BLOCK_BYTES}"
+    if not seal.files or seal.files[-1].shard != rank or any(file.shard not in (0, rank) for file in seal.files):
+        raise AgentError(f"rank {rank} sealed shards {[file.shard for file in seal.files]}")
+    records = []
+    for file in seal.files:
+        try:
+            count = Blocks(file.nbytes, file.block_bytes, file.sections).count
+        except ValueError as error:
+            raise AgentError(f"rank {rank} sealed a file that cannot be: {error}") from error
+        if len(file.digests) != count:
+            raise AgentError(
+                f"rank {rank} sent {len(file.digests)} digests for {file.nbytes} bytes in {count} blocks"
+            )
+        records.append(
+            ShardRecord(
+                id=seal.id,
+                run=config.run,
+                rank=file.shard,
+                world_size=config.world_size,
+                node=config.node,
+                nbytes=file.nbytes,
+                block_bytes=file.block_bytes,
+                sections=file.sections,
+                digests=file.digests,
+                share=seal.share if file.shard == rank else None,
+                replicated=seal.replicated,
+                plan=seal.plan,
+                names=seal.names,
+                supersedes=seal.supersedes,
+                created=seal.created,
+                info=seal.info,
+                tiers=seal.tiers,
+                exact=seal.exact,
+            )
         )
-    return ShardRecord(
-        id=seal.id,
-        run=config.run,
-        rank=rank,
-        world_size=config.world_size,
-        node=config.node,
-        nbytes=seal.nbytes,
-        block_bytes=BLOCK_BYTES,
-        digests=seal.digests,
-        plan=seal.plan,
-        names=seal.names,
-        supersedes=seal.supersedes,
-        created=seal.created,
-        info=seal.info,
-        tiers=seal.tiers,
-        exact=seal.exact,
-    )
+    return records
 
 
-def place_shard(tier: Tier, record: ShardRecord, path: str, inode: int, target: str) -> None:
-    """Moves a sealed shard file to ``target``, its place in the step, and writes its record.
+def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target: str) -> None:
+    """Writes the record of a sealed file, which is ``target``, its place in the step.
 
     Raises:
-        OSError, TierError: the move or the record failed; :func:`take_back_shard` undoes the move.
+        OSError, TierError: the file is not there or was changed, or the record cannot be written.
     """
-    faultpoints.hit("agent.shard.rename", rank=record.rank)
-    if _is_file(path, inode, record.nbytes):
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        os.rename(path, target)
-    elif not _is_file(target, inode, record.nbytes):  # an agent that was killed may have moved it already
-        raise FileNotFoundError(errno.ENOENT, "the sealed shard file is gone or was changed", path)
     faultpoints.hit("agent.record.write", rank=record.rank)
+    if os.path.realpath(path) != os.path.realpath(target) or not _is_file(target, inode, record.nbytes):
+        raise FileNotFoundError(errno.ENOENT, "the sealed shard file is gone or was changed", path)
     key = step_prefix(record.run, record.id) + record_file(record.rank)
     tier.put_bytes(key, json.dumps(record.to_dict()).encode())
-
-
-def take_back_shard(record: ShardRecord, path: str, inode: int, target: str) -> None:
-    """Moves the shard file back after :func:`place_shard` failed.
-
-    Raises:
-        OSError: it cannot be moved.
-    """
-    if _is_file(target, inode, record.nbytes):
-        os.rename(target, path)
 
 
 def read_records_of_others(
@@ -107,7 +108,7 @@ def write_commit(tier: Tier, step: Manifest | UnfinishedStep) -> None:
         tier.put_bytes(step_prefix(step.run, step.id) + MANIFEST, step.to_json().encode())
     faultpoints.hit("agent.name.write")
     for name in step.names:
-        tier.put_bytes(name, NameFile(run=step.run, id=step.id).to_json().encode())
+        give_name(tier, step, name)
 
 
 def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:

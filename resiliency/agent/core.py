@@ -19,21 +19,16 @@ from resiliency import faultpoints
 from resiliency.agent._removal import Remover
 from resiliency.agent._reporter import Notify, Reporter
 from resiliency.agent._worker import Worker
-from resiliency.agent.commit import (
-    fsync_step,
-    place_shard,
-    read_records_of_others,
-    record_of,
-    take_back_shard,
-    write_commit,
-)
+from resiliency.agent.commit import fsync_step, read_records_of_others, records_of, write_commit, write_record
 from resiliency.agent.config import AgentConfig, TierSpec
+from resiliency.agent.file_pool import FilePool
 from resiliency.agent.local_pruner import LocalPruner
 from resiliency.agent.local_steps import LocalStep, LocalSteps
-from resiliency.agent.messages import Bye, Complete, Delete, FileFreed, Recorded, Request, Rescan, Seal
+from resiliency.agent.messages import Bye, Complete, Delete, Prepare, Recorded, Request, Rescan, Seal
 from resiliency.agent.uploader import Uploader, UploadOutcome
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventWriter
+from resiliency.storage.attempts import read_attempt
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.fetch import remove_dead_fetches
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, UnfinishedStep, gather_records
@@ -78,7 +73,8 @@ class HostAgent:
         self._uploaders = [Uploader(config, spec, self._path, self._uploaded, self._report) for spec in config.remotes]
         self._finished: set[int] = set()
         self._closed = False
-        self._remover = Remover(config, self._tier, notify)
+        self._files = FilePool(config, notify)
+        self._remover = Remover(config, self._tier, self._files)
         self._pruner = LocalPruner(config, self._tier, self._steps, self._remover, self._report)
 
     # -- start --------------------------------------------------------------------------------------------------
@@ -100,7 +96,9 @@ class HostAgent:
         try:
             remove_dead_fetches(self.config.local.address, self.config.run, self.config.node)
             self._tier.sweep()
-        except TierError as error:
+            if self._only_agent:
+                self._files.delete_leftovers()
+        except (TierError, OSError) as error:
             logger.info("partial files in %s could not be deleted: %s", self.config.local.address, error)
 
     def announce(self, rank: int) -> None:
@@ -108,6 +106,7 @@ class HostAgent:
         have been killed after reaching a stage and before notifying the rank."""
 
         def announce_steps() -> None:
+            self._files.announce(rank)
             ours = self._steps.select(lambda step: self._is_of_this_attempt(step.id) and step.committed is not None)
             for step in ours:
                 self._report.notify_reached(step.id, Stage.COMMITTED, self.config.local.name, ranks=(rank,))
@@ -150,6 +149,7 @@ class HostAgent:
             uploader.close()
         for worker in (self._syncs, self._commits):
             worker.close()
+        self._files.close()
         if not self.config.durable:
             try:
                 self._free_ramdisk()
@@ -162,8 +162,7 @@ class HostAgent:
                 )
 
     def _free_ramdisk(self) -> None:
-        """Deletes free files, and also the checkpoints when the job has finished and a slower tier has the newest."""
-        self._remover.drop_free_files()
+        """Deletes the checkpoints when the job has finished and a slower tier has the newest."""
         if not self._only_agent or not self._finished.issuperset(self.config.local_ranks):
             return
         committed = [step.committed for step in self._steps.select() if step.committed is not None]
@@ -182,8 +181,11 @@ class HostAgent:
         if isinstance(message, Seal):
             faultpoints.hit("agent.seal.received", rank=rank)
             self._check_attempt(rank, message.id)
-            record = record_of(self.config, rank, message)
-            self._commits.submit(partial(self._commit, record, message.path, message.inode))
+            records = records_of(self.config, rank, message)
+            self._commits.submit(partial(self._commit, rank, message, records))
+        elif isinstance(message, Prepare):
+            self._files.want(message.nbytes, message.count)
+            self._files.refill()
         elif isinstance(message, Delete):
             self._delete(message)
         elif isinstance(message, Complete):
@@ -215,34 +217,41 @@ class HostAgent:
     def _path(self, step: StepId, file: str) -> str:
         return os.path.join(self.config.local.address, step_prefix(self.config.run, step), file)
 
-    def _commit(self, record: ShardRecord, path: str, inode: int) -> None:
-        """Moves a sealed shard file into its step and writes its record; with the last record it commits the step."""
-        target = self._path(record.id, record.file)
+    def _commit(self, rank: int, seal: Seal, records: list[ShardRecord]) -> None:
+        """Writes the records of what a rank has sealed; with the last record of a step it commits the step."""
         try:
-            place_shard(self._tier, record, path, inode, target)
-        except (OSError, TierError, ValueError) as error:  # ValueError: a path no file can have
-            try:
-                take_back_shard(record, path, inode, target)
-            except (OSError, ValueError):
-                logger.warning(
-                    "%s could not be moved back to %s; it is deleted with its step", target, path, exc_info=True
-                )
-            self._failed(record, path, inode, f"cannot commit to {self.config.local.address}: {error}")
+            self._check_not_superseded()
+            for record, file in zip(records, seal.files, strict=True):
+                write_record(self._tier, record, file.path, file.inode, self._path(record.id, record.file))
+        except (OSError, TierError, ValueError, AgentError) as error:  # ValueError: a path no file can have
+            self._failed(seal.id, rank, f"cannot commit to {self.config.local.address}: {error}")
             return
-        self._steps.add_record(record)
-        self._report.notify(record.rank, Recorded(id=record.id))
-        self._complete(record.id)
+        for record in records:
+            self._steps.add_record(record)
+            if record.rank == 0 or not record.replicated:
+                self._files.want(record.nbytes)
+        self._report.notify(rank, Recorded(id=seal.id))
+        self._complete(seal.id)
 
-    def _failed(self, record: ShardRecord, path: str, inode: int, reason: str) -> None:
+    def _check_not_superseded(self) -> None:
+        """Nothing that an agent of an earlier attempt does may change what a later attempt sees.
+
+        Raises:
+            AgentError: a later attempt has started.
+        """
+        newest = read_attempt(self.config.local.address, self.config.run)
+        if newest > self.config.attempt:
+            raise AgentError(f"attempt {newest} of this job has started; attempt {self.config.attempt} is over")
+
+    def _failed(self, step: StepId, rank: int, reason: str) -> None:
         tier = self.config.local.name
-        self._report.notify_failed(record.id, tier, reason, ranks=(record.rank,))
-        self._report.notify(record.rank, FileFreed(inode=inode, path=path))
-        self._report.log_failed(record.id, Stage.RECORDED, tier, reason, will_retry=True, shard=record.rank)
+        self._report.notify_failed(step, tier, reason, ranks=(rank,))
+        self._report.log_failed(step, Stage.RECORDED, tier, reason, will_retry=True, shard=rank)
         self._report.warn_once(
             "commit",
             "checkpoint of step %d failed on rank %d: %s; training goes on, the next save tries again",
-            record.id.step,
-            record.rank,
+            step.step,
+            rank,
             reason,
         )
 
@@ -264,8 +273,9 @@ class HostAgent:
         if isinstance(found, UnfinishedStep) and (self.config.shared or not all_recorded):
             return
         try:
+            self._check_not_superseded()
             write_commit(self._tier, found)
-        except (OSError, TierError) as error:
+        except (OSError, TierError, AgentError) as error:
             tier = self.config.local.name
             self._report.log_failed(step_id, Stage.COMMITTED, tier, str(error), will_retry=True)
             self._report.warn_once(
@@ -301,7 +311,7 @@ class HostAgent:
         for uploader in self._uploaders:
             if uploader.spec.name in step.committed.tiers:
                 self._steps.pin(step.id, 1)
-                uploader.submit(step.id, self._own_records(step), only_if_missing=only_if_missing)
+                uploader.submit(step.id, self._sent_records(step), only_if_missing=only_if_missing)
 
     def _refuse_plans(self, step_id: StepId) -> None:
         reason = (
@@ -312,6 +322,14 @@ class HostAgent:
         self._report.notify_failed(step_id, tier, reason)
         self._report.log_failed(step_id, Stage.COMMITTED, tier, reason, will_retry=False)
         self._report.warn_once("plan", "checkpoint of step %d cannot be committed: %s", step_id.step, reason)
+
+    def _sent_records(self, step: LocalStep) -> list[ShardRecord]:
+        """What this host uploads: not its copy of shard 0, which rank 0's host sends."""
+        return [
+            record
+            for record in self._own_records(step)
+            if record.rank or 0 in self.config.local_ranks or not record.replicated
+        ]
 
     def _own_records(self, step: LocalStep) -> list[ShardRecord]:
         return [record for rank, record in sorted(step.records.items()) if self._remover.owns(rank)]
@@ -370,9 +388,15 @@ class HostAgent:
     # -- pruning -------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
+        try:
+            self._check_not_superseded()
+        except AgentError as error:
+            self._report.warn_once("superseded", "nothing is deleted any more: %s", error)
+            return
         if self.config.shared:
             self._find_commits_of_others()
         self._pruner.prune()
+        self._files.refill()
 
     def _find_commits_of_others(self) -> None:
         """Reads which steps another agent has committed in the same folder (of another host, or of another rank)."""

@@ -10,7 +10,7 @@ from resiliency.agent._reporter import Reporter
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.local_steps import LocalSteps
 from resiliency.errors import TierError
-from resiliency.storage.catalog import read_name
+from resiliency.storage.names import delete_names, read_name
 from resiliency.storage.retention import DeleteRequest, live_names, steps_to_delete
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
@@ -91,7 +91,7 @@ class LocalPruner:
         for name in {name for step in durable for name in step.names} - live.keys():
             pointer = read_name(self._tier, name)
             if pointer is not None and pointer.run == self._config.run and pointer.id < newest:
-                self._tier.delete(name)
+                delete_names(self._tier, self._config.run, [name])
         with self._lock:
             for name, upto in due.items():
                 if not any(step.committed and name in step.committed.names and step.id <= upto for step in committed):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.agent.config import AgentConfig
+from resiliency.storage.manifest import BlockShare
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 
@@ -21,18 +22,19 @@ __all__ = [
     "Delete",
     "Durable",
     "Failed",
-    "FileFreed",
-    "FileGone",
+    "FileReady",
     "Flush",
     "Flushed",
     "Hello",
     "Message",
     "Notice",
+    "Prepare",
     "Recorded",
     "Refused",
     "Request",
     "Rescan",
     "Seal",
+    "SealedFile",
     "Welcome",
 ]
 
@@ -56,28 +58,59 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seal:
-    """This rank's shard of a save is completely written to its file: commit it.
+class SealedFile:
+    """A completely written shard file, in its step's folder.
 
     Attributes:
-        id: the save.
+        shard: number of the shard.
         path, inode, nbytes: the file, and its size in bytes. The rank must not write to it any more.
-        digests: one per block of the file, in order, see :mod:`resiliency.storage.blocks`.
-        plan, names, supersedes, created, info, tiers, exact: as in :class:`~resiliency.storage.manifest.ShardRecord`.
+        block_bytes, sections, digests: as in :class:`~resiliency.storage.manifest.ShardRecord`.
     """
 
-    id: StepId
+    shard: int
     path: str
     inode: int
     nbytes: int
+    block_bytes: int
+    sections: tuple[int, ...] = ()
     digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seal:
+    """What this rank writes of a save is completely written: record it.
+
+    Attributes:
+        id: the save.
+        files: the files this rank has written, or whose last part it has written; the one of its own shard is last.
+        share, replicated, plan, names, supersedes, created, info, tiers, exact: as in
+            :class:`~resiliency.storage.manifest.ShardRecord`.
+    """
+
+    id: StepId
+    files: tuple[SealedFile, ...]
     plan: str
+    share: BlockShare | None = None
+    replicated: bool = False
     names: tuple[str, ...] = ()
     supersedes: tuple[str, ...] = ()
     created: float = 0.0
     info: Mapping[str, Any]
     tiers: tuple[str, ...] = ()
     exact: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Saves will need files of this size: prepare some.
+
+    Attributes:
+        nbytes: size of a file.
+        count: how many the rank would like to have; the agent may keep fewer.
+    """
+
+    nbytes: int
+    count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,18 +218,16 @@ class Failed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileFreed:
-    """A shard file of this rank belongs to no step any more and may be reused; ``path`` is its path now."""
+class FileReady:
+    """A prepared file, whose pages are in memory: the next save may move it into its step.
 
-    inode: int
+    Attributes:
+        path, inode, nbytes: of the file.
+    """
+
     path: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileGone:
-    """A shard file of this rank was deleted."""
-
     inode: int
+    nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +238,6 @@ class Flushed:
     done: bool
 
 
-Request = Seal | Complete | Delete | Rescan | Flush | Bye
-Notice = Recorded | Committed | Durable | Failed | FileFreed | FileGone | Flushed
+Request = Seal | Prepare | Complete | Delete | Rescan | Flush | Bye
+Notice = Recorded | Committed | Durable | Failed | FileReady | Flushed
 Message = Hello | Request | Welcome | Refused | Notice

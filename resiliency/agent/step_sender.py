@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 from resiliency import faultpoints
 from resiliency.errors import CorruptShard
-from resiliency.storage.blocks import block_digest
+from resiliency.storage.blocks import new_digest
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.manifest import MANIFEST, Manifest, NameFile, ShardRecord, gather_records, record_file
+from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, gather_records, record_file
+from resiliency.storage.names import give_name
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
@@ -56,7 +57,7 @@ def send_step(
     faultpoints.hit("agent.upload.manifest")
     tier.put_bytes(prefix + MANIFEST, manifest.to_json().encode())
     for name in manifest.names:
-        tier.put_bytes(name, NameFile(run=run, id=step).to_json().encode())
+        give_name(tier, manifest, name)
     faultpoints.hit("agent.upload.done")
     return True
 
@@ -90,19 +91,33 @@ def has_step(tier: Tier, run: str, step: StepId) -> bool:
 
 
 def _block_checker(record: ShardRecord) -> Callable[[bytes], None]:
-    """A function to call with each block of a shard file, in order; raises when one does not match its digest."""
-    position = 0
+    """A function to call with the bytes of a shard file, in order and in pieces of any size; raises when a block does
+    not match its digest."""
+    position = index = 0
+    digest = new_digest()
 
-    def check(block: bytes) -> None:
-        nonlocal position
-        index = record.blocks.index_at(position)
-        if index >= len(record.digests) or block_digest(block) != record.digests[index]:
-            raise CorruptShard(
-                f"{record.file} of step {record.id.step} changed after it was digested, bytes {position} to"
-                f" {position + len(block)}; it is not uploaded",
-                path=record.file,
-                ranges=((position, position + len(block)),),
-            )
-        position += len(block)
+    def check(piece: bytes) -> None:
+        nonlocal position, index, digest
+        left = memoryview(piece)
+        while left:
+            if index >= record.blocks.count:
+                raise _changed(record, position, position + len(left))
+            start, end = record.blocks.bounds(index)
+            taken, left = left[: end - position], left[end - position :]
+            digest.update(taken)
+            position += len(taken)
+            if position == end:
+                if digest.hexdigest() != record.digests[index]:
+                    raise _changed(record, start, end)
+                index, digest = index + 1, new_digest()
 
     return check
+
+
+def _changed(record: ShardRecord, start: int, end: int) -> CorruptShard:
+    return CorruptShard(
+        f"{record.file} of step {record.id.step} changed after it was digested, bytes {start} to {end}; it is not"
+        " uploaded",
+        path=record.file,
+        ranges=((start, end),),
+    )

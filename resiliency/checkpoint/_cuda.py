@@ -1,50 +1,24 @@
-"""Copies CUDA tensors to mapped memory on a side stream. At the fence the compute stream waits, not the CPU.
+"""Copies CUDA tensors to page-locked memory on a side stream. At the fence the compute stream waits, not the CPU.
 
-The mapping of a shard file is registered as page-locked once per slot, so that copies are asynchronous and run at the
-bandwidth of the bus.
+The memory belongs to this process and is used again by the next save: registering each shard file as page-locked would
+take as long as a copy.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceCopies", "pin", "unpin"]
-
-logger = logging.getLogger(__name__)
-
-
-def pin(address: int, nbytes: int) -> bool:
-    """Registers mapped memory as page-locked. False when the driver refuses; copies are slower then."""
-    result = _runtime().cudaHostRegister(address, nbytes, 0)
-    if int(result) != 0:
-        logger.warning(
-            "%d bytes of the arena cannot be page-locked (CUDA error %s); copies from the GPU will be slower",
-            nbytes,
-            result,
-        )
-        return False
-    return True
-
-
-def unpin(address: int) -> None:
-    """Undoes :func:`pin`; call before the memory is unmapped."""
-    _runtime().cudaHostUnregister(address)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+__all__ = ["DeviceCopies"]
 
 
 class DeviceCopies:
     """The GPU copies of one snapshot.
 
     Args:
-        pairs: (CUDA source, CPU target of the same shape and dtype). Sources stay referenced until the copies are done.
+        pairs: (CUDA source, page-locked CPU target of the same shape and dtype). Sources stay referenced until the copies are done.
 
     Threads: constructor and :meth:`fence` on the training thread, :meth:`wait` on the copy thread.
     """

@@ -9,15 +9,11 @@ supports them (ext4 since Linux 6.16, XFS), and the same stores take 41 to 48 ms
 from __future__ import annotations
 
 import ctypes
-import os
 import resource
 from typing import Any
 
-__all__ = ["fill", "has_small_pages", "page_faults", "view"]
+__all__ = ["has_small_pages", "page_faults", "view"]
 
-#: The largest page of x86-64 and of arm64 with 4 KiB base pages.
-_HUGE = 2 * 1024 * 1024
-_ZEROS = bytes(_HUGE)
 #: Pages are small when there is more than one fault per this many bytes.
 _SMALL = 64 * 1024
 
@@ -32,20 +28,6 @@ def view(address: int, nbytes: int) -> memoryview:
     """``nbytes`` bytes from ``address`` on, writable, not copied. They must stay mapped while the view is used."""
     made: Any = _from_memory(address, nbytes, _WRITABLE)
     return made  # type: ignore[no-any-return]
-
-
-def fill(fd: int, start: int, end: int) -> None:
-    """Writes zeros to bytes ``[start, end)`` of a file, ``start`` on a multiple of 2 MiB, so that its pages become
-    huge.
-
-    Blocks: about half a second per GiB the first time, for allocating the memory.
-
-    Raises:
-        OSError: the disk is full or failed.
-    """
-    at = start
-    while at < end:
-        at += os.pwrite(fd, memoryview(_ZEROS)[: min(_HUGE - at % _HUGE, end - at)], at)
 
 
 def page_faults() -> int:

@@ -26,26 +26,27 @@ import torch
 from torch import Tensor
 
 from resiliency import faultpoints
-from resiliency.agent.messages import Bye, Delete, Seal
+from resiliency.agent.messages import Bye, Delete, Prepare, Seal, SealedFile
 from resiliency.checkpoint._arguments import checked_info, checked_names, checked_step, refuse_same_folder
-from resiliency.checkpoint._cuda import pin
 from resiliency.checkpoint.arena import Arena, Slot
 from resiliency.checkpoint.coordinator import Coordinator, SoloCoordinator, StoreCoordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.read_plan import Read, plan_given, plan_into, plan_new
 from resiliency.checkpoint.restore import Restored, Restorer
-from resiliency.checkpoint.save_tracker import SaveTracker
+from resiliency.checkpoint.save_tracker import InFlightSave, SaveTracker
 from resiliency.checkpoint.session import Session, open_session
-from resiliency.checkpoint.shard_plan import ShardPlanner, Wanted
-from resiliency.checkpoint.shard_writer import copy_tasks
-from resiliency.checkpoint.snapshot import Copier, Snapshot
+from resiliency.checkpoint.shard_plan import HostPart, ShardPlanner, Wanted
+from resiliency.checkpoint.shard_writer import BouncePool, ShardPlan, WrittenFile, small_file, state_job
+from resiliency.checkpoint.snapshot import Copier, Job, Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError, TierError
 from resiliency.events import EventKind, EventSink
 from resiliency.settings import environment
-from resiliency.storage.layout import Chunk, stamp
-from resiliency.storage.manifest import ARENA_DIR, META_DIR
+from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest
+from resiliency.storage.catalog import step_prefix
+from resiliency.storage.manifest import BlockShare, shard_file
+from resiliency.storage.shard_file import Chunk, Identity
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
@@ -57,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 #: The agent counts as hung when it has not recorded a sealed shard for this long.
 _HUNG_S = 60.0
+#: How long a warm-up waits for a file: this long, and as long as a slow disk takes to write it.
+_PREPARE_S, _PREPARE_BYTES_PER_S = 10.0, 100e6
 #: How long a flush waits for other ranks to record their shards once this one is done.
 _OTHERS_S = 30.0
 
@@ -126,8 +129,9 @@ class Checkpointer:
             for r in self._remotes
         ]
         self._planner = ShardPlanner(
-            run=self.run, rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes
+            rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes
         )
+        self._bounce = BouncePool()
         self._opened: _Parts | None = None
         self._closed = False
 
@@ -161,13 +165,13 @@ class Checkpointer:
             environment=self._environment,
             sinks=self._sinks,
         )
-        arena = Arena(os.path.join(self._local.directory, META_DIR, self.run, ARENA_DIR), self.rank)
+        arena = Arena()
         self._opened = _Parts(
             session=session,
             coordinator=coordinator,
             arena=arena,
             copier=Copier(),
-            saves=SaveTracker(session=session, coordinator=coordinator, arena=arena, durable=self._local.durable),
+            saves=SaveTracker(session=session, coordinator=coordinator, arena=arena),
             schedule=RemoteSchedule(self._remotes, coordinator),
             restorer=Restorer(
                 session=session,
@@ -203,43 +207,42 @@ class Checkpointer:
         return 0 if self._opened is None else self._opened.saves.skipped
 
     def warm_up(self, state: Any = None, *, nbytes: int | None = None, slots: int = 2) -> None:
-        """Makes shard files and touches their pages, so that the first save is as fast as later ones.
+        """Lets the agent prepare shard files and bring their pages into memory, so that the first save is as fast as
+        later ones.
 
-        Collective: yes (it opens the checkpointer). Blocks: first touch, 0.3 to 3 s per GiB and slot.
+        Collective: yes (it opens the checkpointer). Blocks: until one file is there, first touch, 0.3 to 3 s per GiB.
 
         Args:
             state: a state tree or write plan like those that will be saved; tensor data is not read.
-            nbytes: instead of ``state``, the expected size of this rank's shard.
-            slots: how many files; a save needs one while the previous step is still being committed.
+            nbytes: instead of ``state``, the expected size of this host's file.
+            slots: how many files; a save needs one while the previous step is still being committed. The agent keeps
+                no more than two, on a ramdisk one.
         """
         parts = self._parts()
         if nbytes is None:
             if state is None:
                 raise ConfigError("warm_up needs the state that will be saved, or nbytes=")
             nbytes = self._planner.plan(
-                state, None, coordinator=parts.coordinator, agree_timeout=self.options.agree_timeout
-            ).layout.nbytes
+                state,
+                None,
+                host=parts.session.host_part,
+                coordinator=parts.coordinator,
+                agree_timeout=self.options.agree_timeout,
+            ).nbytes
         self._warm(parts, nbytes, slots)
 
     def warm_up_for(self, tensors: Mapping[str, Tensor], *, slots: int = 2) -> None:
         """As :meth:`warm_up`, for tensors by key, which may be on the meta device (of a state yet to be created)."""
-        self._warm(self._parts(), self._planner.estimate(tensors), slots)
+        parts = self._parts()
+        self._warm(parts, self._planner.estimate(tensors, host=parts.session.host_part), slots)
 
     def _warm(self, parts: _Parts, nbytes: int, slots: int) -> None:
-        try:
-            parts.arena.adopt()
-            while parts.arena.free < slots:
-                parts.arena.grow(nbytes)
-        except TierError as error:
-            # Training must start; the first save reports the same error, with its step.
-            parts.session.events.emit(
-                EventKind.CHECKPOINT_FAILED,
-                reason=str(error),
-                tier=LOCAL,
-                stage=str(Stage.COPIED),
-                will_retry=True,
-            )
-            logger.warning("rank %d: no shard file could be prepared: %s; the first save tries again", self.rank, error)
+        if not nbytes:
+            return
+        parts.session.client.send(Prepare(nbytes=nbytes, count=slots))
+        deadline = time.monotonic() + _PREPARE_S + nbytes / _PREPARE_BYTES_PER_S
+        while not parts.arena.prepared and time.monotonic() < deadline:
+            parts.saves.wait(max(0.0, deadline - time.monotonic()))
 
     # -- save -----------------------------------------------------------------------------------------------------
 
@@ -254,7 +257,7 @@ class Checkpointer:
         info: Mapping[str, Any] | None = None,
         exact: bool = True,
         lazy: Wanted = False,
-        replicated: Callable[[str, Tensor], bool] | None = None,
+        replicated: Callable[[Tensor], bool] | None = None,
     ) -> Ticket | None:
         """Saves a checkpoint. Every rank calls it at the same step.
 
@@ -276,9 +279,9 @@ class Checkpointer:
             info: small JSON values shown by listings.
             exact: False when resuming from this save is not exact; of several saves of one step an exact one is
                 preferred.
-            lazy: True, or a function of (key, tensor) that says which tensors may be copied in the background.
-            replicated: a function of (key, tensor) that says which plain tensors are equal on all ranks, so that each
-                rank may write a share of them; rank 0 writes the others. None: all are.
+            lazy: True, or a function of a tensor that says whether it may be copied in the background.
+            replicated: a function of a tensor that says whether a plain tensor is equal on all ranks, so that each rank
+                may write a share of it; the first rank of a host writes the others. None: all are.
 
         Returns:
             A ticket, or None when the save was skipped (counted in ``skipped``, with an event and a warning).
@@ -302,54 +305,40 @@ class Checkpointer:
         plan = self._planner.plan(
             state,
             per_rank,
+            host=session.host_part,
             coordinator=parts.coordinator,
             agree_timeout=self.options.agree_timeout,
             lazy=lazy,
             replicated=replicated,
         )
-        slot = self._slot(parts, step, plan.layout.nbytes, on_cuda=plan.on_cuda)
-        if slot is None:
+        slot = self._slot(parts, plan, save_id)
+        if isinstance(slot, TierError):
+            saves.skip(step, str(slot), failed=True)
             return None
         due, undo_schedule = parts.schedule.due(step)
         ticket = Ticket(
             id=save_id,
-            nbytes=plan.layout.nbytes,
+            nbytes=plan.nbytes,
             names=tuple(names),
             tiers=(LOCAL, *due),
             can_be_durable=(*((LOCAL,) if self._local.durable else ()), *due),
             _wait=self._wait,
         )
-        in_flight = saves.begin(ticket, slot, supersedes)
+        in_flight = saves.begin(ticket, supersedes)
         in_flight.undo_schedule = undo_schedule
-        created = time.time()
-
-        def done(snapshot: Snapshot) -> None:
-            if snapshot.error is not None:
-                return  # the fence reports it
-            faultpoints.hit("save.sealed", rank=self.rank)
-            in_flight.sealed_at = time.monotonic()
-            ticket.mark_reached(Stage.COPIED)
-            session.client.send(
-                Seal(
-                    id=save_id,
-                    path=slot.path,
-                    inode=slot.inode,
-                    nbytes=ticket.nbytes,
-                    digests=tuple(snapshot.digests),
-                    plan=plan.plan,
-                    names=ticket.names,
-                    supersedes=tuple(in_flight.supersedes),
-                    created=created,
-                    info=info,
-                    tiers=tuple(due),
-                    exact=exact,
-                )
-            )
-
+        seal = Seal(
+            id=save_id,
+            files=(),
+            plan=plan.plan,
+            replicated=plan.replicated,
+            names=ticket.names,
+            created=time.time(),
+            info=info,
+            tiers=tuple(due),
+            exact=exact,
+        )
         try:
-            copies, lazy_bytes = copy_tasks(plan, stamp(save_id))
-            faultpoints.hit("save.eager", rank=self.rank)
-            in_flight.snapshot = parts.copier.start(copies, slot, done)
+            lazy_bytes = self._start(parts, plan, slot, in_flight, seal)
             faultpoints.hit("save.fill", rank=self.rank)
             if lazy is False:
                 self.fence()
@@ -359,7 +348,8 @@ class Checkpointer:
                 self.fence()
             elif saves.in_flight is in_flight:
                 saves.fail(in_flight, "the save was interrupted by an error")
-                parts.arena.release(slot.inode, slot.path)
+                if slot is not None:
+                    slot.close()
             raise
         parts.schedule.count_save()
         ticket.stall_s = time.monotonic() - began
@@ -371,6 +361,83 @@ class Checkpointer:
             lazy_bytes=lazy_bytes,
         )
         return ticket
+
+    def _start(self, parts: _Parts, plan: ShardPlan, slot: Slot | None, in_flight: InFlightSave, seal: Seal) -> int:
+        """Starts the copies of a save, at whose end the copy thread sends ``seal`` with the files. Returns the bytes
+        that may be copied late."""
+        rank, save_id = self.rank, seal.id
+        file, written = plan.file, WrittenFile()
+        # Of a replicated state only rank 0's shard has the state; every other rank has a small shard of its own.
+        own_file = plan.replicated and rank != 0
+        state_shard = 0 if plan.replicated else rank
+
+        def identity(number: int) -> Identity:
+            return Identity(
+                id=save_id,
+                run=self.run,
+                rank=number,
+                world_size=self.world_size,
+                replicated=plan.replicated,
+            )
+
+        def done(snapshot: Snapshot | None) -> None:
+            if snapshot is not None and snapshot.error is not None:
+                in_flight.failure = snapshot.error  # reported by the training thread
+                return
+            files: list[SealedFile] = []
+            share = None
+            if snapshot is not None and file is not None and slot is not None:
+                if file.index == 0:
+                    files.append(
+                        SealedFile(
+                            shard=state_shard,
+                            path=slot.path,
+                            inode=slot.inode,
+                            nbytes=written.nbytes,
+                            block_bytes=file.block_bytes,
+                            sections=written.sections,
+                            digests=tuple(snapshot.digests),
+                        )
+                    )
+                elif file.mine:
+                    first = file.mine[0]
+                    share = BlockShare(first=first, digests=tuple(snapshot.digests[first : file.mine[-1] + 1]))
+            try:
+                if own_file:
+                    path = self._shard_path(save_id, rank)
+                    files.append(_write_small(path, rank, small_file(identity(rank), plan.own)))
+            except OSError as error:
+                in_flight.failure = error
+                return
+            faultpoints.hit("save.sealed", rank=rank)
+            in_flight.sealed_at = time.monotonic()
+            in_flight.ticket.mark_reached(Stage.COPIED)
+            parts.session.client.send(
+                dataclasses.replace(seal, files=tuple(files), share=share, supersedes=tuple(in_flight.supersedes))
+            )
+
+        faultpoints.hit("save.eager", rank=rank)
+        if file is None or slot is None:
+            in_flight.snapshot = parts.copier.start(Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=()), None, done)
+            return 0
+        job, lazy_bytes = state_job(
+            file, identity(state_shard), None if own_file else plan.own, slot.fd, written, self._bounce
+        )
+        in_flight.snapshot = parts.copier.start(job, slot, done)
+        return lazy_bytes
+
+    def _shard_path(self, step: StepId, shard: int) -> str:
+        return os.path.join(self._local.directory, step_prefix(self.run, step), shard_file(shard))
+
+    def _slot(self, parts: _Parts, plan: ShardPlan, step: StepId) -> Slot | TierError | None:
+        """The file of a save, mapped; None when this rank writes no part of the state; an error when none can be
+        made."""
+        if plan.file is None:
+            return None
+        try:
+            return parts.arena.open(self._shard_path(step, 0 if plan.replicated else self.rank), plan.file.mapped_nbytes)
+        except TierError as error:
+            return error
 
     def _wait_for_previous(self, parts: _Parts, step: int) -> bool:
         """Waits until the rank's previous shard is recorded; skips this save when that takes too long."""
@@ -396,23 +463,6 @@ class Checkpointer:
         )
         return False
 
-    def _slot(self, parts: _Parts, step: int, nbytes: int, *, on_cuda: bool) -> Slot | None:
-        """A shard file to write to, recycled if possible. None, and the save is skipped, when none can be made."""
-        arena = parts.arena
-        try:
-            if arena.mapped_bytes == 0:
-                arena.adopt()
-            slot = arena.acquire(nbytes)
-            if slot is None:
-                arena.grow(nbytes, populate=on_cuda)
-                slot = arena.acquire(nbytes)
-            if slot is not None and on_cuda and slot.pinned is None:
-                slot.pinned = pin(slot.address, slot.capacity)
-            return slot
-        except TierError as error:
-            parts.saves.skip(step, str(error), failed=True)
-            return None
-
     def fence(self) -> float:
         """Waits until no pending copy reads live tensors; call before anything changes them.
 
@@ -427,9 +477,11 @@ class Checkpointer:
             return 0.0
         snapshot, in_flight.snapshot = in_flight.snapshot, None
         waited = parts.copier.fence(snapshot, deadline_s=self.options.fence_timeout.total_seconds())
+        if snapshot.slot is not None:
+            parts.arena.learn(snapshot.slot)
         if snapshot.error is not None:
-            parts.saves.fail(in_flight, f"copy failed: {snapshot.error}")
-            parts.arena.release(in_flight.slot.inode, in_flight.slot.path)
+            in_flight.failure = snapshot.error
+            parts.saves.process_messages()
         elif waited > 1e-3:
             parts.session.events.emit(EventKind.CHECKPOINT_FENCED, step=in_flight.ticket.step, stall_s=round(waited, 6))
         return waited
@@ -546,7 +598,6 @@ class Checkpointer:
                 session.client.send(Bye())
             session.client.close()
             parts.saves.process_messages()
-            parts.arena.close()
             session.events.close()
 
     def __enter__(self) -> Checkpointer:
@@ -598,7 +649,8 @@ class Checkpointer:
             )
         if sum(way is not None for way in (into, keys, reads)) > 1:
             raise ConfigError("pass one of into=, keys= and reads=")
-        planner = plan_given(reads) if reads is not None else plan_into(into) if into is not None else plan_new(keys)
+        planner = plan_given(reads) if reads is not None else plan_into(into) if into is not None else None
+        planner = plan_new(keys) if keys is not None else planner
         parts = self._parts()
         self.fence()
         return parts.restorer.load(planner=planner, step=step, allow_pickle=allow_pickle)
@@ -641,3 +693,16 @@ def _default_coordinator(rank: int, world_size: int) -> Coordinator:
 
 
 _counter = itertools.count()
+
+
+def _write_small(path: str, shard: int, data: bytes) -> SealedFile:
+    """Writes the small shard of a rank."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "xb") as file:
+        file.write(data)
+        inode = os.fstat(file.fileno()).st_ino
+    blocks = Blocks(len(data), BLOCK_BYTES)
+    digests = tuple(block_digest(memoryview(data)[slice(*blocks.bounds(index))]) for index in range(blocks.count))
+    return SealedFile(
+        shard=shard, path=path, inode=inode, nbytes=len(data), block_bytes=BLOCK_BYTES, digests=digests
+    )

@@ -14,7 +14,6 @@ rank), and counts a piece of a tensor as the whole tensor, so its shares would d
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,35 +27,24 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from resiliency.checkpoint.leaf_kinds import Box, kind_of
 from resiliency.checkpoint.state import dtype_from_name, dtype_name
 from resiliency.errors import ConfigError
-from resiliency.storage.layout import Chunk
+from resiliency.storage.shard_file import Chunk
 
-__all__ = ["RankShare", "box_fields", "box_nbytes", "describe", "itemsize", "plan_replicated", "plan_writes"]
+__all__ = ["RankShare", "box_fields", "box_nbytes", "describe", "itemsize", "plan_writes"]
 
-#: Large replicated tensors are cut into pieces of at most this fraction of a rank's share: the shares then differ by
-#: less than one piece.
-_PIECES_PER_RANK = 8
-#: Tensors below this size are not cut.
-_CUT_BYTES = 4 * 1024 * 1024
-
-
-def describe(tensors: Mapping[str, Any], *, world_size: int) -> list[dict[str, Any]]:
+def describe(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
     """This rank's boxes as plain data, to be exchanged between ranks, the largest first.
 
     Args:
-        tensors: leaves by key; they may be on the meta device.
+        leaves: leaves by key; they may be on the meta device.
 
     Returns:
         One dict per box, see :func:`box_fields`.
     """
-    found = {key: (kind_of(leaf), kind_of(leaf).describe(leaf)) for key, leaf in tensors.items()}
-    total = sum(box_nbytes(known.shape, known.dtype) for kind, known in found.values() if kind.replicated)
-    piece = max(1, total // (world_size * _PIECES_PER_RANK))
     boxes: list[dict[str, Any]] = []
-    for key, (kind, known) in found.items():
-        cut = _row_blocks(known.shape, box_nbytes(known.shape, known.dtype), piece) if world_size > 1 else ()
-        parts = cut if kind.replicated and cut else known.boxes
-        alike = kind.replicated and not cut
-        boxes += [box_fields(key, box, known.shape, known.dtype, shard=not alike) for box in parts]
+    for key, leaf in leaves.items():
+        kind = kind_of(leaf)
+        known = kind.describe(leaf)
+        boxes += [box_fields(key, box, known.shape, known.dtype, shard=not kind.replicated) for box in known.boxes]
     # DCP gives each box to the rank with the fewest bytes so far, which balances well in this order.
     boxes.sort(key=lambda box: -box_nbytes(box["sizes"], dtype_from_name(box["dtype"])))
     return boxes
@@ -72,18 +60,6 @@ def box_fields(key: str, box: Box, shape: Sequence[int], dtype: torch.dtype, *, 
         "dtype": dtype_name(dtype),
         "shard": shard,
     }
-
-
-def _row_blocks(shape: tuple[int, ...], nbytes: int, piece_nbytes: int) -> tuple[Box, ...]:
-    """The boxes of a large tensor cut by rows; empty for tensors that are not cut."""
-    pieces = min(shape[0], -(-nbytes // piece_nbytes), nbytes // _CUT_BYTES) if shape else 0
-    if pieces < 2:
-        return ()
-    bounds = [shape[0] * i // pieces for i in range(pieces + 1)]
-    rest = shape[1:]
-    return tuple(
-        Box((first, *[0] * len(rest)), (last - first, *rest)) for first, last in zip(bounds, bounds[1:], strict=False)
-    )
 
 
 def itemsize(dtype: torch.dtype) -> int:
@@ -137,26 +113,6 @@ def _check_volume(shares: Sequence[Sequence[Chunk]]) -> None:
             f"the ranks' boxes of tensor {wrong!r} have holes or overlap: {abs(missing[wrong])} elements too"
             f" {'few' if missing[wrong] > 0 else 'many'}; each element must be in one box"
         )
-
-
-def plan_replicated(boxes: Sequence[Mapping[str, Any]], *, rank: int, world_size: int) -> RankShare:
-    """As :func:`plan_writes` with the same description on every rank, in time that does not grow with their number.
-
-    Args:
-        boxes: what :func:`describe` returned here, and would return on every other rank.
-        rank, world_size: the rank whose share is returned, and the number of ranks.
-
-    Raises:
-        ConfigError: a tensor has holes or overlaps.
-    """
-    (checked,) = _global_plan([boxes])
-    shares: list[list[Chunk]] = [[] for _ in range(world_size)]
-    loads = [(0, writer) for writer in range(world_size)]
-    for chunk in map(_chunk, checked.items):
-        load, writer = loads[0]
-        shares[writer].append(chunk)
-        heapq.heapreplace(loads, (load + (chunk.nbytes or 1), writer))
-    return _finish(shares, rank)
 
 
 def _global_plan(descriptions: Sequence[Sequence[Mapping[str, Any]]]) -> list[SavePlan]:

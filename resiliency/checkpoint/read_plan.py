@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from resiliency.checkpoint.leaf_kinds import Box, box_of, kind_of
-from resiliency.checkpoint.state import dtype_from_name, flatten
+from resiliency.checkpoint.state import dtype_from_name, keyed_leaves
 from resiliency.errors import ConfigError
-from resiliency.storage.layout import Chunk
+from resiliency.storage.shard_file import Chunk
 
 __all__ = ["Read", "ReadPlan", "ReadPlanner", "plan_given", "plan_into", "plan_new", "plan_reads"]
 
@@ -72,7 +72,7 @@ def plan_into(into: Any) -> ReadPlanner:
     """
 
     def plan(stored: Sequence[Chunk]) -> ReadPlan:
-        wanted = flatten(into).tensors
+        wanted = {key: kind_of(leaf).detach(leaf, key) for key, leaf in keyed_leaves(into).items()}
         absent = sorted({chunk.key for chunk in stored} - set(wanted))
         if absent:
             raise ConfigError(

@@ -8,8 +8,9 @@ copies, and so makes the same plan.
 from __future__ import annotations
 
 import logging
+import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -27,7 +28,7 @@ from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, Tier
 from resiliency.events import EventKind
 from resiliency.storage.inventory import StepInventory, list_inventory
 from resiliency.storage.restore_plan import RestorePlan, plan_restore
-from resiliency.storage.sources import Cost, Opener, ShardSource, open_source
+from resiliency.storage.sources import BadCopy, Cost, Opener, ShardSource, open_source
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
@@ -52,7 +53,7 @@ class Restored:
         names: names of the step.
         info: what the save passed as ``info``.
         duration_s: seconds from the call of ``load`` to its result.
-        nbytes: size of the step's shards.
+        nbytes: size of the shards this rank read.
     """
 
     id: StepId
@@ -73,7 +74,7 @@ class Restored:
 class _Request:
     """Arguments of one ``load``, and when it began (monotonic seconds)."""
 
-    planner: ReadPlanner
+    planner: ReadPlanner | None
     allow_pickle: bool
     began: float
 
@@ -115,14 +116,14 @@ class Restorer:
         self.rank = coordinator.rank
         self._shards = ShardAccess(here=here, openers=self._openers, run=run, rank=self.rank, events=session.events)
 
-    def load(self, *, planner: ReadPlanner, step: StepId | None, allow_pickle: bool) -> Restored | None:
+    def load(self, *, planner: ReadPlanner | None, step: StepId | None, allow_pickle: bool) -> Restored | None:
         """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.load`. Collective: yes."""
         request = _Request(planner=planner, allow_pickle=allow_pickle, began=time.monotonic())
         self._session.events.emit(EventKind.RESTORE_STARTED)
         inventory = self._inventory()
         problems: list[CopyProblem] = []
         for _ in range(_MAX_PLANS):
-            plan = plan_restore(inventory, set(self._session.nodes), {p.copy for p in problems}, only=step)
+            plan = self._plan(inventory, {problem.copy for problem in problems}, only=step)
             if plan is None:
                 break
             found = self._fetch_missing(plan)
@@ -141,12 +142,19 @@ class Restorer:
         names: dict[StepId, tuple[str, ...]] = {}
         for entry in inventory:
             names[entry.step] = tuple(dict.fromkeys((*names.get(entry.step, ()), *entry.names)))
-        hosts = set(self._session.nodes)
         return [
             (step, names[step])
             for step in sorted(names, reverse=True)
-            if plan_restore(inventory, hosts, only=step) is not None
+            if self._plan(inventory, only=step) is not None
         ]
+
+    def _plan(
+        self, inventory: Sequence[StepInventory], bad: Collection[BadCopy] = (), *, only: StepId | None
+    ) -> RestorePlan | None:
+        ranks: dict[str, list[int]] = {}
+        for rank, node in enumerate(self._session.nodes):
+            ranks.setdefault(node, []).append(rank)
+        return plan_restore(inventory, set(ranks), bad, only=only, ranks=ranks)
 
     # -- inventory --------------------------------------------------------------------------------------------------
 
@@ -239,20 +247,23 @@ class Restorer:
         Raises:
             ConfigError: the state passed in does not fit the checkpoint; raised after the exchange with the other
                 ranks.
+            pickle.UnpicklingError: the state holds objects of classes that may not be loaded; as above.
         """
-        readers: list[ShardReader] = []
-        misfit: ConfigError | None = None
+        readers: dict[int, ShardReader] = {}
+        misfit: ConfigError | pickle.UnpicklingError | None = None
         assembler: ShardAssembler | None = None
         problems: list[CopyProblem] = []
         try:
             try:
                 problems = self._shards.open(plan, readers)
                 if not problems:
-                    assembler = ShardAssembler(readers, rank=self.rank, planner=request.planner)
+                    assembler = ShardAssembler(
+                        readers, rank=self.rank, planner=request.planner, allow_pickle=request.allow_pickle
+                    )
                     problems = self._shards.fill(
                         plan, readers, assembler, threads=threads_for(len(self._session.local_ranks))
                     )
-            except ConfigError as error:
+            except (ConfigError, pickle.UnpicklingError) as error:
                 misfit = error  # the other ranks must not wait for this one
             except Exception as error:  # Boundary: the caller's tensors and reads; as above.
                 misfit = ConfigError(
@@ -265,16 +276,16 @@ class Restorer:
             if problems or assembler is None:
                 return None, problems
             faultpoints.hit("restore.load", rank=self.rank)
-            state, per_rank = assembler.result(allow_pickle=request.allow_pickle)
+            state, per_rank = assembler.result()
         finally:
-            for reader in readers:
+            for reader in readers.values():
                 reader.close()
         return self._restored(plan, readers, state, per_rank, request.began), []
 
     def _restored(
-        self, plan: RestorePlan, readers: Sequence[ShardReader], state: Any, per_rank: Any, began: float
+        self, plan: RestorePlan, readers: Mapping[int, ShardReader], state: Any, per_rank: Any, began: float
     ) -> Restored:
-        duration_s, nbytes = time.monotonic() - began, sum(reader.record.nbytes for reader in readers)
+        duration_s, nbytes = time.monotonic() - began, sum(reader.record.nbytes for reader in readers.values())
         self._session.events.emit(
             EventKind.CHECKPOINT_LOADED,
             step=plan.step.step,

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from resiliency.agent.messages import Committed, Complete, Durable, Failed, FileFreed, FileGone, Notice, Recorded
-from resiliency.checkpoint.arena import Arena, Slot
+from resiliency.agent.messages import Committed, Complete, Durable, Failed, FileReady, Notice, Recorded
+from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.snapshot import Snapshot
@@ -20,8 +20,6 @@ __all__ = ["InFlightSave", "SaveTracker"]
 
 logger = logging.getLogger(__name__)
 
-#: Slots that stay mapped: one being filled, one being committed, one spare.
-_MAPPED_SLOTS = 3
 #: Tickets of this many saves are updated.
 _TICKETS = 64
 #: Seconds between two reads of the count of recorded shards, about whose changes the store sends no message.
@@ -34,14 +32,15 @@ class InFlightSave:
 
     Attributes:
         snapshot: its copy, until the fence.
+        failure: why the copy failed; set by the copy thread.
         sealed_at: monotonic time when the shard was sealed.
         supersedes: names to delete once it is committed.
         undo_schedule: removes this save from the schedule of the slower tiers, so that the next save goes there.
     """
 
     ticket: Ticket
-    slot: Slot
     snapshot: Snapshot | None = None
+    failure: BaseException | None = None
     sealed_at: float | None = None
     supersedes: list[str] = field(default_factory=list)
     undo_schedule: Callable[[], None] | None = None
@@ -53,12 +52,11 @@ class SaveTracker:
     Args:
         session: of this attempt.
         coordinator: counts the recorded shards when the ranks have several agents.
-        arena: gets back the files that the agent recycles.
-        durable: whether a save can become durable on the local tier.
+        arena: gets the files that the agent prepares.
     """
 
-    def __init__(self, *, session: Session, coordinator: Coordinator, arena: Arena, durable: bool) -> None:
-        self._session, self._coordinator, self._arena, self._durable = session, coordinator, arena, durable
+    def __init__(self, *, session: Session, coordinator: Coordinator, arena: Arena) -> None:
+        self._session, self._coordinator, self._arena = session, coordinator, arena
         self._rank = coordinator.rank
         self._counted = not session.together and coordinator.world_size > 1
         self._tickets: dict[StepId, Ticket] = {}
@@ -74,11 +72,11 @@ class SaveTracker:
         """Identity of the next save of ``step`` in this attempt."""
         return StepId(step, self._session.attempt, self._session.token, self._serials.get(step, 0))
 
-    def begin(self, ticket: Ticket, slot: Slot, supersedes: Sequence[str]) -> InFlightSave:
+    def begin(self, ticket: Ticket, supersedes: Sequence[str]) -> InFlightSave:
         """Registers a started save as the one in flight."""
         self._tickets[ticket.id] = ticket
         self._serials[ticket.step] = ticket.id.serial + 1
-        self.in_flight = InFlightSave(ticket, slot, supersedes=list(supersedes))
+        self.in_flight = InFlightSave(ticket, supersedes=list(supersedes))
         return self.in_flight
 
     def fail(self, in_flight: InFlightSave, reason: str) -> None:
@@ -132,7 +130,9 @@ class SaveTracker:
         return bool(self._uncounted)
 
     def process_messages(self) -> None:
-        """Processes all messages received from the agent. Blocks: no."""
+        """Processes all messages received from the agent, and the failure of a copy. Blocks: no."""
+        if self.in_flight is not None and self.in_flight.failure is not None:
+            self.fail(self.in_flight, f"copy failed: {self.in_flight.failure}")
         for message in self._session.client.poll():
             self._process(message)
         for step in sorted(self._uncounted):
@@ -170,10 +170,8 @@ class SaveTracker:
             return None
 
     def _process(self, message: Notice) -> None:
-        if isinstance(message, FileFreed):
-            self._arena.release(message.inode, message.path)
-        elif isinstance(message, FileGone):
-            self._arena.forget(message.inode)
+        if isinstance(message, FileReady):
+            self._arena.offer(message.path, message.inode, message.nbytes)
         elif isinstance(message, Recorded):
             self._recorded(message.id)
         elif isinstance(message, Committed):
@@ -205,8 +203,6 @@ class SaveTracker:
             return
         ticket.mark_reached(stage, tier)
         if tier == LOCAL:
-            if stage is Stage.DURABLE or not self._durable:
-                self._arena.trim(_MAPPED_SLOTS)
             for old in sorted(self._tickets)[:-_TICKETS]:
                 del self._tickets[old]
         self._outcomes.append(Outcome(id=step, tier=tier, stage=stage, names=ticket.names))

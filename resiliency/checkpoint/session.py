@@ -14,6 +14,7 @@ from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.rank_messages import AgentReady, RankReport, SharedFolder, gather
+from resiliency.checkpoint.shard_plan import HostPart
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.settings import Environment
@@ -39,6 +40,7 @@ class Session:
         together: True when one agent process serves every rank, so that it sees every record itself.
         events: writer for this rank.
         client: open connection to the agent.
+        host_part: what this rank writes of the file that holds a replicated state.
     """
 
     attempt: int
@@ -49,6 +51,7 @@ class Session:
     together: bool
     events: EventWriter
     client: AgentClient
+    host_part: HostPart
 
 
 def _try_writing(path: str) -> None:
@@ -137,13 +140,6 @@ def open_session(
         coordinator=coordinator,
         timeout=options.agree_timeout,
     )
-    if not shared and not remotes and rank == 0:
-        logger.warning(
-            "%s is a different folder on each of %d hosts and there is no other tier: no host will hold all shards of"
-            " a step, so nothing could be restored; pass a folder all hosts share, or a remote tier",
-            local.directory,
-            len(set(nodes)),
-        )
     events_dir = environment.events_dir or _events_dir(local, remotes, run)
     sink = BackgroundSink(JsonlSink(os.path.join(events_dir, f"rank-{rank:05d}.jsonl")))
     events = EventWriter(run=run, attempt=attempt, rank=rank, host=node, sinks=(sink, *sinks))
@@ -181,7 +177,14 @@ def open_session(
         client.close()
         raise TierError("; ".join(problems), retryable=False)
     together = len(set(nodes)) == 1 and not any(answer.embedded for answer in answers)
-    return Session(attempt, token, nodes, node, local_ranks, together, events, client)
+    return Session(attempt, token, nodes, node, local_ranks, together, events, client, _host_part(rank, local_ranks, shared))
+
+
+def _host_part(rank: int, local_ranks: Sequence[int], shared: bool) -> HostPart:
+    """Of hosts that share a folder, the one with rank 0 writes the state; otherwise each host writes its own copy."""
+    if shared and 0 not in local_ranks:
+        return HostPart(writers=0)
+    return HostPart(writers=len(local_ranks), index=local_ranks.index(rank))
 
 
 def _events_dir(local: LocalTierOptions, remotes: Sequence[RemoteTierOptions], run: str) -> str:

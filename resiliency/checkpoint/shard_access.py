@@ -6,7 +6,7 @@ Not collective; :mod:`resiliency.checkpoint.restore` exchanges the bad copies be
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from resiliency import faultpoints
 from resiliency.checkpoint.rank_messages import CopyProblem
@@ -67,24 +67,26 @@ class ShardAccess:
             break
         return problems
 
-    def open(self, plan: RestorePlan, readers: list[ShardReader]) -> list[CopyProblem]:
-        """Opens every shard of the step, which checks its header, and returns the bad copies.
+    def open(self, plan: RestorePlan, readers: dict[int, ShardReader]) -> list[CopyProblem]:
+        """Opens the shards this rank needs, which checks their ends, and returns the bad copies.
 
         Args:
-            readers: opened shards are added here, in the order of the ranks; the caller closes them, also after errors.
+            readers: opened shards are added here, by rank; the caller closes them, also after errors.
         """
         problems = []
-        for rank in range(plan.world_size):
+        available = plan.sources[self._host]
+        needed = sorted({0, self._rank} & set(available)) if plan.replicated else sorted(available)
+        for rank in needed:
             try:
                 faultpoints.hit("restore.verify", rank=self._rank)
                 tier = open_source(self._source(plan, rank), self._openers)
-                readers.append(shard_reader(tier.root, self._run, read_record(tier, self._run, plan.step, rank)))
+                readers[rank] = shard_reader(tier.root, self._run, read_record(tier, self._run, plan.step, rank))
             except (CorruptShard, TierError, OSError) as error:
                 problems.append(self._problem(self._copy(plan, rank), error))
         return problems
 
     def fill(
-        self, plan: RestorePlan, readers: Sequence[ShardReader], assembler: ShardAssembler, *, threads: int
+        self, plan: RestorePlan, readers: Mapping[int, ShardReader], assembler: ShardAssembler, *, threads: int
     ) -> list[CopyProblem]:
         """Reads and checks the assembler's plan from all shards, and returns the bad copies."""
         problems = []

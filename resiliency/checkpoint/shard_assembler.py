@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from resiliency.checkpoint.leaf_kinds import box_of
-from resiliency.checkpoint.read_plan import Read, ReadPlanner
+from resiliency.checkpoint.read_plan import Read, ReadPlan, ReadPlanner, plan_new
 from resiliency.checkpoint.shard_reader import ShardReader
-from resiliency.checkpoint.state import dtype_from_name, unflatten
+from resiliency.checkpoint.state import dtype_from_name
+from resiliency.checkpoint.stored_state import ReplicatedState, ShardedState, load_rank_state, sharded_chunks
 from resiliency.storage.blocks import new_digest
-from resiliency.storage.layout import Chunk
+from resiliency.storage.shard_file import IDENTITY_BYTES, Placed, storage_name
 
 __all__ = ["ShardAssembler", "threads_for"]
 
@@ -57,44 +58,60 @@ class ShardAssembler:
     """Carries out a read plan over the shards of a step. Call :meth:`read`, then :meth:`result`.
 
     Args:
-        readers: one per shard, ``readers[i]`` for rank i's; must stay open until the result was returned.
-        rank: the rank whose per-rank part is read.
-        planner: called once with every chunk that is not per-rank; returns the read plan.
+        readers: by rank; must stay open until the result was returned. Of a replicated step shard 0 and, where there is
+            one, the own shard of ``rank``; of a sharded step all.
+        rank: the rank whose own state is read.
+        planner: called once with every chunk; returns the read plan. None: everything is read into new tensors.
+        allow_pickle: also restore objects of any class.
 
     Raises:
         ConfigError: raised by the planner: the stored chunks do not fit what is to be filled.
+        pickle.UnpicklingError: the state holds objects of classes that may not be loaded.
     """
 
-    def __init__(self, readers: Sequence[ShardReader], *, rank: int, planner: ReadPlanner) -> None:
-        self._readers, self._rank = readers, rank
-        shared = [placed.chunk for reader in readers for placed in reader.header.placed if not placed.chunk.per_rank]
-        self._plan = planner(shared)
-        where = {
-            (key, offsets): (index, placed)
-            for index, reader in enumerate(readers)
-            for (key, offsets, own), placed in reader.placed.items()
-            if not own
-        }
-        self._segments: list[list[_ByteRange]] = [[] for _ in readers]
-        self._ranges: list[list[tuple[int, int]]] = [[] for _ in readers]  # further bytes to check, beside the segments
-        self._by_torch: list[tuple[int, Read]] = []
+    def __init__(
+        self, readers: Mapping[int, ShardReader], *, rank: int, planner: ReadPlanner | None, allow_pickle: bool
+    ) -> None:
+        self._readers, self._rank, self._allow_pickle = readers, rank, allow_pickle
+        self._segments: dict[int, list[_ByteRange]] = {index: [] for index in readers}
+        # Further bytes to check, beside the segments.
+        self._ranges: dict[int, list[tuple[int, int]]] = {index: [(0, IDENTITY_BYTES)] for index in readers}
+        self._by_torch: list[tuple[ShardReader, Placed, Read]] = []
         self._direct: list[Tensor] = []
+        self._replicated: ReplicatedState | None = None
+        self._sharded: ShardedState | None = None
+        self._plan: ReadPlan | None = None
+        first = readers[0]
+        where: dict[tuple[str, tuple[int, ...]], tuple[int, Placed]] = {}
+        if first.record.replicated:
+            state = self._replicated = ReplicatedState(first, allow_pickle=allow_pickle)
+            if planner is None:
+                self._read_storages(state, state.storages)
+                return
+            where = {(key, placed.chunk.offsets): (0, placed) for key, placed in state.place().items()}
+        else:
+            self._sharded = ShardedState(first, allow_pickle=allow_pickle)
+            for index, reader in readers.items():
+                for placed in sharded_chunks(reader):
+                    where[placed.chunk.key, placed.chunk.offsets] = (index, placed)
+        planner = planner or plan_new()
+        self._plan = planner([placed.chunk for _, placed in where.values()])
         for read in self._plan.reads:
             index, placed = where[read.key, read.chunk_offsets]
-            segment = _segment(read, placed.chunk, placed.start)
+            segment = _segment(read, placed)
             if segment is not None:
                 self._segments[index].append(segment)
                 self._direct.append(read.destination)
             else:
                 self._ranges[index].append((placed.start, placed.end))
-                self._by_torch.append((index, read))
-        self._where = where
-        for index in {0, rank} & set(range(len(readers))):
-            self._ranges[index].append(readers[index].header.objects)
-        if rank < len(readers):
-            self._ranges[rank] += [
-                (placed.start, placed.end) for placed in readers[rank].header.placed if placed.chunk.per_rank
-            ]
+                self._by_torch.append((readers[index], placed, read))
+
+    def _read_storages(self, state: ReplicatedState, keys: Iterable[str]) -> None:
+        """Whole storages are read as they are stored, so that views, strides and shared memory come back too."""
+        for key in keys:
+            storage, entry = state.storages[key], self._readers[0].entries[storage_name(key)]
+            if entry.nbytes:
+                self._segments[0].append(_ByteRange(entry.start, entry.nbytes, storage.data_ptr()))
 
     @torch.no_grad()
     def read(self, *, threads: int) -> dict[int, list[tuple[int, int]]]:
@@ -103,9 +120,7 @@ class ShardAssembler:
         Returns:
             Byte ranges that do not match their digests, by shard; empty when all match.
         """
-        jobs = [
-            (index, block, segments) for index in range(len(self._readers)) for block, segments in self._blocks(index)
-        ]
+        jobs = [(index, block, segments) for index in self._readers for block, segments in self._blocks(index)]
         good = [False] * len(jobs)
         numbers = itertools.count()  # shared by all threads: next() is atomic with the GIL, and locked without
 
@@ -127,8 +142,8 @@ class ShardAssembler:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)  # the change in place, for autograd
         if not bad:
-            for index, read in self._by_torch:
-                _copy_box(self._readers[index], self._where[read.key, read.chunk_offsets][1], read)
+            for reader, placed, read in self._by_torch:
+                read.destination.detach().copy_(box_of(reader.tensor(placed), read.box_offsets, read.lengths))
         return bad
 
     def _blocks(self, index: int) -> list[tuple[int, list[_ByteRange]]]:
@@ -143,24 +158,31 @@ class ShardAssembler:
                 found.setdefault(block, [])
         return sorted(found.items())
 
-    def result(self, *, allow_pickle: bool = False) -> tuple[Any, Any]:
-        """The state tree and the per-rank tree (None when the step has no such rank).
+    def result(self) -> tuple[Any, Any]:
+        """The state tree and the rank's own tree (None when the step has none for this rank).
 
         Call it only after a :meth:`read` that found no damage.
+
+        Raises:
+            pickle.UnpicklingError: the rank's own state holds objects of classes that may not be loaded.
         """
-        absent, wanted = torch.empty(0), self._plan.tensors
-        lookup: Any = (lambda key: wanted.get(key, absent)) if self._plan.partial else wanted
-        state = unflatten(self._readers[0].objects()["state"], lookup, allow_pickle=allow_pickle)
-        if self._rank >= len(self._readers):
-            return state, None
-        reader = self._readers[self._rank]
-        own = {p.chunk.key: reader.tensor(p.chunk, p).clone() for p in reader.header.placed if p.chunk.per_rank}
-        return state, unflatten(reader.objects()["per_rank"], own, allow_pickle=allow_pickle)
+        own = None
+        if self._rank in self._readers:
+            own = load_rank_state(self._readers[self._rank], allow_pickle=self._allow_pickle)
+        plan = self._plan
+        if self._replicated is not None:
+            if plan is None:
+                return self._replicated.tree, own
+            return self._replicated.with_leaves(plan.tensors, partial=plan.partial), own
+        assert self._sharded is not None and plan is not None
+        absent, wanted = torch.empty(0), plan.tensors
+        lookup: Any = (lambda key: wanted.get(key, absent)) if plan.partial else wanted.__getitem__
+        return self._sharded.with_leaves(lookup), own
 
 
-def _segment(read: Read, chunk: Chunk, start: int) -> _ByteRange | None:
+def _segment(read: Read, placed: Placed) -> _ByteRange | None:
     """The read as a copy of contiguous bytes, or None when source or destination is not contiguous."""
-    target = read.destination
+    target, chunk, start = read.destination, placed.chunk, placed.start
     whole_rows = read.lengths[1:] == chunk.sizes[1:] and not any(read.box_offsets[1:])
     plain = (
         target.device.type == "cpu"
@@ -172,6 +194,7 @@ def _segment(read: Read, chunk: Chunk, start: int) -> _ByteRange | None:
     if (
         not whole_rows
         or not plain
+        or placed.strides is not None
         or target.dtype != dtype_from_name(chunk.dtype)
         or tuple(target.shape) != read.lengths
     ):
@@ -211,8 +234,3 @@ def _read_block(reader: ShardReader, block: int, segments: Sequence[_ByteRange])
     for gap in range(at, end, _STRIDE):
         digest.update(reader.view(gap, min(gap + _STRIDE, end)))
     return digest.hexdigest() == reader.record.digests[block]
-
-
-def _copy_box(reader: ShardReader, placed: Any, read: Read) -> None:
-    source = reader.tensor(placed.chunk, placed)
-    read.destination.detach().copy_(box_of(source, read.box_offsets, read.lengths))

@@ -1,107 +1,131 @@
-"""Plans a save: turns a state tree, or a caller's write plan, into the layout of one rank's shard."""
+"""Plans a save: turns a state tree, or a caller's write plan, into the files this rank writes.
+
+A state that every rank holds whole is *replicated*: shard 0 is a stock checkpoint with everything, written by the ranks
+of one host together (of every host, where each host has a folder of its own). The large storages come first, at places
+that follow from their sizes, so that every rank knows where its part goes without talking; what only the first rank of
+the host knows (small tensors, Python objects) follows. The other ranks have a small shard with what is theirs alone.
+
+A state of which ranks hold parts (DTensors, a :class:`WritePlan`) is *sharded*: each rank writes one shard with its
+boxes, as :mod:`resiliency.checkpoint.plan` assigns them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from resiliency.checkpoint.coordinator import Coordinator
-from resiliency.checkpoint.leaf_kinds import Box, has_memory, kind_of
-from resiliency.checkpoint.plan import (
-    RankShare,
-    box_fields,
-    box_nbytes,
-    describe,
-    itemsize,
-    plan_replicated,
-    plan_writes,
-)
-from resiliency.checkpoint.shard_writer import Place, ShardPlan
-from resiliency.checkpoint.state import FlatState, dtype_name, flatten, flatten_by_key
+from resiliency.checkpoint.leaf_kinds import Box, has_memory, kind_of, kind_of_class
+from resiliency.checkpoint.plan import RankShare, box_fields, describe, plan_writes
+from resiliency.checkpoint.shard_writer import OwnState, ShardPlan, StateFile
+from resiliency.checkpoint.state import dtype_from_name, keyed_leaves
+from resiliency.checkpoint.structure import Structure, dump
 from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import ConfigError
-from resiliency.storage.layout import Chunk, ShardLayout, make_layout, objects_reserve
+from resiliency.storage.blocks import BLOCK_BYTES
+from resiliency.storage.shard_file import (
+    CHUNKS,
+    DATA_PICKLE,
+    IDENTITY_BYTES,
+    STRUCTURE,
+    StorageLayout,
+    chunks_to_json,
+    lay_out_storages,
+)
 
-__all__ = ["ShardPlanner", "Wanted"]
+__all__ = ["HostPart", "ShardPlanner", "Wanted"]
 
-_json = json.JSONEncoder(separators=(",", ":"), allow_nan=True).encode
+#: True or False for all tensors, or a function of the tensor.
+Wanted = bool | Callable[[Tensor], bool]
 
-#: True or False for all tensors, or a function of (key, tensor).
-Wanted = bool | Callable[[str, Tensor], bool]
+_MIN_BLOCK = 1024 * 1024
 
 
-@dataclass(frozen=True)
-class _CachedShare:
-    """The boxes of this rank at the last exchange between ranks, and the share that was planned from it.
+@dataclass(frozen=True, kw_only=True)
+class HostPart:
+    """What this rank has to do with its host's copy of shard 0.
 
     Attributes:
-        boxes: the boxes this rank described.
-        exchanged: False when the plan was computed without the other ranks.
-        share: the boxes this rank writes.
-        keys: keys of the tensors of all ranks.
+        writers: ranks of this host that write shard 0 together; 0: another host's ranks write it for all.
+        index: this rank's number among them. 0: it also writes what is not shared.
     """
 
-    boxes: Sequence[Mapping[str, Any]]
-    exchanged: bool
-    share: RankShare
-    keys: tuple[str, ...]
+    writers: int = 1
+    index: int = 0
 
 
 @dataclass(frozen=True)
 class _CachedLayout:
-    """The layout of the last save, used again while the state keeps its structure.
+    """What follows from the structure of a replicated state alone; used again while that stays.
 
     Attributes:
-        structure: structure key; equal for states this layout fits.
-        plan: digest of what all ranks write.
-        layout: of the shard file.
-        places: byte range of each chunk.
-        chunks: for each place, (True for a per-rank chunk, key, box or None for a whole plain tensor).
-        large: for each place, whether it may be lazy at all: not per-rank, and not small.
-        on_cuda: a chunk comes from a GPU.
+        signature: equal for states this layout fits.
+        order: numbers of the storages, in file order.
+        layout: of the file.
+        starts: offset of each storage, in file order.
+        large: whether each may be copied late at all, in file order.
+        shared_end: offset behind the last storage that the ranks share.
+        block_bytes: size of the blocks.
+        plan: digest of what the ranks share.
+        structure: the structure it was made from.
+        headers: the headers of the storages, as tensors.
     """
 
-    structure: object
-    plan: str
-    layout: ShardLayout
-    places: tuple[Place, ...]
-    chunks: tuple[tuple[bool, str, Box | None], ...]
+    signature: object
+    order: tuple[int, ...]
+    layout: StorageLayout
+    starts: tuple[int, ...]
     large: tuple[bool, ...]
-    on_cuda: bool = False
+    shared_end: int
+    block_bytes: int
+    plan: str
+    structure: Structure
+    headers: tuple[Tensor, ...] = field(repr=False, default=())
+
+
+@dataclass(frozen=True)
+class _CachedShare:
+    """The boxes this rank described at the last exchange, the share that was planned from all, and the keys of all."""
+
+    boxes: Sequence[Mapping[str, Any]]
+    share: RankShare
+    keys: tuple[str, ...]
 
 
 class ShardPlanner:
-    """Plans saves; caches plan and layout while the state keeps its structure. Thread: training.
+    """Plans saves; caches what follows from the structure of the state. Thread: training.
 
     Args:
-        run, rank, world_size: run and rank of the shards, and number of ranks.
-        small_nbytes: plain tensors below this many bytes are written by rank 0, and never copied late.
+        rank, world_size: of this job.
+        small_nbytes: tensors below this many bytes are written by the first rank of a host, and never copied late.
     """
 
-    def __init__(self, *, run: str, rank: int, world_size: int, small_nbytes: int) -> None:
-        self._run, self._rank, self._world_size = run, rank, world_size
+    def __init__(self, *, rank: int, world_size: int, small_nbytes: int) -> None:
+        self._rank, self._world_size = rank, world_size
         self._small_nbytes = small_nbytes
-        self._cached_share: _CachedShare | None = None
         self._cached_layout: _CachedLayout | None = None
-        self._reserve = 0
+        self._cached_share: _CachedShare | None = None
 
     def plan(
         self,
         state: Any,
         per_rank: Any,
         *,
+        host: HostPart,
         coordinator: Coordinator,
         agree_timeout: timedelta,
         lazy: Wanted = False,
-        replicated: Callable[[str, Tensor], bool] | None = None,
+        replicated: Callable[[Tensor], bool] | None = None,
     ) -> ShardPlan:
-        """Plans a save and lays out this rank's shard.
+        """Plans a save.
 
         Collective: only with more than one rank, at the first save of a structure with sharded tensors or of a
         :class:`WritePlan`. Blocks: up to ``agree_timeout`` then.
@@ -109,61 +133,144 @@ class ShardPlanner:
         Args:
             state: a state tree, or a :class:`WritePlan`.
             per_rank: this rank's own tree.
+            host: what this rank writes of shard 0.
             lazy: which tensors of the state may be copied late; called for large ones only.
             replicated: which plain tensors of a state tree are equal on all ranks; None: all.
 
         Raises:
             ConfigError: a state that cannot be stored.
         """
-        own = flatten(per_rank)
+        own = OwnState.of(dump(per_rank))
         if isinstance(state, WritePlan):
             if replicated is not None:
                 raise ConfigError("replicated= is for state trees; a WritePlan says what each rank holds")
             return self._plan_given(state, own, lazy, coordinator, agree_timeout)
-        shared = flatten(state)
-        tensors = shared.tensors
-        objects = self._objects(shared.skeleton, own)
-        # For each tensor, whether it is plain and not replicated. None: all plain tensors are replicated.
-        not_replicated = (
-            None
-            if replicated is None
-            else [kind_of(leaf).replicated and not replicated(key, leaf) for key, leaf in tensors.items()]
-        )
-        structure = (_structure(tensors), _structure(own.tensors), not_replicated)
-        cached = self._cached_layout
-        if cached is None or cached.structure != structure or self._reserve < len(objects):
-            small, large = self._split(tensors, not_replicated)
-            sharded = any(not kind_of(leaf).replicated for leaf in large.values())
-            boxes = describe(large, world_size=self._world_size)
-            share = self._agree(boxes, coordinator if sharded else None, agree_timeout).share
-            chunks = [*share.chunks, *_whole_chunks(small)]
-            cached = self._lay_out(structure, share.digest, chunks, tensors, own.tensors, len(objects))
-        own_tensors = own.tensors
-        sources = [
-            (own_tensors if per_rank_chunk else tensors)[key]
-            if box is None
-            else _source(key, (own_tensors if per_rank_chunk else tensors)[key], box)
-            for per_rank_chunk, key, box in cached.chunks
-        ]
-        late = _late(lazy, cached, lambda index: tensors[cached.chunks[index][1]])
-        return self._planned(cached, sources, late, objects)
+        structure = dump(state, is_leaf=_is_sharded)
+        if structure.leaves:
+            return self._plan_sharded(state, own, lazy, coordinator, agree_timeout)
+        return self._plan_replicated(structure, own, lazy, replicated, host)
 
-    def estimate(self, tensors: Mapping[str, Tensor]) -> int:
-        """An upper estimate of the bytes of this rank's shard of such tensors, which may be on the meta device."""
-        _, large = self._split(tensors, None)
-        share = plan_replicated(
-            describe(large, world_size=self._world_size), rank=self._rank, world_size=self._world_size
+    def estimate(self, tensors: Mapping[str, Tensor], *, host: HostPart) -> int:
+        """An upper estimate of the bytes of the file this rank takes part in, for tensors that may be on the meta
+        device; 0 when it takes part in none."""
+        if not host.writers:
+            return 0
+        # Plus room for headers, Python objects and small tensors; a file that is too long is cut.
+        return int(sum(tensor.nbytes for tensor in tensors.values()) * 1.02) + (1 << 20)
+
+    # -- a state that every rank holds whole ------------------------------------------------------------------------
+
+    def _plan_replicated(
+        self,
+        structure: Structure,
+        own: OwnState,
+        lazy: Wanted,
+        replicated: Callable[[Tensor], bool] | None,
+        host: HostPart,
+    ) -> ShardPlan:
+        tensors = [tensor for tensor, _, _ in structure.extents]
+        # Only with several writers does it matter which tensors they share.
+        shared = None
+        if self._world_size > 1 and replicated is not None:
+            shared = [
+                nbytes >= self._small_nbytes and bool(replicated(tensor)) for tensor, _, nbytes in structure.extents
+            ]
+        signature = (structure.signature, shared, host)
+        cached = self._cached_layout
+        if cached is None or cached.signature != signature:
+            cached = self._cached_layout = self._lay_out(structure, shared, host, signature)
+        structure.reuse(cached.structure)
+        extents = [structure.extents[index] for index in cached.order]
+        late = None if lazy is False else cached.large
+        if late is not None and lazy is not True:
+            late = tuple(large and bool(lazy(tensors[index])) for large, index in zip(late, cached.order, strict=True))
+        return ShardPlan(
+            replicated=True,
+            plan=cached.plan,
+            own=own,
+            file=None
+            if not host.writers
+            else StateFile(
+                layout=cached.layout,
+                headers=cached.headers,
+                starts=cached.starts,
+                extents=extents,
+                storages=cached.order,
+                lazy=late,
+                shared_end=cached.shared_end,
+                block_bytes=cached.block_bytes,
+                writers=host.writers,
+                index=host.index,
+                tail=lambda: [(DATA_PICKLE, structure.data_pickle())],
+                key_of=structure.key_of,
+            ),
         )
-        # Plus room for the header, the Python objects and small tensors; shortening a slot costs nothing.
-        return int(sum(chunk.nbytes for chunk in share.chunks) * 1.02) + (1 << 20)
+
+    def _lay_out(
+        self, structure: Structure, shared: Sequence[bool] | None, host: HostPart, signature: object
+    ) -> _CachedLayout:
+        sizes = [nbytes for nbytes, _ in structure.signature[1]]
+        if self._world_size == 1:
+            shared = [False] * len(sizes)
+        elif shared is None:
+            shared = [nbytes >= self._small_nbytes for nbytes in sizes]
+        # A storage that torch describes has its number in the pickle, which may differ between ranks.
+        first = [i for i, together in enumerate(shared) if together and i not in structure.torch_described]
+        chosen = set(first)
+        rest = [index for index in range(len(sizes)) if index not in chosen]
+        order = (*first, *rest)
+        keys = structure.set_keys(order)
+        layout = lay_out_storages([(key, sizes[index]) for key, index in zip(keys, order, strict=True)])
+        starts = tuple(entry.start for entry in layout.storages)
+        shared_end = layout.storages[len(first) - 1].end if first else IDENTITY_BYTES
+        # Small enough that the ranks of a host can share the work evenly.
+        block_bytes = BLOCK_BYTES
+        while block_bytes > _MIN_BLOCK and shared_end < 4 * host.writers * block_bytes:
+            block_bytes //= 2
+        positions = {index: position for position, index in enumerate(first)}
+        described = [(positions[i], sizes[i], *what) for i, *what in structure.signature[0] if i in positions]
+        return _CachedLayout(
+            signature=signature,
+            order=order,
+            layout=layout,
+            starts=starts,
+            large=tuple(sizes[index] >= self._small_nbytes for index in order),
+            shared_end=shared_end,
+            block_bytes=block_bytes,
+            plan=hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest(),
+            structure=structure,
+            headers=tuple(torch.frombuffer(bytearray(header), dtype=torch.uint8) for header in layout.headers),
+        )
+
+    # -- a state of which ranks hold parts --------------------------------------------------------------------------
+
+    def _plan_sharded(
+        self, state: Any, own: OwnState, lazy: Wanted, coordinator: Coordinator, agree_timeout: timedelta
+    ) -> ShardPlan:
+        # Plain tensors too are described and shared out: every tensor is a leaf.
+        structure = dump(state, is_leaf=_is_leaf)
+        keys = {id(leaf): key for key, leaf in reversed(keyed_leaves(state).items())}
+        leaves: dict[str, Any] = {}
+        for leaf in structure.leaves:
+            key = keys.get(id(leaf))
+            if key is None:
+                raise ConfigError(
+                    f"a {type(leaf).__qualname__} is inside an object that is no dict, list or tuple; a state with"
+                    " sharded tensors may hold tensors in those only"
+                )
+            leaves[key] = kind_of(leaf).detach(leaf, key)
+        agreed = self._agree(describe(leaves), coordinator, agree_timeout)
+        sources = [
+            _source(chunk.key, leaves[chunk.key], Box(chunk.offsets, chunk.sizes)) for chunk in agreed.share.chunks
+        ]
+        entries: list[tuple[str, bytes]] = []
+        if self._rank == 0:
+            table = [keys[id(leaf)] for leaf in structure.leaves]
+            entries = [(STRUCTURE, json.dumps(table).encode() + b"\n" + structure.data_pickle())]
+        return self._sharded(agreed.share, sources, entries, own, lazy)
 
     def _plan_given(
-        self,
-        given: WritePlan,
-        own: FlatState,
-        lazy: Wanted,
-        coordinator: Coordinator,
-        agree_timeout: timedelta,
+        self, given: WritePlan, own: OwnState, lazy: Wanted, coordinator: Coordinator, agree_timeout: timedelta
     ) -> ShardPlan:
         held = {(chunk.key, chunk.offsets): chunk.tensor.detach() for chunk in given.chunks}
         boxes = [
@@ -171,110 +278,111 @@ class ShardPlanner:
             for chunk in given.chunks
         ]
         agreed = self._agree(boxes, coordinator, agree_timeout)
-        objects = self._objects(flatten_by_key(agreed.keys, given.objects), own)
-        structure = (boxes, [tensor.device for tensor in held.values()], _structure(own.tensors))
-        cached = self._cached_layout
-        if cached is None or cached.structure != structure or self._reserve < len(objects):
-            cached = self._lay_out(structure, agreed.share.digest, agreed.share.chunks, {}, own.tensors, len(objects))
-        sources = [
-            held[key, box.offsets] if box is not None and not per_rank_chunk else _source(key, own.tensors[key], box)
-            for per_rank_chunk, key, box in cached.chunks
-        ]
-        return self._planned(cached, sources, _late(lazy, cached, sources.__getitem__), objects)
+        sources = [held[chunk.key, chunk.offsets] for chunk in agreed.share.chunks]
+        # The objects of every rank are checked, so that all ranks refuse what one would.
+        objects = _flat_structure(agreed.keys, given.objects)
+        entries = [(STRUCTURE, objects)] if self._rank == 0 else []
+        return self._sharded(agreed.share, sources, entries, own, lazy)
 
-    def _planned(
-        self, cached: _CachedLayout, sources: Sequence[Tensor], late: Sequence[bool] | None, objects: bytes
+    def _sharded(
+        self,
+        share: RankShare,
+        sources: Sequence[Tensor],
+        entries: Sequence[tuple[str, bytes]],
+        own: OwnState,
+        lazy: Wanted,
     ) -> ShardPlan:
-        if cached is not self._cached_layout:
-            on_cuda = any(source.is_cuda for source in sources)
-            cached = self._cached_layout = dataclasses.replace(cached, on_cuda=on_cuda)
-        return ShardPlan(
-            layout=cached.layout,
-            plan=cached.plan,
-            places=cached.places,
-            sources=sources,
-            lazy=late,
-            objects=objects,
-            on_cuda=cached.on_cuda,
+        chunks = share.chunks
+        # For torch.load, a flat dict of what this file holds. The stand-ins have the sizes of the chunks and come in
+        # their order, so storage i is chunk i.
+        flat = dump(
+            {
+                chunk.key if chunk.whole else f"{chunk.key}@{','.join(map(str, chunk.offsets))}": torch.empty(
+                    chunk.sizes, dtype=dtype_from_name(chunk.dtype)
+                )
+                for chunk in chunks
+            }
         )
+        keys = flat.set_keys(range(len(chunks)))
+        layout = lay_out_storages([(key, chunk.nbytes) for key, chunk in zip(keys, chunks, strict=True)])
+        extents = [(source, 0, chunk.nbytes) for source, chunk in zip(sources, chunks, strict=True)]
+        late: Sequence[bool] | None = None
+        if lazy is not False:
+            late = [
+                chunk.nbytes >= self._small_nbytes and (lazy is True or bool(lazy(source)))
+                for chunk, source in zip(chunks, sources, strict=True)
+            ]
+        stored = dict(zip(keys, chunks, strict=True))
 
-    def _objects(self, skeleton: Any, own: FlatState) -> bytes:
-        state = skeleton if self._rank == 0 else None
-        return _json({"state": state, "per_rank": own.skeleton}).encode()
+        def tail() -> list[tuple[str, bytes]]:
+            return [(DATA_PICKLE, flat.data_pickle()), *entries, (CHUNKS, chunks_to_json(stored))]
+
+        return ShardPlan(
+            replicated=False,
+            plan=share.digest,
+            own=own,
+            file=StateFile(
+                layout=layout,
+                headers=tuple(torch.frombuffer(bytearray(header), dtype=torch.uint8) for header in layout.headers),
+                starts=tuple(entry.start for entry in layout.storages),
+                extents=extents,
+                storages=tuple(range(len(chunks))),
+                lazy=late,
+                shared_end=IDENTITY_BYTES,
+                block_bytes=BLOCK_BYTES,
+                writers=1,
+                index=0,
+                tail=tail,
+                key_of=lambda index: chunks[index].key,
+            ),
+        )
 
     def _agree(
-        self, boxes: Sequence[Mapping[str, Any]], coordinator: Coordinator | None, agree_timeout: timedelta
+        self, boxes: Sequence[Mapping[str, Any]], coordinator: Coordinator, agree_timeout: timedelta
     ) -> _CachedShare:
-        """Plans which rank writes which box. With ``coordinator=None``: every rank has the same boxes."""
-        exchanged, known = coordinator is not None, self._cached_share
-        if known is None or (known.boxes, known.exchanged) != (boxes, exchanged):
+        """Plans which rank writes which box. Collective when the boxes of some rank have changed."""
+        known = self._cached_share
+        if known is None or known.boxes != boxes:
             described = [boxes]
-            if coordinator is None:
-                share = plan_replicated(boxes, rank=self._rank, world_size=self._world_size)
-            else:
-                if self._world_size > 1:
-                    messages = coordinator.all_gather("plan", json.dumps(boxes).encode(), timeout=agree_timeout)
-                    described = [json.loads(data) for data in messages]
-                share = plan_writes(described, rank=self._rank)
+            if self._world_size > 1:
+                messages = coordinator.all_gather("plan", json.dumps(boxes).encode(), timeout=agree_timeout)
+                described = [json.loads(data) for data in messages]
+            share = plan_writes(described, rank=self._rank)
             keys = tuple(dict.fromkeys(str(box["key"]) for of_rank in described for box in of_rank))
-            known = self._cached_share = _CachedShare(boxes, exchanged, share, keys)
+            known = self._cached_share = _CachedShare(boxes, share, keys)
         return known
 
-    def _lay_out(
-        self,
-        structure: object,
-        digest: str,
-        shared: Sequence[Chunk],
-        tensors: Mapping[str, Any],
-        own: Mapping[str, Any],
-        objects_nbytes: int,
-    ) -> _CachedLayout:
-        """Lays out this rank's chunks; ``tensors`` are the leaves they come from, empty for a caller's plan."""
-        if self._reserve < objects_nbytes:
-            self._reserve = objects_reserve(objects_nbytes)
-        layout = make_layout(
-            [*shared, *_whole_chunks(own, per_rank=True)],
-            objects_nbytes=self._reserve,
-            meta={"run": self._run, "rank": self._rank, "world_size": self._world_size, "plan": digest},
-        )
 
-        def box(chunk: Chunk) -> Box | None:
-            leaf = (own if chunk.per_rank else tensors).get(chunk.key)
-            return None if chunk.whole and type(leaf) is Tensor else Box(chunk.offsets, chunk.sizes)
-
-        placed = layout.placed
-        return _CachedLayout(
-            structure=structure,
-            plan=digest,
-            layout=layout,
-            places=tuple(Place(p.chunk.key, p.start, p.end - p.start) for p in placed),
-            chunks=tuple((p.chunk.per_rank, p.chunk.key, box(p.chunk)) for p in placed),
-            large=tuple(not p.chunk.per_rank and p.end - p.start >= self._small_nbytes for p in placed),
-        )
-
-    def _split(
-        self, tensors: Mapping[str, Any], not_replicated: Sequence[bool] | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Plain tensors that rank 0 writes (small or not replicated), and the others, which are divided among ranks.
-
-        Callbacks and metrics may hold small tensors on some ranks only; the common plan must not depend on them.
-        """
-        small: dict[str, Any] = {}
-        large: dict[str, Any] = {}
-        flags = not_replicated or [False] * len(tensors)
-        for (key, leaf), differs in zip(tensors.items(), flags, strict=True):
-            known = kind_of(leaf).describe(leaf)
-            written_whole = kind_of(leaf).replicated and (
-                differs or box_nbytes(known.shape, known.dtype) < self._small_nbytes
-            )
-            (small if written_whole else large)[key] = leaf
-        return small if self._rank == 0 else {}, large
+def _is_sharded(class_: type) -> bool:
+    """True for classes of which a rank may hold a part."""
+    if class_ is Tensor or class_ is torch.nn.Parameter:
+        return False
+    kind = kind_of_class(class_)
+    return kind is not None and not kind.replicated
 
 
-def _source(key: str, leaf: Any, box: Box | None) -> Tensor:
+def _is_leaf(class_: type) -> bool:
+    return kind_of_class(class_) is not None
+
+
+def _flat_structure(keys: Sequence[str], objects: Mapping[str, Any]) -> bytes:
+    """The structure of a flat dict: a tensor under each of ``keys``, and ``objects`` beside them.
+
+    Raises:
+        ConfigError: an object that cannot be stored, holds a tensor, or has the key of one.
+    """
+    for key, value in objects.items():
+        flat = dump(value, is_leaf=_is_leaf)
+        if flat.leaves or flat.extents or key in keys:
+            what = "has the key of a tensor" if key in keys else "holds a tensor, which belongs into a chunk"
+            raise ConfigError(f"the object {key!r} {what}")
+    stand_ins = {key: torch.empty(0) for key in keys}
+    structure = dump({**stand_ins, **objects}, is_leaf=_is_leaf)
+    return json.dumps(list(keys)).encode() + b"\n" + structure.data_pickle()
+
+
+def _source(key: str, leaf: Any, box: Box) -> Tensor:
     """The memory a chunk is copied from."""
-    if box is None:
-        return leaf  # type: ignore[no-any-return]  # a plain tensor, whole
     kind = kind_of(leaf)
     try:
         local = kind.local(leaf, box)
@@ -289,40 +397,3 @@ def _source(key: str, leaf: Any, box: Box | None) -> Tensor:
                 f" {dtype} {tuple(box.sizes)}"
             )
     return local
-
-
-def _late(lazy: Wanted, cached: _CachedLayout, leaf: Callable[[int], Any]) -> Sequence[bool] | None:
-    """Which places may be copied after ``save`` has returned; None: none."""
-    if lazy is False:
-        return None
-    if lazy is True:
-        return cached.large
-    return [large and bool(lazy(cached.chunks[at][1], leaf(at))) for at, large in enumerate(cached.large)]
-
-
-def _structure(tensors: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """A structure key, equal for leaves that one layout fits. 0.25 microseconds per tensor; computed at every save."""
-    return [
-        (key, t.dtype, t.shape, t.device) if type(t) is Tensor else (key, kind_of(t).structure(t))
-        for key, t in tensors.items()
-    ]
-
-
-def _whole_chunks(tensors: Mapping[str, Any], *, per_rank: bool = False) -> list[Chunk]:
-    """Chunks of tensors this rank writes whole.
-
-    Raises:
-        ConfigError: this rank holds only a part of one.
-    """
-    chunks = []
-    for key, leaf in tensors.items():
-        if not kind_of(leaf).replicated:
-            raise ConfigError(f"per_rank holds tensor {key!r}, of which this rank has only a part; pass that part")
-        known = kind_of(leaf).describe(leaf)
-        origin = (0,) * len(known.shape)
-        chunks.append(
-            Chunk(
-                key, origin, known.shape, dtype_name(known.dtype), itemsize(known.dtype), known.shape, per_rank=per_rank
-            )
-        )
-    return chunks

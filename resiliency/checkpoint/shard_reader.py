@@ -1,9 +1,8 @@
-"""Reads one shard file of the local tier through a mapping, and checks its header against its record."""
+"""Reads one shard file of the local tier through a mapping, and checks its end against its record."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 from typing import Any
@@ -14,23 +13,29 @@ from torch import Tensor
 from resiliency.checkpoint._pages import view
 from resiliency.checkpoint.state import dtype_from_name
 from resiliency.errors import CorruptShard
+from resiliency.storage.archive import ArchiveEntry, read_directory
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.layout import Chunk, Placed, ShardHeader, header_length, parse_header
 from resiliency.storage.manifest import ShardRecord
+from resiliency.storage.shard_file import IDENTITY_BYTES, Placed, read_identity
 
 __all__ = ["ShardReader", "shard_reader"]
 
 
 class ShardReader:
-    """A local shard file, mapped for reading. Close after use; tensors from it are invalid after that."""
+    """A local shard file, mapped for reading. Close after use; tensors from it are invalid after that.
+
+    Attributes:
+        entries: of the archive, by name.
+    """
 
     def __init__(self, path: str, record: ShardRecord) -> None:
         self.path = path
         self.record = record
         self._map: mmap.mmap | None = None
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Not blocking: what is there may be a fifo.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise CorruptShard(f"{path}: {error.strerror}", path=path) from error
         try:
@@ -41,23 +46,27 @@ class ShardReader:
 
     def _open(self) -> None:
         path, record = self.path, self.record
-        if os.fstat(self._fd).st_size != record.nbytes:
-            raise CorruptShard(f"{path}: {os.fstat(self._fd).st_size} bytes instead of {record.nbytes}", path=path)
+        size = os.fstat(self._fd).st_size
+        if size != record.nbytes or size < IDENTITY_BYTES:
+            raise CorruptShard(f"{path}: {size} bytes instead of {record.nbytes}", path=path)
         # Copy-on-write, because torch warns about read-only memory; nothing is written.
         self._map = mmap.mmap(self._fd, record.nbytes, access=mmap.ACCESS_COPY)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.header: ShardHeader = parse_header(self._checked_header(), where=path)
-        if self.header.id != record.id:
-            raise CorruptShard(f"{path}: holds {self.header.id}, not {record.id}", path=path)
-        self.placed: dict[tuple[str, tuple[int, ...], bool], Placed] = {
-            (p.chunk.key, p.chunk.offsets, p.chunk.per_rank): p for p in self.header.placed
-        }
+        self.tail_start = record.sections[-1] if record.sections else 0
+        self._check_tail()
+        identity = read_identity(bytes(self.view(0, IDENTITY_BYTES)), where=path)
+        expected = (record.id, record.run, record.rank)
+        if identity is None or (identity.id, identity.run, identity.rank) != expected:
+            holds = f"{identity.id}, shard {identity.rank}" if identity is not None else "something else"
+            raise CorruptShard(f"{path}: holds {holds}, not {record.id}, shard {record.rank}", path=path)
+        self.entries: dict[str, ArchiveEntry] = read_directory(
+            lambda start, end: bytes(self.view(start, end)), record.nbytes, where=path
+        )
 
-    def _checked_header(self) -> bytes:
-        """The header, after checking the digests of its blocks, because it says where all other bytes are."""
-        assert self._map is not None
-        length, index, blocks = 0, 0, self.record.blocks
-        while index == 0 or blocks.bounds(index)[0] < min(length, self.record.nbytes):
+    def _check_tail(self) -> None:
+        """Checks the digests of what follows the storages, because it says where all other bytes are."""
+        blocks = self.record.blocks
+        for index in blocks.within(self.tail_start, self.record.nbytes):
             start, end = blocks.bounds(index)
             if block_digest(self.view(start, end)) != self.record.digests[index]:
                 raise CorruptShard(
@@ -65,13 +74,21 @@ class ShardReader:
                     path=self.path,
                     ranges=[(start, end)],
                 )
-            length = length or header_length(self._map[:8], where=self.path)
-            index += 1
-        return self._map[:length]
 
     def view(self, start: int, end: int) -> memoryview:
-        """Bytes of the file, unchecked."""
+        """Bytes of the file; checked only from ``tail_start`` on."""
         return view(self._address + start, end - start)
+
+    def entry(self, name: str) -> bytes:
+        """The data of an entry that follows the storages.
+
+        Raises:
+            CorruptShard: there is none of that name.
+        """
+        found = self.entries.get(name)
+        if found is None or found.at < self.tail_start:
+            raise CorruptShard(f"{self.path}: entry {name} is missing", path=self.path)
+        return bytes(self.view(found.start, found.end))
 
     def take(self, start: int, address: int, nbytes: int, digest: Any) -> None:
         """Copies bytes of the file to memory and adds them to a digest. Thread: any; without the GIL.
@@ -95,19 +112,18 @@ class ShardReader:
         """Copies bytes of the file to memory."""
         ctypes.memmove(address, self._address + start, nbytes)
 
-    def tensor(self, chunk: Chunk, placed: Placed) -> Tensor:
+    def tensor(self, placed: Placed) -> Tensor:
         """The stored chunk as a CPU tensor that aliases the mapping."""
+        chunk = placed.chunk
         dtype = dtype_from_name(chunk.dtype)
         if placed.end == placed.start:
             return torch.empty(chunk.sizes, dtype=dtype)
         assert self._map is not None
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=placed.end - placed.start, offset=placed.start)
-        return raw.view(dtype).view(chunk.sizes)
-
-    def objects(self) -> Any:
-        """The JSON of everything that is not a tensor."""
-        start, end = self.header.objects
-        return json.loads(bytes(self.view(start, end)))
+        elements = raw.view(dtype)
+        if placed.strides is not None:
+            return elements.as_strided(chunk.sizes, placed.strides)
+        return elements.view(chunk.sizes)
 
     def close(self) -> None:
         """Idempotent."""
@@ -128,6 +144,6 @@ def shard_reader(root: str, run: str, record: ShardRecord) -> ShardReader:
     """Opens a shard of the local tier.
 
     Raises:
-        CorruptShard: the file is missing, of another size, or not the shard of the record.
+        CorruptShard: the file is missing, of another size, damaged at its end, or not the shard of the record.
     """
     return ShardReader(os.path.join(root, step_prefix(run, record.id), record.file), record)

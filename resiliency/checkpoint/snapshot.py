@@ -15,10 +15,11 @@ the thread at the fence still stores, because two threads in ``pwrite`` on one f
 28 ms). The threads count their page faults to find the page size. Pages that are not in memory yet are created first,
 huge if possible.
 
-CUDA tensors are copied asynchronously on a side stream into the mapping, registered as page-locked memory. Their fence
-makes the compute stream wait, not the CPU; the copy thread digests the mapping afterwards. Overlapping the copy with
-the next forward and backward, so that only the update waits, is the idea of CheckFreq (FAST '21) and DataStates-LLM
-(HPDC '24).
+CUDA tensors are copied asynchronously on a side stream into page-locked memory of this process, and from there by the
+copy thread. Their fence makes the compute stream wait, not the CPU. Overlapping the copy with the next forward and
+backward, so that only the update waits, is the idea of CheckFreq (FAST '21) and DataStates-LLM (HPDC '24).
+
+The ranks of a host that hold the same state write one file together: each copies its own blocks.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from resiliency import faultpoints
 from resiliency.checkpoint._cuda import DeviceCopies
-from resiliency.checkpoint._pages import fill, has_small_pages, page_faults, view
+from resiliency.checkpoint._pages import has_small_pages, page_faults, view
 from resiliency.checkpoint.arena import Slot
 from resiliency.errors import Timeout, TornSnapshot
-from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest, new_digest
+from resiliency.storage.blocks import Blocks, new_digest
+from resiliency.storage.shared_files import write_zeros
 
-__all__ = ["Copier", "CopyTask", "Snapshot"]
+__all__ = ["Copier", "CopyTask", "Job", "Snapshot"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +55,19 @@ _HELPER_S = 60.0
 
 
 class CopyTask(NamedTuple):
-    """A copy of ``source`` (any strides, CPU or CUDA) in C order to ``nbytes`` bytes at file offset ``start``.
+    """A copy of ``nbytes`` bytes to file offset ``start``.
 
-    ``key`` is for messages.
+    Attributes:
+        source: the tensor they come from, on the CPU.
+        address: where its bytes are. 0: they are its elements in C order, whatever its strides.
+        storage: number of the storage, for messages; -1: none that a user knows.
     """
 
     source: Tensor
     start: int
     nbytes: int
-    key: str = ""
+    address: int = 0
+    storage: int = -1
 
 
 class _Sources:
@@ -70,14 +75,10 @@ class _Sources:
 
     Args:
         copies: in file order.
-        nbytes: size of the file.
-        gaps: True when some bytes of the file have no source in ``copies``.
     """
 
-    def __init__(self, copies: Sequence[CopyTask], nbytes: int, *, gaps: bool) -> None:
-        if copies and copies[-1].start + copies[-1].nbytes > nbytes:
-            raise ValueError(f"the last source ends at {copies[-1].start + copies[-1].nbytes}, the file at {nbytes}")
-        self._copies, self._gaps = copies, gaps
+    def __init__(self, copies: Sequence[CopyTask]) -> None:
+        self._copies = copies
         self._starts = [copy.start for copy in copies]
         self._versions = _versions(copies)
         self._ordered: dict[int, Tensor] = {}
@@ -92,27 +93,26 @@ class _Sources:
         at, begin = start, max(0, bisect.bisect_right(self._starts, start) - 1)
         for index in range(begin, len(self._copies)):
             copy = self._copies[index]
-            if (
-                at >= end
-                or copy.start >= end
-                or (copy.start != at and (copy.start > at or index > begin) and not self._gaps)
-            ):
+            if at >= end or copy.start >= end or (copy.start != at and (copy.start > at or index > begin)):
                 break
             first, last = max(at, copy.start), min(copy.start + copy.nbytes, end)
             if last > first:
                 yield self._address(index) + first - copy.start, first, last - first
                 at = last
-        if at < end and not self._gaps:
+        if at < end:
             raise ValueError(f"no source fills bytes {at} to {end} of the file")  # no digest would cover them
 
-    def changed(self) -> list[str]:
-        """Keys of sources that were changed in place since construction."""
+    def changed(self) -> list[int]:
+        """Numbers of the storages that were changed in place since construction."""
         versions = zip(self._copies, self._versions, _versions(self._copies), strict=True)
-        return [copy.key for copy, before, now in versions if before != now]
+        return [copy.storage for copy, before, now in versions if before != now]
 
     def _address(self, index: int) -> int:
         """Address of the first byte of a copy; copies a tensor that is not in C order into C order, once."""
-        tensor = self._copies[index].source
+        copy = self._copies[index]
+        tensor = copy.source
+        if copy.address and not tensor.is_neg():
+            return copy.address
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             with self._lock:
                 if index not in self._ordered:
@@ -129,81 +129,105 @@ def _versions(copies: Sequence[CopyTask]) -> list[int]:
         return [0 if copy.source.is_inference() else copy.source._version for copy in copies]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one rank copies into one file.
+
+    Attributes:
+        copies: in file order, without a gap between them where blocks of this rank are.
+        device_copies: copies from a GPU into page-locked memory, from which some of ``copies`` come.
+        blocks: the blocks of the file up to its tail.
+        mine: numbers of the blocks this rank copies.
+        tail: called on the copy thread once this rank's blocks are copied; writes what follows them. Returns the
+            digests of the tail's blocks.
+        key_of: where in the state a storage is, for messages.
+    """
+
+    copies: Sequence[CopyTask]
+    device_copies: Sequence[tuple[Tensor, Tensor]] = ()
+    blocks: Blocks
+    mine: Sequence[int]
+    tail: Callable[[], list[str]] = list
+    key_of: Callable[[int], str] = str
+
+
 @dataclass
 class Snapshot:
     """One copy of a state. Created by :meth:`Copier.start`; every attribute is guarded by its lock.
 
     Attributes:
         sources: the copies from CPU memory; None once done.
-        slot: the file, used by this snapshot only until it is done.
-        digests: one per block, once done.
-        done: set when every byte is in the file and digested, or the copy failed.
+        slot: the file, used by this snapshot only until it is done; None: nothing to copy.
+        digests: one per block of the file, "" for those of other ranks, once done.
+        copied: set when nothing reads the sources any more, or the copy failed.
+        done: set when every byte of this rank is in the file and digested, or the copy failed.
         error: why the copy failed, None if it did not.
         device: the copies from GPUs, None without any.
     """
 
-    sources: _Sources | None
-    slot: Slot
+    job: Job
+    slot: Slot | None
     on_done: Callable[[Snapshot], None]
     device: DeviceCopies | None = None
     digests: list[str] = field(default_factory=list)
+    copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    sources: _Sources | None = None
     _lock: threading.Condition = field(default_factory=threading.Condition)
-    _blocks: Blocks = field(init=False)
     _next: int = 0
     _blocks_left: int = 0
     _running: int = 0
     _stored: int = 0
     _faults: int = 0
-    _device_waited: bool = False
 
     def __post_init__(self) -> None:
-        self._blocks = Blocks(self.slot.nbytes, BLOCK_BYTES)
-        self._blocks_left = self._blocks.count
-        self.digests = [""] * self._blocks_left
+        self.sources = _Sources(self.job.copies)
+        self._blocks_left = len(self.job.mine)
+        self.digests = [""] * self.job.blocks.count
 
-    def finish_device(self) -> None:
-        """Waits for the copies from GPUs, if any, and then digests the file. Thread: copy, after the last
-        :meth:`work`."""
-        if self.device is None or self._device_waited:
+    def finish(self) -> None:
+        """Waits for the blocks, then writes the tail. Thread: copy, after its last :meth:`work`."""
+        if not self.copied.wait(_HELPER_S):
+            with self._lock:
+                self.error = Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
+        if self.error is None:
+            try:
+                self.digests += self.job.tail()
+            except Exception as failure:  # Boundary: as in work.
+                logger.exception("writing the end of a shard file failed")
+                self.error = failure
+        if self.slot is not None:
+            self.slot.close()
+        self.done.set()
+        self.on_done(self)
+
+    def wait_device(self) -> None:
+        """Waits for the copies from GPUs, if any. Thread: copy, before its first :meth:`work`."""
+        if self.device is None:
             return
-        error: BaseException | None = None
         try:
             self.device.wait()
-            if not self.wait_blocks(_HELPER_S):
-                raise Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
-            for index in range(len(self.digests)):
-                start, end = self._blocks.bounds(index)
-                self.digests[index] = block_digest(view(self.slot.address + start, end - start))
-        except (RuntimeError, Timeout) as failure:  # CUDA failures are RuntimeErrors
+        except RuntimeError as failure:  # CUDA failures are RuntimeErrors
             logger.exception("copying from the GPU failed")
-            error = failure
-        with self._lock:
-            self._device_waited = True
-            self.error = self.error or error
-        self._finish_if_last()
-
-    def wait_blocks(self, timeout_s: float) -> bool:
-        """Waits until no thread copies from a CPU tensor any more; False when ``timeout_s`` passes first."""
-        with self._lock:
-            return self._lock.wait_for(
-                lambda: self._running == 0 and (self._blocks_left == 0 or self.error is not None), timeout_s
-            )
+            with self._lock:
+                self.error = failure
+            self._finish_if_last()
 
     def work(self, *, helping: bool = False) -> bool:
         """Copies one block. Returns False when none is left to start. Thread: any; only one with ``helping=False``."""
         with self._lock:
-            if self._next == len(self.digests) or self.error is not None:
+            if self._next == len(self.job.mine) or self.error is not None:
                 return False
             self._running += 1
-            index, self._next = self._next, self._next + 1
+            number, self._next = self._next, self._next + 1
+        index = self.job.mine[number]
         error: BaseException | None = None
         stored = faults = 0
         try:
             faultpoints.hit("save.block")
             # The first block is always copied by stores, to notice when the pages have become huge.
-            stored, faults = self._copy_block(index, by_writes=self.slot.small_pages and not helping and index > 0)
+            stored, faults = self._copy_block(index, by_writes=not helping and number > 0)
         except (
             BaseException
         ) as failure:  # Boundary: the copy thread must go on; the caller of the fence gets the error.
@@ -222,14 +246,14 @@ class Snapshot:
     def _copy_block(self, index: int, *, by_writes: bool) -> tuple[int, int]:
         """See :func:`_copy` for what is returned."""
         slot, sources = self.slot, self.sources
-        assert sources is not None  # not None while a block is left
-        start, end = self._blocks.bounds(index)
-        if slot.fresh and not slot.in_memory and self.device is None:  # a GPU may already have written to it
-            fill(slot.fd, start, end)
-        digest = new_digest() if self.device is None else None
+        assert sources is not None and slot is not None  # while a block is left
+        by_writes = by_writes and slot.small_pages
+        start, end = self.job.blocks.bounds(index)
+        if slot.fresh and not slot.in_memory:
+            write_zeros(slot.fd, start, end)
+        digest = new_digest()
         cost = _copy(sources.within(start, end), slot.address, slot.fd if by_writes else None, digest)
-        if digest is not None:
-            self.digests[index] = digest.hexdigest()
+        self.digests[index] = digest.hexdigest()
         return cost
 
     def _torn(self) -> TornSnapshot | None:
@@ -237,7 +261,8 @@ class Snapshot:
         changed = self.sources.changed() if self.sources is not None else []
         if not changed:
             return None
-        what = f"tensor {changed[0]!r} (and {len(changed) - 1} more)" if len(changed) > 1 else f"tensor {changed[0]!r}"
+        key = self.job.key_of(changed[0])
+        what = f"tensor {key!r} (and {len(changed) - 1} more)" if len(changed) > 1 else f"tensor {key!r}"
         return TornSnapshot(
             f"{what} was changed before the fence, while it was being copied; fence first, or do not copy it lazily"
         )
@@ -245,26 +270,16 @@ class Snapshot:
     def _finish_if_last(self) -> None:
         with self._lock:
             # After an error no further block is started, but running copies still use tensors and file.
-            device_done = self.device is None or self._device_waited
-            last = device_done and self._running == 0 and (self._blocks_left == 0 or self.error is not None)
-        if last:
-            self._finish()
-
-    def _finish(self) -> None:
-        with self._lock:
-            if self.done.is_set():
+            if self._running or (self._blocks_left and self.error is None) or self.copied.is_set():
                 return
             self.sources = None  # drops the references to the tensors
-            if self.error is None and self.device is None:
-                self.slot.fresh = False
-            if self._stored and not self.slot.in_memory:
+            if self.slot is not None and self._stored and not self.slot.in_memory:
                 self.slot.small_pages = has_small_pages(self._faults, self._stored)
-            self.done.set()
-        self.on_done(self)
+            self.copied.set()
 
 
 def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, digest: Any) -> tuple[int, int]:
-    """Copies (address, file offset, bytes) to file ``fd``, or to its mapping at ``base``; updates the digest, if any.
+    """Copies (address, file offset, bytes) to file ``fd``, or to its mapping at ``base``; updates the digest.
 
     Returns:
         For a sample of the stores: bytes, and page faults.
@@ -273,8 +288,7 @@ def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, dig
     for address, offset, nbytes in pieces:
         for at in range(0, nbytes, _STRIDE):
             stride = view(address + at, min(_STRIDE, nbytes - at))
-            if digest is not None:
-                digest.update(stride)  # also brings the source into memory, so that its faults are not counted below
+            digest.update(stride)  # also brings the source into memory, so that its faults are not counted below
             if fd is not None:
                 written = 0
                 while written < len(stride):  # a signal may cut a write short
@@ -301,33 +315,23 @@ class Copier:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def start(
-        self,
-        copies: Sequence[CopyTask],
-        slot: Slot,
-        on_done: Callable[[Snapshot], None],
-    ) -> Snapshot:
+    def start(self, job: Job, slot: Slot | None, on_done: Callable[[Snapshot], None]) -> Snapshot:
         """Queues copies and returns at once. Collective: no.
 
         Args:
-            copies: sources in file order, which fill the file without a gap. They must not change before :meth:`fence`
-                has returned.
-            slot: the file, which must stay open and mapped until the snapshot is done.
-            on_done: called once, with the snapshot, after the last byte or an error.
+            job: the copies; their sources must not change before :meth:`fence` has returned.
+            slot: the file; it is unmapped when the snapshot is done. None: the job has no copies.
+            on_done: called once, with the snapshot, on the copy thread, after the last byte or an error.
         """
-        assert self._current is None or self._current.done.is_set(), "fence the previous snapshot first"
-        on_gpu = [(copy.source, _target(copy, slot)) for copy in copies if copy.source.is_cuda and copy.nbytes]
-        # Sources on a GPU are not checked for changes: a change after the fence waits for the copy on the stream, but
-        # its version is counted at once.
-        on_cpu = [copy for copy in copies if not copy.source.is_cuda] if on_gpu else copies
-        sources = _Sources(on_cpu, slot.nbytes, gaps=bool(on_gpu))
-        snapshot = Snapshot(sources, slot, on_done, DeviceCopies(on_gpu) if on_gpu else None)
-        if not slot.nbytes:
-            snapshot._finish()
-            return snapshot
         with self._wake:
+            # The previous save may be recorded while the thread still returns from telling so.
+            if not self._wake.wait_for(lambda: self._current is None, _HELPER_S):
+                raise Timeout(f"the previous snapshot was not done within {_HELPER_S:.0f} s")
+            snapshot = Snapshot(job, slot, on_done, DeviceCopies(job.device_copies) if job.device_copies else None)
+            if not job.mine:
+                snapshot._finish_if_last()
             self._current = snapshot
-            self._wake.notify()
+            self._wake.notify_all()
         return snapshot
 
     def fence(self, snapshot: Snapshot, *, deadline_s: float) -> float:
@@ -343,14 +347,20 @@ class Copier:
         """
         began = time.monotonic()
         if snapshot.device is not None:
+            # Its other sources are private copies, see resiliency.checkpoint.shard_writer.
             snapshot.device.fence()
+            return time.monotonic() - began
         while snapshot.work(helping=True):
             if time.monotonic() - began > deadline_s:
                 break
-        left = max(0.0, deadline_s - (time.monotonic() - began))
-        if not (snapshot.done.wait(left) if snapshot.device is None else snapshot.wait_blocks(left)):
+        if not snapshot.copied.wait(max(0.0, deadline_s - (time.monotonic() - began))):
             raise Timeout(f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs")
         return time.monotonic() - began
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no snapshot is being copied; False when ``timeout_s`` passes first."""
+        with self._wake:
+            return self._wake.wait_for(lambda: self._current is None, timeout_s)
 
     def _run(self) -> None:
         while True:
@@ -360,28 +370,19 @@ class Copier:
                 if self._current is None:
                     return
                 snapshot = self._current
+            snapshot.wait_device()
             while snapshot.work():
                 continue
-            snapshot.finish_device()
+            snapshot.finish()
             with self._wake:
-                if self._current is snapshot:
-                    self._current = None
+                self._current = None
+                self._wake.notify_all()
 
     def close(self) -> None:
         """Finishes the pending snapshot and ends the thread. Idempotent. Blocks: up to the rest of the copy."""
         with self._wake:
             self._closed = True
-            self._wake.notify()
+            self._wake.notify_all()
         self._thread.join(timeout=60)
         if self._thread.is_alive():
             logger.warning("the copy thread is still copying after 60 s; it ends with the process")
-
-
-def _target(copy: CopyTask, slot: Slot) -> Tensor:
-    """The destination of a copy, as a tensor over the mapping."""
-    source = copy.source
-    return (
-        torch.frombuffer(slot.map, dtype=torch.uint8, count=copy.nbytes, offset=copy.start)
-        .view(source.dtype)
-        .view(source.shape)
-    )

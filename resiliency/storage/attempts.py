@@ -31,8 +31,11 @@ def write_attempt(directory: str, run: str, attempt: int) -> None:
     Raises:
         OSError: the file cannot be written; once a step is saved, its folder name has the attempt too.
     """
-    with open(attempt_file(directory, run), "w", encoding="ascii") as file:
+    path = attempt_file(directory, run)
+    temp = f"{path}.{os.getpid()}"
+    with open(temp, "w", encoding="ascii") as file:
         file.write(str(attempt))
+    os.replace(temp, path)  # at once, because agents read it while they work
 
 
 def largest_attempt_of_steps(tier: Tier, run: str) -> int:

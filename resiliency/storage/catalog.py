@@ -1,4 +1,4 @@
-"""Lists the steps of a tier, reads manifests and records, resolves names, verifies shards. No torch.
+"""Lists the steps of a tier, reads manifests and records, verifies shards. No torch.
 
 Used by the agent, the restore and the command line. Everything read is checked. A file that cannot be read is reported
 in the listing instead of raised, so that one broken file does not hide other steps.
@@ -18,7 +18,6 @@ from resiliency.storage.manifest import (
     META_DIR,
     STEPS_DIR,
     Manifest,
-    NameFile,
     ShardRecord,
     gather_records,
     record_file,
@@ -29,7 +28,6 @@ from resiliency.storage.tiers.base import Tier
 __all__ = [
     "StepListing",
     "find_runs",
-    "read_name",
     "read_record",
     "run_prefix",
     "scan",
@@ -145,12 +143,14 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
         except (CorruptShard, TierError, FileNotFoundError, ValueError, RecursionError) as error:
             listing.problems.append(str(error))
     found = gather_records(listing.records.values())
+    if found is not None:
+        listing.records.update({shard.rank: shard for shard in found.shards})
     listing.manifest = found if isinstance(found, Manifest) else None
     return listing
 
 
 def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
-    """A shard's record, from its own file or from the manifest.
+    """A shard's record with the digests of all blocks, from its own file or from the manifest.
 
     Raises:
         CorruptShard: neither can be read.
@@ -161,7 +161,7 @@ def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
     try:
         record = ShardRecord.from_dict(json.loads(tier.read(prefix + record_file(rank))), where=where)
         if record.id == step and record.rank == rank and record.run == run:
-            return record
+            return record if record.complete else _read_shares(tier, record, where)
         logger.warning("%s is the record of another shard; using the manifest's copy", where)
     except (FileNotFoundError, ValueError, RecursionError, CorruptShard) as error:
         logger.warning("%s cannot be read (%s); using the manifest's copy", where, error)
@@ -174,18 +174,25 @@ def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
     return manifest.shards[rank]
 
 
-def read_name(tier: Tier, name: str) -> NameFile | None:
-    """The step a name file on the tier points to; None when there is no such file or it is not a name file.
+def _read_shares(tier: Tier, record: ShardRecord, where: str) -> ShardRecord:
+    """The record with the digests that the records of other ranks hold.
 
     Raises:
-        UnsupportedFormat: another version of the format wrote it.
+        CorruptShard: some are missing.
         TierError: the tier cannot be read.
     """
-    try:
-        head = tier.read_range(name, 0, 65536)
-    except FileNotFoundError:
-        return None
-    return NameFile.from_json(head, where=f"{tier.root}/{name}")
+    prefix = step_prefix(record.run, record.id)
+    others = _read_step(tier, record.run, StepListing(record.id, sizes=_sizes(tier, prefix))).records.values()
+    merged = next((other for other in others if other.rank == record.rank), record).with_shares(others)
+    if not merged.complete:
+        raise CorruptShard(
+            f"{where}: the digests of {merged.digests.count('')} blocks that other ranks wrote are missing", path=where
+        )
+    return merged
+
+
+def _sizes(tier: Tier, prefix: str) -> dict[str, int]:
+    return {info.key.removeprefix(prefix): info.nbytes for info in tier.list(prefix)}
 
 
 def verify_shard(

@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Callable, Iterable
 
 from resiliency import faultpoints
-from resiliency.errors import TierError, UnsupportedFormat
-from resiliency.storage.catalog import read_name, step_prefix
+from resiliency.errors import TierError
+from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import MANIFEST
+from resiliency.storage.names import delete_names
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["delete_names", "delete_step"]
+__all__ = ["delete_step"]
 
 
 def delete_step(
@@ -31,8 +32,7 @@ def delete_step(
 
     1. the manifest. Killed after it: the step no longer counts as committed. The next deletion finds it by its records
        and, because the records list the names, deletes the same names;
-    2. name files that still point to this step; those that point to another step by now stay. Killed after it: no name
-       points to the step;
+    2. names that are still this step's; those of another step by now stay. Killed after it: the step has no name;
     3. records. Killed after the first: the step is unfinished and is never restored from. It is deleted like any
        unfinished step once a newer one is committed;
     4. shards, and all other ``files``. Killed before the last: shards without records, deleted like 3.
@@ -43,7 +43,7 @@ def delete_step(
         files: names of the files in the step's folder that this caller may delete, in any order. The manifest is always
             deleted.
         names: names of the step, relative to the tier's root.
-        remove_shard: called with the name of each shard file instead of deleting it, to recycle the file.
+        remove_shard: called with the name of each shard file instead of deleting it, to use the file again.
         leftovers: also remove all other files in the folder, such as temp files of killed writers, which no listing
             shows. Only when no other process writes there. Without effect on object stores.
 
@@ -70,27 +70,6 @@ def delete_step(
             tier.delete(prefix + file)
     if tier.is_local:
         _remove_folder(os.path.join(tier.root, prefix.rstrip("/")), leftovers)
-    return gone
-
-
-def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | None = None) -> list[str]:
-    """Deletes the name files among ``names`` that point into a run, and returns those.
-
-    Args:
-        step: delete a name only when it points to this step; None: to any step of the run.
-
-    Raises:
-        TierError: the tier refused.
-    """
-    gone = []
-    for name in names:
-        try:
-            pointer = read_name(tier, name)
-        except UnsupportedFormat:
-            continue  # it points to a step that another version wrote
-        if pointer is not None and pointer.run == run and step in (None, pointer.id):
-            tier.delete(name)
-            gone.append(name)
     return gone
 
 

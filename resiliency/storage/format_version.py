@@ -9,7 +9,7 @@ from resiliency.errors import UnsupportedFormat
 __all__ = ["FORMAT_VERSION", "is_folder_of_format_1", "refuse_format"]
 
 #: Version of everything written below ``.resiliency``. A reader refuses any other and says so.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 #: What format 1 called its step folders; they are recognised only to be refused.
 _STEP_DIR_OF_FORMAT_1 = re.compile(r"^\d{10,}-a\d{4,}-[0-9a-f]{8}$")
 

@@ -23,7 +23,8 @@ class StepInventory:
         source: the source.
         step: the step.
         world_size: number of shards of the step; 0 when nothing of the step can be read there.
-        ranks: ranks whose record is there and whose shard has its full size there.
+        ranks: ranks whose record is there, with all digests, and whose shard has its full size there.
+        replicated: the whole state is in shard 0; the other shards hold only what their ranks have for themselves.
         names: names of the step.
         exact: False when resuming from it is not exact.
         lost: a text with the path for each file of a committed step that is missing, shortened or unreadable.
@@ -35,6 +36,7 @@ class StepInventory:
     ranks: tuple[int, ...]
     names: tuple[str, ...] = ()
     exact: bool = True
+    replicated: bool = False
     lost: tuple[str, ...] = ()
 
 
@@ -73,8 +75,11 @@ def _readable_entry(tier: Tier, run: str, source: ShardSource, listing: StepList
         source=source,
         step=listing.id,
         world_size=next(iter(records.values())).world_size,
-        ranks=tuple(sorted(rank for rank, record in records.items() if record.file not in missing)),
+        ranks=tuple(
+            sorted(rank for rank, record in records.items() if record.complete and record.file not in missing)
+        ),
         names=tuple(dict.fromkeys(name for record in records.values() for name in record.names)),
         exact=all(record.exact for record in records.values()),
+        replicated=any(record.replicated for record in records.values()),
         lost=tuple(f"{prefix}{name} is missing or cut" for name in sorted(missing)) if listing.committed else (),
     )

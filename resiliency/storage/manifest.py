@@ -3,13 +3,13 @@
 Layout below a tier's root, the same on every tier::
 
     <root>/
-      <name>.ckpt                                   name file: small JSON that points to a step (written after commit)
+      <name>.ckpt                                   a step's state under the user's name: a link to its shard 0
       .resiliency/<run>/
         steps/0000000100-a0003-7f3c9b-00/           one folder for each save: never overwritten in place
-          shard-00000.safetensors                   one file per rank; a valid safetensors file
+          shard-00000.ckpt                          a stock torch archive, see resiliency.storage.shard_file
           shard-00000.json                          its record: size and digests; written after the shard
           manifest.json                             written last; commits the step
-        arena/                                      local tier only: recycled shard files waiting for their next step
+        files/                                      local tier only: empty shard files prepared for the next steps
         events/                                     event logs
 
 A step is *committed* when its manifest exists. On a tier that each host has for itself no manifest is written: there a
@@ -18,6 +18,7 @@ step is committed when records of all its shards exist. Names and modification t
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -31,8 +32,8 @@ from resiliency.storage.format_version import FORMAT_VERSION, refuse_format
 from resiliency.storage.step_id import StepId
 
 __all__ = [
+    "BlockShare",
     "Manifest",
-    "NameFile",
     "ShardRecord",
     "StepRecords",
     "UnfinishedStep",
@@ -41,14 +42,14 @@ __all__ = [
 
 META_DIR = ".resiliency"
 STEPS_DIR = "steps"
-ARENA_DIR = "arena"
+FILES_DIR = "files"
 EVENTS_DIR = "events"
 MANIFEST = "manifest.json"
 
 
 def shard_file(rank: int) -> str:
     """File name of the shard that ``rank`` wrote."""
-    return f"shard-{rank:05d}.safetensors"
+    return f"shard-{rank:05d}.ckpt"
 
 
 def record_file(rank: int) -> str:
@@ -57,8 +58,40 @@ def record_file(rank: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockShare:
+    """Blocks of shard 0 that another rank of its host wrote.
+
+    Attributes:
+        first: number of the first block.
+        digests: one per block, as in :class:`ShardRecord`.
+    """
+
+    first: int
+    digests: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"first": self.first, "digests": list(self.digests)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> BlockShare:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            KeyError, TypeError, ValueError: a field is missing or cannot be.
+        """
+        first = int(data["first"])
+        if first < 0:
+            raise ValueError(f"block {first} cannot be")
+        return cls(first=first, digests=tuple(str(digest) for digest in data["digests"]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """The record of one shard. Written after all bytes of the shard.
+    """The record of one shard. Written after all bytes of the shard that its rank writes.
+
+    Of a *replicated* step shard 0 holds the whole state; the ranks of its host write it together, and each record has
+    the digests of the blocks its rank wrote. :func:`gather_records` puts them together. The other shards hold only
+    what their rank has for itself.
 
     Attributes:
         id: the step.
@@ -68,7 +101,10 @@ class ShardRecord:
         node: host that wrote it.
         nbytes: size of the shard file.
         block_bytes: bytes per digest.
-        digests: xxh3_64 of each block, 16 hex digits each, in file order.
+        sections: offsets at which a new block begins, see :class:`~resiliency.storage.blocks.Blocks`.
+        digests: xxh3_64 of each block, 16 hex digits each, in file order; "" for a block that another rank wrote.
+        share: what this rank wrote of shard 0; None: nothing.
+        replicated: the whole state is in shard 0.
         plan: digest of the global plan; unless it is equal in all records of a step, the step is not committed.
         names: names by which users load the step, relative to the tier's root ("step=100.ckpt").
         supersedes: names that may be deleted once this step is committed.
@@ -87,6 +123,9 @@ class ShardRecord:
     block_bytes: int
     digests: tuple[str, ...]
     plan: str
+    sections: tuple[int, ...] = ()
+    share: BlockShare | None = None
+    replicated: bool = False
     names: tuple[str, ...] = ()
     supersedes: tuple[str, ...] = ()
     created: float = 0.0
@@ -101,7 +140,24 @@ class ShardRecord:
     @property
     def blocks(self) -> Blocks:
         """The blocks of the file, each with a digest."""
-        return Blocks(self.nbytes, self.block_bytes)
+        return Blocks(self.nbytes, self.block_bytes, self.sections)
+
+    @property
+    def complete(self) -> bool:
+        """True when it has the digest of every block."""
+        return "" not in self.digests
+
+    def with_shares(self, others: Iterable[ShardRecord]) -> ShardRecord:
+        """This record with the digests of the blocks that other ranks of the same host wrote."""
+        if self.complete:
+            return self
+        digests = list(self.digests)
+        for share in (other.share for other in others if other.node == self.node):
+            if share is not None:
+                for index, digest in enumerate(share.digests, share.first):
+                    if index < len(digests) and not digests[index]:
+                        digests[index] = digest
+        return dataclasses.replace(self, digests=tuple(digests))
 
     def to_dict(self) -> dict[str, Any]:
         data = self._fields()
@@ -117,7 +173,10 @@ class ShardRecord:
             "node": self.node,
             "nbytes": self.nbytes,
             "block_bytes": self.block_bytes,
+            "sections": list(self.sections),
             "digests": list(self.digests),
+            "share": self.share.to_dict() if self.share is not None else None,
+            "replicated": self.replicated,
             "plan": self.plan,
             "names": list(self.names),
             "supersedes": list(self.supersedes),
@@ -151,7 +210,10 @@ class ShardRecord:
                 node=str(data["node"]),
                 nbytes=int(data["nbytes"]),
                 block_bytes=int(data["block_bytes"]),
+                sections=tuple(int(offset) for offset in data["sections"]),
                 digests=tuple(str(d) for d in data["digests"]),
+                share=None if data["share"] is None else BlockShare.from_dict(data["share"]),
+                replicated=bool(data["replicated"]),
                 plan=str(data["plan"]),
                 names=tuple(str(n) for n in data["names"]),
                 supersedes=tuple(str(n) for n in data["supersedes"]),
@@ -162,8 +224,11 @@ class ShardRecord:
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CorruptShard(f"{where}: not a shard record ({type(error).__name__}: {error})", path=where) from error
-        sized = record.nbytes >= 0 and record.block_bytes > 0
-        if not sized or record.blocks.count != len(record.digests) or not 0 <= record.rank < record.world_size:
+        try:
+            fits = record.blocks.count == len(record.digests)
+        except ValueError:
+            fits = False
+        if not fits or not 0 <= record.rank < record.world_size:
             raise CorruptShard(
                 f"{where}: record does not add up (rank {record.rank} of {record.world_size}, {record.nbytes} bytes,"
                 f" {len(record.digests)} digests of {record.block_bytes} bytes)",
@@ -203,6 +268,11 @@ class StepRecords:
     def tiers(self) -> tuple[str, ...]:
         """Remote tiers the step goes to: the union over its ranks, which may differ after a failure."""
         return tuple(dict.fromkeys(name for shard in self.shards for name in shard.tiers))
+
+    @property
+    def replicated(self) -> bool:
+        """True when the whole state is in shard 0."""
+        return any(shard.replicated for shard in self.shards)
 
     @property
     def exact(self) -> bool:
@@ -274,7 +344,8 @@ class Manifest(StepRecords):
 def gather_records(records: Iterable[ShardRecord]) -> Manifest | UnfinishedStep | None:
     """A :class:`Manifest` of records of all shards, an :class:`UnfinishedStep` of some; None when they do not match.
 
-    Records match when run, step, attempt, token, serial, world size and plan digest are equal.
+    Records match when run, step, attempt, token, serial, world size and plan digest are equal. A shard of which a block
+    has no digest yet counts as missing: the rank that writes it has not finished.
     """
     by_rank: dict[int, ShardRecord] = {}
     for record in records:
@@ -282,47 +353,9 @@ def gather_records(records: Iterable[ShardRecord]) -> Manifest | UnfinishedStep 
     if not by_rank:
         return None
     first = next(iter(by_rank.values()))
-    if len({(r.id, r.run, r.world_size, r.plan) for r in by_rank.values()}) != 1:
+    if len({(r.id, r.run, r.world_size, r.plan, r.replicated) for r in by_rank.values()}) != 1:
         return None
-    kind = Manifest if len(by_rank) == first.world_size else UnfinishedStep
-    shards = tuple(by_rank[rank] for rank in sorted(by_rank))
+    merged = (by_rank[rank].with_shares(by_rank.values()) for rank in sorted(by_rank))
+    shards = tuple(record for record in merged if record.complete)
+    kind = Manifest if len(shards) == first.world_size else UnfinishedStep
     return kind(id=first.id, run=first.run, world_size=first.world_size, shards=shards)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NameFile:
-    """Content of ``<root>/<name>.ckpt``: a small JSON with the step that the name points to."""
-
-    run: str
-    id: StepId
-
-    def to_json(self) -> str:
-        return json.dumps(
-            {
-                "format": "resiliency-checkpoint",
-                "version": FORMAT_VERSION,
-                "run": self.run,
-                **self.id.to_dict(),
-                "at": f"{META_DIR}/{self.run}/{STEPS_DIR}/{self.id.dirname}",
-                "export": "resiliency ckpt export THIS_FILE OUT.ckpt writes a stock torch/Lightning checkpoint",
-            },
-            indent=1,
-        )
-
-    @classmethod
-    def from_json(cls, text: str | bytes, *, where: str = "the name file") -> NameFile | None:
-        """The name file, or None when ``text`` is not one (for example a stock checkpoint).
-
-        Raises:
-            UnsupportedFormat: a name file in another version of the format.
-        """
-        try:
-            data = json.loads(text)
-            if data["format"] != "resiliency-checkpoint":
-                return None
-            if data["version"] == FORMAT_VERSION:
-                return cls(run=str(data["run"]), id=StepId.from_dict(data))
-            version = data["version"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None
-        raise refuse_format(version, where)

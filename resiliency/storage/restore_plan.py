@@ -23,11 +23,14 @@ class RestorePlan:
     Attributes:
         step: identity.
         world_size: number of shards.
-        sources: ``sources[host][rank]`` -> sources to try, cheapest first; never empty.
+        replicated: the whole state is in shard 0. A host then needs that shard and those of its own ranks.
+        sources: ``sources[host][rank]`` -> sources to try, cheapest first; never empty. Of a replicated step without
+            the shards that a host does not need or cannot get.
     """
 
     step: StepId
     world_size: int
+    replicated: bool = False
     sources: Mapping[str, Mapping[int, tuple[ShardSource, ...]]]
 
     def to_fetch(self, host: str) -> list[int]:
@@ -51,14 +54,18 @@ def plan_restore(
     bad: Collection[BadCopy] = (),
     *,
     only: StepId | None = None,
+    ranks: Mapping[str, Collection[int]] | None = None,
 ) -> RestorePlan | None:
-    """Plans the newest step of which every host can get all shards; None when there is none. Deterministic.
+    """Plans the newest step of which every host can get what it needs; None when there is none. Deterministic.
+
+    A host needs all shards; of a replicated step it needs shard 0, and takes those of its own ranks where it can.
 
     Args:
         inventory: of all sources.
         hosts: hosts of the job.
         bad: copies known to be bad.
         only: consider only this step.
+        ranks: ranks of each host in this job; None: unknown, and every host takes every shard.
     """
     by_step: dict[StepId, list[StepInventory]] = {}
     for entry in inventory:
@@ -68,7 +75,7 @@ def plan_restore(
         # Sources differ in world size only when one of them is damaged; a world size with all shards is the right one.
         for world_size in sorted({entry.world_size for entry in by_step[step]}, reverse=True):
             entries = [entry for entry in by_step[step] if entry.world_size == world_size]
-            plan = _plan_of_step(step, world_size, entries, hosts, bad)
+            plan = _plan_of_step(step, world_size, entries, hosts, bad, ranks)
             if plan is not None:
                 return plan
     return None
@@ -82,12 +89,26 @@ def _best_first(by_step: Mapping[StepId, Sequence[StepInventory]]) -> list[StepI
 
 
 def _plan_of_step(
-    step: StepId, world_size: int, entries: Sequence[StepInventory], hosts: Collection[str], bad: Collection[BadCopy]
+    step: StepId,
+    world_size: int,
+    entries: Sequence[StepInventory],
+    hosts: Collection[str],
+    bad: Collection[BadCopy],
+    ranks: Mapping[str, Collection[int]] | None,
 ) -> RestorePlan | None:
     if len({rank for entry in entries for rank in entry.ranks}) < world_size:
         return None  # first, because a damaged record may have a huge world size
     resolver = SourceResolver(step, [(entry.source, entry.ranks) for entry in entries], bad)
-    sources = {host: {rank: resolver.sources(host, rank) for rank in range(world_size)} for host in hosts}
-    if not all(found for shards in sources.values() for found in shards.values()):
-        return None
-    return RestorePlan(step=step, world_size=world_size, sources=sources)
+    replicated = any(entry.replicated for entry in entries)
+    sources: dict[str, dict[int, tuple[ShardSource, ...]]] = {}
+    for host in hosts:
+        wanted: Collection[int] = range(world_size)
+        if replicated and ranks is not None:
+            wanted = sorted({0, *(rank for rank in ranks.get(host, ()) if rank < world_size)})
+        found = {rank: resolver.sources(host, rank) for rank in wanted}
+        if replicated:
+            found = {rank: usable for rank, usable in found.items() if usable or rank == 0}
+        if not all(found.values()):
+            return None
+        sources[host] = found
+    return RestorePlan(step=step, world_size=world_size, replicated=replicated, sources=sources)

@@ -1,4 +1,4 @@
-"""The contract of a storage tier: six verbs on flat keys, and the properties it declares. No torch.
+"""The contract of a storage tier: seven verbs on flat keys, and the properties it declares. No torch.
 
 Keys are POSIX paths relative to the tier's root, as laid out in :mod:`resiliency.storage.manifest`. A tier knows
 nothing of steps, ranks or manifests; what keys mean and in which order they are written is up to the agent.
@@ -58,6 +58,15 @@ class Tier(Protocol):
             check: called with each block of bytes in file order as it is read, before the object becomes visible;
                 an exception it raises aborts the put, leaves no object behind and propagates unchanged.
             progress: called with the number of bytes sent so far.
+        """
+        ...
+
+    def alias(self, key: str, name: str) -> None:
+        """Makes an object available under another key too, atomically replacing what is there, without sending its
+        bytes again: a hard link, or a copy that the store makes by itself.
+
+        Raises:
+            TierError: also when there is no object at ``key`` (not retryable).
         """
         ...
 

@@ -68,6 +68,15 @@ def fsync_dir(path: str) -> None:
         os.close(fd)
 
 
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+            raise
+        os.symlink(os.path.relpath(source, os.path.dirname(target)), target)
+
+
 class LocalTier:
     """A folder as a :class:`~resiliency.storage.tiers.base.Tier`.
 
@@ -125,6 +134,35 @@ class LocalTier:
                 del block  # otherwise two blocks are held while the next is read
                 if progress is not None:
                     progress(sent)
+
+    def alias(self, key: str, name: str) -> None:
+        """Links the file under another name; see the protocol.
+
+        On a file system without hard links the name becomes a symbolic link.
+        """
+        source, target = self.path(key), self.path(name)
+        with self._errors("name", name):
+            folder = os.path.dirname(target)
+            for attempt in range(_FOLDER_ATTEMPTS):
+                temp = os.path.join(folder, partial_name())
+                try:
+                    self._make_folder(folder)
+                    _link(source, temp)
+                    break
+                except FileNotFoundError:
+                    # The folder was removed as empty between the two calls; or the object is gone.
+                    if attempt == _FOLDER_ATTEMPTS - 1 or not os.path.lexists(source):
+                        raise
+            try:
+                os.replace(temp, target)
+            except IsADirectoryError:
+                os.unlink(temp)
+                raise
+            # Renaming a link to another link of the same file does nothing, and leaves both.
+            with suppress(FileNotFoundError):
+                os.unlink(temp)
+            if self.durable:
+                fsync_dir(folder)
 
     def read(self, key: str) -> bytes:
         """The whole object; see the protocol.

@@ -1,0 +1,165 @@
+"""Keeps shard files ready for the next saves, with their pages in memory. Low priority, beside the training.
+
+A new file is filled with zeros, because the first touch of a page takes ten times as long as a later copy. A file of a
+deleted step is used again only with proof that no process has it open (:mod:`resiliency.storage.shared_files`): a
+reader of the old step, a stopped writer of a dead attempt, a link somebody made.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterable
+
+from resiliency.agent._reporter import Notify
+from resiliency.agent._worker import Worker
+from resiliency.agent.config import AgentConfig
+from resiliency.agent.messages import FileReady
+from resiliency.storage.manifest import FILES_DIR, META_DIR
+from resiliency.storage.shared_files import is_ours_alone, write_zeros
+
+__all__ = ["FilePool"]
+
+logger = logging.getLogger(__name__)
+
+#: Files below this size are made by the save itself.
+_SMALL = 1 << 20
+#: Files kept ready; on a ramdisk, where they take memory, one.
+_SPARE = 2
+
+
+class FilePool:
+    """The prepared files of one host and run.
+
+    Threads: all methods from any; the work is done on ``resiliency-agent-files``.
+
+    Args:
+        config: of this attempt.
+        notify: sends a message to a rank, here that a file is ready.
+    """
+
+    def __init__(self, config: AgentConfig, notify: Notify) -> None:
+        self._config, self._notify = config, notify
+        self._folder = os.path.join(config.local.address, META_DIR, config.run, FILES_DIR)
+        self._prefix = f"{config.node}-a{config.attempt:04d}-{config.token}-{config.local_ranks[0]}-"
+        self._limit = _SPARE if config.durable else 1
+        self._worker = Worker("resiliency-agent-files", background=True)
+        self._ready: dict[str, int] = {}  # path -> inode
+        self._used: list[str] = []  # files of deleted steps
+        self._number = 0
+        self._nbytes = self._wanted = 0
+
+    @property
+    def idle(self) -> bool:
+        return self._worker.idle
+
+    def delete_leftovers(self) -> None:
+        """Deletes prepared files of earlier attempts of this host. Blocks: for the deletion."""
+        for name in _listing(self._folder):
+            if name.startswith(f"{self._config.node}-a") and not name.startswith(self._prefix):
+                os.unlink(os.path.join(self._folder, name))
+
+    def want(self, nbytes: int, count: int = _SPARE) -> None:
+        """Sets what :meth:`refill` prepares."""
+        self._nbytes, self._wanted = nbytes, max(self._wanted, min(count, self._limit))
+
+    def refill(self) -> None:
+        """Queues the preparation of the files that are missing."""
+        if self._nbytes >= _SMALL:
+            self._worker.submit(self._refill)
+
+    def use_again(self, path: str) -> None:
+        """Takes the shard file of a deleted step out of its folder; it is prepared again, or deleted.
+
+        Raises:
+            OSError: it cannot be moved.
+        """
+        os.makedirs(self._folder, exist_ok=True)
+        target = self._new_path("used")
+        os.rename(path, target)
+        self._used.append(target)
+        self._worker.submit(self._refill)
+
+    def announce(self, rank: int) -> None:
+        """Tells a rank that has just connected which files are ready."""
+
+        def tell() -> None:
+            for path, inode in self._ready.items():
+                self._notify(rank, FileReady(path=path, inode=inode, nbytes=self._nbytes))
+
+        self._worker.submit(tell)
+
+    def close(self) -> None:
+        """Ends the thread and deletes the files that are left. Idempotent."""
+        self._worker.close()
+        for path in (*self._ready, *self._used):
+            _unlink(path)
+        self._ready.clear()
+        self._used.clear()
+
+    # -- on the pool's thread -----------------------------------------------------------------------------------
+
+    def _refill(self) -> None:
+        self._ready = {path: inode for path, inode in self._ready.items() if os.path.lexists(path)}
+        try:
+            while len(self._ready) < self._wanted and self._nbytes >= _SMALL and self._prepare():
+                continue
+        except OSError as error:
+            # The save that finds no file makes its own, and reports what is wrong.
+            logger.info("no shard file of %d bytes can be prepared in %s: %s", self._nbytes, self._folder, error)
+        if len(self._ready) >= self._wanted or self._nbytes < _SMALL:
+            while self._used:
+                _unlink(self._used.pop())
+
+    def _prepare(self) -> bool:
+        path = self._used_file() or self._new_file()
+        inode = os.stat(path).st_ino
+        self._ready[path] = inode
+        for rank in self._config.local_ranks:
+            self._notify(rank, FileReady(path=path, inode=inode, nbytes=self._nbytes))
+        return True
+
+    def _used_file(self) -> str | None:
+        """A file of a deleted step that is large enough, and that nobody has open."""
+        while self._used:
+            path = self._used.pop()
+            try:
+                size = os.stat(path).st_size
+                if self._nbytes <= size <= 2 * self._nbytes and is_ours_alone(path):
+                    target = self._new_path("free")
+                    os.rename(path, target)
+                    return target
+            except OSError as error:
+                logger.debug("%s cannot be used again: %s", path, error)
+            _unlink(path)
+        return None
+
+    def _new_file(self) -> str:
+        os.makedirs(self._folder, exist_ok=True)
+        path = self._new_path("free")
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_zeros(fd, 0, self._nbytes, in_memory=not self._config.durable)
+        except BaseException:
+            _unlink(path)
+            raise
+        finally:
+            os.close(fd)
+        return path
+
+    def _new_path(self, kind: str) -> str:
+        self._number += 1
+        return os.path.join(self._folder, f"{self._prefix}{self._number:06d}.{kind}")
+
+
+def _listing(folder: str) -> Iterable[str]:
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            logger.info("%s cannot be deleted: %s", path, error)

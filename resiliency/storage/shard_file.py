@@ -1,0 +1,262 @@
+"""The shard file: a stock torch checkpoint with a few entries of our own. Pure; no torch.
+
+A file is one zip archive (:mod:`resiliency.storage.archive`) in this order::
+
+    resiliency/shard.json      identity of the file, JSON padded with spaces; always at the same place, IDENTITY_BYTES
+                               long
+    data/<key>                 the bytes of each storage; first those that the ranks of the host share
+    data.pkl                   the pickled structure that torch.load reads, and what else torch wants
+    resiliency/rank.pt         what only this rank has, a stock torch checkpoint too
+    resiliency/structure.pkl   of a sharded step, in shard 0: the structure of the whole state
+    resiliency/chunks.json     of a sharded step: which box of which tensor each storage is
+
+``torch.load`` ignores the entries of our own. Offsets of the storages follow from their sizes alone, so that all ranks
+of a host know them without talking; what follows the storages is written by one rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from resiliency.errors import CorruptShard
+from resiliency.storage.archive import ArchiveEntry, data_start, directory, local_header
+from resiliency.storage.format_version import FORMAT_VERSION, refuse_format
+from resiliency.storage.step_id import StepId
+
+__all__ = [
+    "CHUNKS",
+    "DATA_PICKLE",
+    "IDENTITY",
+    "IDENTITY_BYTES",
+    "RANK_STATE",
+    "STRUCTURE",
+    "Chunk",
+    "Identity",
+    "Placed",
+    "StorageLayout",
+    "archive_tail",
+    "chunks_from_json",
+    "chunks_to_json",
+    "lay_out_storages",
+    "read_identity",
+    "storage_name",
+]
+
+IDENTITY = "resiliency/shard.json"
+DATA_PICKLE = "data.pkl"
+RANK_STATE = "resiliency/rank.pt"
+STRUCTURE = "resiliency/structure.pkl"
+CHUNKS = "resiliency/chunks.json"
+#: Bytes of the first entry with its header: the storages begin here.
+IDENTITY_BYTES = 1024
+
+_IDENTITY_START = data_start(IDENTITY, 0, 0)
+_IDENTITY_ENTRY = ArchiveEntry(IDENTITY, 0, IDENTITY_BYTES - _IDENTITY_START)
+#: What torch.load wants to find beside the structure.
+_STOCK_ENTRIES = (("byteorder", b"little"), ("version", b"3\n"), (".data/serialization_id", b"0" * 40))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a shard file says of itself.
+
+    Attributes:
+        id: the step.
+        run: name of the run.
+        rank, world_size: which of how many shards of the step it is.
+        replicated: the whole state of the step is in shard 0.
+    """
+
+    id: StepId
+    run: str
+    rank: int
+    world_size: int
+    replicated: bool
+
+    def to_bytes(self) -> bytes:
+        """The first :data:`IDENTITY_BYTES` bytes of the file.
+
+        Raises:
+            ValueError: the name of the run is too long.
+        """
+        fields = {
+            "format": "resiliency-checkpoint",
+            "version": FORMAT_VERSION,
+            **self.id.to_dict(),
+            "run": self.run,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "replicated": self.replicated,
+        }
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        if len(text) > _IDENTITY_ENTRY.nbytes:
+            raise ValueError(f"the name of run {self.run[:40]!r}... is too long: leave out {len(text)} bytes")
+        return local_header(_IDENTITY_ENTRY) + text.ljust(_IDENTITY_ENTRY.nbytes)
+
+
+def read_identity(head: bytes, *, where: str) -> Identity | None:
+    """The identity in the first bytes of a file; None when it is not one of our files (any other file, a stock one).
+
+    Args:
+        head: at least :data:`IDENTITY_BYTES` bytes of the file's beginning, unless the file is shorter.
+
+    Raises:
+        UnsupportedFormat: a file of ours in another version of the format.
+    """
+    if not head.startswith(local_header(_IDENTITY_ENTRY)):
+        return None
+    try:
+        data = json.loads(head[_IDENTITY_START:IDENTITY_BYTES])
+        if data["format"] != "resiliency-checkpoint":
+            return None
+        if data["version"] == FORMAT_VERSION:
+            return Identity(
+                id=StepId.from_dict(data),
+                run=str(data["run"]),
+                rank=int(data["rank"]),
+                world_size=int(data["world_size"]),
+                replicated=bool(data["replicated"]),
+            )
+        version = data["version"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    raise refuse_format(version, where)
+
+
+def storage_name(key: str) -> str:
+    """Name of the entry with the bytes of storage ``key``."""
+    return f"data/{key}"
+
+
+@dataclass(frozen=True)
+class StorageLayout:
+    """Where the storages of a file are.
+
+    Attributes:
+        entries: of everything so far, in file order.
+        storages: those of the storages.
+        headers: the bytes of the storages' headers, in file order.
+        end: offset behind the last storage; what follows has no fixed place.
+    """
+
+    entries: tuple[ArchiveEntry, ...]
+    storages: tuple[ArchiveEntry, ...]
+    headers: tuple[bytes, ...]
+    end: int
+
+
+def lay_out_storages(storages: Sequence[tuple[str, int]], *, identity: bool = True) -> StorageLayout:
+    """Places storages, given as (key, bytes), in their order. The same on every rank that passes the same.
+
+    Args:
+        identity: leave room for :class:`Identity` before them.
+    """
+    at = IDENTITY_BYTES if identity else 0
+    entries = []
+    for key, nbytes in storages:
+        entry = ArchiveEntry(storage_name(key), at, nbytes)
+        entries.append(entry)
+        at = entry.end
+    first = (_IDENTITY_ENTRY,) if identity else ()
+    return StorageLayout((*first, *entries), tuple(entries), tuple(map(local_header, entries)), at)
+
+
+def archive_tail(layout: StorageLayout, entries: Sequence[tuple[str, bytes]]) -> bytes:
+    """Everything that follows the storages: these entries, what else torch wants, and the directory."""
+    at = layout.end
+    pieces: list[bytes] = []
+    placed = list(layout.entries)
+    for name, data in (*entries, *_STOCK_ENTRIES):
+        entry = ArchiveEntry(name, at, len(data))
+        pieces += [local_header(entry), data]
+        placed.append(entry)
+        at = entry.end
+    return b"".join((*pieces, directory(placed, at)))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of one tensor, stored in one piece in C order.
+
+    Attributes:
+        key: the tensor's key in the state.
+        offsets: first index of the box in each dimension of the whole tensor.
+        sizes: shape of the box.
+        dtype: torch dtype name ("float32").
+        itemsize: bytes per element.
+        shape: shape of the whole tensor.
+    """
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        total = self.itemsize
+        for size in self.sizes:
+            total *= size
+        return total
+
+    @property
+    def whole(self) -> bool:
+        return self.sizes == self.shape
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A chunk and the byte range ``[start, end)`` of the file it fills.
+
+    Attributes:
+        strides: elements between neighbours in each dimension, of a tensor that is not in C order; None: C order.
+    """
+
+    chunk: Chunk
+    start: int
+    end: int
+    strides: tuple[int, ...] | None = None
+
+
+def chunks_to_json(chunks: Mapping[str, Chunk]) -> bytes:
+    """The entry :data:`CHUNKS`, of chunks by the keys of their storages."""
+    fields = ("key", "offsets", "sizes", "dtype", "itemsize", "shape")
+    table = [{"storage": key, **{name: getattr(chunk, name) for name in fields}} for key, chunk in chunks.items()]
+    return json.dumps(table).encode()
+
+
+def chunks_from_json(data: bytes, entries: Mapping[str, ArchiveEntry], *, where: str) -> list[Placed]:
+    """The chunks of a file, with their places.
+
+    Raises:
+        CorruptShard: the table is damaged.
+    """
+    try:
+        placed = []
+        for item in json.loads(data):
+            chunk = Chunk(
+                str(item["key"]),
+                _numbers(item["offsets"]),
+                _numbers(item["sizes"]),
+                str(item["dtype"]),
+                int(item["itemsize"]),
+                _numbers(item["shape"]),
+            )
+            entry = entries[storage_name(str(item["storage"]))]
+            if entry.nbytes != chunk.nbytes:
+                raise ValueError(f"tensor {chunk.key!r} has {entry.nbytes} bytes instead of {chunk.nbytes}")
+            placed.append(Placed(chunk, entry.start, entry.end))
+        return placed
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptShard(
+            f"{where}: its table of chunks is damaged ({type(error).__name__}: {error})", path=where
+        ) from error
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)

@@ -1,0 +1,91 @@
+"""Files that several processes use: moving one into place without replacing, and proof that nobody has it open.
+
+A shard file belongs to one step for ever: who opened it, reads what he opened, and a writer that was stopped and
+revived holds a file that is its own or nobody's. A file is used again only with the kernel's proof that no process has
+it open or mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from contextlib import suppress
+
+__all__ = ["is_ours_alone", "move_without_replacing", "write_zeros"]
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_F_SETLEASE = 1024  # Linux; not in the fcntl module of every Python we support
+
+
+def move_without_replacing(source: str, target: str) -> bool:
+    """Renames a file unless ``target`` exists, as one step that nothing can come between.
+
+    Returns:
+        False when ``target`` exists, ``source`` is gone, or the file system cannot do this (some network and FUSE file
+        systems).
+
+    Raises:
+        OSError: any other failure.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):  # another libc than glibc 2.28 or later
+        return False
+    moved = libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
+    if moved == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EEXIST, errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):
+        return False
+    raise OSError(code, os.strerror(code), target)
+
+
+#: The largest page of x86-64 and of arm64 with 4 KiB base pages.
+_HUGE = 2 * 1024 * 1024
+_ZEROS = bytes(_HUGE)
+
+
+def write_zeros(fd: int, start: int, end: int, *, in_memory: bool = False) -> None:
+    """Fills bytes ``[start, end)`` of a file with zeros, ``start`` on a multiple of 2 MiB, so that its pages are in
+    memory, huge where the file system has such.
+
+    Blocks: about half a second per GiB the first time, for allocating the memory.
+
+    Args:
+        in_memory: the file is on a ramdisk, whose kernel code makes the pages faster than writes do.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
+    if in_memory:
+        os.posix_fallocate(fd, start, end - start)
+        return
+    at = start
+    while at < end:
+        at += os.pwrite(fd, memoryview(_ZEROS)[: min(_HUGE - at % _HUGE, end - at)], at)
+
+
+def is_ours_alone(path: str) -> bool:
+    """True when the file has one name and no process has it open or mapped; False when one has, or when unknown.
+
+    The kernel grants a write lease only on such a file, on local file systems; it counts mappings whose descriptor was
+    closed, and processes that were stopped. Whoever opens the file later opens it by this one name.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if os.fstat(fd).st_nlink != 1:
+            return False
+        try:
+            fcntl.fcntl(fd, _F_SETLEASE, fcntl.F_WRLCK)
+        except OSError:
+            return False  # somebody has it open, it is another user's, or the file system has no leases
+        with suppress(OSError):
+            fcntl.fcntl(fd, _F_SETLEASE, fcntl.F_UNLCK)
+        return True
+    finally:
+        os.close(fd)
