@@ -27,9 +27,21 @@ __all__ = [
     "patch_load_checkpoint",
     "patch_load_from_checkpoint",
     "suppress_mid_epoch_warning",
+    "tell_user",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+def tell_user(trainer: Any, message: str) -> None:
+    """Logs a message on rank 0 where Lightning's own messages to the user go."""
+    namespace = next(name for name in ("lightning.pytorch", "pytorch_lightning") if _is_of(trainer, name))
+    importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_info(message)
+
+
+def _is_of(trainer: Any, namespace: str) -> bool:
+    return any(cls.__module__.startswith(namespace + ".") for cls in type(trainer).__mro__)
+
 
 # -- saving ------------------------------------------------------------------------------------------------------------
 
