@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
@@ -23,6 +25,7 @@ from resiliency.errors import AgentError, TierError, Timeout
 from resiliency.plugins import _lightning
 from resiliency.plugins.strategies.base import StrategyAdapter
 from resiliency.settings import environment
+from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.stage import Stage
 
 if TYPE_CHECKING:
@@ -99,7 +102,7 @@ class CheckpointSaver:
         if self.engine is not None:
             return True
         try:
-            self.engine = self.session.open(self.places, self._options).engine
+            self.engine = self.session.open(self.places, self._options_with_log()).engine
         except (TierError, AgentError, OSError) as error:
             if isinstance(error, Timeout):
                 raise  # nothing works without that rank
@@ -112,6 +115,14 @@ class CheckpointSaver:
             self._told_why = True
             return False
         return True
+
+    def _options_with_log(self) -> CheckpointerOptions:
+        """With a folder for the event log that outlives the job, when all tiers are addresses and a ramdisk."""
+        root = str(self._trainer.default_root_dir)
+        folders = [remote for remote in self.places.remotes if "://" not in remote.address]
+        if self._options.events_dir or folders or self.places.local.durable or "://" in root:
+            return self._options
+        return replace(self._options, events_dir=os.path.join(root, META_DIR, self.places.key.run, EVENTS_DIR))
 
     def _open_for_save(self) -> bool:
         """Opens the engine for a save; after failures again at saves 2, 3, 5, 9, ... Collective: yes."""

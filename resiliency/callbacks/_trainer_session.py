@@ -1,7 +1,7 @@
 """State shared by the checkpoint callbacks of one trainer: engines by directory and run, and the resume.
 
 Nothing is opened before it is needed. A session that Lightning left without its last hooks (another callback raised in
-``on_exception``) is closed by the next one in the process, or with its trainer.
+``on_exception``) is closed by the next one in the process; Lightning offers no moment before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from resiliency.errors import ConfigError
 from resiliency.storage.step_id import StepId
 from resiliency.telemetry.step_events import StepEvents, log_steps
 
-__all__ = ["OutcomeReceiver", "TrainerSession", "trainer_session"]
+__all__ = ["OutcomeReceiver", "TrainerSession", "load_in_session", "trainer_session"]
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +106,7 @@ class TrainerSession:
             )
             engine.open()
             shared = self.engines[key] = SharedEngine(engine, places)
-            if self not in _live:
-                _live.add(self)
-                weakref.finalize(self.trainer, _close_all, self.engines).atexit = False  # at exit the agent takes over
+            _live.add(self)
             # Steps are written into the log of the first engine, unless another log has them already.
             if self._step_events is None:
                 self._step_events = log_steps(self.steps, lambda: engine.session.events)
@@ -248,12 +246,6 @@ def _close_abandoned(new: TrainerSession) -> None:
             session.abandon()
 
 
-def _close_all(engines: dict[EngineKey, SharedEngine]) -> None:
-    while engines:
-        _, shared = engines.popitem()
-        shared.engine.close(flush=False, reason="exception")
-
-
 def _no_session() -> None:
     return None
 
@@ -268,3 +260,8 @@ def trainer_session(trainer: Any) -> TrainerSession:
         found = TrainerSession(trainer)
         setattr(trainer, _ATTRIBUTE, found)
     return found
+
+
+def load_in_session(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any] | None:
+    """Loads one of our checkpoints for Lightning; None when ``path`` is a stock one. Collective: yes, in a fit."""
+    return trainer_session(trainer).resume.load(path, weights_only)

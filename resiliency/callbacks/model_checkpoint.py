@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from resiliency.callbacks._arguments import check_own, refuse_unknown
@@ -29,7 +30,7 @@ from resiliency.callbacks._places import CheckpointPlaces, choose_places
 from resiliency.callbacks._resume import Process
 from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.callbacks._step_hooks import StepHooks
-from resiliency.callbacks._trainer_session import trainer_session
+from resiliency.callbacks._trainer_session import load_in_session, trainer_session
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
 from resiliency.errors import ConfigError
@@ -161,9 +162,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             # It is not empty because of the checkpoints this run resumes from.
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
-        _lightning.patch_load_checkpoint(
-            trainer, lambda path, weights_only: trainer_session(trainer).resume.load(path, weights_only)
-        )
+        _lightning.patch_load_checkpoint(trainer, partial(load_in_session, trainer))
         _lightning.patch_load_from_checkpoint(self.namespace)
         if stage != "fit" or trainer.fast_dev_run or not self._is_new_fit(trainer):
             return

@@ -125,14 +125,21 @@ def patch_load_checkpoint(trainer: Any, load: Callable[[str, bool | None], dict[
     """Makes the strategy's CheckpointIO call ``load(path, weights_only)`` first, and its own method on None."""
     io = trainer.strategy.checkpoint_io
     # Several trainers may use one plugin object, one after the other.
-    original = getattr(io, "_resiliency_original_load", None) or io.load_checkpoint
+    patched = io.__dict__.get("load_checkpoint")
+    original = patched.original if isinstance(patched, _LoadOursFirst) else io.load_checkpoint
+    io.load_checkpoint = _LoadOursFirst(load, original)
 
-    def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
-        found = load(os.fspath(path), kwargs.get("weights_only"))
-        return original(path, *args, **kwargs) if found is None else found
 
-    io._resiliency_original_load = original
-    io.load_checkpoint = load_checkpoint
+class _LoadOursFirst:
+    """A ``CheckpointIO.load_checkpoint``. A class, so that a trainer can still be pickled."""
+
+    def __init__(self, load: Callable[[str, bool | None], dict[str, Any] | None], original: Callable[..., Any]) -> None:
+        self.load = load
+        self.original = original
+
+    def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self.load(os.fspath(path), kwargs.get("weights_only"))
+        return self.original(path, *args, **kwargs) if found is None else found
 
 
 def suppress_mid_epoch_warning(trainer: Any) -> None:
