@@ -81,6 +81,8 @@ class CheckpointSaver:
         #: Paths to save under and names to remove, as requested in the current hook.
         self._save_paths: list[str] = []
         self._removed_names: list[str] = []
+        #: The state, when a ``trainer.save_checkpoint`` of other code had it dumped in the current hook.
+        self._dumped: dict[str, Any] | None = None
         #: Names whose removal waits for the next save that succeeds.
         self._postponed_removals: list[str] = []
         #: (step, file of the stock class): removed once a save of that step or a later one is committed.
@@ -231,6 +233,24 @@ class CheckpointSaver:
         self._save_paths.append(path)
         self._carry_out_unless_collecting()
 
+    def save_through_trainer(self, path: str) -> None:
+        """As :meth:`save`, through a ``trainer.save_checkpoint`` that other code has replaced: it sees every path, and
+        nothing is saved when it does not call Lightning's. The state is dumped as often as it does.
+
+        Collective: yes, Lightning's has a barrier.
+        """
+
+        def catch(checkpoint: dict[str, Any], filepath: Any) -> bool:
+            if self.name_of(filepath) is None:
+                return False
+            self._dumped = checkpoint
+            self._save_paths.append(str(filepath))
+            return True
+
+        with _lightning.catch_save(self._trainer, catch):
+            self._trainer.save_checkpoint(path, self._callback.save_weights_only)
+        self._carry_out_unless_collecting()
+
     def link(self, path: str, linkpath: str) -> None:
         """Makes ``linkpath`` another name of the step of ``path``; saves again if that was saved in an earlier hook."""
         if path not in self._save_paths:
@@ -260,6 +280,7 @@ class CheckpointSaver:
         """Saves one checkpoint under all requested names, then passes the removals to the engine."""
         paths, self._save_paths = self._save_paths, []
         removed, self._removed_names = self._removed_names, []
+        dumped, self._dumped = self._dumped, None
         if not paths and not removed:
             return
         names = list(dict.fromkeys(name for name in map(self.name_of, paths) if name is not None))
@@ -272,7 +293,7 @@ class CheckpointSaver:
             name for name in dict.fromkeys([*self._postponed_removals, *discarded, *removed]) if name not in names
         ]
         self._postponed_removals = []
-        if names and not self._take_checkpoint(self.engine, paths[0], names, removed):
+        if names and not self._take_checkpoint(self.engine, paths[0], names, removed, dumped):
             # Removals wait for the next save that succeeds.
             self._postponed_removals = removed
             return
@@ -280,13 +301,20 @@ class CheckpointSaver:
             self.engine.delete(*removed)
             self._names.difference_update(removed)
 
-    def _take_checkpoint(self, engine: Checkpointer, path: str, names: list[str], supersedes: list[str]) -> bool:
+    def _take_checkpoint(
+        self,
+        engine: Checkpointer,
+        path: str,
+        names: list[str],
+        supersedes: list[str],
+        dumped: dict[str, Any] | None,
+    ) -> bool:
         trainer, callback = self._trainer, self._callback
         if engine.pending:
             self.session.fence()
         if _lightning.about_to_end(trainer):
             engine.flush(Stage.COMMITTED, timeout=_LAST_SAVE_TIMEOUT)
-        state = self._adapter.dump_state(trainer, weights_only=callback.save_weights_only)
+        state = dumped or self._adapter.dump_state(trainer, weights_only=callback.save_weights_only)
         rank_state = self.session.resume.rank_state
         per_rank = None
         if rank_state is not None and not callback.save_weights_only:

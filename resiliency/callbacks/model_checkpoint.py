@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 else:
     StockModelCheckpoint = object
 
-__all__ = ["ModelCheckpoint", "build"]  # noqa: F822 - ModelCheckpoint is built on first use
+__all__ = ["ModelCheckpoint", "ResilientModelCheckpoint", "build"]  # noqa: F822 - built on first use
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,11 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         self._warned_of_stock_file = False
         super().__init__(*args, **kwargs)
 
+    def _generate_state_key(self, **kwargs: Any) -> str:
+        """That of the stock class, so that either reads the other's checkpoints; derived classes have their own."""
+        key = super()._generate_state_key(**kwargs)
+        return key.replace(_QUALNAME, "ModelCheckpoint", 1) if type(self).__qualname__ == _QUALNAME else key
+
     # -- start --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -236,9 +241,12 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             self._warn_of_stock_file(filepath)
             super()._save_checkpoint(trainer, filepath)
             return
+        if _lightning.save_is_wrapped(trainer):
+            saver.save_through_trainer(filepath)
+        else:
+            saver.save(filepath)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
-        saver.save(filepath)
 
     def _warn_of_stock_file(self, filepath: str) -> None:
         if self._saver is not None and not self._warned_of_stock_file:
@@ -379,7 +387,16 @@ def _saves_kept_weights(module: Any) -> bool:
     return not module.automatic_optimization and bool(getattr(module, "saved_models", None))
 
 
-_adapter = AdapterClass(__name__, "ModelCheckpoint", StepHooks, EngineModelCheckpoint, base="callbacks:ModelCheckpoint")
+_QUALNAME = "ResilientModelCheckpoint"
+
+_adapter = AdapterClass(
+    __name__,
+    "ModelCheckpoint",
+    StepHooks,
+    EngineModelCheckpoint,
+    base="callbacks:ModelCheckpoint",
+    qualname=_QUALNAME,
+)
 build = _adapter.build
 
 

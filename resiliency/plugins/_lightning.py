@@ -11,7 +11,8 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ from resiliency.inspection.by_path import load_path, locate
 
 __all__ = [
     "about_to_end",
+    "catch_save",
     "intercept_resume",
     "module_overrides",
     "next_is_another_batch",
     "patch_load_checkpoint",
     "patch_load_from_checkpoint",
+    "save_is_wrapped",
     "suppress_mid_epoch_warning",
     "tell_user",
 ]
@@ -72,6 +75,36 @@ def _validation_follows(trainer: Any) -> bool:
         return bool(check(trainer.fit_loop._data_fetcher))
     except TypeError:
         return bool(check())  # before 2.3 it took no argument
+
+
+def save_is_wrapped(trainer: Any) -> bool:
+    """True when other code has replaced or overridden ``trainer.save_checkpoint``, to be told of each save."""
+    save = trainer.__dict__.get("save_checkpoint", type(trainer).save_checkpoint)
+    where = f"{getattr(save, '__module__', '')}:{getattr(save, '__qualname__', '')}"
+    # functools.wraps copies both names, and leaves a trace.
+    return not where.endswith(".trainer.trainer:Trainer.save_checkpoint") or hasattr(save, "__wrapped__")
+
+
+@contextmanager
+def catch_save(trainer: Any, save: Callable[[dict[str, Any], Any], bool]) -> Iterator[None]:
+    """Within the block, what ``trainer.save_checkpoint`` would write goes to ``save(checkpoint, path)`` first, and to
+    the strategy when that returns False."""
+    strategy = trainer.strategy
+    original = strategy.save_checkpoint
+
+    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
+        if not save(checkpoint, filepath):
+            original(checkpoint, filepath, *args, **kwargs)
+
+    shadowed = strategy.__dict__.get("save_checkpoint")
+    strategy.save_checkpoint = save_checkpoint
+    try:
+        yield
+    finally:
+        if shadowed is None:
+            del strategy.save_checkpoint
+        else:
+            strategy.save_checkpoint = shadowed
 
 
 def about_to_end(trainer: Any) -> bool:
