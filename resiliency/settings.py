@@ -6,13 +6,32 @@ Variables are read when :func:`environment` is called, never at import.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from resiliency.errors import ConfigError
 
-__all__ = ["Environment", "child_environment", "environment"]
+__all__ = ["Environment", "Launch", "child_environment", "environment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the launchers of this process say about its job.
+
+    Attributes:
+        job: launcher -> its name for the job, for each launcher that gives one. Plain strings, to be stored with a
+            checkpoint.
+        restarts: those of them that say that this process is a restart of the job.
+    """
+
+    job: Mapping[str, str] = field(default_factory=dict)
+    restarts: frozenset[str] = frozenset()
+
+    def continues(self, writer: Mapping[str, str]) -> bool:
+        """True when this process is a restart of the job whose ``job`` was ``writer``."""
+        return any(name in self.restarts and writer.get(name) == job for name, job in self.job.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +47,7 @@ class Environment:
         events_dir: folder for event logs (``RESILIENCY_EVENTS_DIR``), None: below the checkpoint directory.
         local_dir: folder of the fast local tier (``RESILIENCY_LOCAL_DIR``), None: chosen by the caller.
         file_tracking: True when ``GOODPUT_USE_FILE_TRACKING`` is set (to anything, as the older library reads it).
+        launch: the job and whether this is a restart of it, as the launchers say, see :func:`_launch`.
         faults: fault points to trip, for tests (``RESILIENCY_FAULTS``), see :mod:`resiliency.faultpoints`.
     """
 
@@ -39,6 +59,7 @@ class Environment:
     events_dir: str | None
     local_dir: str | None
     file_tracking: bool
+    launch: Launch
     faults: str
 
 
@@ -52,6 +73,37 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
         raise ConfigError(
             f"environment variable {name}={text!r} is not a whole number; unset it or fix the launcher"
         ) from None
+
+
+def _launch(env: Mapping[str, str]) -> Launch:
+    """The job's names and restarts, from torchrun, SLURM, JobSet, this library's own variables and ``JOB_IDENTIFIER``.
+
+    A ``JOB_IDENTIFIER`` is given to a job once, so the same identifier alone means the same job.
+    """
+    attempt = _integer(env, "RESILIENCY_ATTEMPT", 0)  # counted from 1
+    own_job = env.get("RESILIENCY_JOB") or env.get("RESILIENCY_RUN") or "default"
+    known = {
+        "torchrun": (_torchrun_job(env), _integer(env, "TORCHELASTIC_RESTART_COUNT", 0) > 0),
+        "slurm": (env.get("SLURM_JOB_ID", ""), _integer(env, "SLURM_RESTART_COUNT", 0) > 0),
+        "jobset": (
+            env.get("JOBSET_UID") or env.get("JOBSET_NAME", ""),
+            _integer(env, "JOBSET_RESTART_ATTEMPT", 0) > 0,
+        ),
+        "resiliency": (own_job if attempt > 0 else "", attempt > 1),
+        "identifier": (env.get("JOB_IDENTIFIER", ""), True),
+    }
+    return Launch(
+        job={name: job for name, (job, _) in known.items() if job},
+        restarts=frozenset(name for name, (job, restarted) in known.items() if job and restarted),
+    )
+
+
+def _torchrun_job(env: Mapping[str, str]) -> str:
+    """torchrun's id of the run. Without ``--rdzv-id`` it is "none" for every run; then the folder of the run's logs,
+    which torchrun makes anew at each start and keeps over restarts, tells runs apart."""
+    run = env.get("TORCHELASTIC_RUN_ID", "")
+    log = re.fullmatch(r"(.+)/attempt_\d+/\d+/error\.json", env.get("TORCHELASTIC_ERROR_FILE", ""))
+    return f"none in {log[1]}" if run == "none" and log else run
 
 
 def environment(env: Mapping[str, str] | None = None) -> Environment:
@@ -73,6 +125,7 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         events_dir=source.get("RESILIENCY_EVENTS_DIR") or None,
         local_dir=source.get("RESILIENCY_LOCAL_DIR") or None,
         file_tracking="GOODPUT_USE_FILE_TRACKING" in source,
+        launch=_launch(source),
         faults=source.get("RESILIENCY_FAULTS", ""),
     )
 

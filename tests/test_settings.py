@@ -11,7 +11,7 @@ import pytest
 
 import resiliency
 from resiliency.errors import ConfigError
-from resiliency.settings import child_environment, environment
+from resiliency.settings import Launch, child_environment, environment
 
 
 def test_defaults() -> None:
@@ -49,7 +49,30 @@ def test_values() -> None:
     assert environment({"RANK": "", "RESILIENCY_RUN": "", "RESILIENCY_EVENTS_DIR": ""}) == environment({})
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
+def test_jobs_and_restarts_of_launchers() -> None:
+    """What a restart does with them is in tests/callbacks/test_auto_resume.py."""
+    assert environment({}).launch == Launch()
+    found = environment({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}).launch
+    assert found == Launch(job={"torchrun": "a", "slurm": "7"}, restarts=frozenset({"torchrun"}))
+    assert found.continues({"torchrun": "a"})
+    assert not found.continues({"slurm": "7"})
+    assert not found.continues({})
+    assert environment({"JOBSET_NAME": "n", "JOBSET_UID": "u"}).launch.job == {"jobset": "u"}
+    assert environment({"RESILIENCY_RUN": "r", "RESILIENCY_ATTEMPT": "1"}).launch.job == {"resiliency": "r"}
+    assert environment({"RESILIENCY_RUN": "r"}).launch == Launch(), "a run alone is not a launcher's job"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "TORCHELASTIC_RESTART_COUNT",
+        "SLURM_RESTART_COUNT",
+        "JOBSET_RESTART_ATTEMPT",
+        "RESILIENCY_ATTEMPT",
+    ],
+)
 @pytest.mark.parametrize("value", ["x", "1.5", "0x10", " "])
 def test_numbers_that_are_none(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=name):

@@ -1,6 +1,7 @@
 """Trains the small GPT. A user's script: a Trainer, with our ModelCheckpoint instead of Lightning's.
 
-``torchrun --nproc-per-node 2 -m recipes.quickstart.train --dir run``; start it again after any crash, and it continues.
+``torchrun --nproc-per-node 2 -m recipes.quickstart.train --dir run``; start it again after any crash, and it continues
+(``auto_resume=True``: also when it was started by hand).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main() -> None:
         max_steps=args.steps,
         max_epochs=-1,
         default_root_dir=args.dir,
-        callbacks=[ModelCheckpoint(dirpath=args.dir, every_n_train_steps=args.every, save_last=True)],
+        callbacks=[ModelCheckpoint(dirpath=args.dir, every_n_train_steps=args.every, save_last=True, auto_resume=True)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

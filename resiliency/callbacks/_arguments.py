@@ -49,8 +49,10 @@ def check_own(**values: Any) -> None:
         TypeError: a value of a wrong type.
         ConfigError: a value that cannot work.
     """
-    for name in ("lazy", "auto_resume", "exact_resume"):
+    for name in ("lazy", "exact_resume"):
         _flag(name, values[name])
+    if values["auto_resume"] is not None:
+        _flag("auto_resume", values["auto_resume"])
     if values["local_dir"] is not None:
         _path("local_dir", values["local_dir"])
         if "://" in os.fspath(values["local_dir"]):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, Literal, Protocol
 
-from resiliency.callbacks._places import EngineKey
+from resiliency.callbacks._earlier import continues_writer, is_restart, look, newest_step
+from resiliency.callbacks._names import is_stock
+from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.callbacks._shared_engine import SharedEngine
 from resiliency.errors import ConfigError, NoCheckpointFound, TierError
 from resiliency.inspection.by_path import load_path, locate
@@ -16,32 +19,57 @@ from resiliency.plugins.resume.rank_state import RankState
 from resiliency.storage.manifest import META_DIR, STEPS_DIR
 from resiliency.storage.step_id import StepId
 
-__all__ = ["Resume"]
+__all__ = ["EngineUser", "Process", "Resume"]
 
 logger = logging.getLogger(__name__)
 
 
+class EngineUser(Protocol):
+    """Opens the engine of one callback when it is needed."""
+
+    @property
+    def places(self) -> CheckpointPlaces: ...
+
+    def open(self) -> bool:
+        """Opens the engine, unless it is open; False, on all ranks, when it cannot be used. Collective: yes."""
+
+
+class Process:
+    """What this process has done so far, in all its trainers."""
+
+    #: A fit with a checkpoint callback of this library has begun to train. What comes after it in the same script is
+    #: another training, which a restart of the job does not mean.
+    has_trained = False
+
+
 class Resume:
-    """Resumes one fit from the newest step of the offered runs, unless the user named a checkpoint.
+    """Chooses the step one fit resumes from when the user named no checkpoint, and loads it.
+
+    A run is resumed when the user asked for it, or when the launcher says that this process is a restart of the job
+    that wrote its newest step and this is the first fit of the process. Otherwise the fit starts afresh, and says what
+    it found.
 
     Threads: training thread; called on every rank.
 
     Args:
         engines: engines open in this fit; the session's own mapping.
+        users: of every engine of this fit, open or not; the session's own mapping.
     """
 
-    def __init__(self, trainer: Any, engines: Mapping[EngineKey, SharedEngine]) -> None:
+    def __init__(
+        self, trainer: Any, engines: Mapping[EngineKey, SharedEngine], users: Mapping[EngineKey, Sequence[EngineUser]]
+    ) -> None:
         self._trainer = trainer
         self._engines = engines
+        self._users = users
         #: Saves and restores this rank's generators and data loader positions; None: they are not saved.
         self.rank_state: RankState | None = None
         #: Paths the user resumed from; never deleted.
         self.protected: set[str] = set()
         #: Paths that ``ckpt_path="last"`` may resolve to; each of them means the newest step of all.
         self.last_candidates: set[str] = set()
-        #: Runs that cannot be written in this fit; perhaps they can be read.
-        self.unwritable: list[EngineKey] = []
-        self._offers: list[EngineKey] = []
+        #: key -> True: the user asked to resume from the run; None: when this is a restart of the job that wrote it.
+        self._offers: dict[EngineKey, Literal[True] | None] = {}
         self._undo_intercept: Callable[[], None] | None = None
 
     def keep_rank_state(self) -> None:
@@ -66,44 +94,85 @@ class Resume:
         if self._undo_intercept is None:
             self._undo_intercept = _lightning.intercept_resume(self._trainer, self._decide)
 
-    def offer(self, key: EngineKey) -> None:
-        """Lets the fit that is starting resume from this run if the user named no checkpoint."""
-        self._offers.append(key)
+    def offer(self, key: EngineKey, *, asked: Literal[True] | None) -> None:
+        """Lets the fit that is starting resume from this run if the user named no checkpoint.
+
+        ``asked``: True: the user asked for it; None: only in a restart of the job that wrote it.
+        """
+        self._offers[key] = asked or self._offers.get(key)
 
     def _decide(self, path: Any) -> Any:
-        keys = self._offers
-        if path is not None:
-            text = os.fspath(path)
-            if text not in self.last_candidates:
-                self.protected.add(os.path.abspath(text) if "://" not in text else text)
-                return path
-            keys = list(
-                dict.fromkeys(
-                    [
-                        *self._offers,
-                        *(key for key in [*self._engines, *self.unwritable] if key.newest in self.last_candidates),
-                    ]
-                )
+        if path is None:
+            newest = self._newest_of(self._chosen_runs())
+            return self._resume_from(newest) if newest is not None else None
+        text = os.fspath(path)
+        if text not in self.last_candidates:
+            self.protected.add(os.path.abspath(text) if "://" not in text else text)
+            return path
+        newest = self._newest_of(
+            key for key in self._users if key in self._offers or key.newest in self.last_candidates
+        )
+        if newest is not None:
+            return self._resume_from(newest)
+        return path if os.path.exists(path) and not os.path.isdir(path) else None
+
+    def _chosen_runs(self) -> list[EngineKey]:
+        """The runs to resume from when the user named no checkpoint. Collective: yes."""
+        found = [key for key in self._offers if look(self._trainer, self._places(key)).steps]
+        chosen = [key for key in found if self._offers[key]]
+        others = [key for key in found if not self._offers[key]]
+        if others and not Process.has_trained and is_restart(self._trainer):
+            for key in others:
+                step = self._newest_step(key)
+                if step is not None and continues_writer(self._trainer, self._places(key), step):
+                    chosen.append(key)
+        if not chosen:
+            self._tell_of(others)
+        return chosen
+
+    def _tell_of(self, keys: Sequence[EngineKey]) -> None:
+        """Says what the fit does not resume from. One line."""
+        if not self._trainer.is_global_zero:
+            return
+        steps = ((newest_step(self._trainer, self._places(key)), key) for key in keys)
+        newest = max(((step, key) for step, key in steps if step is not None), key=itemgetter(0), default=None)
+        if newest is not None:
+            _lightning.tell_user(
+                self._trainer,
+                f"{self._places(newest[1]).dirpath} holds checkpoints of an earlier training, up to {newest[0]}."
+                " They are kept, and this fit starts afresh; to continue from them instead, pass"
+                ' ModelCheckpoint(auto_resume=True) or fit(ckpt_path="last").',
             )
-        newest: tuple[StepId, EngineKey] | None = None
-        for key in keys:
-            step = self._newest_step(key)
-            if step is not None and (newest is None or step > newest[0]):
-                newest = (step, key)
-        if newest is None:
-            return path if path is not None and os.path.exists(path) and not os.path.isdir(path) else None
-        if self._trainer.is_global_zero:
-            logger.info(
-                "resuming from %s of run %r in %s; pass auto_resume=False or another dirpath or run to start afresh",
-                newest[0],
-                newest[1].run,
-                newest[1].directory,
-            )
-        return newest[1].newest
+
+    def _newest_of(self, keys: Iterable[EngineKey]) -> tuple[StepId, EngineKey] | None:
+        steps = [(self._newest_step(key), key) for key in keys]
+        return max(((step, key) for step, key in steps if step is not None), key=itemgetter(0), default=None)
+
+    def _resume_from(self, newest: tuple[StepId, EngineKey]) -> str:
+        step, key = newest
+        _lightning.tell_user(
+            self._trainer,
+            f"Resuming from {step} of run {key.run!r} in {key.directory}; to start afresh, pass"
+            " ModelCheckpoint(auto_resume=False), another dirpath or another run.",
+        )
+        return key.newest
+
+    def _places(self, key: EngineKey) -> CheckpointPlaces:
+        return self._users[key][0].places
+
+    def _open(self, key: EngineKey) -> SharedEngine | None:
+        """The run's engine, opened if necessary; None when it cannot be used. Collective: yes."""
+        shared = self._engines.get(key)
+        if shared is None and self._users[key][0].open():
+            shared = self._engines[key]
+        return shared
 
     def _newest_step(self, key: EngineKey) -> StepId | None:
-        if key in self._engines:
-            steps = self._engines[key].engine.steps()
+        if not look(self._trainer, self._places(key)).steps:
+            return None
+        shared = self._open(key)
+        if shared is not None:
+            steps = shared.engine.steps()
             return steps[0][0] if steps else None
         # The run cannot be written, but perhaps read. Rank 0 decides for all ranks.
         found = None
@@ -131,9 +200,10 @@ class Resume:
             CorruptShard, NoCheckpointFound: the path is one of our steps, which cannot be restored.
         """
         allow_pickle = weights_only is False
-        for key, shared in self._engines.items():
-            step = self._step_at_path(path, key, shared)
-            if step is None:
+        for key in list(self._users):
+            shared = self._open(key) if self._may_hold(path, key) else None
+            step = self._step_at_path(path, key, shared) if shared is not None else None
+            if shared is None or step is None:
                 continue
             restored = shared.engine.load(step=step if isinstance(step, StepId) else None, allow_pickle=allow_pickle)
             if restored is None:
@@ -152,6 +222,11 @@ class Resume:
         assert manifest is not None
         self._place_rank_state(state, per_rank, manifest.world_size)
         return state
+
+    def _may_hold(self, path: str, key: EngineKey) -> bool:
+        """False when the run certainly has no step of this path; then its engine need not be opened."""
+        roots = (key.directory, self._places(key).dirpath)
+        return any(_relative(path, root) is not None for root in roots) and not is_stock(path)
 
     @staticmethod
     def _step_at_path(path: str, key: EngineKey, shared: SharedEngine) -> StepId | Literal["newest"] | None:
@@ -190,10 +265,19 @@ class Resume:
 
 def _relative(path: str, directory: str) -> str | None:
     """``path`` relative to ``directory``; "" for itself; None when it lies elsewhere."""
-    directory = directory.rstrip("/")
-    for candidate in (path,) if "://" in path else (os.path.abspath(path), os.path.realpath(path)):
-        if candidate.rstrip("/") == directory:
-            return ""
-        if candidate.startswith(directory + "/"):
-            return candidate.removeprefix(directory + "/").rstrip("/")
+    if "://" in path or "://" in directory:
+        pairs = [(path, directory)]
+    else:
+        # A name may be a symbolic link itself, so both ways count.
+        folder, name = os.path.split(os.path.abspath(path))
+        root = os.path.realpath(directory)
+        pairs = [
+            (os.path.abspath(path), os.path.abspath(directory)),
+            (os.path.join(os.path.realpath(folder), name), root),
+            (os.path.realpath(path), root),
+        ]
+    for candidate, above in pairs:
+        relative = candidate.rstrip("/").removeprefix(above.rstrip("/"))
+        if relative != candidate.rstrip("/") and relative[:1] in ("", "/"):
+            return relative[1:]
     return None

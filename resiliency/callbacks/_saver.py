@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 from torch import Tensor
 
+from resiliency.callbacks._earlier import JOB_INFO
 from resiliency.callbacks._names import engine_name, is_stock, names_on_disk
 from resiliency.callbacks._places import CheckpointPlaces
 from resiliency.callbacks._trainer_session import TrainerSession
@@ -20,6 +24,8 @@ from resiliency.checkpoint.ticket import Outcome
 from resiliency.errors import AgentError, TierError, Timeout
 from resiliency.plugins import _lightning
 from resiliency.plugins.strategies.base import StrategyAdapter
+from resiliency.settings import environment
+from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.stage import Stage
 
 if TYPE_CHECKING:
@@ -31,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 #: How long the save that may be the last of a fit waits for the one before it; others are skipped sooner.
 _LAST_SAVE_TIMEOUT = timedelta(minutes=2)
+#: From this size on, the engine is opened and shard files are prepared before training; smaller jobs pay for the start
+#: of the engine in their first save, and a fit that saves nothing not at all.
+_LARGE_BYTES = 32 * 1024 * 1024
 
 
 class CheckpointSaver:
@@ -68,9 +77,12 @@ class CheckpointSaver:
         self._collecting = False
         self._overlap = False
         self._missed_saves = 0
+        self._told_why = False
         #: Paths to save under and names to remove, as requested in the current hook.
         self._save_paths: list[str] = []
         self._removed_names: list[str] = []
+        #: The state, when a ``trainer.save_checkpoint`` of other code had it dumped in the current hook.
+        self._dumped: dict[str, Any] | None = None
         #: Names whose removal waits for the next save that succeeds.
         self._postponed_removals: list[str] = []
         #: (step, file of the stock class): removed once a save of that step or a later one is committed.
@@ -82,42 +94,68 @@ class CheckpointSaver:
     # -- the engine ---------------------------------------------------------------------------------------------------
 
     def open(self) -> bool:
-        """Opens the engine; False, the same on all ranks, when it cannot be used. Collective: yes.
+        """Opens the engine, unless it is open; False, the same on all ranks, when it cannot be used. Collective: yes.
+
+        Blocks: about 0.2 s the first time, for the start of the agent.
 
         Raises:
             Timeout: a rank is missing.
-            ConfigError: another callback uses the same run with other tiers.
         """
+        if self.engine is not None:
+            return True
         try:
-            self.engine = self.session.open(self.places, self._options).engine
+            self.engine = self.session.open(self.places, self._options_with_log()).engine
         except (TierError, AgentError, OSError) as error:
             if isinstance(error, Timeout):
                 raise  # nothing works without that rank
-            level = logging.ERROR if self._missed_saves == 0 else logging.DEBUG
             logger.log(
-                level,
+                logging.DEBUG if self._told_why else logging.ERROR,
                 "no checkpoints are written to %s: %s; training goes on, and later saves try again",
                 self.places.local.directory,
                 error,
             )
+            self._told_why = True
             return False
-        found: list[str] = []
-        if self._trainer.is_global_zero:
-            found = names_on_disk(self.places.dirpath, self.places.key.run, self._callback.FILE_EXTENSION)
-        self._names.update(self._trainer.strategy.broadcast(found))
         return True
 
-    def _retry_open(self) -> bool:
-        """Retries opening the engine at missed saves 1, 2, 4, 8, ... Collective: yes."""
-        self._missed_saves += 1
-        if self._missed_saves & (self._missed_saves - 1) or self._trainer.state.status == "interrupted":
+    def _options_with_log(self) -> CheckpointerOptions:
+        """With a folder for the event log that outlives the job, when all tiers are addresses and a ramdisk."""
+        root = str(self._trainer.default_root_dir)
+        folders = [remote for remote in self.places.remotes if "://" not in remote.address]
+        if self._options.events_dir or folders or self.places.local.durable or "://" in root:
+            return self._options
+        return replace(self._options, events_dir=os.path.join(root, META_DIR, self.places.key.run, EVENTS_DIR))
+
+    def _open_for_save(self) -> bool:
+        """Opens the engine for a save; after failures again at saves 2, 3, 5, 9, ... Collective: yes."""
+        if self.engine is not None:
+            return True
+        if self._missed_saves & (self._missed_saves - 1) or self._others_may_be_missing:
+            self._missed_saves += 1
             return False
-        return self.open()
+        began = time.monotonic()
+        opened = self.open()
+        self.session.steps.stall(time.monotonic() - began)
+        self._missed_saves += not opened
+        return opened
+
+    @property
+    def _others_may_be_missing(self) -> bool:
+        return bool(self._trainer.world_size > 1 and self._trainer.state.status == "interrupted")
 
     def warm_up(self) -> None:
-        """Prepares shard files for full checkpoints. Blocks: first touch, about 1-3 s per GiB."""
-        if self.engine is not None and not self._callback.save_weights_only:
-            self.session.warm_up(self.places.key, self._adapter)
+        """Opens the engine and prepares shard files, if the job is large: what is done here is not done in a step.
+
+        Collective: yes. Blocks: first touch, about 1-3 s per GiB.
+        """
+        if self._callback.save_weights_only:
+            expected: dict[str, Tensor] = {}
+        else:
+            expected = self._adapter.expected_tensors(self._trainer)
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in expected.values())
+        large = nbytes >= _LARGE_BYTES or self._trainer.world_size > 1
+        if (self.engine is not None or large) and self.open() and expected:
+            self.session.warm_up(self.places.key, expected)
 
     def settle(self, stage: Stage, timeout: timedelta) -> None:
         """Waits until what was saved has reached ``stage`` and delivers the outcomes. Blocks: up to ``timeout``,
@@ -136,12 +174,9 @@ class CheckpointSaver:
 
     def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
         """Ends this saver; ``close_engine`` is called when no other callback uses the engine."""
-        engine, self.engine = self.engine, None
-        if engine is None:
-            self.session.end_if_unused()
-            return
+        self.engine = None
         try:
-            self.session.release(self.places.key, close=close_engine)
+            self.session.release(self, close=close_engine)
         except (OSError, RuntimeError):  # Boundary: as in settle.
             logger.warning(
                 "the checkpoint engine did not close cleanly; the agent finishes the saves it has", exc_info=True
@@ -159,7 +194,15 @@ class CheckpointSaver:
 
     @property
     def _names(self) -> set[str]:
-        return self.session.names.setdefault(self.places.dirpath, set())
+        """Names in use below ``dirpath``. Collective: the first time in a fit."""
+        known = self.session.names.get(self.places.dirpath)
+        if known is None:
+            found: list[str] = []
+            if self._trainer.is_global_zero:
+                found = names_on_disk(self.places.dirpath, self.places.key.run, self._callback.FILE_EXTENSION)
+            known = set(self._trainer.strategy.broadcast(found))
+            self.session.names[self.places.dirpath] = known
+        return known
 
     def is_taken(self, path: str) -> bool:
         """True when a checkpoint has this path or will have it. Collective: no; all ranks have the same names."""
@@ -188,6 +231,24 @@ class CheckpointSaver:
     def save(self, path: str) -> None:
         """Saves the current step under this path. Blocks: for the copy of what is not copied late."""
         self._save_paths.append(path)
+        self._carry_out_unless_collecting()
+
+    def save_through_trainer(self, path: str) -> None:
+        """As :meth:`save`, through a ``trainer.save_checkpoint`` that other code has replaced: it sees every path, and
+        nothing is saved when it does not call Lightning's. The state is dumped as often as it does.
+
+        Collective: yes, Lightning's has a barrier.
+        """
+
+        def catch(checkpoint: dict[str, Any], filepath: Any) -> bool:
+            if self.name_of(filepath) is None:
+                return False
+            self._dumped = checkpoint
+            self._save_paths.append(str(filepath))
+            return True
+
+        with _lightning.catch_save(self._trainer, catch):
+            self._trainer.save_checkpoint(path, self._callback.save_weights_only)
         self._carry_out_unless_collecting()
 
     def link(self, path: str, linkpath: str) -> None:
@@ -219,10 +280,11 @@ class CheckpointSaver:
         """Saves one checkpoint under all requested names, then passes the removals to the engine."""
         paths, self._save_paths = self._save_paths, []
         removed, self._removed_names = self._removed_names, []
+        dumped, self._dumped = self._dumped, None
         if not paths and not removed:
             return
         names = list(dict.fromkeys(name for name in map(self.name_of, paths) if name is not None))
-        if self.engine is None and not self._retry_open():
+        if not self._open_for_save():
             self._postponed_removals += removed
             return
         assert self.engine is not None
@@ -231,7 +293,7 @@ class CheckpointSaver:
             name for name in dict.fromkeys([*self._postponed_removals, *discarded, *removed]) if name not in names
         ]
         self._postponed_removals = []
-        if names and not self._take_checkpoint(self.engine, paths[0], names, removed):
+        if names and not self._take_checkpoint(self.engine, paths[0], names, removed, dumped):
             # Removals wait for the next save that succeeds.
             self._postponed_removals = removed
             return
@@ -239,21 +301,31 @@ class CheckpointSaver:
             self.engine.delete(*removed)
             self._names.difference_update(removed)
 
-    def _take_checkpoint(self, engine: Checkpointer, path: str, names: list[str], supersedes: list[str]) -> bool:
+    def _take_checkpoint(
+        self,
+        engine: Checkpointer,
+        path: str,
+        names: list[str],
+        supersedes: list[str],
+        dumped: dict[str, Any] | None,
+    ) -> bool:
         trainer, callback = self._trainer, self._callback
         if engine.pending:
             self.session.fence()
         if _lightning.about_to_end(trainer):
             engine.flush(Stage.COMMITTED, timeout=_LAST_SAVE_TIMEOUT)
-        state = self._adapter.dump_state(trainer, weights_only=callback.save_weights_only)
+        state = dumped or self._adapter.dump_state(trainer, weights_only=callback.save_weights_only)
         rank_state = self.session.resume.rank_state
         per_rank = None
         if rank_state is not None and not callback.save_weights_only:
             per_rank = {"rank_state": rank_state.capture(trainer)}
         info: dict[str, Any] = {"epoch": trainer.current_epoch}
+        job = environment().launch.job
         score = callback.best_k_models.get(path)
         if score is not None and callback.monitor:
             info[callback.monitor] = float(score)
+        if job:
+            info[JOB_INFO] = dict(job)
         # For example in the middle of gradient accumulation; a resume then prefers another save of this step.
         exact = per_rank is None or not per_rank["rank_state"]["caveats"]
         rules = self._adapter.tensor_rules(trainer)
@@ -292,6 +364,7 @@ class CheckpointSaver:
         self._names.update(names)
         self.session.register_save(self.places.key, ticket, self)
         if engine.pending:
+            self.session.fence_before_steps()
             self.session.engines[self.places.key].watch_late_copies(copied_late, names)
         return True
 

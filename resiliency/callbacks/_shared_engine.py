@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharedEngine:
-    """An open engine, its places, and how many callbacks use it.
+    """An open engine and its places.
 
     Threads: training thread.
     """
@@ -24,7 +24,6 @@ class SharedEngine:
     def __init__(self, engine: Checkpointer, places: CheckpointPlaces) -> None:
         self.engine = engine
         self.places = places
-        self.users = 0
         self.warm = False
         self._discarded: list[str] = []
         # Tensors being copied late and their version when the copy began, and the names of that save.

@@ -1,28 +1,32 @@
-"""State shared by the checkpoint callbacks of one trainer: engines by directory and run, and the resume."""
+"""State shared by the checkpoint callbacks of one trainer: engines by directory and run, and the resume.
+
+Nothing is opened before it is needed. A session that Lightning left without its last hooks (another callback raised in
+``on_exception``) is closed by the next one in the process; Lightning offers no moment before.
+"""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
-from resiliency.callbacks._resume import Resume
+from resiliency.callbacks._resume import EngineUser, Resume
 from resiliency.callbacks._shared_engine import SharedEngine
 from resiliency.callbacks._step_hooks import step_observer
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.ticket import Outcome, Ticket
 from resiliency.errors import ConfigError
-from resiliency.plugins.strategies.base import StrategyAdapter
 from resiliency.storage.step_id import StepId
 from resiliency.telemetry.step_events import StepEvents, log_steps
 
-__all__ = ["OutcomeReceiver", "TrainerSession", "trainer_session"]
+__all__ = ["OutcomeReceiver", "TrainerSession", "load_in_session", "trainer_session"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +50,47 @@ class TrainerSession:
         self.trainer = trainer
         self.steps = step_observer(trainer)
         self.engines: dict[EngineKey, SharedEngine] = {}
+        #: Users of each engine, open or not.
+        self.users: dict[EngineKey, list[EngineUser]] = {}
         #: Names in use below each dirpath, the same on every rank: on disk, or of a save in flight.
         self.names: dict[str, set[str]] = {}
+        #: Training has begun in this fit.
+        self.training = False
         #: False once something has changed tensors while they were copied late.
         self.lazy = True
-        self.resume = Resume(trainer, self.engines)
+        self.resume = Resume(trainer, self.engines, self.users)
         self._optimizer_hook: Any = None
+        self._hook_end: Any = None
         self._receivers: dict[tuple[EngineKey, StepId], weakref.ref[OutcomeReceiver]] = {}
         self._step_events: StepEvents | None = None
 
+    def __reduce__(self) -> Any:
+        """A copy or pickle of the trainer has no session."""
+        return _no_session, ()
+
     # -- engines --------------------------------------------------------------------------------------------------
+
+    def register(self, user: EngineUser) -> None:
+        """Adds a user of an engine, which may open it later.
+
+        Raises:
+            ConfigError: another callback uses the same run with other tiers.
+        """
+        _close_abandoned(self)
+        others = self.users.setdefault(user.places.key, [])
+        if others and others[0].places != user.places:
+            mine, theirs = user.places, others[0].places
+            raise ConfigError(
+                f"two ModelCheckpoint callbacks use run {mine.key.run!r} in {mine.key.directory} with different tiers"
+                f" ({theirs.dirpath} and {mine.dirpath});"
+                " give them the same dirpath and tiers, or give each its own local_dir= or run="
+            )
+        others.append(user)
 
     def open(self, places: CheckpointPlaces, options: CheckpointerOptions) -> SharedEngine:
         """The engine of these places; opened by its first user. Collective: yes.
 
         Raises:
-            ConfigError: it is in use with other tiers.
             TierError, AgentError, OSError: it cannot be used; every rank gets one of them.
         """
         key = places.key
@@ -77,56 +106,67 @@ class TrainerSession:
             )
             engine.open()
             shared = self.engines[key] = SharedEngine(engine, places)
-            if self._optimizer_hook is None:
-                self._optimizer_hook = register_optimizer_step_pre_hook(self._before_any_step)
+            _live.add(self)
             # Steps are written into the log of the first engine, unless another log has them already.
             if self._step_events is None:
                 self._step_events = log_steps(self.steps, lambda: engine.session.events)
-        elif shared.places != places:
-            raise ConfigError(
-                f"two ModelCheckpoint callbacks use run {key.run!r} in {key.directory} with different tiers"
-                f" ({shared.places.dirpath} and {places.dirpath});"
-                " give them the same dirpath and tiers, or give each its own local_dir= or run="
-            )
-        shared.users += 1
         return shared
 
-    def release(self, key: EngineKey, *, close: Callable[[Checkpointer], None]) -> None:
-        """Ends one callback's use of an engine; the last user closes it, and the last engine ends the session."""
-        shared = self.engines.get(key)
-        if shared is None:
+    def release(self, user: EngineUser, *, close: Callable[[Checkpointer], None]) -> None:
+        """Ends one callback's use of an engine; the last user closes it, and the last user of all ends the session."""
+        key = user.places.key
+        users = self.users.get(key, [])
+        if user in users:
+            users.remove(user)
+        if users:
             return
-        shared.users -= 1
-        if shared.users > 0:
+        self.users.pop(key, None)
+        try:
+            self._close(key, close)
+        finally:
+            if not self.users:
+                self.end()
+
+    def _close(self, key: EngineKey, close: Callable[[Checkpointer], None]) -> None:
+        shared = self.engines.pop(key, None)
+        if shared is None:
             return
         events = self._step_events
         if events is not None and events.writer is shared.engine.session.events:
             events.flush()
             self.steps.unsubscribe(events)
             self._step_events = None
-        del self.engines[key]
-        try:
-            close(shared.engine)
-        finally:
-            self.end_if_unused()
+        close(shared.engine)
 
-    def end_if_unused(self) -> None:
-        """Undoes all changes to the trainer and to torch when no engine is left."""
-        if self.engines:
-            return
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
-            self._optimizer_hook = None
+    def end(self) -> None:
+        """Undoes all changes to the trainer and to torch. Idempotent."""
+        self._remove_optimizer_hook()
         self.resume.end()
+        _live.discard(self)
         if self.trainer.__dict__.get(_ATTRIBUTE) is self:
             del self.trainer.__dict__[_ATTRIBUTE]
 
-    def warm_up(self, key: EngineKey, adapter: StrategyAdapter) -> None:
-        """Prepares shard files for full checkpoints; once per engine. Blocks: first touch, about 1-3 s per GiB."""
+    def abandon(self) -> None:
+        """Closes everything after a fit that ended without its last hooks. Blocks: for a copy in progress."""
+        self.users.clear()
+        for key in list(self.engines):
+            try:
+                self._close(key, lambda engine: engine.close(flush=False, reason="exception"))
+            except (OSError, RuntimeError):  # Boundary: torch's store raises these when another rank has exited.
+                logger.warning("the checkpoint engine of %s did not close cleanly", key.directory, exc_info=True)
+        self.end()
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True when the trainer has ended its fit, but its last hooks did not reach all callbacks."""
+        return bool(self.trainer.state.status != "running")
+
+    def warm_up(self, key: EngineKey, expected: Mapping[str, Tensor]) -> None:
+        """Prepares shard files for these tensors; once per engine. Blocks: first touch, about 1-3 s per GiB."""
         shared = self.engines[key]
         if not shared.warm:
             shared.warm = True
-            shared.engine.warm_up_for(adapter.expected_tensors(self.trainer))
+            shared.engine.warm_up_for(expected)
 
     # -- outcomes of saves ----------------------------------------------------------------------------------------
 
@@ -162,7 +202,28 @@ class TrainerSession:
             self.steps.stall(waited)
         return waited
 
+    def fence_before_steps(self) -> None:
+        """Fences also before optimizer steps of which Lightning's hooks do not tell. Idempotent; undone at the end."""
+        if self._optimizer_hook is None:
+            weak = weakref.WeakMethod(self._before_any_step)  # torch keeps the hook for the life of the process
+
+            def before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                method = weak()
+                if method is not None:
+                    method(optimizer, args, kwargs)
+
+            self._optimizer_hook = register_optimizer_step_pre_hook(before_any_step)
+            self._hook_end = weakref.finalize(self, self._optimizer_hook.remove)
+
+    def _remove_optimizer_hook(self) -> None:
+        if self._optimizer_hook is not None:
+            self._hook_end.detach()
+            self._optimizer_hook.remove()
+            self._optimizer_hook = None
+
     def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not any(shared.engine.pending for shared in self.engines.values()):
+            return
         # With a closure in automatic optimisation the forward comes later, and on_before_optimizer_step fences.
         with_closure = bool(args[1:]) or bool(kwargs.get("closure"))
         if (
@@ -172,6 +233,21 @@ class TrainerSession:
         ):
             return
         self.fence()
+
+
+#: Sessions with an open engine.
+_live: weakref.WeakSet[TrainerSession] = weakref.WeakSet()
+
+
+def _close_abandoned(new: TrainerSession) -> None:
+    for session in list(_live):
+        if session is not new and session.is_abandoned:
+            logger.info("closing the checkpoint engine that an earlier fit left open when it failed")
+            session.abandon()
+
+
+def _no_session() -> None:
+    return None
 
 
 _ATTRIBUTE = "_resiliency_trainer_session"
@@ -184,3 +260,8 @@ def trainer_session(trainer: Any) -> TrainerSession:
         found = TrainerSession(trainer)
         setattr(trainer, _ATTRIBUTE, found)
     return found
+
+
+def load_in_session(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any] | None:
+    """Loads one of our checkpoints for Lightning; None when ``path`` is a stock one. Collective: yes, in a fit."""
+    return trainer_session(trainer).resume.load(path, weights_only)

@@ -34,12 +34,17 @@ class RunningGoodput(StepHooks):
 
     Thread: the training thread. Collective: no.
 
+    Attributes:
+        reads_events: a checkpoint callback of the same trainer opens its log at the start of the fit.
+
     Args:
         events_dir: folder for a log of its own; None: ``RESILIENCY_EVENTS_DIR``, else below the Trainer's root folder.
         sinks: more places for events when the log is its own, see :mod:`resiliency.telemetry.sinks`.
         prog_bar: show ``goodput`` in the progress bar.
         log: send ``goodput`` to the Trainer's loggers.
     """
+
+    reads_events = True
 
     def __init__(
         self,

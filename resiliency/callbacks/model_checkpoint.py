@@ -6,7 +6,7 @@
 When and what to save, names, top-k and exceptions are the stock class's own code. Only what touches storage is
 replaced: a save is copied on every rank and committed in the background, a removal waits until a newer save is
 committed, ``last`` is a second name of the same step, loggers are notified once a checkpoint is committed, and a fit
-that names no checkpoint resumes from the newest step of its run.
+that names no checkpoint resumes from the newest step of its run when it is a restart of the job that wrote it.
 
 All names requested in one hook are one save, so the callback state in a checkpoint has its own ``last_model_path``; the
 stock class writes two files and only the second has it.
@@ -20,14 +20,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from resiliency.callbacks._arguments import check_own, refuse_unknown
+from resiliency.callbacks._earlier import look
 from resiliency.callbacks._names import is_stock
 from resiliency.callbacks._places import CheckpointPlaces, choose_places
+from resiliency.callbacks._resume import Process
 from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.callbacks._step_hooks import StepHooks
-from resiliency.callbacks._trainer_session import trainer_session
+from resiliency.callbacks._trainer_session import load_in_session, trainer_session
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
 from resiliency.errors import ConfigError
@@ -36,6 +39,7 @@ from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.resume.rank_state import is_step_boundary
 from resiliency.plugins.strategies.base import StrategyAdapter
 from resiliency.plugins.strategies.registry import adapter_for
+from resiliency.settings import environment
 from resiliency.storage.interval import Interval
 from resiliency.storage.stage import Stage
 
@@ -44,7 +48,7 @@ if TYPE_CHECKING:
 else:
     StockModelCheckpoint = object
 
-__all__ = ["ModelCheckpoint", "build"]  # noqa: F822 - ModelCheckpoint is built on first use
+__all__ = ["ModelCheckpoint", "ResilientModelCheckpoint", "build"]  # noqa: F822 - built on first use
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +65,10 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         *args, **kwargs: those of the stock class.
         lazy: copy parameters and optimizer state while the next forward and backward run. False copies before the
             hook returns; choose it when something changes parameters between the end of a batch and the optimizer step.
-        auto_resume: a fit without ``ckpt_path`` continues from the newest step of this run in ``dirpath``, unless the
-            trainer has trained already: then it continues with its state in memory, as in stock Lightning.
+        auto_resume: whether a fit without ``ckpt_path`` continues from the newest step of this run in ``dirpath``.
+            None: when the launcher says that this process is a restart of the job that wrote that step, in the first
+            fit of the process; see :class:`resiliency.settings.Launch`. True: always. False: never. A trainer that has
+            trained already continues with its state in memory, as in stock Lightning.
         exact_resume: save and restore generators and data loader positions of every rank.
         local_dir: a faster folder (ramdisk, local SSD) for the newest step; ``dirpath`` then is a tier the agent
             uploads to. Needed, and chosen as ``/dev/shm/...``, when ``dirpath`` is an address.
@@ -86,7 +92,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         self,
         *args: Any,
         lazy: bool = True,
-        auto_resume: bool = True,
+        auto_resume: bool | None = None,
         exact_resume: bool = True,
         local_dir: str | os.PathLike[str] | None = None,
         persist: Interval | None = None,
@@ -147,6 +153,11 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         self._warned_of_stock_file = False
         super().__init__(*args, **kwargs)
 
+    def _generate_state_key(self, **kwargs: Any) -> str:
+        """That of the stock class, so that either reads the other's checkpoints; derived classes have their own."""
+        key = super()._generate_state_key(**kwargs)
+        return key.replace(_QUALNAME, "ModelCheckpoint", 1) if type(self).__qualname__ == _QUALNAME else key
+
     # -- start --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -156,11 +167,9 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             # It is not empty because of the checkpoints this run resumes from.
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
-        _lightning.patch_load_checkpoint(
-            trainer, lambda path, weights_only: trainer_session(trainer).resume.load(path, weights_only)
-        )
+        _lightning.patch_load_checkpoint(trainer, partial(load_in_session, trainer))
         _lightning.patch_load_from_checkpoint(self.namespace)
-        if stage != "fit" or trainer.fast_dev_run or self._saver is not None:
+        if stage != "fit" or trainer.fast_dev_run or not self._is_new_fit(trainer):
             return
         adapter = adapter_for(trainer.strategy)
         if adapter is None:
@@ -172,19 +181,30 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             return
         self._use_engine(trainer, adapter)
 
+    def _is_new_fit(self, trainer: Any) -> bool:
+        """Ends what is left of an earlier fit whose last hooks did not reach this callback."""
+        saver = self._saver
+        if saver is None:
+            return True
+        if saver.session is trainer_session(trainer) and not saver.session.training:
+            return False  # set up twice
+        self._saver = None
+        saver.session.abandon()
+        return True
+
     def _use_engine(self, trainer: Any, adapter: StrategyAdapter) -> None:
         session = trainer_session(trainer)
         places = self._places(self.dirpath)
-        self._saver = CheckpointSaver(self, session, adapter, places, options=self._engine_options, lazy=self._lazy)
+        saver = CheckpointSaver(self, session, adapter, places, options=self._engine_options, lazy=self._lazy)
+        session.register(saver)
+        self._saver = saver
         if self._exact_resume:
             session.resume.keep_rank_state()
-        opened = self._saver.open()
-        resumable = not self.save_weights_only
-        if not opened and resumable:
-            session.resume.unwritable.append(places.key)
+        if look(trainer, places).unsupported or _wants_log_from_the_start(trainer):
+            saver.open()  # for an unsupported format this raises what it is
         session.resume.intercept()
-        if self._auto_resume and resumable and trainer.global_step == 0:
-            session.resume.offer(places.key)
+        if self._auto_resume is not False and not self.save_weights_only and trainer.global_step == 0:
+            session.resume.offer(places.key, asked=self._auto_resume)
 
     def _places(self, dirpath: str | os.PathLike[str] | None) -> CheckpointPlaces:
         return choose_places(
@@ -221,9 +241,12 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             self._warn_of_stock_file(filepath)
             super()._save_checkpoint(trainer, filepath)
             return
+        if _lightning.save_is_wrapped(trainer):
+            saver.save_through_trainer(filepath)
+        else:
+            saver.save(filepath)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
-        saver.save(filepath)
 
     def _warn_of_stock_file(self, filepath: str) -> None:
         if self._saver is not None and not self._warned_of_stock_file:
@@ -273,6 +296,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         if self._saver is not None:
+            self._saver.session.training = Process.has_trained = True
             self._saver.warm_up()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -348,6 +372,13 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             saver.close(close_engine)
 
 
+def _wants_log_from_the_start(trainer: Any) -> bool:
+    """True for a job of a launcher and where the user asked for events: their log has the start of the process too."""
+    settings = environment()
+    asked = settings.events_dir is not None or any(getattr(other, "reads_events", False) for other in trainer.callbacks)
+    return asked or bool(settings.launch.job)
+
+
 def _saves_kept_weights(module: Any) -> bool:
     """True when the stock class (2.6) saves weights that the module kept from before the optimizer step.
 
@@ -356,7 +387,16 @@ def _saves_kept_weights(module: Any) -> bool:
     return not module.automatic_optimization and bool(getattr(module, "saved_models", None))
 
 
-_adapter = AdapterClass(__name__, "ModelCheckpoint", StepHooks, EngineModelCheckpoint, base="callbacks:ModelCheckpoint")
+_QUALNAME = "ResilientModelCheckpoint"
+
+_adapter = AdapterClass(
+    __name__,
+    "ModelCheckpoint",
+    StepHooks,
+    EngineModelCheckpoint,
+    base="callbacks:ModelCheckpoint",
+    qualname=_QUALNAME,
+)
 build = _adapter.build
 
 

@@ -90,6 +90,8 @@ class CheckpointerOptions:
         agree_timeout: how long ranks wait for each other at start and restore.
         drain_timeout: how long the agent may continue uploads after the last rank has disconnected.
         lazy_bytes: tensors below this size are copied at once.
+        events_dir: folder for event logs where ``RESILIENCY_EVENTS_DIR`` is not set; None: below the first tier that is
+            a folder.
     """
 
     agent: Literal["process", "embedded"] = "process"
@@ -98,6 +100,7 @@ class CheckpointerOptions:
     agree_timeout: timedelta = timedelta(minutes=5)
     drain_timeout: timedelta = timedelta(minutes=2)
     lazy_bytes: int = 64 * 1024
+    events_dir: str | None = None
 
     def __post_init__(self) -> None:
         if self.agent not in ("process", "embedded"):

@@ -140,7 +140,7 @@ def open_session(
         coordinator=coordinator,
         timeout=options.agree_timeout,
     )
-    events_dir = environment.events_dir or _events_dir(local, remotes, run)
+    events_dir = environment.events_dir or options.events_dir or _events_dir(local, remotes, run)
     sink = BackgroundSink(JsonlSink(os.path.join(events_dir, f"rank-{rank:05d}.jsonl")))
     events = EventWriter(run=run, attempt=attempt, rank=rank, host=node, sinks=(sink, *sinks))
     config = AgentConfig(
@@ -188,14 +188,15 @@ def _host_part(rank: int, local_ranks: Sequence[int], shared: bool) -> HostPart:
 
 
 def _events_dir(local: LocalTierOptions, remotes: Sequence[RemoteTierOptions], run: str) -> str:
-    """Folder of the event logs: in the first remote tier that is a folder, else in the local tier, not on a ramdisk."""
+    """Folder of the event logs: in the first remote tier that is a folder, else in the local tier.
+
+    A ramdisk keeps them only as long as the job: its folder goes once everything is uploaded.
+    """
     for remote in remotes:
         path = local_path(remote.address)
         if path is not None:
             return os.path.join(path, META_DIR, run, EVENTS_DIR)
-    if local.durable or not remotes:
-        return os.path.join(local.directory, META_DIR, run, EVENTS_DIR)
-    return os.path.abspath(os.path.join("resiliency-events", run))
+    return os.path.join(local.directory, META_DIR, run, EVENTS_DIR)
 
 
 def _is_shared(

@@ -11,7 +11,8 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,15 +22,29 @@ from resiliency.inspection.by_path import load_path, locate
 
 __all__ = [
     "about_to_end",
+    "catch_save",
     "intercept_resume",
     "module_overrides",
     "next_is_another_batch",
     "patch_load_checkpoint",
     "patch_load_from_checkpoint",
+    "save_is_wrapped",
     "suppress_mid_epoch_warning",
+    "tell_user",
 ]
 
 logger = logging.getLogger(__name__)
+
+
+def tell_user(trainer: Any, message: str) -> None:
+    """Logs a message on rank 0 where Lightning's own messages to the user go."""
+    namespace = next(name for name in ("lightning.pytorch", "pytorch_lightning") if _is_of(trainer, name))
+    importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_info(message)
+
+
+def _is_of(trainer: Any, namespace: str) -> bool:
+    return any(cls.__module__.startswith(namespace + ".") for cls in type(trainer).__mro__)
+
 
 # -- saving ------------------------------------------------------------------------------------------------------------
 
@@ -60,6 +75,36 @@ def _validation_follows(trainer: Any) -> bool:
         return bool(check(trainer.fit_loop._data_fetcher))
     except TypeError:
         return bool(check())  # before 2.3 it took no argument
+
+
+def save_is_wrapped(trainer: Any) -> bool:
+    """True when other code has replaced or overridden ``trainer.save_checkpoint``, to be told of each save."""
+    save = trainer.__dict__.get("save_checkpoint", type(trainer).save_checkpoint)
+    where = f"{getattr(save, '__module__', '')}:{getattr(save, '__qualname__', '')}"
+    # functools.wraps copies both names, and leaves a trace.
+    return not where.endswith(".trainer.trainer:Trainer.save_checkpoint") or hasattr(save, "__wrapped__")
+
+
+@contextmanager
+def catch_save(trainer: Any, save: Callable[[dict[str, Any], Any], bool]) -> Iterator[None]:
+    """Within the block, what ``trainer.save_checkpoint`` would write goes to ``save(checkpoint, path)`` first, and to
+    the strategy when that returns False."""
+    strategy = trainer.strategy
+    original = strategy.save_checkpoint
+
+    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
+        if not save(checkpoint, filepath):
+            original(checkpoint, filepath, *args, **kwargs)
+
+    shadowed = strategy.__dict__.get("save_checkpoint")
+    strategy.save_checkpoint = save_checkpoint
+    try:
+        yield
+    finally:
+        if shadowed is None:
+            del strategy.save_checkpoint
+        else:
+            strategy.save_checkpoint = shadowed
 
 
 def about_to_end(trainer: Any) -> bool:
@@ -113,14 +158,21 @@ def patch_load_checkpoint(trainer: Any, load: Callable[[str, bool | None], dict[
     """Makes the strategy's CheckpointIO call ``load(path, weights_only)`` first, and its own method on None."""
     io = trainer.strategy.checkpoint_io
     # Several trainers may use one plugin object, one after the other.
-    original = getattr(io, "_resiliency_original_load", None) or io.load_checkpoint
+    patched = io.__dict__.get("load_checkpoint")
+    original = patched.original if isinstance(patched, _LoadOursFirst) else io.load_checkpoint
+    io.load_checkpoint = _LoadOursFirst(load, original)
 
-    def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> Any:
-        found = load(os.fspath(path), kwargs.get("weights_only"))
-        return original(path, *args, **kwargs) if found is None else found
 
-    io._resiliency_original_load = original
-    io.load_checkpoint = load_checkpoint
+class _LoadOursFirst:
+    """A ``CheckpointIO.load_checkpoint``. A class, so that a trainer can still be pickled."""
+
+    def __init__(self, load: Callable[[str, bool | None], dict[str, Any] | None], original: Callable[..., Any]) -> None:
+        self.load = load
+        self.original = original
+
+    def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self.load(os.fspath(path), kwargs.get("weights_only"))
+        return self.original(path, *args, **kwargs) if found is None else found
 
 
 def suppress_mid_epoch_warning(trainer: Any) -> None:

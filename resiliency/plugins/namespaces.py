@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -49,13 +50,17 @@ class AdapterClass:
         parts: classes of this library, before Lightning's in the method resolution order; the last one has the
             docstring.
         base: Lightning's class, as "module below the namespace:class", such as "callbacks:ModelCheckpoint".
+        qualname: another name under which the module exports the class, where tools look classes up by name: a
+            LightningCLI that is given a short name searches all subclasses of Lightning's class for it, and must not
+            find two.
     """
 
-    def __init__(self, module: str, name: str, *parts: type[Any], base: str) -> None:
+    def __init__(self, module: str, name: str, *parts: type[Any], base: str, qualname: str | None = None) -> None:
         self._module = module
         self._name = name
         self._parts = parts
         self._base = base
+        self._qualname = qualname or name
         self._built: dict[str, type[Any]] = {}
 
     def build(self, namespace: str) -> type[Any]:
@@ -69,10 +74,13 @@ class AdapterClass:
             stock = getattr(importlib.import_module(f"{namespace}.{where}"), base)
             members = {
                 "__module__": self._module,
+                "__qualname__": self._qualname,
                 "__doc__": self._parts[-1].__doc__,
                 "__reduce_ex__": self._reduce_ex(namespace),
                 "namespace": namespace,
             }
+            own = next(part for part in self._parts if "__init__" in part.__dict__)
+            members["__init__"] = _constructor(own, stock)
             found = self._built[namespace] = type(self._name, (*self._parts, stock), members)
         return found
 
@@ -89,9 +97,26 @@ class AdapterClass:
 
     def attribute(self, name: str) -> type[Any]:
         """For the defining module's ``__getattr__``: the class for the user's namespace."""
-        if name == self._name:
+        if name in (self._name, self._qualname):
             return self.build(default_namespace())
         raise AttributeError(f"module {self._module!r} has no attribute {name!r}")
+
+
+def _constructor(own: type[Any], stock: type[Any]) -> Callable[..., None]:
+    """A constructor that calls ``own``'s and shows the arguments of both, those of Lightning's class first."""
+    parameters = list(inspect.signature(own.__init__, eval_str=True).parameters.values())
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        inherited = inspect.signature(stock.__init__, eval_str=True).parameters.values()
+        keywords = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        parameters = [*inherited, *keywords]
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        own.__init__(self, *args, **kwargs)
+
+    __init__.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    __init__.__annotations__ = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
+    __init__.__doc__ = own.__init__.__doc__
+    return __init__
 
 
 def _new(module: str, namespace: str) -> Any:

@@ -31,7 +31,9 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
         yield started
 
 
-def run(zygote: Zygote, directory: Path, *, deadline_s: float = 60, **arguments: Any) -> list[dict[str, Any]]:
+def run(
+    zygote: Zygote, directory: Path, *, deadline_s: float = 60, restart: int = 0, **arguments: Any
+) -> list[dict[str, Any]]:
     """What each rank wrote at its end; fails when one is not done in time."""
     port, result = str(free_port()), directory.parent / f"{directory.name}-{time.monotonic_ns()}"
     workers = [
@@ -46,6 +48,7 @@ def run(zygote: Zygote, directory: Path, *, deadline_s: float = 60, **arguments:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "TORCHELASTIC_RUN_ID": "callbacks",
+                "TORCHELASTIC_RESTART_COUNT": str(restart),
                 "NODE_RANK": "0",
                 "GROUP_RANK": "0",
             },
@@ -84,7 +87,7 @@ def test_each_rank_writes_a_shard_and_both_resume_exactly(zygote: Zygote, tmp_pa
     assert [state["rank"] for state in own] == [0, 1]
     assert differences(own[0]["rng"], own[1]["rng"]) != []
 
-    second = run(zygote, directory, max_steps=11, uneven=True)
+    second = run(zygote, directory, max_steps=11, uneven=True, restart=1)
     # Batch statistics differ between ranks, so each rank has a digest of its own.
     assert [answer["hash"] for answer in second] == [answer["hash"] for answer in straight]
     assert second[0]["names"] == ["last.ckpt", "step=6.ckpt", "step=9.ckpt"]
@@ -109,5 +112,5 @@ def test_one_rank_that_raises_alone_does_not_wait_for_the_other(zygote: Zygote, 
     assert answers[1]["error"] == "one rank only"
     assert answers[0]["error"], "the other one loses its connection"
     assert {"step=3.ckpt", "last.ckpt"} <= names(tmp_path / "run")
-    again = run(zygote, tmp_path / "run", max_steps=8)
+    again = run(zygote, tmp_path / "run", max_steps=8, restart=1)
     assert [answer["step"] for answer in again] == [8, 8]

@@ -119,7 +119,7 @@ def test_a_kill_between_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest
     shutil.rmtree(run)
     left.rename(run)
     assert content(run / "step=1.ckpt")["global_step"] == 1
-    trainer = make_trainer(PL, [ours(PL, run, **NEWEST)], root=tmp_path, max_steps=3, max_epochs=-1)
+    trainer = make_trainer(PL, [ours(PL, run, auto_resume=True, **NEWEST)], root=tmp_path, max_steps=3, max_epochs=-1)
     net = make_net(PL)
     trainer.fit(net, loader())
     assert (net.ran, trainer.global_step) == (2, 3)

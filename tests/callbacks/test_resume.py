@@ -60,7 +60,8 @@ def test_every_way_to_resume_gives_the_uninterrupted_run(how: str, namespace: st
     }[how]
 
     # Warnings are errors here: "resuming from a checkpoint that ended before the epoch ended" would be wrong.
-    trainer, net = fit(namespace, directory, ours(namespace, directory, **EVERY), max_steps=14, ckpt_path=path)
+    callback = ours(namespace, directory, auto_resume=True if path is None else None, **EVERY)
+    trainer, net = fit(namespace, directory, callback, max_steps=14, ckpt_path=path)
     assert differences(expected, weights(net)) == []
     assert (net.ran, trainer.global_step) == (6, 14)
 
@@ -68,7 +69,7 @@ def test_every_way_to_resume_gives_the_uninterrupted_run(how: str, namespace: st
 def test_the_warning_about_the_middle_of_an_epoch_stays_where_it_is_right(tmp_path: Path) -> None:
     fit(PL, tmp_path, ours(PL, tmp_path, **EVERY), max_steps=8)
     with pytest.warns(UserWarning, match="ended before the epoch ended"):
-        fit(PL, tmp_path, ours(PL, tmp_path, exact_resume=False, **EVERY), max_steps=10)
+        fit(PL, tmp_path, ours(PL, tmp_path, exact_resume=False, auto_resume=True, **EVERY), max_steps=10)
 
 
 def test_nothing_is_resumed_when_told_so(tmp_path: Path) -> None:
@@ -216,7 +217,8 @@ def test_hyper_parameters_with_paths_and_dataclasses_resume(weights_only: bool |
     saved = content(tmp_path / "last.ckpt")["hyper_parameters"]
     assert saved == hparams
     net = make_net(PL, hparams=hparams)
-    fit(PL, tmp_path, ours(PL, tmp_path, **EVERY), max_steps=5, weights_only=weights_only, net=net)
+    callback = ours(PL, tmp_path, auto_resume=True, **EVERY)
+    fit(PL, tmp_path, callback, max_steps=5, weights_only=weights_only, net=net)
     assert net.ran == 1
 
 
@@ -292,14 +294,14 @@ def test_a_path_that_is_nothing_is_an_error(tmp_path: Path) -> None:
 def test_the_newest_of_several_directories_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def callbacks() -> list[Any]:
         return [
-            ours(PL, tmp_path / "a", every_n_train_steps=3),
-            ours(PL, tmp_path / "b", every_n_train_steps=4, save_last=True),
+            ours(PL, tmp_path / "a", auto_resume=True, every_n_train_steps=3),
+            ours(PL, tmp_path / "b", auto_resume=True, every_n_train_steps=4, save_last=True),
         ]
 
     make_trainer(PL, callbacks(), root=tmp_path, max_steps=5, max_epochs=-1).fit(make_net(PL), loader())
     for path in (None, "last"):
         caplog.clear()
-        with caplog.at_level(logging.INFO, logger="resiliency"):
+        with caplog.at_level(logging.INFO):
             trainer = make_trainer(PL, callbacks(), root=tmp_path, max_steps=4, max_epochs=-1)
             trainer.fit(make_net(PL), loader(), ckpt_path=path)
-        assert "resuming from step 4" in caplog.text
+        assert "Resuming from step 4" in caplog.text

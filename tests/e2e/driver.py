@@ -50,6 +50,7 @@ class Job:
     arguments: dict[str, Any] = field(default_factory=dict)
     rank_env: dict[int, dict[str, str]] = field(default_factory=dict)
     rank_arguments: dict[int, dict[str, Any]] = field(default_factory=dict)
+    attempts: int = 0
 
     @property
     def result(self) -> Path:
@@ -67,7 +68,7 @@ class Job:
 
     def start(self, *, faults: str = "", rank_faults: dict[int, str] | None = None) -> list[WorkerProcess]:
         port = str(free_port())
-        workers = []
+        workers: list[WorkerProcess] = []
         for rank in range(self.world_size):
             env = {
                 "RANK": str(rank),
@@ -77,6 +78,7 @@ class Job:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "TORCHELASTIC_RUN_ID": "kill-test",
+                "TORCHELASTIC_RESTART_COUNT": str(self.attempts),
                 "NODE_RANK": "0",
                 "GROUP_RANK": "0",
                 "RESILIENCY_FAULTS": (rank_faults or {}).get(rank, faults),
@@ -92,6 +94,7 @@ class Job:
                 **self.rank_arguments.get(rank, {}),
             }
             workers.append(self.zygote.start("tests.e2e.job:train", arguments, env=env))
+        self.attempts += 1
         return workers
 
     def run_to_end(self, *, timeout_s: float = 120) -> dict[str, Any]:

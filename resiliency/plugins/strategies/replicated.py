@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from resiliency.plugins.strategies.base import TensorRules
 
@@ -42,12 +43,13 @@ class ReplicatedAdapter:
         Parameters that no optimizer has may be moving averages, which change in any hook or in forward. Nothing is
         copied late when an optimizer runs inside backward.
         """
-        replicated = {parameter.data_ptr() for parameter in trainer.lightning_module.parameters()}
+        module = trainer.lightning_module
+        replicated = {parameter.data_ptr() for parameter in filter(_has_data, module.parameters())}
         stepped: set[int] = set()
         in_backward = False
         for optimizer in trainer.optimizers:
             for group in getattr(optimizer, "param_groups", ()):
-                for parameter in group["params"]:
+                for parameter in filter(_has_data, group["params"]):
                     in_backward |= _is_stepped_in_backward(parameter)
                     if parameter.requires_grad:
                         stepped.add(parameter.data_ptr())
@@ -64,18 +66,26 @@ class ReplicatedAdapter:
         )
 
     def expected_tensors(self, trainer: Any) -> dict[str, Tensor]:
+        """Without parameters of lazy modules, which have no shape yet."""
         tensors: dict[str, Tensor] = {}
         for name, value in trainer.lightning_module.state_dict().items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and _has_data(value):
                 tensors[f"state_dict/{name}"] = torch.empty_like(value, device="meta")
         for index, optimizer in enumerate(trainer.optimizers):
             parameters: Iterable[Tensor] = (p for group in optimizer.param_groups for p in group["params"])
             for position, parameter in enumerate(parameters):
+                if not _has_data(parameter):
+                    continue
                 for name in _moments(optimizer):
                     tensors[f"optimizer_states/{index}/state/{position}/{name}"] = torch.empty_like(
                         parameter, device="meta"
                     )
         return tensors
+
+
+def _has_data(tensor: Tensor) -> bool:
+    """False for a parameter or buffer of a lazy module before its first forward."""
+    return not is_lazy(tensor)
 
 
 def _is_stepped_in_backward(parameter: Any) -> bool:

@@ -1,0 +1,95 @@
+"""What earlier jobs left in the places of a callback, read from storage alone: no agent and nothing is written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from resiliency.callbacks._places import CheckpointPlaces
+from resiliency.errors import TierError, UnsupportedFormat
+from resiliency.settings import environment
+from resiliency.storage.catalog import StepListing, scan, step_folders
+from resiliency.storage.step_id import StepId
+from resiliency.storage.tiers import open_tier
+from resiliency.storage.tiers.base import Tier
+
+__all__ = ["JOB_INFO", "Found", "continues_writer", "is_restart", "look", "newest_step"]
+
+logger = logging.getLogger(__name__)
+
+#: Under this key the ``info`` of a save names the job that wrote it, see :class:`resiliency.settings.Launch`.
+JOB_INFO = "job"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is in the places of a callback, the same on every rank.
+
+    Attributes:
+        steps: some rank sees steps of the run, whole or not.
+        unsupported: some rank sees steps that another version of the format wrote.
+    """
+
+    steps: bool
+    unsupported: bool
+
+
+def look(trainer: Any, places: CheckpointPlaces) -> Found:
+    """Whether there are steps of the run. Collective: yes. Blocks: one listing per tier."""
+    steps = unsupported = False
+    for tier in _tiers(trainer, places):
+        try:
+            steps = bool(step_folders(tier, places.key.run)) or steps
+        except UnsupportedFormat:
+            unsupported = True
+        except (TierError, OSError) as error:
+            logger.debug("%s cannot be listed: %s", tier.root, error)
+    return Found(steps=_any_rank(trainer, steps), unsupported=_any_rank(trainer, unsupported))
+
+
+def is_restart(trainer: Any) -> bool:
+    """True when the launcher of any rank says that this process is a restart. Collective: yes.
+
+    Any rank: torchrun counts restarts on each host, and a host that is new in a job counts from zero.
+    """
+    return _any_rank(trainer, bool(environment().launch.restarts))
+
+
+def continues_writer(trainer: Any, places: CheckpointPlaces, step: StepId) -> bool:
+    """True when a rank's launcher says that this is a restart of the job that wrote ``step``. Collective: yes."""
+    launch = environment().launch
+    writers = [_writer(listing) for listing in _listings(trainer, places) if listing.id == step] if launch.job else []
+    return _any_rank(trainer, any(launch.continues(writer) for writer in writers))
+
+
+def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
+    """The newest complete step that this rank sees. Collective: no."""
+    return max((listing.id for listing in _listings(trainer, places) if listing.manifest is not None), default=None)
+
+
+def _listings(trainer: Any, places: CheckpointPlaces) -> Iterator[StepListing]:
+    for tier in _tiers(trainer, places):
+        try:
+            yield from scan(tier, places.key.run)
+        except (TierError, OSError, UnsupportedFormat) as error:
+            logger.debug("%s cannot be listed: %s", tier.root, error)
+
+
+def _writer(listing: StepListing) -> Mapping[str, str]:
+    jobs = [record.info.get(JOB_INFO) for record in listing.records.values()]
+    return next((job for job in jobs if isinstance(job, Mapping)), {})
+
+
+def _tiers(trainer: Any, places: CheckpointPlaces) -> Iterator[Tier]:
+    """The tiers this rank looks at: the folder of its host, and rank 0 also at the remote ones."""
+    yield open_tier(places.local.directory)
+    if trainer.is_global_zero:
+        for remote in places.remotes:
+            options = {"storage_options": dict(remote.storage_options)} if remote.storage_options else {}
+            yield open_tier(remote.address, **options)
+
+
+def _any_rank(trainer: Any, decision: bool) -> bool:
+    return bool(trainer.strategy.reduce_boolean_decision(decision, all=False))

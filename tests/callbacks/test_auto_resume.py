@@ -1,0 +1,260 @@
+"""A fit resumes by itself only in a restart of the job that wrote the checkpoints; otherwise it does what the stock class
+does, and says what it found."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.callbacks._resume import Process
+from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock
+
+PL = "lightning.pytorch"
+EVERY: dict[str, Any] = {"every_n_train_steps": 4, "save_top_k": -1, "filename": "{step}", "save_last": True}
+VARIABLES = (
+    "TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_ERROR_FILE SLURM_JOB_ID SLURM_RESTART_COUNT JOBSET_NAME"
+    " JOBSET_UID JOBSET_RESTART_ATTEMPT RESILIENCY_ATTEMPT RESILIENCY_JOB RESILIENCY_RUN JOB_IDENTIFIER"
+).split()
+
+
+class Machine:
+    """Starts processes, as a launcher would: each with its variables, and no fit before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def process(self, env: dict[str, str]) -> None:
+        self._monkeypatch.setattr(Process, "has_trained", False)
+        for name in VARIABLES:
+            self._monkeypatch.delenv(name, raising=False)
+        for name, value in env.items():
+            self._monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine(monkeypatch)
+    found.process({})
+    return found
+
+
+def batches_run(directory: Path, *, max_steps: int, namespace: str = PL, callback: Any = None, **arguments: Any) -> int:
+    """Trains a fresh model in a fresh trainer; returns how many batches it was trained on."""
+    callback = callback or ours(namespace, directory, **(EVERY | arguments))
+    net = make_net(namespace)
+    trainer = make_trainer(namespace, [callback], root=directory, max_steps=max_steps, max_epochs=-1)
+    trainer.fit(net, loader())
+    assert trainer.global_step == max_steps
+    ran: int = net.ran
+    return ran
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the user was told of checkpoints that were found."""
+    return [text for text in caplog.messages if "holds checkpoints of" in text or text.startswith("Resuming from")]
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_second_fit_with_a_fresh_model_does_what_it_does_with_the_stock_class(
+    namespace: str, tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Folds of a cross-validation, a sweep, a rerun by hand: all batches are trained, and older files are kept."""
+    results = []
+    caplog.set_level(logging.INFO)
+    for make in (stock, ours):
+        directory = tmp_path / "run"
+        machine.process({})
+        ran = []
+        for fold in range(3):
+            if fold == 2:
+                machine.process({})
+            caplog.clear()
+            callback = stock(namespace)(directory, **EVERY) if make is stock else ours(namespace, directory, **EVERY)
+            ran.append(batches_run(directory, max_steps=8 - 2 * fold, namespace=namespace, callback=callback))
+            assert len(told(caplog)) == (make is ours and fold > 0)
+        results.append((ran, {name: content(directory / name)["global_step"] for name in sorted(names(directory))}))
+        directory.rename(tmp_path / f"run-{len(results)}")
+    assert results[0][0] == [8, 6, 4]
+    assert differences(*results) == []
+
+
+def test_one_line_says_what_was_found_and_how_to_resume(
+    tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    batches_run(tmp_path, max_steps=8)
+    assert told(caplog) == []
+    machine.process({})
+    batches_run(tmp_path, max_steps=3)
+    (line,) = told(caplog)
+    for words in (str(tmp_path), "step 8", "auto_resume=True", 'ckpt_path="last"', "afresh"):
+        assert words in line
+    # Where Lightning talks to users, whose loggers show INFO; a library's own logger does not.
+    assert {record.name.split(".")[-1] for record in caplog.records if record.getMessage() == line} == {"rank_zero"}
+
+
+LOG = "/tmp/torchelastic_a/none_b"
+#: name -> variables of the process that wrote, of the one that starts, whether it resumes
+LAUNCHES: dict[str, tuple[dict[str, str], dict[str, str], bool]] = {
+    "torchrun restarts": (
+        {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"},
+        {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"},
+        True,
+    ),
+    "torchrun starts again with the same id": (
+        {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"},
+        {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"},
+        False,
+    ),
+    "another torchrun restarts": (
+        {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"},
+        {"TORCHELASTIC_RUN_ID": "b", "TORCHELASTIC_RESTART_COUNT": "2"},
+        False,
+    ),
+    "torchrun without an id restarts": (
+        {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": f"{LOG}/attempt_0/0/error.json"},
+        {
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_ERROR_FILE": f"{LOG}/attempt_1/0/error.json",
+            "TORCHELASTIC_RESTART_COUNT": "1",
+        },
+        True,
+    ),
+    "another torchrun without an id restarts": (
+        {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": f"{LOG}/attempt_0/0/error.json"},
+        {
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_ERROR_FILE": f"{LOG}x/attempt_1/0/error.json",
+            "TORCHELASTIC_RESTART_COUNT": "1",
+        },
+        False,
+    ),
+    "torchrun restarts what was written by hand": (
+        {},
+        {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"},
+        False,
+    ),
+    "slurm requeues": ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
+    "a second srun of one job": ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),
+    "slurm requeues another job": ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
+    "jobset restarts": (
+        {"JOBSET_NAME": "j", "JOBSET_RESTART_ATTEMPT": "0"},
+        {"JOBSET_NAME": "j", "JOBSET_RESTART_ATTEMPT": "1"},
+        True,
+    ),
+    "jobset starts again": (
+        {"JOBSET_NAME": "j", "JOBSET_RESTART_ATTEMPT": "0"},
+        {"JOBSET_NAME": "j", "JOBSET_RESTART_ATTEMPT": "0"},
+        False,
+    ),
+    "a jobset of the same name restarts": (
+        {"JOBSET_NAME": "j", "JOBSET_UID": "1", "JOBSET_RESTART_ATTEMPT": "0"},
+        {"JOBSET_NAME": "j", "JOBSET_UID": "2", "JOBSET_RESTART_ATTEMPT": "1"},
+        False,
+    ),
+    "our own attempt": ({"RESILIENCY_ATTEMPT": "1"}, {"RESILIENCY_ATTEMPT": "2"}, True),
+    "our own first attempt": ({"RESILIENCY_ATTEMPT": "1"}, {"RESILIENCY_ATTEMPT": "1"}, False),
+    "our own attempt of another job": (
+        {"RESILIENCY_ATTEMPT": "1", "RESILIENCY_JOB": "a"},
+        {"RESILIENCY_ATTEMPT": "2", "RESILIENCY_JOB": "b"},
+        False,
+    ),
+    "the same identifier": ({"JOB_IDENTIFIER": "x"}, {"JOB_IDENTIFIER": "x"}, True),
+    "the same identifier in another run": (
+        {"JOB_IDENTIFIER": "x", "RESILIENCY_RUN": "r"},
+        {"JOB_IDENTIFIER": "y", "RESILIENCY_RUN": "r"},
+        False,
+    ),
+    "torchrun restarts within a slurm job": (
+        {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a"},
+        {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"},
+        True,
+    ),
+    "another torchrun restarts within the same slurm job": (
+        {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a"},
+        {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "b", "TORCHELASTIC_RESTART_COUNT": "1"},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_fit_resumes_when_the_launcher_says_so(
+    name: str, tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    writer, starter, resumes = LAUNCHES[name]
+    machine.process(writer)
+    assert batches_run(tmp_path, max_steps=4) == 4
+    machine.process(starter)
+    assert batches_run(tmp_path, max_steps=6) == (2 if resumes else 6)
+    (line,) = told(caplog)
+    assert line.startswith("Resuming from step 4") == resumes
+
+
+RESTARTED = {"RESILIENCY_ATTEMPT": "2"}
+
+
+def test_only_the_first_fit_of_a_restarted_process_resumes(tmp_path: Path, machine: Machine) -> None:
+    machine.process({"RESILIENCY_ATTEMPT": "1"})
+    batches_run(tmp_path, max_steps=4)
+    machine.process(RESTARTED)
+    assert batches_run(tmp_path, max_steps=6) == 2
+    assert batches_run(tmp_path, max_steps=7) == 7
+
+
+def test_a_fit_that_failed_before_training_does_not_count(tmp_path: Path, machine: Machine) -> None:
+    machine.process({"RESILIENCY_ATTEMPT": "1"})
+    batches_run(tmp_path, max_steps=4)
+    machine.process(RESTARTED)
+    trainer = make_trainer(PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path)
+    net = make_net(PL)
+    net.configure_optimizers = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(net, loader())
+    assert batches_run(tmp_path, max_steps=6) == 2
+
+
+def test_a_restart_does_not_resume_from_what_another_job_wrote_last(tmp_path: Path, machine: Machine) -> None:
+    machine.process({"RESILIENCY_ATTEMPT": "1"})
+    batches_run(tmp_path, max_steps=8)
+    machine.process({})
+    batches_run(tmp_path, max_steps=4)  # by hand, in the same folder
+    machine.process(RESTARTED)
+    assert batches_run(tmp_path, max_steps=5) == 5
+
+
+def test_true_resumes_always_and_false_never(tmp_path: Path, machine: Machine) -> None:
+    batches_run(tmp_path, max_steps=4)
+    assert batches_run(tmp_path, max_steps=6, auto_resume=True) == 2
+    machine.process({"JOB_IDENTIFIER": "default"})
+    batches_run(tmp_path, max_steps=4)
+    machine.process({"JOB_IDENTIFIER": "default"})
+    assert batches_run(tmp_path, max_steps=5, auto_resume=False) == 5
+
+
+@pytest.mark.parametrize("how", ["true", "last", "restart"])
+def test_a_resume_is_said_once(how: str, tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    machine.process({"RESILIENCY_ATTEMPT": "1"})
+    batches_run(tmp_path, max_steps=4)
+    machine.process(RESTARTED if how == "restart" else {})
+    callback = ours(PL, tmp_path, auto_resume=True if how == "true" else None, **EVERY)
+    trainer = make_trainer(PL, [callback], root=tmp_path, max_steps=5, max_epochs=-1)
+    trainer.fit(make_net(PL), loader(), ckpt_path="last" if how == "last" else None)
+    (line,) = told(caplog)
+    assert line.startswith("Resuming from step 4")
+
+
+def test_the_job_is_recorded_in_every_save(tmp_path: Path, machine: Machine) -> None:
+    from resiliency.storage.catalog import scan
+    from resiliency.storage.tiers.local import LocalTier
+
+    machine.process({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a"})
+    batches_run(tmp_path, max_steps=4)
+    (listing,) = scan(LocalTier(str(tmp_path), durable=False), "default")
+    assert listing.manifest is not None
+    assert listing.manifest.info["job"] == {"slurm": "7", "torchrun": "a"}

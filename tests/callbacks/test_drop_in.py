@@ -1,0 +1,177 @@
+"""What tools and scripts find out about the class, and what they put in its way, is as with the stock class."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from resiliency.callbacks import goodput
+from resiliency.callbacks.model_checkpoint import build
+from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock
+
+PL = "lightning.pytorch"
+EVERY: dict[str, Any] = {"every_n_train_steps": 4, "save_top_k": -1, "filename": "{step}", "save_last": True}
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_the_signature_shows_the_arguments_of_the_stock_class_and_ours(namespace: str) -> None:
+    theirs = inspect.signature(stock(namespace)).parameters
+    mine = inspect.signature(build(namespace)).parameters
+    for (name, parameter), (own_name, own) in zip(theirs.items(), mine.items(), strict=False):
+        assert (name, parameter.default, parameter.kind) == (own_name, own.default, own.kind)
+        assert own.annotation is not inspect.Parameter.empty
+    added = list(mine.values())[len(theirs) :]
+    assert {"lazy", "auto_resume", "options"} <= {parameter.name for parameter in added}
+    assert {parameter.kind for parameter in added} == {inspect.Parameter.KEYWORD_ONLY}
+
+    class Mine(build(namespace)):  # type: ignore[misc]
+        def __init__(self, color: str) -> None:
+            super().__init__(save_top_k=2, monitor=color)
+
+    assert list(inspect.signature(Mine).parameters) == ["color"]
+    assert Mine("x").save_top_k == 2
+    assert list(inspect.signature(goodput.build(namespace)).parameters)[0] == "events_dir"
+
+
+def test_the_name_of_the_stock_class_is_found_once_among_all_callbacks() -> None:
+    """A LightningCLI looks up a short name so; two classes of one name end it."""
+
+    def subclasses(cls: type[Any]) -> set[type[Any]]:
+        return {cls}.union(*(subclasses(derived) for derived in cls.__subclasses__()))
+
+    for namespace in NAMESPACES:
+        build(namespace)
+        found = [
+            cls
+            for cls in subclasses(importlib.import_module(f"{namespace}.callbacks").Callback)
+            if cls.__qualname__ == "ModelCheckpoint"
+        ]
+        assert found == [stock(namespace)]
+        assert build(namespace).__name__ == "ModelCheckpoint"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("ModelCheckpoint", "lightning.pytorch.callbacks.model_checkpoint"),
+        ("resiliency.ModelCheckpoint", "resiliency.callbacks.model_checkpoint"),
+        ("resiliency.callbacks.model_checkpoint.ModelCheckpoint", "resiliency.callbacks.model_checkpoint"),
+        ("ResilientModelCheckpoint", "resiliency.callbacks.model_checkpoint"),
+    ],
+)
+def test_a_lightning_cli_finds_the_class_that_is_named(name: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse", reason="needs jsonargparse[signatures]")
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    build(PL)
+    own = ["--trainer.callbacks.lazy=false"] if wanted.startswith("resiliency") else []
+    cli = LightningCLI(
+        BoringModel,
+        BoringDataModule,
+        run=False,
+        args=[f"--trainer.callbacks={name}", "--trainer.callbacks.save_top_k=-1", *own],
+        trainer_defaults={"logger": False, "accelerator": "cpu", "enable_progress_bar": False},
+        save_config_callback=None,
+        seed_everything_default=False,
+    )
+    assert type(cli.trainer.checkpoint_callback).__module__ == wanted
+    assert cli.trainer.checkpoint_callback.save_top_k == -1
+
+
+def test_the_class_itself_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(build(PL))) is build(PL)
+
+
+# -- a trainer.save_checkpoint of other code --------------------------------------------------------------------------------
+
+Wrap = Callable[[Any, list[Any]], None]
+
+
+def on_the_instance(trainer: Any, seen: list[Any]) -> None:
+    original = trainer.save_checkpoint
+
+    def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append((Path(filepath).name, trainer.global_step, args, kwargs))
+        original(filepath, *args, **kwargs)
+
+    trainer.save_checkpoint = save_checkpoint
+
+
+def with_wraps(trainer: Any, seen: list[Any]) -> None:
+    original = trainer.save_checkpoint
+
+    @functools.wraps(original)
+    def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append((Path(filepath).name, trainer.global_step, args, kwargs))
+        original(filepath, *args, **kwargs)
+
+    trainer.save_checkpoint = save_checkpoint
+
+
+def in_a_subclass(trainer: Any, seen: list[Any]) -> None:
+    class Mine(type(trainer)):  # type: ignore[misc]
+        def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+            seen.append((Path(filepath).name, self.global_step, args, kwargs))
+            super().save_checkpoint(filepath, *args, **kwargs)
+
+    trainer.__class__ = Mine
+
+
+@pytest.mark.parametrize("wrap", [on_the_instance, with_wraps, in_a_subclass])
+@pytest.mark.parametrize("arguments", [EVERY, {"monitor": "wave", "save_top_k": 2, "every_n_train_steps": 1}], ids=str)
+def test_a_wrapped_save_checkpoint_is_called_as_by_the_stock_class(
+    wrap: Wrap, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    results = []
+    for make in (stock, ours):
+        directory, seen = tmp_path / "run", list[Any]()
+        callback = stock(PL)(directory, **arguments) if make is stock else ours(PL, directory, **arguments)
+        trainer = make_trainer(PL, [callback], root=tmp_path)
+        wrap(trainer, seen)
+        trainer.fit(make_net(PL), loader())
+        results.append((seen, {name: content(directory / name)["state_dict"] for name in sorted(names(directory))}))
+        directory.rename(tmp_path / f"run-{len(results)}")
+    assert results[0][0]
+    assert differences(*results) == []
+
+
+def test_a_save_checkpoint_that_saves_nothing_saves_nothing(tmp_path: Path) -> None:
+    callback = ours(PL, tmp_path / "ckpts", **EVERY)
+    trainer = make_trainer(PL, [callback], root=tmp_path)
+    trainer.save_checkpoint = mock.Mock()
+    trainer.fit(make_net(PL), loader())
+    assert trainer.save_checkpoint.call_count == 6
+    assert names(tmp_path / "ckpts") == set()
+
+
+def test_a_save_checkpoint_that_writes_elsewhere_writes_there(tmp_path: Path) -> None:
+    callback = ours(PL, tmp_path / "ckpts", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    trainer = make_trainer(PL, [callback], root=tmp_path)
+    original = trainer.save_checkpoint
+    trainer.save_checkpoint = lambda path, *args: original(tmp_path / "other" / Path(path).name, *args)
+    trainer.fit(make_net(PL), loader())
+    assert names(tmp_path / "other") == {"step=4.ckpt", "step=8.ckpt", "step=12.ckpt"}
+    assert content(tmp_path / "other" / "step=4.ckpt")["global_step"] == 4
+    assert names(tmp_path / "ckpts") == set()
+
+
+def test_a_save_checkpoint_that_raises_ends_training_as_with_the_stock_class(tmp_path: Path) -> None:
+    for make in (stock, ours):
+        callback = stock(PL)(tmp_path / "s", **EVERY) if make is stock else ours(PL, tmp_path / "o", **EVERY)
+        trainer = make_trainer(PL, [callback], root=tmp_path)
+        trainer.save_checkpoint = mock.Mock(side_effect=PermissionError("of the wrapper"))
+        with pytest.raises(PermissionError, match="of the wrapper"):
+            trainer.fit(make_net(PL), loader())
+        assert trainer.global_step == 4
+        assert callback._last_global_step_saved == 0
