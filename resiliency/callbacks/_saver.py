@@ -174,6 +174,7 @@ class CheckpointSaver:
 
     def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
         """Ends this saver; ``close_engine`` is called when no other callback uses the engine."""
+        _lightning.forget_batch_end_actions(self._trainer)
         self.engine = None
         try:
             self.session.release(self, close=close_engine)
@@ -227,6 +228,25 @@ class CheckpointSaver:
             self._collecting = False
             self._carry_out()
             self._overlap = False
+
+    @contextmanager
+    def collect_for_later(self) -> Iterator[None]:
+        """As :meth:`collect`, in ``on_train_batch_end`` of a callback: saves after the module's own hook of that name.
+
+        What that hook changes (a moving average, often) is then part of the save. If it raises, the requests wait for
+        the next :meth:`collect`, which is that of ``on_exception``.
+        """
+        self._collecting = True
+        try:
+            yield
+        finally:
+            self._collecting = False
+            if self._save_paths or self._removed_names:
+                _lightning.after_batch_end_hooks(self._trainer, self._carry_out_later)
+
+    def _carry_out_later(self) -> None:
+        with self.collect(overlap=_lightning.next_is_another_batch(self._trainer)):
+            pass
 
     def save(self, path: str) -> None:
         """Saves the current step under this path. Blocks: for the copy of what is not copied late."""

@@ -304,17 +304,21 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
         self._saver.session.deliver_outcomes()
+        module_follows = _lightning.module_overrides(trainer, "on_train_batch_end")
+        if module_follows:
+            self._fence()  # its hook may change what is still being copied; while gradients accumulate, no step fenced
         if not is_step_boundary(trainer):
             return  # no checkpoint in the middle of a step; the stock class checks its triggers again at the end
         if _saves_kept_weights(pl_module):
             # The stock class puts other weights into the module during its hook: each save must copy inside it.
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
-        # The module's own hook runs after this one and may change what is still being copied.
-        overlap = _lightning.next_is_another_batch(trainer) and not _lightning.module_overrides(
-            trainer, "on_train_batch_end"
-        )
-        with self._collect(overlap=overlap):
+        if module_follows:
+            # Its hook runs after this hook, and what it changes belongs to this step.
+            with self._saver.collect_for_later():
+                super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            return
+        with self._collect(overlap=_lightning.next_is_another_batch(trainer)):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -22,7 +22,9 @@ from resiliency.inspection.by_path import load_path, locate
 
 __all__ = [
     "about_to_end",
+    "after_batch_end_hooks",
     "catch_save",
+    "forget_batch_end_actions",
     "intercept_resume",
     "module_overrides",
     "next_is_another_batch",
@@ -125,6 +127,37 @@ def module_overrides(trainer: Any, hook: str) -> bool:
         return True
     owner = next((cls for cls in type(module).__mro__ if hook in cls.__dict__), None)
     return owner is not None and not owner.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+
+
+def after_batch_end_hooks(trainer: Any, action: Callable[[], None]) -> None:
+    """In a callback's ``on_train_batch_end``: calls ``action`` once, right after the module's own hook of that name.
+
+    Lightning calls the callbacks first, then the module, then its logger connector: the action runs at that last
+    moment. Step numbers, progress and logged metrics are still those of the hook. When the module's hook raises, the
+    action is not called.
+    """
+    connector = trainer._logger_connector
+    waiting = getattr(connector.on_batch_end, "_resiliency_actions", None)
+    if waiting is not None:
+        waiting.append(action)
+        return
+    original, actions = connector.on_batch_end, [action]
+
+    def on_batch_end() -> None:
+        forget_batch_end_actions(trainer)
+        for each in actions:
+            each()
+        original()
+
+    on_batch_end._resiliency_actions = actions  # type: ignore[attr-defined]
+    connector.on_batch_end = on_batch_end
+
+
+def forget_batch_end_actions(trainer: Any) -> None:
+    """Undoes :func:`after_batch_end_hooks` when the actions were not called. Idempotent."""
+    patched = trainer._logger_connector.__dict__.get("on_batch_end")
+    if hasattr(patched, "_resiliency_actions"):
+        del trainer._logger_connector.on_batch_end
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------

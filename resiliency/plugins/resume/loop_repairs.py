@@ -1,97 +1,153 @@
 """Repairs what Lightning's loops lose at a restart, apart from random generators and data loaders.
 
-Each function says which loss it repairs. All run on the training thread, on every rank: in the first
-``on_advance_start`` after a restart (loops restored, ``fit_loop.reset`` done) or at the end of the first epoch. They
-use attributes of the trainer object only; where a version of Lightning lacks one, the repair does nothing.
+Each function says which loss it repairs, and where it is called. All run on the training thread, on every rank. They
+use attributes of the trainer object only; where a version of Lightning lacks one, the repair does nothing. Versions
+before 2.5 do not know at which hook of a step a checkpoint was saved; what is lost there is said at the save.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
-import torch
+__all__ = [
+    "begin_after_finished_epoch",
+    "continue_epoch",
+    "count_saved_batch",
+    "end_restart",
+    "finish_saved_batch",
+    "keep_epoch_open",
+    "leaves_out_after_save",
+    "note_plateau",
+    "settle_plateau",
+]
 
-__all__ = ["begin_epoch_after_last_batch", "count_saved_batch", "end_restart", "note_plateau", "settle_plateau"]
+
+def _has_stages(epoch_loop: Any) -> bool:
+    """True when Lightning (since 2.5) knows at which hook of a step a checkpoint was saved."""
+    return hasattr(epoch_loop, "restarted_on_train_batch_end")
 
 
-def begin_epoch_after_last_batch(fit_loop: Any) -> None:
-    """After a save in ``on_train_batch_end`` of the last batch of an epoch: starts the next epoch as a new one.
+def _saved_at_batch_end(epoch_loop: Any) -> bool:
+    current = epoch_loop.batch_progress.current
+    return bool(current.ready == current.processed == current.completed + 1)
 
-    ``fit_loop`` counts the saved epoch as done but continues as if in the middle of one: it skips
-    ``on_train_epoch_start`` and, when the loaders have no length, the whole next epoch.
+
+def leaves_out_after_save(trainer: Any) -> str | None:
+    """What a restart from a save here leaves out, None when nothing.
+
+    An exception in a hook ``on_train_batch_end`` leaves the hooks after it undone, and a restart goes on behind them.
+    Lightning before 2.5 does not say at which hook of a step a checkpoint was saved, so :func:`finish_saved_batch`
+    cannot do what followed it.
     """
-    epoch_loop = fit_loop.epoch_loop
-    if not (getattr(epoch_loop, "restarted_on_train_batch_end", False) and epoch_loop.batch_progress.is_last_batch):
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if not _saved_at_batch_end(epoch_loop):
+        return None
+    if trainer.state.status == "interrupted":
+        return "saved by an exception in on_train_batch_end, of which a restart does not run the rest"
+    if _has_stages(epoch_loop):
+        return None
+    if epoch_loop.batch_progress.is_last_batch or epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        return "saved right before a validation or the end of an epoch, which Lightning before 2.5 leaves out then"
+    return None
+
+
+def begin_after_finished_epoch(fit_loop: Any) -> None:
+    """Before ``fit_loop.reset``, after a save in ``on_train_epoch_end``: makes the next epoch a new one.
+
+    With ``max_steps`` Lightning goes through the end of the saved epoch once more instead: its hooks run twice, so that
+    ``EarlyStopping`` counts the epoch twice.
+    """
+    if not (_has_stages(fit_loop.epoch_loop) and fit_loop.restarting):
         return
-    epoch_loop._batches_that_stepped += 1
-    epoch_loop.batch_progress.increment_completed()
+    total = fit_loop.epoch_progress.total
+    if total.ready == total.started == total.processed == total.completed + 1:
+        fit_loop._restarting = False
+        fit_loop.epoch_loop.restarting = False
+
+
+def keep_epoch_open(fit_loop: Any, reset: Callable[[], None]) -> None:
+    """Around ``fit_loop.reset``, after a save in ``on_train_batch_end`` of the last batch of an epoch.
+
+    Lightning counts that epoch as done there, and leaves its end out: validation, ``on_train_epoch_end``, metrics.
+    """
+    epoch_loop, progress = fit_loop.epoch_loop, fit_loop.epoch_progress
+    unfinished = _has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop)
+    before = copy.deepcopy(progress.state_dict()) if unfinished else None
+    reset()
+    if before is not None:
+        progress.load_state_dict(before)
+
+
+def finish_saved_batch(trainer: Any, data_fetcher: Any) -> bool:
+    """After a save in ``on_train_batch_end``: does what follows that hook, a validation that was due among it.
+
+    Lightning leaves it out. Call it right before the epoch goes on; then either the epoch is over
+    (``epoch_loop.done``), or call :func:`continue_epoch` at the loop's ``on_run_start``.
+
+    Returns:
+        True when this was such a save.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if not (_has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop)):
+        return False
     epoch_loop.restarting = False
     epoch_loop.reset_restart_stage()
-    fit_loop.reset_restart_stage()
+    epoch_loop.val_loop.reset_restart_stage()
+    epoch_loop.batch_progress.increment_completed()
+    epoch_loop.on_advance_end(data_fetcher)
+    epoch_loop.on_iteration_done()
+    if not epoch_loop.done:
+        # The loop's reset is for the middle of an epoch, and counts this batch for the loggers once more.
+        epoch_loop._restarting = True
+        if not epoch_loop._should_accumulate():
+            epoch_loop._batches_that_stepped -= 1
+    return True
+
+
+def continue_epoch(epoch_loop: Any) -> None:
+    """After :func:`finish_saved_batch`, when the loop has reset itself: nothing is left to restart."""
+    epoch_loop.restarting = False
 
 
 def count_saved_batch(fit_loop: Any) -> None:
     """After a save in ``on_train_batch_end``: counts that batch as done, so that it is not trained on again.
 
-    Lightning before 2.5 does not count it. Later versions do not when a step of an earlier epoch found no more batches
-    (``training_step(dataloader_iter)`` without length).
+    Lightning before 2.5 does not count it; for later versions :func:`finish_saved_batch` does.
     """
     epoch_loop = fit_loop.epoch_loop
-    if getattr(epoch_loop, "restarted_on_train_batch_end", False) or not epoch_loop.restarting:
-        return
-    current = epoch_loop.batch_progress.current
-    if current.ready == current.processed == current.completed + 1:
+    if not _has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop):
         epoch_loop.batch_progress.increment_completed()
 
 
-def note_plateau(trainer: Any, state: dict[str, Any]) -> str | None:
-    """Adds to ``state`` what ``ReduceLROnPlateau`` needs after a restart: its metrics and whether an update is due.
-
-    Lightning updates these schedulers after the hooks in which checkpoints are saved, from metrics it does not save.
-    Without such a scheduler nothing is added and no metric is computed.
-
-    Returns:
-        why the resume will not be exact, None when it will be.
-    """
-    monitors = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
-    if not monitors:
-        return None
-    metrics = trainer.callback_metrics
-    state["metrics"] = {name: float(metrics[name]) for name in monitors if name in metrics}
-    progress = trainer.fit_loop.epoch_loop.batch_progress.current
-    before_validation = progress.completed == progress.processed - 1
-    state["owes_step_update"] = before_validation  # a restart within a validation does it itself
-    due = before_validation and trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-    return (
-        "saved right before a validation, which a restart leaves out although ReduceLROnPlateau needs its result"
-        if due
-        else None
-    )
+def note_plateau(trainer: Any, state: dict[str, Any]) -> None:
+    """Adds to ``state`` whether a ``ReduceLROnPlateau`` by step is still to be updated for the batch of the save."""
+    if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+        state["owes_step_update"] = _saved_at_batch_end(trainer.fit_loop.epoch_loop)
 
 
 def settle_plateau(trainer: Any, state: dict[str, Any]) -> None:
-    """Restores the saved metrics and does the ``ReduceLROnPlateau`` update that was due right after the save."""
-    metrics = state.get("metrics")
-    if not metrics:
+    """Does the ``ReduceLROnPlateau`` update that was due right after the save. Call it when metrics are restored."""
+    if "owes_step_update" not in state or not _has_metrics(trainer):
         return
-    trainer._logger_connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     fit_loop = trainer.fit_loop
-    if state["owes_step_update"] and _has_metrics(trainer):
+    if state["owes_step_update"] and not _has_stages(fit_loop.epoch_loop):
         fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-    if getattr(fit_loop, "resumed_on_epoch_end", False) and _has_metrics(trainer):
+    if getattr(fit_loop, "resumed_on_epoch_end", False):
         progress = fit_loop.epoch_progress.current
         progress.completed -= 1  # the restart already counts the epoch as done; the update belongs to it
         fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         progress.completed += 1
 
 
-def end_restart(trainer: Any) -> None:
+def end_restart(trainer: Any, *, metrics_restored: bool) -> None:
     """At the end of the restarted epoch: makes Lightning update the epoch's schedulers as in any other epoch.
 
     Otherwise it skips the update of ``ReduceLROnPlateau``, as if the metrics were unknown, and before 2.5 updates the
-    other schedulers twice.
+    other schedulers twice. Where a monitored metric is really unknown, the update would end training.
     """
-    if _has_metrics(trainer):
+    if metrics_restored or _has_metrics(trainer):
         trainer.fit_loop._restarting = False
 
 

@@ -23,33 +23,40 @@ class NotPlain(TypeError):
     """An object that has no plain form; the message says its type and where it was found."""
 
 
-def to_plain(value: Any, where: str = "value") -> Any:
+def to_plain(value: Any, where: str = "value", *, non_blocking: bool = False) -> Any:
     """A deep copy of ``value`` made of None, bool, int, float, str, bytes, list, tuple, dict and CPU tensors.
 
     numpy arrays and scalars, sets, deques, complex numbers and dicts with other keys than str are tagged, so that
     :func:`from_plain` restores their types. Subclasses of dict and list (OrderedDict) come back as dict and list.
 
+    Args:
+        non_blocking: copies from CUDA devices may be under way when this returns; the caller waits for the stream.
+
     Raises:
         NotPlain: ``value`` contains something else (a NamedTuple, a dataclass, an object).
     """
+
+    def plain(item: Any, place: str) -> Any:
+        return to_plain(item, place, non_blocking=non_blocking)
+
     kind = type(value)
     if value is None or kind in _SCALARS:
         return value
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True, non_blocking=non_blocking and value.is_cuda)
     if isinstance(value, dict):
         if all(type(key) is str for key in value) and _TAG not in value:
-            return {key: to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-        pairs = [(to_plain(key, f"{where} key"), to_plain(item, f"{where}[{key!r}]")) for key, item in value.items()]
+            return {key: plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        pairs = [(plain(key, f"{where} key"), plain(item, f"{where}[{key!r}]")) for key, item in value.items()]
         return {_TAG: "dict", "of": pairs}
     if kind is tuple or kind is torch.Size:
-        return tuple(to_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(plain(item, f"{where}[{i}]") for i, item in enumerate(value))
     if isinstance(value, list):
-        return [to_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, deque):
-        return {_TAG: "deque", "of": [to_plain(item, where) for item in value], "maxlen": value.maxlen}
+        return {_TAG: "deque", "of": [plain(item, where) for item in value], "maxlen": value.maxlen}
     if kind in (set, frozenset):
-        return {_TAG: kind.__name__, "of": [to_plain(item, where) for item in value]}
+        return {_TAG: kind.__name__, "of": [plain(item, where) for item in value]}
     if kind is complex:
         return {_TAG: "complex", "of": (value.real, value.imag)}
     numpy = sys.modules.get("numpy")

@@ -1,0 +1,209 @@
+"""Saves and restores what ``self.log`` has collected in the running epoch.
+
+Lightning saves no metric. A run resumed within an epoch would compute the epoch's metrics from the batches after the
+restart alone, and ``ReduceLROnPlateau``, ``EarlyStopping`` and a ``ModelCheckpoint`` that monitor one would decide
+otherwise. Each rank saves what it has collected itself, before any reduction over the ranks.
+
+Private attributes of Lightning used, all reached from the trainer object: the result collections (``_results`` of
+``epoch_loop`` and ``val_loop``), in them ``_ResultMetric``, ``_Metadata`` and ``_Sync``, and of the logger connector
+``_callback_metrics``, ``_logged_metrics``, ``_progress_bar_metrics``, ``_first_loop_iter`` and ``_current_fx``.
+
+Entries are saved as numbers, text and tensors; a restart builds Lightning's objects anew, so a checkpoint depends on no
+class of Lightning. What the metadata of an entry must equal is what the next call of ``self.log`` gives.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resiliency.plugins.resume.metric_states import capture_metrics, find_metric, metric_names, restore_metrics
+from resiliency.plugins.resume.plain import NotPlain, from_plain, to_plain
+
+__all__ = ["capture_logged", "restore_logged"]
+
+#: Of an entry's metadata, what is a number or text.
+_PLAIN_META = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+#: The reductions that Lightning allows, by the name they are saved under. They are compared by identity.
+_REDUCTIONS = {f"torch.{name}": getattr(torch, name) for name in ("mean", "sum", "min", "max")} | {
+    f"builtins.{name}": getattr(builtins, name) for name in ("sum", "min", "max")
+}
+_SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_COUNTS = ("_update_count", "_update_called")
+
+
+# ---- save
+
+
+def capture_logged(trainer: Any) -> tuple[dict[str, Any], list[str]]:
+    """What has been logged, as plain data that shares no memory with live objects.
+
+    Thread: training. Collective: at the end of an epoch, where Lightning reduces the same metrics right afterwards on
+    every rank; otherwise, and while an exception ends training, no. Blocks: for one copy from the device.
+
+    Returns:
+        the state for :func:`restore_logged`, and what of it will not be exact.
+    """
+    connector, epoch_loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+    results, validated = epoch_loop._results, epoch_loop.val_loop._results
+    caveats: list[str] = []
+    shown = {name: dict(getattr(connector, name)) for name in _SHOWN}
+    epoch = trainer.fit_loop.epoch_progress.current
+    over = epoch.processed > epoch.completed
+    if over and trainer.state.status != "interrupted":
+        # Lightning does this right after the hook, and then resets the results.
+        for name, key in zip(_SHOWN, ("callback", "log", "pbar"), strict=True):
+            shown[name] |= results.metrics(on_step=False)[key]
+    elif over:
+        caveats.append("saved by an exception at the end of an epoch, whose metrics are lost")
+    first_batch = connector._first_loop_iter
+    if trainer.validating:
+        if first_batch is not None:
+            caveats.append("saved in the middle of a validation, which a restart does not repeat as a whole")
+        first_batch = epoch_loop.batch_progress.current.ready <= 1  # what Lightning sets after the validation
+
+    due = [entry for entry in validated.values() if not entry.has_reset]
+    due += list(results.values()) if over else []
+    metrics, lost = capture_metrics(
+        trainer.lightning_module, reset={id(entry.value) for entry in due if not entry.is_tensor}
+    )
+    known = metric_names(trainer.lightning_module)
+    entries = {}
+    for key, entry in results.items():
+        try:
+            entries[key] = _entry(entry, trainer, known, reset=over or entry.has_reset)
+        except NotPlain as error:
+            lost.append(f"what was logged before the save is not in the epoch's metric: {error}")
+    state = {
+        "entries": entries,
+        "metrics": metrics,
+        "first_batch": None if over else first_batch,
+        "hook": None if over or trainer.validating else connector._current_fx,
+    }
+    for name in _SHOWN:
+        state[name] = _plain_items(shown[name])
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().synchronize()  # one wait for all copies
+    return state, caveats + lost
+
+
+def _entry(entry: Any, trainer: Any, known: dict[int, tuple[str, Any]], *, reset: bool) -> dict[str, Any]:
+    meta, sync = entry.meta, entry.meta.sync
+    if sync.group is not None:
+        raise NotPlain(f"{meta.name!r} is logged with sync_dist_group, and a process group cannot be saved")
+    reduction = next((name for name, function in _REDUCTIONS.items() if function is meta.reduce_fx), None)
+    if reduction is None:
+        raise NotPlain(f"{meta.name!r} is reduced by {meta.reduce_fx!r}")
+    saved: dict[str, Any] = {
+        "meta": {name: getattr(meta, name) for name in _PLAIN_META},
+        "reduce_fx": reduction,
+        "sync": {"should": bool(sync.should), "op": sync.op, "rank_zero_only": bool(sync.rank_zero_only)},
+        "reset": reset,
+        "metric": None,
+    }
+    if not entry.is_tensor:
+        name = known.get(id(entry.value), (meta.metric_attribute, None))[0]
+        if name is None or find_metric(trainer.lightning_module, name) is not entry.value:
+            raise NotPlain(f"{meta.name!r} is a metric that is not an attribute of the module")
+        saved["metric"] = name
+    if reset:
+        return saved
+    saved["counts"] = {name: vars(entry)[name] for name in _COUNTS if name in vars(entry)}
+    saved["last"] = to_plain(entry._forward_cache, meta.name, non_blocking=True)
+    if entry.is_tensor:
+        saved["value"] = to_plain(entry.value, meta.name, non_blocking=True)
+        saved["on_cpu"] = entry.value.device.type == "cpu"
+        if meta.is_mean_reduction:
+            saved["batch_size"] = to_plain(entry.cumulated_batch_size, meta.name, non_blocking=True)
+    return saved
+
+
+def _plain_items(items: dict[str, Any]) -> dict[str, Any]:
+    """The items that have a plain form; callbacks put others there, for progress bars."""
+    plain = {}
+    for name, value in items.items():
+        try:
+            plain[name] = to_plain(value, name, non_blocking=True)
+        except NotPlain:
+            continue
+    return plain
+
+
+# ---- restore
+
+
+def restore_logged(trainer: Any, state: dict[str, Any]) -> list[str]:
+    """Puts back what was logged. Call it when the module is on its device and before the first hook of an epoch.
+
+    Thread: training. Collective: no. Blocks: for copies to the device.
+
+    Returns:
+        the metrics of the checkpoint that the module no longer has.
+    """
+    connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
+    unknown = restore_metrics(trainer.lightning_module, state["metrics"])
+    entries = {}
+    for key, saved in state["entries"].items():
+        entry = _rebuilt(saved, trainer, sys.modules[type(results).__module__])
+        if entry is None:
+            unknown.append(saved["metric"])
+        else:
+            entries[key] = entry
+    logged_since = {key: entry for key, entry in results.items() if key not in entries}
+    results.clear()
+    results.update(entries | logged_since)
+    device = trainer.strategy.root_device
+    for name in _SHOWN:
+        getattr(connector, name).update(
+            {
+                key: value.to(device) if isinstance(value, Tensor) else value
+                for key, value in from_plain(state[name]).items()
+            }
+        )
+    connector._first_loop_iter, connector._current_fx = state["first_batch"], state["hook"]
+    if state["first_batch"] is not None:
+        # Lightning does this after the hooks of a batch: shows what the batch has logged.
+        for name, key in zip(_SHOWN, ("callback", "log", "pbar"), strict=True):
+            getattr(connector, name).update(results.metrics(on_step=True)[key])
+    return list(dict.fromkeys(unknown))
+
+
+def _rebuilt(saved: dict[str, Any], trainer: Any, classes: Any) -> Any:
+    """Lightning's object for an entry; None when the module has no longer the metric of the entry."""
+    sync = saved["sync"]
+    meta = classes._Metadata(**saved["meta"], reduce_fx=_REDUCTIONS[saved["reduce_fx"]])
+    meta.sync = classes._Sync(
+        fn=trainer.strategy.reduce, _should=sync["should"], _op=sync["op"], rank_zero_only=sync["rank_zero_only"]
+    )
+    is_tensor = saved["metric"] is None
+    entry = classes._ResultMetric(meta, is_tensor)
+    if not is_tensor:
+        entry.value = find_metric(trainer.lightning_module, saved["metric"])
+        if entry.value is None:
+            return None
+    entry.has_reset = saved["reset"]
+    if saved["reset"]:
+        return entry
+    vars(entry).update({name: value for name, value in saved["counts"].items() if name in vars(entry)})
+    entry._forward_cache = from_plain(saved["last"])
+    if is_tensor:
+        entry.value = from_plain(saved["value"])
+        if "batch_size" in saved:
+            entry.cumulated_batch_size = from_plain(saved["batch_size"])
+    entry.to(torch.device("cpu") if saved.get("on_cpu") else trainer.strategy.root_device)
+    return entry
