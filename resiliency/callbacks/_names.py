@@ -8,8 +8,9 @@ import posixpath
 
 from resiliency.errors import TierError
 from resiliency.storage.catalog import scan
-from resiliency.storage.manifest import META_DIR
+from resiliency.storage.manifest import META_DIR, shard_file
 from resiliency.storage.retention import live_names
+from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.tiers import open_tier
 
 __all__ = ["engine_name", "is_stock", "names_on_disk"]
@@ -52,10 +53,10 @@ def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:
 
 
 def is_stock(path: str) -> bool:
-    """True when a local file or folder is a checkpoint of stock Lightning, not a name file of the engine."""
+    """True when a local file or folder is a checkpoint that the engine did not write."""
     if "://" in path or not os.path.exists(path):
         return False
     if os.path.isdir(path):
-        return META_DIR not in path
+        return META_DIR not in path and not os.path.exists(os.path.join(path, shard_file(0)))
     with open(path, "rb") as file:
-        return not file.read(1) == b"{"
+        return read_identity(file.read(IDENTITY_BYTES), where=path) is None

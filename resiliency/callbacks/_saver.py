@@ -351,8 +351,8 @@ class CheckpointSaver:
         rules = self._adapter.tensor_rules(trainer)
         copied_late: list[Tensor] = []
 
-        def lazy(key: str, tensor: Tensor) -> bool:
-            if not rules.may_copy_late(key, tensor):
+        def lazy(tensor: Tensor) -> bool:
+            if not rules.may_copy_late(tensor):
                 return False
             copied_late.append(tensor)
             return True

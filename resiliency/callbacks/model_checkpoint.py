@@ -168,7 +168,6 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
         _lightning.patch_load_checkpoint(trainer, partial(load_in_session, trainer))
-        _lightning.patch_load_from_checkpoint(self.namespace)
         if stage != "fit" or trainer.fast_dev_run or not self._is_new_fit(trainer):
             return
         adapter = adapter_for(trainer.strategy)

@@ -13,7 +13,7 @@ from torch.storage import UntypedStorage
 
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.checkpoint.state import dtype_name, keyed_leaves, replace_leaves
-from resiliency.checkpoint.structure import LEAF_PREFIX, load
+from resiliency.checkpoint.structure import LEAF_PREFIX, harmless_classes, load
 from resiliency.errors import CorruptShard
 from resiliency.storage.shard_file import (
     CHUNKS,
@@ -36,7 +36,8 @@ def load_rank_state(reader: ShardReader, *, allow_pickle: bool) -> Any:
         pickle.UnpicklingError: it holds objects of classes that may not be loaded.
         CorruptShard: it is missing.
     """
-    return torch.load(io.BytesIO(reader.entry(RANK_STATE)), weights_only=not allow_pickle, map_location="cpu")
+    with harmless_classes():
+        return torch.load(io.BytesIO(reader.entry(RANK_STATE)), weights_only=not allow_pickle, map_location="cpu")
 
 
 class ReplicatedState:

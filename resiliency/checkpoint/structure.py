@@ -9,12 +9,21 @@ decides what may be loaded.
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import fractions
+import functools
 import io
 import os
+import pathlib
 import pickle
 import re
+import sys
+import types
+import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +34,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from resiliency.errors import ConfigError
 
-__all__ = ["LEAF_PREFIX", "Structure", "dump", "load"]
+__all__ = ["LEAF_PREFIX", "Structure", "dump", "harmless_classes", "load"]
 
 #: Storages that stand for leaves which are stored elsewhere have keys that begin so.
 LEAF_PREFIX = "leaf-"
@@ -400,4 +409,60 @@ def load(data: bytes, storage: Callable[[str, int], UntypedStorage], *, allow_pi
 
         unpickler = Unpickler(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = persistent_load
-    return unpickler.load()
+    with harmless_classes():
+        return unpickler.load()
+
+
+@contextmanager
+def harmless_classes() -> Iterator[None]:
+    """Lets torch's restricted unpickler also make objects of the standard library and numpy that only hold values.
+
+    They are common among hyper-parameters and in the state of random generators.
+    """
+    safe_globals = getattr(torch.serialization, "safe_globals", None)
+    if safe_globals is None:  # torch 2.4 has no way back
+        torch.serialization.add_safe_globals(_harmless())
+        yield
+        return
+    with safe_globals(_harmless()):
+        yield
+
+
+def _harmless() -> list[Any]:
+    return _harmless_with("numpy" in sys.modules)
+
+
+@functools.cache
+def _harmless_with(numpy_is_there: bool) -> list[Any]:
+    found: list[Any] = [
+        datetime.date,
+        datetime.datetime,
+        datetime.time,
+        datetime.timedelta,
+        datetime.timezone,
+        decimal.Decimal,
+        fractions.Fraction,
+        types.SimpleNamespace,
+        uuid.UUID,
+        uuid.SafeUUID,
+        range,
+        slice,
+        frozenset,
+        dict,
+        list,
+        int,
+        float,
+        str,
+    ]
+    found += [pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath]
+    if numpy_is_there:
+        import numpy
+
+        # Functions that numpy's own pickles name; their module is spelled in two ways.
+        core = getattr(numpy, "_core", None) or numpy.core
+        found += [numpy.ndarray, numpy.dtype, core.multiarray._reconstruct, core.multiarray.scalar]
+        if torch.__version__ >= (2, 6):  # before, a class could not be allowed under another name
+            found += [(core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct")]
+            found += [(core.multiarray.scalar, "numpy.core.multiarray.scalar")]
+        found += sorted({type(numpy.dtype(kind)) for kind in numpy.sctypeDict.values()}, key=repr)
+    return found

@@ -15,11 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from resiliency.inspection.by_path import load_path, locate
-
 __all__ = [
     "about_to_end",
     "after_batch_end_hooks",
@@ -29,7 +24,6 @@ __all__ = [
     "module_overrides",
     "next_is_another_batch",
     "patch_load_checkpoint",
-    "patch_load_from_checkpoint",
     "save_is_wrapped",
     "suppress_mid_epoch_warning",
     "tell_user",
@@ -224,46 +218,3 @@ def suppress_mid_epoch_warning(trainer: Any) -> None:
             original()
 
     epoch_loop.reset = reset
-
-
-def patch_load_from_checkpoint(namespace: str) -> None:
-    """Makes ``Module.load_from_checkpoint`` of that namespace read our checkpoints too. Idempotent.
-
-    Wraps the function that Lightning reads the file with; stock files are passed on to it.
-    """
-    saving = importlib.import_module(f"{namespace}.core.saving")
-    original = getattr(saving, "pl_load", None)
-    if original is None or getattr(original, "_resiliency", False):
-        return
-
-    def pl_load(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
-        located = (
-            locate(os.fspath(path_or_url))
-            if isinstance(path_or_url, (str, os.PathLike)) and _may_be_ours(path_or_url)
-            else None
-        )
-        if located is None:
-            return original(path_or_url, *args, **kwargs)
-        state, _ = load_path(located, allow_pickle=kwargs.get("weights_only") is False)
-        device = args[0] if args else kwargs.get("map_location")
-        if isinstance(device, (str, torch.device)) and "state_dict" in state:
-            # load_from_checkpoint moves the module to the device of these tensors.
-            state["state_dict"] = {
-                key: value.to(device) if isinstance(value, Tensor) else value
-                for key, value in state["state_dict"].items()
-            }
-        return state
-
-    pl_load._resiliency = True  # type: ignore[attr-defined]
-    setattr(saving, "pl_load", pl_load)  # noqa: B010 - a module has no such attribute for the type checker
-
-
-def _may_be_ours(path: Any) -> bool:
-    """False for a stock file that can be recognized as one without a request to a store."""
-    text = os.fspath(path)
-    if text.startswith(("http://", "https://")):
-        return False
-    if "://" in text or not os.path.isfile(text):
-        return True
-    with open(text, "rb") as file:
-        return file.read(1) == b"{"

@@ -13,7 +13,7 @@ __all__ = ["StrategyAdapter", "TensorRules"]
 
 @dataclass(frozen=True)
 class TensorRules:
-    """How the tensors of one state may be saved. Both take a tensor and its key, such as "state_dict/layer.weight".
+    """How the tensors of one state may be saved.
 
     Valid until the next optimizer step.
 
@@ -24,8 +24,8 @@ class TensorRules:
             rank has and that is not replicated, rank 0's is saved.
     """
 
-    may_copy_late: Callable[[str, Tensor], bool]
-    is_replicated: Callable[[str, Tensor], bool]
+    may_copy_late: Callable[[Tensor], bool]
+    is_replicated: Callable[[Tensor], bool]
 
 
 class StrategyAdapter(Protocol):

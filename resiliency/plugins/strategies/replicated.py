@@ -19,8 +19,6 @@ _SUPPORTED = frozenset({"SingleDeviceStrategy", "DDPStrategy"})
 _UNSUPPORTED = frozenset(
     {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "MegatronStrategy"}
 )
-#: Keys of a Lightning checkpoint under which parameters and optimizer state are.
-_MODEL_AND_OPTIMIZER = ("state_dict/", "optimizer_states/")
 
 
 class ReplicatedAdapter:
@@ -61,8 +59,8 @@ class ReplicatedAdapter:
         if in_backward:
             stepped.clear()
         return TensorRules(
-            may_copy_late=lambda key, tensor: key.startswith(_MODEL_AND_OPTIMIZER) and tensor.data_ptr() in stepped,
-            is_replicated=lambda key, tensor: key.startswith(_MODEL_AND_OPTIMIZER) and tensor.data_ptr() in replicated,
+            may_copy_late=lambda tensor: tensor.data_ptr() in stepped,
+            is_replicated=lambda tensor: tensor.data_ptr() in replicated,
         )
 
     def expected_tensors(self, trainer: Any) -> dict[str, Tensor]:
