@@ -188,6 +188,8 @@ def dump(tree: Any, *, is_leaf: Callable[[type], bool] | None = None) -> Structu
 
 
 def _dump(tree: Any, is_leaf: Callable[[type], bool] | None) -> Structure:
+    if is_leaf is not None and is_leaf(Tensor):
+        return _pickled(_FullPickler, tree, is_leaf)  # the other one describes plain tensors whatever they are
     try:
         return _pickled(_Pickler, tree, is_leaf)
     except _NotPlain:

@@ -8,6 +8,7 @@ end of both take some tens of milliseconds.
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -23,6 +24,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch d
 from resiliency.checkpoint.checkpointer import Checkpointer, Restored
 from resiliency.checkpoint.coordinator import Coordinator, StoreCoordinator
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
+from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR, STEPS_DIR
 from resiliency.storage.stage import Stage
@@ -34,13 +36,16 @@ __all__ = [
     "RUN",
     "Series",
     "bytes_of",
+    "copy_folder",
     "copy_to_memory",
     "differences",
     "flip_bits",
     "make_checkpointer",
+    "make_flat_state",
     "make_lightning_state",
     "make_series",
     "make_state",
+    "make_write_plan",
     "run_ranks",
     "save_steps",
     "step_dir",
@@ -52,7 +57,7 @@ _memory_stores = itertools.count()
 
 RUN = "run"
 
-#: Everything in one process; tensors from 1 KiB are cut and spread over the ranks; short deadlines.
+#: Everything in one process; tensors from 1 KiB are written by the ranks together; short deadlines.
 QUICK = CheckpointerOptions(
     agent="embedded",
     lazy_bytes=1024,
@@ -84,9 +89,9 @@ def make_state(seed: int, *, rows: int = 96) -> dict[str, Any]:
 
 
 def make_lightning_state(step: int, *, world_size: int = 1) -> dict[str, Any]:
-    """A state with Lightning's layout and tied weights; for several ranks also a tensor that is cut between them."""
+    """A state with Lightning's layout and tied weights; for several ranks also a tensor of several blocks."""
     made = torch.Generator().manual_seed(step)
-    rows = 2100 if world_size > 1 else 100  # tensors of more than 8 MiB are cut
+    rows = 2100 if world_size > 1 else 100
     weight = torch.randn(6, 4, generator=made)
     return {
         "epoch": 3,
@@ -98,6 +103,26 @@ def make_lightning_state(step: int, *, world_size: int = 1) -> dict[str, Any]:
         },
         "optimizer_states": [{"state": {0: {"step": torch.tensor(float(step)), "exp_avg": torch.full((6, 4), 0.5)}}}],
     }
+
+
+def make_flat_state(step: int, *, world_size: int = 1) -> dict[str, Any]:
+    """The tensors and objects of :func:`make_lightning_state` side by side, as a saved write plan is loaded."""
+    state = make_lightning_state(step, world_size=world_size)
+    weights = {f"state_dict/{name}": tensor for name, tensor in state["state_dict"].items()}
+    return {**weights, "epoch": state["epoch"], "global_step": state["global_step"]}
+
+
+def make_write_plan(flat: Mapping[str, Any], *, rank: int, world_size: int) -> WritePlan:
+    """A plan by which each rank writes its part of the rows of every tensor: a sharded step."""
+    chunks = []
+    for key, tensor in flat.items():
+        if isinstance(tensor, Tensor):
+            rows = len(tensor)
+            first, last = rows * rank // world_size, rows * (rank + 1) // world_size
+            offsets = (first, *(0 for _ in tensor.shape[1:]))
+            chunks.append(WriteChunk(key=key, tensor=tensor[first:last], offsets=offsets, shape=tuple(tensor.shape)))
+    objects = {key: value for key, value in flat.items() if not isinstance(value, Tensor)}
+    return WritePlan(chunks=chunks, objects=objects)
 
 
 def bytes_of(tensor: Tensor) -> bytes:
@@ -205,7 +230,7 @@ class Series:
         return {"rng": torch.full((64,), step * 100 + rank, dtype=torch.int32), "rank": rank, "step": step}
 
     def copy_to(self, root: Path) -> Series:
-        shutil.copytree(self.root, root)
+        copy_folder(self.root, root)
         return Series(root, self.world_size, self.steps, self.remote)
 
     def open(self, coordinator: Coordinator | None, **options: Any) -> Checkpointer:
@@ -258,21 +283,29 @@ def save_steps(
     world_size: int = 1,
     name: str = "step={step}.ckpt",
     what: Any = None,
+    sharded: bool = False,
 ) -> None:
     """Saves steps in a folder, one shard a rank, and waits until each is durable.
 
     Args:
         name: name of each step; ``{step}`` in it becomes the step number.
         what: the state of every step; None: :func:`make_lightning_state` of the step.
+        sharded: every rank writes a part of each tensor of :func:`make_flat_state` into a shard of its own.
     """
     options = LocalTierOptions(directory=str(directory), keep=None)
+
+    def state_of(step: int, rank: int) -> Any:
+        if sharded:
+            flat = make_flat_state(step, world_size=world_size)
+            return make_write_plan(flat, rank=rank, world_size=world_size)
+        return make_lightning_state(step, world_size=world_size) if what is None else what
 
     def work(rank: int, coordinator: Coordinator) -> None:
         with make_checkpointer(options, coordinator, run=run) as checkpointer:
             for step in steps:
                 ticket = checkpointer.save(
                     step,
-                    make_lightning_state(step, world_size=world_size) if what is None else what,
+                    state_of(step, rank),
                     per_rank={"rng": torch.arange(5) + rank},
                     names=[name.format(step=step)],
                     info={"epoch": 3, "val_loss": 0.25},
@@ -294,6 +327,21 @@ def step_dir(tier: str | Path, run: str, step: int) -> Path:
     """Folder of the only save of a step in a folder tier."""
     (found,) = [path for known, path in step_dirs(tier, run).items() if known.step == step]
     return found
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copies a folder of checkpoints as it is: a name stays another name of its step's shard, not a second file."""
+    copies: dict[int, str] = {}
+
+    def copy(one: str, other: str) -> str:
+        inode = os.stat(one).st_ino
+        if inode in copies:
+            os.link(copies[inode], other)
+        else:
+            copies[inode] = str(shutil.copy2(one, other))
+        return other
+
+    shutil.copytree(source, target, copy_function=copy)
 
 
 def copy_to_memory(directory: Path) -> str:
