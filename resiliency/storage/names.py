@@ -7,16 +7,20 @@ other. The name of a sharded step is a folder with all its shards and its manife
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable
 
 from resiliency.errors import UnsupportedFormat
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.manifest import MANIFEST, StepRecords, shard_file
+from resiliency.storage.manifest import MANIFEST, StepRecords, record_file, shard_file
 from resiliency.storage.shard_file import IDENTITY_BYTES, Identity, read_identity
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["delete_names", "give_name", "read_name"]
+
+logger = logging.getLogger(__name__)
 
 
 def read_name(tier: Tier, name: str) -> Identity | None:
@@ -37,26 +41,78 @@ def read_name(tier: Tier, name: str) -> Identity | None:
     return None
 
 
-def give_name(tier: Tier, step: StepRecords, name: str) -> None:
-    """Gives a step on the tier a name, which no other step has then. Safe to repeat.
+def give_name(tier: Tier, step: StepRecords, name: str) -> bool:
+    """Gives a step on the tier a name, which no other step of its run has then. Safe to repeat.
+
+    A name that a committed step of another run has stays there: whoever loads by a path must not get the weights of a
+    run he did not ask for. A warning says so; the step keeps its identity, by which its own run finds it. Two runs that
+    give one name at the same moment may still both find it free; then the later one has it.
+
+    Blocks: two or three small reads, and a link or a server-side copy for each file.
+
+    Returns:
+        False when another run has the name.
 
     Raises:
-        TierError: the tier refused.
+        TierError: the tier refused, or something stands there that is not ours to replace (a folder of a stock
+            sharded checkpoint, a file where a folder is needed).
     """
     prefix = step_prefix(step.run, step.id)
+    try:
+        holder = read_name(tier, name)
+    except UnsupportedFormat as error:
+        _warn_once(f"the name {name!r} is not given to {step.id} of run {step.run!r}: {error}")
+        return False
+    if holder is not None and holder.run != step.run and _is_committed(tier, holder):
+        _warn_once(
+            f"the name {name!r} in {tier.root} belongs to a checkpoint of run {holder.run!r} and is not given to those"
+            f" of run {step.run!r}; they are kept without it. Save the two runs in different folders, or under"
+            " different names"
+        )
+        return False
     if step.replicated:
+        if holder is not None and not holder.replicated:
+            _delete_folder(tier, name)
         tier.alias(prefix + shard_file(0), name)
-        return
+        return True
+    if holder is not None and holder.replicated:
+        tier.delete(name)
+    if holder is not None and (holder.run, holder.id) != (step.run, step.id):
+        tier.delete(f"{name}/{MANIFEST}")  # first, as in a deletion: its shards are about to go
     files = [shard.file for shard in step.shards]
     for file in files:
         tier.alias(prefix + file, f"{name}/{file}")
+    for info in list(tier.list(f"{name}/")):
+        file = info.key.removeprefix(f"{name}/")
+        if file not in files and file.startswith("shard-"):
+            tier.delete(info.key)  # of a larger job that had the name before
     # Last, as in the step itself: a name without a manifest is being written.
     if len(files) == step.world_size:
         tier.alias(prefix + MANIFEST, f"{name}/{MANIFEST}")
-    for info in list(tier.list(f"{name}/")):
-        file = info.key.removeprefix(f"{name}/")
-        if file != MANIFEST and file not in files and file.startswith("shard-"):
-            tier.delete(info.key)  # of a larger job that had the name before
+    return True
+
+
+def _is_committed(tier: Tier, found: Identity) -> bool:
+    """True when the step is on the tier and counts; in a folder that one host has for itself no step has a manifest."""
+    prefix = step_prefix(found.run, found.id)
+    for file in (MANIFEST, record_file(0)):
+        try:
+            tier.read_range(prefix + file, 0, 1)
+        except FileNotFoundError:
+            continue
+        return True
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
+def _delete_folder(tier: Tier, name: str) -> None:
+    """Deletes the name of a sharded step, its manifest first."""
+    for info in sorted(tier.list(f"{name}/"), key=lambda info: info.key != f"{name}/{MANIFEST}"):
+        tier.delete(info.key)
 
 
 def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | None = None) -> list[str]:
@@ -76,9 +132,9 @@ def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | N
             continue  # another version wrote it
         if found is None or found.run != run or step not in (None, found.id):
             continue
-        if not found.replicated:
-            for info in sorted(tier.list(f"{name}/"), key=lambda info: info.key != f"{name}/{MANIFEST}"):
-                tier.delete(info.key)
-        tier.delete(name)
+        if found.replicated:
+            tier.delete(name)
+        else:
+            _delete_folder(tier, name)
         gone.append(name)
     return gone

@@ -121,7 +121,7 @@ def read_identity(head: bytes, *, where: str) -> Identity | None:
                 replicated=bool(data["replicated"]),
             )
         version = data["version"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     raise refuse_format(version, where)
 
@@ -208,6 +208,14 @@ class Chunk:
     def whole(self) -> bool:
         return self.sizes == self.shape
 
+    @property
+    def fits(self) -> bool:
+        """True when the box is in the tensor."""
+        return len(self.offsets) == len(self.sizes) == len(self.shape) and all(
+            0 <= first <= first + size <= whole
+            for first, size, whole in zip(self.offsets, self.sizes, self.shape, strict=True)
+        )
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -250,9 +258,13 @@ def chunks_from_json(data: bytes, entries: Mapping[str, ArchiveEntry], *, where:
             entry = entries[storage_name(str(item["storage"]))]
             if entry.nbytes != chunk.nbytes:
                 raise ValueError(f"tensor {chunk.key!r} has {entry.nbytes} bytes instead of {chunk.nbytes}")
+            if not chunk.fits:
+                raise ValueError(
+                    f"a box of {chunk.sizes} at {chunk.offsets} is not in tensor {chunk.key!r} of {chunk.shape}"
+                )
             placed.append(Placed(chunk, entry.start, entry.end))
         return placed
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise CorruptShard(
             f"{where}: its table of chunks is damaged ({type(error).__name__}: {error})", path=where
         ) from error
