@@ -23,7 +23,7 @@ from resiliency.testing.tier_doubles import Fault, FaultyTier, RecordingTier
 
 OLD, NEW = StepId(1, 1, "0a0b0c"), StepId(2, 1, "0a0b0c")
 NAMES = ("a.ckpt", "b.ckpt")
-FILES = ("manifest.json", *(f"shard-{rank:05d}.{end}" for rank in range(2) for end in ("json", "safetensors")))
+FILES = ("manifest.json", *(f"shard-{rank:05d}.{end}" for rank in range(2) for end in ("json", "ckpt")))
 
 
 def store(tier: Tier, step: StepId, names: tuple[str, ...] = NAMES) -> None:
@@ -80,8 +80,8 @@ def test_manifest_then_names_then_records_then_shards(tier: Tier) -> None:
         "b.ckpt",
         "shard-00000.json",
         "shard-00001.json",
-        "shard-00000.safetensors",
-        "shard-00001.safetensors",
+        "shard-00000.ckpt",
+        "shard-00001.ckpt",
     ]
     assert [*tier.list("")] == []
 
@@ -144,9 +144,9 @@ def test_a_name_file_of_another_format_stays(tier: Tier) -> None:
 
 def test_files_of_other_hosts_stay(tier: Tier) -> None:
     store(tier, OLD)
-    delete_step(tier, "r", OLD, files=["shard-00000.json", "shard-00000.safetensors"], names=NAMES)
+    delete_step(tier, "r", OLD, files=["shard-00000.json", "shard-00000.ckpt"], names=NAMES)
     left = sorted(info.key.rpartition("/")[2] for info in tier.list(step_prefix("r", OLD)))
-    assert left == ["shard-00001.json", "shard-00001.safetensors"]
+    assert left == ["shard-00001.json", "shard-00001.ckpt"]
 
 
 def test_shards_can_be_recycled_instead(tmp_path: Path) -> None:
@@ -160,9 +160,9 @@ def test_shards_can_be_recycled_instead(tmp_path: Path) -> None:
         (folder / name).rename(tmp_path / name)
 
     delete_step(tier, "r", OLD, files=FILES, names=NAMES, remove_shard=recycle)
-    assert seen == [("shard-00000.safetensors", []), ("shard-00001.safetensors", [])], "a shard went before its record"
+    assert seen == [("shard-00000.ckpt", []), ("shard-00001.ckpt", [])], "a shard went before its record"
     assert not folder.exists(), "an empty folder is left behind"
-    assert (tmp_path / "shard-00001.safetensors").read_bytes() == f"{OLD} 1".encode()
+    assert (tmp_path / "shard-00001.ckpt").read_bytes() == f"{OLD} 1".encode()
 
 
 def test_temp_files_of_killed_writers_go_only_when_asked(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def test_what_arrives_is_what_was_there(source: LocalTier, tmp_path: Path) -> No
     (step,) = scan(source, "run")
     prefix = step_prefix("run", step.id)
     fetch_shard(source, "run", step.id, 0, str(tmp_path / "to"), node="here")
-    assert files(tmp_path / "to") == [f"{prefix}shard-00000.json", f"{prefix}shard-00000.safetensors"]
-    assert (tmp_path / "to" / prefix / "shard-00000.safetensors").read_bytes() == source.read(
-        f"{prefix}shard-00000.safetensors"
+    assert files(tmp_path / "to") == [f"{prefix}shard-00000.ckpt", f"{prefix}shard-00000.json"]
+    assert (tmp_path / "to" / prefix / "shard-00000.ckpt").read_bytes() == source.read(
+        f"{prefix}shard-00000.ckpt"
     )
 
 
@@ -86,7 +86,7 @@ def test_the_agent_sweeps_at_its_start(source: LocalTier, tmp_path: Path) -> Non
     )
     left = tmp_path / "source/.resiliency/run/fetch" / f"{node}-{int(dead.stdout)}-00000000"
     left.mkdir(parents=True)
-    (left / "shard-00000.safetensors").write_bytes(b"half")
+    (left / "shard-00000.ckpt").write_bytes(b"half")
     stale = tmp_path / "source" / f".resiliency-{'0' * 32}.partial"
     stale.write_bytes(b"half")
     os.utime(stale, (time.time() - 7200,) * 2)

@@ -49,13 +49,24 @@ def test_records_without_a_manifest_count_on_a_host_and_not_in_remote_storage(
 ) -> None:
     (folder,) = step_dirs(series.local_dir).values()
     (folder / "manifest.json").unlink()
+    (folder / "shard-00000.json").unlink()
+    assert [found.ranks for found in listed(series, source)] == ([] if source is STORE else [(1,)])
+
+
+def test_shard_0_counts_only_with_the_records_of_all_ranks_that_wrote_it(series: Series) -> None:
+    """Rank 1 wrote blocks of it; without their digests nothing says that they are there."""
+    (folder,) = step_dirs(series.local_dir).values()
+    (folder / "manifest.json").unlink()
+    (found,) = listed(series, HERE)
+    assert found.ranks == (0, 1) and found.replicated
     (folder / "shard-00001.json").unlink()
-    assert [found.ranks for found in listed(series, source)] == ([] if source is STORE else [(0,)])
+    (found,) = listed(series, HERE)
+    assert found.ranks == () and found.replicated
 
 
 def test_a_shard_that_is_cut_is_reported_with_its_path(series: Series) -> None:
     (folder,) = step_dirs(series.local_dir).values()
-    shard = folder / "shard-00001.safetensors"
+    shard = folder / "shard-00001.ckpt"
     shard.write_bytes(shard.read_bytes()[:-1])
     (found,) = listed(series, HERE)
     assert found.ranks == (0,) and found.lost == (f"{shard} is missing or cut",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from resiliency.errors import CorruptShard, UnsupportedFormat
 from resiliency.storage import manifest as manifest_module
+from resiliency.storage.blocks import Blocks
 from resiliency.storage.format_version import FORMAT_VERSION
-from resiliency.storage.manifest import Manifest, NameFile, ShardRecord, UnfinishedStep, gather_records
+from resiliency.storage.manifest import BlockShare, Manifest, ShardRecord, UnfinishedStep, gather_records
 from resiliency.storage.step_id import StepId
 
 SETTINGS = settings(deadline=None, database=None, max_examples=200, suppress_health_check=list(HealthCheck))
@@ -51,14 +53,26 @@ def adds_up(manifest: Manifest) -> bool:
         )
         and len({s.plan for s in manifest.shards}) == 1
         and all(
-            s.nbytes >= 0 and s.block_bytes > 0 and len(s.digests) == -(-s.nbytes // s.block_bytes)
+            s.complete and len(s.digests) == Blocks(s.nbytes, s.block_bytes, s.sections).count
             for s in manifest.shards
         )
     )
 
 
-def test_a_record_comes_back_from_json() -> None:
-    assert ShardRecord.from_dict(json.loads(json.dumps(record().to_dict())), where="x") == record()
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"sections": (3, 9), "digests": ("a" * 16, "", "b" * 16, "c" * 16)},
+        {"share": BlockShare(first=4, digests=("d" * 16, "e" * 16))},
+        {"replicated": True, "exact": False, "tiers": ("store",)},
+        {"nbytes": 0, "digests": ()},
+    ],
+    ids=str,
+)
+def test_a_record_comes_back_from_json(values: dict[str, Any]) -> None:
+    known = record(**values)
+    assert ShardRecord.from_dict(json.loads(json.dumps(known.to_dict())), where="x") == known
 
 
 def test_manifest_round_trip_and_same_bytes_from_every_writer() -> None:
@@ -85,6 +99,8 @@ def test_manifest_round_trip_and_same_bytes_from_every_writer() -> None:
         [record(0), record(1, 3)],
         [record(0), record(1), record(2)],
         [record(0, 1), record(1, 2)],
+        [record(0), record(1, replicated=True)],
+        [record(0, digests=("a" * 16, "", "c" * 16)), record(1)],
     ],
 )
 def test_records_that_do_not_make_a_step(records: list[ShardRecord]) -> None:
@@ -146,7 +162,8 @@ def test_any_record_is_right_or_refused(values: dict[str, Any]) -> None:
         assert "the file" in str(error) and error.path == "the file"
         return
     assert got.nbytes >= 0 and 0 <= got.rank < got.world_size
-    assert len(got.digests) == -(-got.nbytes // got.block_bytes)
+    assert len(got.digests) == Blocks(got.nbytes, got.block_bytes, got.sections).count
+    assert got.share is None or got.share.first >= 0
     assert isinstance(got.info, dict) and got.id.step >= 0 and StepId.parse(got.id.dirname) == got.id
 
 
@@ -154,7 +171,7 @@ def test_any_record_is_right_or_refused(values: dict[str, Any]) -> None:
 @given(st.lists(changes, min_size=1, max_size=3), st.booleans(), changes)
 def test_any_manifest_adds_up_or_is_refused(values: list[dict[str, Any]], keep: bool, top: dict[str, Any]) -> None:
     shards = [sealed({**record(rank, len(values)).to_dict(), **change}) for rank, change in enumerate(values)]
-    data = {"version": 1, "shards": shards, **(top if keep else {})}
+    data = {"version": FORMAT_VERSION, "shards": shards, **(top if keep else {})}
     try:
         manifest = Manifest.from_json(json.dumps(data), where="the file")
     except CorruptShard as error:
@@ -175,7 +192,6 @@ def test_any_manifest_adds_up_or_is_refused(values: list[dict[str, Any]], keep: 
 def test_any_bytes_are_refused(text: str | bytes) -> None:
     with pytest.raises(CorruptShard):
         Manifest.from_json(text, where="x")
-    assert NameFile.from_json(text) is None
 
 
 @SETTINGS
@@ -199,19 +215,21 @@ def versioned(record: ShardRecord, version: object) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("version", "advice"),
-    [(FORMAT_VERSION + 1, "upgrade resiliency"), (1, "export it with the version"), (True, "export")],
+    [
+        (FORMAT_VERSION + 1, "upgrade resiliency"),
+        (1, "export it with the version"),
+        (2, "export it with the version"),
+        (True, "export"),
+    ],
 )
 def test_another_version_of_the_format_is_refused_with_what_to_do(version: object, advice: str) -> None:
-    with pytest.raises(UnsupportedFormat, match=f"x has checkpoint format {version}, this version reads 2: {advice}"):
+    with pytest.raises(UnsupportedFormat, match=f"x has checkpoint format {version}, this version reads 3: {advice}"):
         ShardRecord.from_dict(versioned(record(0), version), where="x")
     manifest = gather_records([record(0), record(1)])
     assert isinstance(manifest, Manifest)
     data = json.loads(manifest.to_json())
     with pytest.raises(UnsupportedFormat, match=advice):
         Manifest.from_json(json.dumps({**data, "version": version}), where="x")
-    name = json.loads(NameFile(run="r", id=record(0).id).to_json())
-    with pytest.raises(UnsupportedFormat, match=advice):
-        NameFile.from_json(json.dumps({**name, "version": version}))
 
 
 def test_a_flipped_version_is_damage_and_not_another_format() -> None:
@@ -268,13 +286,106 @@ def test_a_record_is_refused_when_any_value_changed(change: str) -> None:
         if isinstance(data[change], int | float)
         else [*data[change], "1"]
         if isinstance(data[change], list)
+        else {"first": 0, "digests": []}
+        if change == "share"
         else "1"
     )
     with pytest.raises(CorruptShard):
         ShardRecord.from_dict(data, where="x")
 
 
-def test_a_name_file_comes_back_from_json() -> None:
-    name = NameFile(run="r", id=StepId(7, 1, "0a0b0c"))
-    assert NameFile.from_json(name.to_json()) == name
-    assert name.id.dirname in name.to_json()
+# -- shard 0 of a replicated step is written by several ranks ---------------------------------------------------------
+
+
+@st.composite
+def shared_shards(draw: st.DrawFn) -> tuple[list[ShardRecord], list[str]]:
+    """The records of a replicated step whose first shard the ranks of one host wrote in any split, and its digests."""
+    nbytes = draw(st.integers(1, 200))
+    sections = draw(st.sets(st.integers(1, max(1, nbytes - 1)), max_size=3)) if nbytes > 1 else set()
+    blocks = Blocks(nbytes, draw(st.integers(1, 50)), tuple(sorted(sections)))
+    digests = [f"{index:016x}" for index in range(blocks.count)]
+    world_size = draw(st.integers(1, 4))
+    cuts = sorted(draw(st.lists(st.integers(0, len(digests)), min_size=world_size - 1, max_size=world_size - 1)))
+    edges = [0, *cuts, len(digests)]
+    order = draw(st.permutations(range(world_size)))  # whose part comes first
+    parts = {rank: range(edges[number], edges[number + 1]) for number, rank in enumerate(order)}
+    records = [
+        record(
+            0,
+            world_size,
+            replicated=True,
+            nbytes=nbytes,
+            block_bytes=blocks.block_bytes,
+            sections=blocks.sections,
+            digests=tuple(digest if index in parts[0] else "" for index, digest in enumerate(digests)),
+        )
+    ]
+    for rank in range(1, world_size):
+        part = parts[rank]
+        share = BlockShare(first=part.start, digests=tuple(digests[part.start : part.stop])) if part else None
+        records.append(record(rank, world_size, replicated=True, share=share))
+    return records, digests
+
+
+@SETTINGS
+@given(shared_shards(), st.randoms())
+def test_any_split_among_the_ranks_gives_the_digests_of_the_whole_shard(
+    given_: tuple[list[ShardRecord], list[str]], random: Any
+) -> None:
+    records, digests = given_
+    random.shuffle(records)
+    # As other agents read them.
+    records = [ShardRecord.from_dict(json.loads(json.dumps(known.to_dict())), where="x") for known in records]
+    manifest = gather_records(records)
+    assert isinstance(manifest, Manifest) and adds_up(manifest)
+    assert manifest.shards[0].digests == tuple(digests) and manifest.replicated
+    assert Manifest.from_json(manifest.to_json(), where="x") == manifest
+    again = gather_records(sorted(records, key=lambda known: known.rank))
+    assert isinstance(again, Manifest) and again.to_json() == manifest.to_json()
+
+
+@SETTINGS
+@given(shared_shards(), st.data())
+def test_a_block_without_a_digest_leaves_the_step_unfinished_whoever_should_have_written_it(
+    given_: tuple[list[ShardRecord], list[str]], data: st.DataObject
+) -> None:
+    records, digests = given_
+    hole = data.draw(st.integers(0, len(digests) - 1))
+    kept = []
+    for known in records:
+        share = known.share
+        if share is not None and hole in range(share.first, share.first + len(share.digests)):
+            share = BlockShare(first=share.first, digests=share.digests[: hole - share.first])
+        own = known.digests
+        if known.rank == 0:
+            own = tuple("" if index == hole else digest for index, digest in enumerate(own))
+        kept.append(replace(known, share=share, digests=own))
+    found = gather_records(kept)
+    assert isinstance(found, UnfinishedStep)
+    assert [shard.rank for shard in found.shards] == list(range(1, len(records))), "shard 0 is as good as missing"
+    lost = gather_records([known for known in records if known.rank == 0 and not known.complete])
+    assert lost is None or (isinstance(lost, UnfinishedStep) and lost.shards == ())
+
+
+@SETTINGS
+@given(shared_shards(), st.data())
+def test_shares_of_another_nodes_ranks_are_not_used(
+    given_: tuple[list[ShardRecord], list[str]], data: st.DataObject
+) -> None:
+    """They wrote into their own host's copy."""
+    records, _ = given_
+    strangers = {rank for rank in range(1, len(records)) if data.draw(st.booleans())}
+    moved = [replace(known, node="another") if known.rank in strangers else known for known in records]
+    found = gather_records(moved)
+    assert found is not None
+    whole = not any(known.share is not None for known in moved if known.rank in strangers)
+    assert (0 in [shard.rank for shard in found.shards]) == whole
+    assert isinstance(found, Manifest) == whole
+
+
+def test_a_share_cannot_replace_what_rank_0_says_of_its_own_blocks() -> None:
+    first = record(0, replicated=True, digests=("a" * 16, "", "c" * 16))
+    second = record(1, replicated=True, share=BlockShare(first=0, digests=("x" * 16, "b" * 16, "y" * 16, "z" * 16)))
+    found = gather_records([first, second])
+    assert isinstance(found, Manifest)
+    assert found.shards[0].digests == ("a" * 16, "b" * 16, "c" * 16)

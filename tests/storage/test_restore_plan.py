@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -38,9 +39,15 @@ def held(
     attempt: int = 1,
     serial: int = 0,
     exact: bool = True,
+    replicated: bool = False,
 ) -> StepInventory:
     return StepInventory(
-        source=source, step=StepId(step, attempt, "000000", serial), world_size=world_size, ranks=ranks, exact=exact
+        source=source,
+        step=StepId(step, attempt, "000000", serial),
+        world_size=world_size,
+        ranks=ranks,
+        exact=exact,
+        replicated=replicated,
     )
 
 
@@ -168,3 +175,94 @@ def test_only_the_step_that_was_asked_for() -> None:
     found = plan_restore(inventory, ["n0"], only=StepId(1, 1, "000000"))
     assert found is not None and found.step.step == 1
     assert plan_restore(inventory, ["n0"], only=StepId(3, 1, "000000")) is None
+
+
+# -- replicated steps: the state is whole in shard 0 ------------------------------------------------------------------
+
+OF_HOST = {"n0": (0, 1), "n1": (2, 3)}
+
+
+@st.composite
+def replicated_steps(draw: st.DrawFn) -> tuple[list[StepInventory], dict[str, tuple[int, ...]]]:
+    """Steps of up to four ranks, and the ranks of each host of a job that may be larger or smaller."""
+    world_size = draw(st.integers(1, 4))
+    found = []
+    for step in range(1, draw(st.integers(1, 3)) + 1):
+        for source in [*map(local, HOSTS), *map(peer, HOSTS), STORE]:
+            if draw(st.booleans()):
+                ranks = tuple(sorted(draw(st.sets(st.integers(0, world_size - 1), min_size=1))))
+                found.append(held(step, ranks, source, world_size=world_size, replicated=True))
+    return found, draw(st.sampled_from([OF_HOST, {"n0": (0,), "n1": (1,)}, {"n0": (0, 1, 2), "n1": (3, 4, 5)}]))
+
+
+@SETTINGS
+@given(replicated_steps())
+def test_of_a_replicated_step_a_host_needs_shard_0_and_takes_what_its_ranks_have_of_their_own(
+    given_: tuple[list[StepInventory], dict[str, tuple[int, ...]]],
+) -> None:
+    inventory, of_host = given_
+    plan = plan_restore(inventory, HOSTS, ranks=of_host)
+
+    def reach(step: StepId, host: str, rank: int) -> set[ShardSource]:
+        return {
+            entry.source
+            for entry in inventory
+            if entry.step == step
+            and rank in entry.ranks
+            and (entry.source.cost is not Cost.LOCAL or entry.source.host == host)
+        }
+
+    def possible(step: StepId) -> bool:
+        entries = [entry for entry in inventory if entry.step == step]
+        whole = {rank for entry in entries for rank in entry.ranks} == set(range(entries[0].world_size))
+        return whole and all(reach(step, host, 0) for host in HOSTS)
+
+    steps = [step for step in {entry.step for entry in inventory} if possible(step)]
+    assert (plan.step if plan else None) == max(steps, default=None)
+    if plan is None:
+        return
+    assert plan.replicated
+    for host in HOSTS:
+        wanted = {0, *(rank for rank in of_host[host] if rank < plan.world_size)}
+        assert {rank: set(sources) for rank, sources in plan.sources[host].items()} == {
+            rank: reach(plan.step, host, rank) for rank in wanted if reach(plan.step, host, rank)
+        }
+        assert set(plan.to_fetch(host)) <= wanted
+
+
+def test_each_host_of_private_folders_restores_its_own_copy_of_a_replicated_step_without_fetching() -> None:
+    inventory = [
+        held(1, (0, 1), local("n0"), world_size=4, replicated=True),
+        held(1, (0, 2, 3), local("n1"), world_size=4, replicated=True),
+    ]
+    plan = plan_restore(inventory, HOSTS, ranks=OF_HOST)
+    assert plan is not None and not plan.fetches
+    assert {host: sorted(sources) for host, sources in plan.sources.items()} == {"n0": [0, 1], "n1": [0, 2, 3]}
+    assert plan_restore([replace(entry, replicated=False) for entry in inventory], HOSTS, ranks=OF_HOST) is None, (
+        "of a sharded step every host needs every shard"
+    )
+
+
+def test_a_new_host_gets_shard_0_and_does_without_what_its_ranks_never_had() -> None:
+    """A job that grew from one host to two: ranks 2 and 3 have no shard in the step."""
+    inventory = [held(1, source=LOCAL, replicated=True), held(1, source=STORE, replicated=True)]
+    plan = plan_restore(inventory, HOSTS, ranks=OF_HOST)
+    assert plan is not None
+    assert plan.to_fetch("n0") == [] and plan.to_fetch("n1") == [0] and sorted(plan.sources["n1"]) == [0]
+
+
+def test_a_rank_whose_own_part_is_lost_does_not_keep_the_job_from_the_step() -> None:
+    """Its random state is gone, which its loader warns of; the weights are not."""
+    inventory = [held(2, replicated=True), held(1, replicated=True)]
+    bad = {BadCopy(source=LOCAL, step=StepId(2, 1, "000000"), rank=1)}
+    plan = plan_restore(inventory, ["n0"], bad, ranks={"n0": (0, 1)})
+    assert plan is not None and plan.step.step == 2 and sorted(plan.sources["n0"]) == [0]
+    bad = {BadCopy(source=LOCAL, step=StepId(2, 1, "000000"), rank=0)}
+    plan = plan_restore(inventory, ["n0"], bad, ranks={"n0": (0, 1)})
+    assert plan is not None and plan.step.step == 1, "without shard 0 nothing is left of a step"
+
+
+def test_without_knowing_the_ranks_of_hosts_every_host_takes_every_shard_it_can_get() -> None:
+    plan = plan_restore([held(1, (0, 1, 2), source=STORE, world_size=3, replicated=True)], HOSTS)
+    assert plan is not None
+    assert {host: sorted(sources) for host, sources in plan.sources.items()} == {"n0": [0, 1, 2], "n1": [0, 1, 2]}
