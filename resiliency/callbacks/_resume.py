@@ -179,7 +179,7 @@ class Resume:
         if self._trainer.is_global_zero:
             try:
                 located = locate(key.newest)
-                found = located.listing.id.dirname if located is not None else None
+                found = located.id.dirname if located is not None else None
             except NoCheckpointFound:
                 logger.debug("no checkpoint to resume from in %s", key.newest)
             except (TierError, ConfigError) as error:
@@ -218,9 +218,7 @@ class Resume:
         if located is None:
             return None
         state, per_rank = load_path(located, rank=self._trainer.global_rank, allow_pickle=allow_pickle)
-        manifest = located.listing.manifest
-        assert manifest is not None
-        self._place_rank_state(state, per_rank, manifest.world_size)
+        self._place_rank_state(state, per_rank, located.world_size)
         return state
 
     def _may_hold(self, path: str, key: EngineKey) -> bool:

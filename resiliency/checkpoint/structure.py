@@ -231,45 +231,63 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=2)
         # The highest byte is below 0x80, so that the number is positive and takes 16 bytes.
         self.nonce = os.urandom(11) + b"\x5a"
-        self._base = int.from_bytes(self.nonce, "little") << 32
+        self.base = int.from_bytes(self.nonce, "little") << 32
         self.extents: list[tuple[Tensor, int, int]] = []
         self.storages: list[tuple[int, str]] = []
-        #: Of each storage; one that is seen as two dtypes is stored twice, because torch loads it as one.
-        self.dtypes: list[torch.dtype] = []
+        #: Dtype and shape of the first tensor in each storage. One that is seen as another is stored again, because
+        #: torch loads all tensors of a storage as one dtype.
+        self.seen: list[tuple[torch.dtype, Any]] = []
         #: For each marker: (storage, dtype, shape, requires_grad), and (offset, strides) of a tensor not in C order.
         self.tensors: list[Any] = []
         self.leaves: list[Any] = []
         self.torch_described: set[int] = set()
-        self._indices: dict[int, int] = {}
-        self._is_leaf = is_leaf
+        self.is_leaf = is_leaf
+        self.reducer_override = _reducer(self, self._other_tensor)
 
-    def reducer_override(self, obj: Any) -> Any:
-        # Called for every object that is not of a builtin class, while the training thread waits.
+    def _other_tensor(self, tensor: Tensor) -> Any:
+        raise _NotPlain
+
+
+def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
+    """The function that a pickler calls for every object which is not of a builtin class.
+
+    A closure with everything at hand: it runs for every tensor at every save, while the training thread waits.
+    """
+    tensors, extents, storages, seen = pickler.tensors, pickler.extents, pickler.storages, pickler.seen
+    base, is_leaf = pickler.base, pickler.is_leaf
+    indices: dict[int, int] = {}
+    plain, parameter, tensor_class, torch_storages = _PLAIN_DTYPES, Parameter, Tensor, _STORAGES
+    rebuild_tensor, get = _rebuild_tensor, indices.get
+
+    def reduce(obj: Any) -> Any:
         class_ = type(obj)
-        if class_ is Tensor:
+        if class_ is tensor_class:
             dtype = obj.dtype
-            if dtype in _PLAIN_DTYPES and obj.layout is _STRIDED and obj.is_contiguous() and not obj.__dict__:
-                address, nbytes = obj.data_ptr(), obj.nbytes
-                if address or not nbytes:
-                    index = self._indices.get(address) if address else None
-                    if index is None or self.storages[index][0] != nbytes or self.dtypes[index] is not dtype:
-                        index = self._indices[address] = len(self.storages)
-                        self.dtypes.append(dtype)
-                        self.extents.append((obj, address, nbytes))
-                        self.storages.append((nbytes, "cpu" if obj.is_cpu else _location(obj)))
-                    tensors = self.tensors
-                    tensors.append((index, dtype, obj.shape, obj.requires_grad))
-                    return _rebuild_tensor, (self._base | len(tensors) - 1,)
-            return self._reduce_other_tensor(obj)
-        if class_ is Parameter and not obj.__dict__:
+            if dtype in plain:
+                try:
+                    address = obj.data_ptr() if obj.is_contiguous() else 0
+                except RuntimeError:  # a sparse, nested or otherwise special tensor
+                    return other_tensor(obj)
+                if address and not obj.__dict__:
+                    shape = obj.shape
+                    index = get(address)
+                    if index is None or seen[index] != (dtype, shape):
+                        index = indices[address] = len(storages)
+                        seen.append((dtype, shape))
+                        nbytes = obj.nbytes
+                        extents.append((obj, address, nbytes))
+                        storages.append((nbytes, "cpu" if obj.is_cpu else _location(obj)))
+                    tensors.append((index, dtype, shape, obj.requires_grad))
+                    return rebuild_tensor, (base | len(tensors) - 1,)
+            return other_tensor(obj)
+        if class_ is parameter and not obj.__dict__:
             # By an alias with the same version counter, so that changes in place are noticed.
             return _rebuild_parameter, (obj.detach(), obj.requires_grad, OrderedDict())
-        if class_ in _STORAGES or (self._is_leaf is not None and self._is_leaf(class_)):
+        if class_ in torch_storages or (is_leaf is not None and is_leaf(class_)):
             raise _NotPlain
         return NotImplemented
 
-    def _reduce_other_tensor(self, tensor: Tensor) -> Any:
-        raise _NotPlain
+    return reduce
 
 
 class _FullPickler(_Pickler):
@@ -286,33 +304,48 @@ class _FullPickler(_Pickler):
             return ("storage", torch.UntypedStorage, f"x{index}", self.storages[index][1], obj.nbytes())
         return None
 
-    def reducer_override(self, obj: Any) -> Any:
-        if self._is_leaf is not None and self._is_leaf(type(obj)):
-            self.leaves.append(obj)
-            standing = _LeafStorage(f"{LEAF_PREFIX}{len(self.leaves) - 1}")
-            return _rebuild_tensor, (standing, 0, (0,), (1,), False, OrderedDict())
-        return super().reducer_override(obj)
+    def __init__(self, file: io.BytesIO, is_leaf: Callable[[type], bool] | None) -> None:
+        super().__init__(file, is_leaf)
+        #: By (address, bytes, dtype); of whole storages by (identity, -1, dtype).
+        self._indices: dict[tuple[int, int, torch.dtype], int] = {}
+        plain = self.reducer_override
 
-    def _reduce_other_tensor(self, tensor: Tensor) -> Any:
+        def reduce(obj: Any) -> Any:
+            if is_leaf is not None and is_leaf(type(obj)):
+                self.leaves.append(obj)
+                standing = _LeafStorage(f"{LEAF_PREFIX}{len(self.leaves) - 1}")
+                return _rebuild_tensor, (standing, 0, (0,), (1,), False, OrderedDict())
+            return NotImplemented if type(obj) in _STORAGES else plain(obj)
+
+        self.reducer_override = reduce
+
+    def _other_tensor(self, tensor: Tensor) -> Any:
         if (
             tensor.dtype not in _STORAGE_CLASSES
-            or tensor.layout is not _STRIDED
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
             or tensor.is_meta
             or tensor.is_conj()
             or tensor.is_neg()
             or tensor.__dict__
         ):
             return NotImplemented  # torch describes it, by its storage
-        index = self._add_storage(tensor.untyped_storage(), tensor.dtype, tensor)
+        storage = tensor.untyped_storage()
+        last = tensor.storage_offset() + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel() and storage.nbytes() < (last + 1) * tensor.itemsize:
+            raise ConfigError(
+                f"a tensor of shape {tuple(tensor.shape)} has no memory (its storage was freed or made smaller); store a"
+                " tensor that has"
+            )
+        index = self._add_storage(storage, tensor.dtype, tensor)
         place = (tensor.storage_offset(), tensor.stride())
         self.tensors.append((index, tensor.dtype, tensor.shape, tensor.requires_grad, place))
-        return _rebuild_tensor, (self._base | len(self.tensors) - 1,)
+        return _rebuild_tensor, (self.base | len(self.tensors) - 1,)
 
     def _add_storage(self, storage: UntypedStorage, dtype: torch.dtype, tensor: Tensor | None = None) -> int:
         """The number of a whole storage."""
-        key = -storage._cdata  # negative: no address
-        index = self._indices.get(key)
-        if index is None or self.dtypes[index] is not dtype:
+        index = self._indices.get(storage._cdata)
+        if index is None or self.seen[index][0] is not dtype:
             nbytes, address = storage.nbytes(), 0 if storage.device.type == "meta" else storage.data_ptr()
             if nbytes and not address:
                 raise ConfigError(
@@ -321,15 +354,14 @@ class _FullPickler(_Pickler):
                 )
             if tensor is None:
                 tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            index = self._indices[key] = len(self.storages)
+            index = self._indices[storage._cdata] = len(self.storages)
             self.torch_described.add(index)
-            self.dtypes.append(dtype)
+            self.seen.append((dtype, None))
             self.extents.append((tensor, address, nbytes))
             self.storages.append((nbytes, "cpu" if tensor.is_cpu else _location(tensor)))
         return index
 
 
-_STRIDED = torch.strided
 #: Dtypes of tensors in C order that are described here: not complex ones, which may be lazy conjugates.
 _PLAIN_DTYPES = frozenset(dtype for dtype in _STORAGE_CLASSES if not dtype.is_complex)
 
@@ -400,7 +432,7 @@ def load(data: bytes, storage: Callable[[str, int], UntypedStorage], *, allow_pi
         if not isinstance(reference, tuple) or len(reference) != 5 or reference[0] not in ("storage", b"storage"):
             raise ConfigError(f"the structure refers to {reference!r}, which is no storage")
         _, kind, key, _, numel = reference
-        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind._dtype  # without the warning of ``dtype``
         return TypedStorage(wrap_storage=storage(str(key), numel * dtype.itemsize), dtype=dtype, _internal=True)
 
     unpickler: Any

@@ -1,77 +1,199 @@
 """Loading a checkpoint by its path, in one process, without an agent or other ranks.
 
-For everything except resuming a fit: ``validate``, ``test``, fine-tuning from another run's files,
-exporting. A path is a name file (``/ckpts/step=100.ckpt``), a step folder, or a directory with runs in it (newest
-step).
+For everything except resuming a fit: ``validate``, ``test``, fine-tuning from another run's files, exporting. A path is
+a name (``/ckpts/step=100.ckpt``: a stock checkpoint that says which step it is; of a sharded step a folder), a step
+folder, or a directory with runs in it (newest step).
+
+A name means the bytes of its file: these are read, and checked against the digests of the step. A copy of the file is
+still recognised where the step's records are out of reach; it is loaded as any stock checkpoint, which checks nothing,
+and a warning says so.
 """
 
 from __future__ import annotations
 
+import io
+import logging
+import os
 import posixpath
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from resiliency.checkpoint.read_plan import plan_new
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
-from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
-from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
+from resiliency.checkpoint.shard_reader import ShardReader
+from resiliency.checkpoint.state import keyed_leaves, replace_leaves
+from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.inspection import survey
-from resiliency.storage.catalog import StepListing, find_runs, read_name, scan
-from resiliency.storage.fetch import fetch_shard
+from resiliency.storage.archive import read_directory
+from resiliency.storage.blocks import BLOCK_BYTES
+from resiliency.storage.catalog import StepListing, find_runs, scan, step_prefix
+from resiliency.storage.fetch import copy_checked
+from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, shard_file
+from resiliency.storage.names import read_name
+from resiliency.storage.shard_file import RANK_STATE, Identity
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["Located", "load_path", "locate"]
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Located:
-    """A step found by its path."""
+    """A step found by its path.
+
+    Attributes:
+        tier, run: where it is.
+        listing: the step, with the records that were found; without any, nothing can be checked.
+        world_size: number of ranks that wrote it.
+        replicated: the whole state is in shard 0.
+        files: rank -> key of its shard on the tier. Where a file was named, that file is shard 0.
+    """
 
     tier: Tier
     run: str
     listing: StepListing
+    world_size: int
+    replicated: bool
+    files: Mapping[int, str]
+
+    @property
+    def id(self) -> StepId:
+        return self.listing.id
+
+    @property
+    def is_checked(self) -> bool:
+        """True when the digests of the state are known."""
+        record = self.listing.records.get(0)
+        return record is not None and record.complete
+
+    def where(self, rank: int) -> str:
+        """Path or address of a shard."""
+        return f"{self.tier.root}/{self.files[rank]}"
 
 
 def locate(path: str, *, run: str | None = None) -> Located | None:
-    """The committed step a path points to; None when nothing of ours is there (a stock checkpoint, or no file).
+    """The step a path means; None when nothing of ours is there (a stock checkpoint, or no file).
+
+    Args:
+        run: which run; needed when a directory holds several.
 
     Raises:
-        NoCheckpointFound: it is ours, but the step is gone or not committed.
+        NoCheckpointFound: it is ours, but the step is gone or not committed, or of another run than ``run``.
         ConfigError: it holds several runs; pass ``run``.
         TierError: the tier cannot be read.
     """
     try:
         target = survey.find(str(path))
     except (ConfigError, NoCheckpointFound):
-        if _is_name_file(str(path)):
-            raise
-        return None  # a stock checkpoint, or no file: the caller decides what to do
+        return _copy_elsewhere(str(path), run)
     if target.run is None and not find_runs(target.tier):
         return None
+    if run is not None and target.run not in (None, run):
+        raise NoCheckpointFound(f"{path} is a checkpoint of run {target.run!r}, not of {run!r}")
     name, step = survey.one_step(target, run=run)
-    for listing in scan(target.tier, name):
-        if listing.id == step and listing.manifest is not None:
-            return Located(target.tier, name, listing)
-    raise NoCheckpointFound(
-        f"{path}: {step} of run {name!r} is not committed; `resiliency ckpt ls {target.tier.root}` shows what is there"
+    listing = next((listing for listing in scan(target.tier, name) if listing.id == step), None)
+    if target.name is not None:
+        return _named(target.tier, target.name, listing)
+    if listing is None or listing.manifest is None:
+        shows = f"`resiliency ckpt ls {target.tier.root}` shows what is there"
+        raise NoCheckpointFound(f"{path}: {step} of run {name!r} is not committed; {shows}")
+    return Located(
+        tier=target.tier,
+        run=name,
+        listing=listing,
+        world_size=listing.manifest.world_size,
+        replicated=listing.manifest.replicated,
+        files=_in_folder(name, listing),
     )
 
 
-def _is_name_file(path: str) -> bool:
+def _copy_elsewhere(path: str, run: str | None) -> Located | None:
     folder, name = posixpath.split(path.rstrip("/"))
-    return bool(name) and read_name(open_tier(folder or "."), name) is not None
+    tier = open_tier(folder or ".")
+    identity = read_name(tier, name) if name else None
+    if identity is None:
+        return None  # a stock checkpoint, or no file: the caller decides what to do
+    if run not in (None, identity.run):
+        raise NoCheckpointFound(f"{path} is a checkpoint of run {identity.run!r}, not of {run!r}")
+    return _named(tier, name, None)
+
+
+def _in_folder(run: str, listing: StepListing) -> dict[int, str]:
+    return {rank: step_prefix(run, listing.id) + record.file for rank, record in listing.records.items()}
+
+
+def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
+    """The step whose name a file or folder is.
+
+    Args:
+        listing: its step, where that is on the tier.
+
+    Raises:
+        NoCheckpointFound: it is only a part of a step.
+    """
+    where = f"{tier.root}/{name}"
+    identity = read_name(tier, name)
+    if identity is None:
+        raise NoCheckpointFound(f"{where} is gone")
+    in_folder = {_rank_of(info.key): info.key for info in tier.list(f"{name}/") if _rank_of(info.key) is not None}
+    if listing is None or 0 not in listing.records:
+        listing = StepListing(identity.id)
+        if in_folder:
+            listing.records = _records_of(tier, f"{name}/{MANIFEST}", identity)
+    files = {rank: key for rank, key in in_folder.items() if rank is not None} or {0: name}
+    record = listing.records.get(0)
+    facts = identity if record is None else record  # what the file says of itself may be damaged
+    located = Located(
+        tier=tier,
+        run=identity.run,
+        listing=listing,
+        world_size=facts.world_size,
+        replicated=facts.replicated,
+        files={**_in_folder(identity.run, listing), **files},
+    )
+    if identity.rank != 0 or not (located.replicated or located.is_checked):
+        raise NoCheckpointFound(
+            f"{where} is shard {identity.rank} of {identity.world_size} of {identity.id} of run {identity.run!r}; the"
+            " step they make together is not there"
+        )
+    return located
+
+
+def _rank_of(key: str) -> int | None:
+    found = re.fullmatch(r"shard-(\d+)\.ckpt", posixpath.basename(key))
+    return int(found[1]) if found else None
+
+
+def _records_of(tier: Tier, key: str, identity: Identity) -> dict[int, ShardRecord]:
+    """The records in a manifest that was copied with its shards; none when it is not there or of another step."""
+    try:
+        manifest = Manifest.from_json(tier.read(key), where=f"{tier.root}/{key}")
+    except (FileNotFoundError, CorruptShard) as error:
+        logger.warning("%s/%s cannot be used: %s", tier.root, key, error)
+        return {}
+    same = (manifest.id, manifest.run) == (identity.id, identity.run)
+    return {record.rank: record for record in manifest.shards} if same else {}
 
 
 def load_path(
     located: Located, *, rank: int = 0, allow_pickle: bool = False, keys: Callable[[str], bool] | None = None
 ) -> tuple[Any, Any]:
-    """Reads and checks every shard of a located step. One process; remote shards go through a temporary folder.
+    """Reads and checks the shards of a located step. One process; remote shards go through a temporary folder.
+
+    Of a replicated step shard 0 and that of ``rank`` are read, of a sharded step all.
 
     Args:
         rank: whose per-rank part to return.
+        allow_pickle: also load objects of any class. Only for checkpoints you trust: it can run code.
         keys: load only tensors whose key passes; the others become empty tensors.
 
     Returns:
@@ -80,25 +202,88 @@ def load_path(
     Raises:
         CorruptShard: names the file and the byte ranges that are bad.
         TierError: the tier cannot be read.
+        pickle.UnpicklingError: the state holds objects of classes that may not be loaded; says how to allow them.
     """
-    manifest = located.listing.manifest
-    assert manifest is not None
     with tempfile.TemporaryDirectory(prefix="resiliency-") as scratch:
-        root = located.tier.root
-        if not located.tier.is_local:
-            root = scratch
-            for writer in range(manifest.world_size):
-                fetch_shard(located.tier, located.run, manifest.id, writer, scratch, node="reader")
-        readers: list[ShardReader] = []
+        if not located.is_checked:
+            return _load_unchecked(located, scratch, rank, allow_pickle, keys)
+        records = located.listing.records
+        needed = sorted({0, rank} & set(records)) if located.replicated else range(located.world_size)
+        readers: dict[int, ShardReader] = {}
         try:
-            for record in manifest.shards:
-                reader = shard_reader(root, located.run, record)
-                readers.append(reader)
-            assembly = ShardAssembler(readers, rank=rank, planner=plan_new(keys))
-            for writer, bad in assembly.read(threads=threads_for(1)).items():
-                path = readers[writer].path
-                raise CorruptShard(f"{path}: bytes {bad} do not match their digests", path=path, ranges=bad)
-            return assembly.result(allow_pickle=allow_pickle)
+            for writer in needed:
+                if writer not in records:
+                    raise CorruptShard(f"the record of shard {writer} is missing", path=located.where(0))
+                readers[writer] = ShardReader(_local_file(located, writer, scratch), records[writer])
+            planner = plan_new(keys) if keys is not None else None
+            assembler = ShardAssembler(readers, rank=rank, planner=planner, allow_pickle=allow_pickle)
+            for writer, bad in assembler.read(threads=threads_for(1)).items():
+                where = located.where(writer)
+                raise CorruptShard(f"{where}: bytes {bad} do not match their digests", path=where, ranges=bad)
+            return assembler.result()
         finally:
-            for reader in readers:
+            for reader in readers.values():
                 reader.close()
+
+
+def _local_file(located: Located, rank: int, scratch: str) -> str:
+    """Path of a shard in a folder of this machine."""
+    if located.tier.is_local:
+        return located.where(rank)
+    path = Path(scratch, shard_file(rank))
+    try:
+        copy_checked(located.tier, located.files[rank], located.listing.records[rank], path)
+    except OSError as error:
+        raise TierError(f"{located.where(rank)} cannot be written to {path}: {error}", retryable=False) from error
+    return str(path)
+
+
+# -- a copy whose step is out of reach --------------------------------------------------------------------------------
+
+
+def _load_unchecked(
+    located: Located, scratch: str, rank: int, allow_pickle: bool, keys: Callable[[str], bool] | None
+) -> tuple[Any, Any]:
+    where, key = located.where(0), located.files[0]
+    logger.warning(
+        "%s is a copy of %s of run %r, whose record is not there: it is loaded as it is, without a check of its bytes",
+        where,
+        located.id,
+        located.run,
+    )
+    path = where if located.tier.is_local else _download(located.tier, key, os.path.join(scratch, "copy.ckpt"))
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
+        own = _own_state(path, allow_pickle) if rank == 0 else None
+    except (RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise CorruptShard(f"{where}: cannot be read ({error})", path=where) from error
+    if keys is not None:
+        absent = torch.empty(0)
+        wanted = {id(leaf) for name, leaf in keyed_leaves(state).items() if keys(name)}
+        state = replace_leaves(state, lambda leaf: leaf if id(leaf) in wanted else absent)
+    return state, own
+
+
+def _own_state(path: str, allow_pickle: bool) -> Any:
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+
+        def read(start: int, end: int) -> bytes:
+            file.seek(start)
+            return file.read(end - start)
+
+        entry = read_directory(read, size, where=path).get(RANK_STATE)
+        if entry is None:
+            return None
+        data = read(entry.start, entry.end)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
+
+
+def _download(tier: Tier, key: str, path: str) -> str:
+    with open(path, "wb") as file:
+        while True:
+            at = file.tell()
+            block = tier.read_range(key, at, at + BLOCK_BYTES)
+            file.write(block)
+            if len(block) < BLOCK_BYTES:
+                return path

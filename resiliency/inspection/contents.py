@@ -1,35 +1,30 @@
-"""What is inside the shards of a step: tensors from the headers, Python objects from their JSON. No torch, no
-unpickling."""
+"""What is inside the shards of a step: the tensors and the objects that each of them holds. No torch, no unpickling."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from resiliency.errors import CorruptShard
+from resiliency.inspection.pickle_view import Made, TensorView, as_tensor, children, read_pickle
+from resiliency.storage.archive import ArchiveEntry, read_directory
+from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.layout import ShardHeader, header_length, parse_header
 from resiliency.storage.manifest import ShardRecord
-from resiliency.storage.tensor_table import TENSOR, TENSOR_TABLE, TensorTable
+from resiliency.storage.shard_file import (
+    CHUNKS,
+    DATA_PICKLE,
+    RANK_STATE,
+    STRUCTURE,
+    Placed,
+    chunks_from_json,
+    storage_name,
+)
 from resiliency.storage.tiers.base import Tier
 
-__all__ = [
-    "Entry",
-    "TensorRow",
-    "branches",
-    "entries",
-    "pickled",
-    "read_header",
-    "read_objects",
-    "tensor_keys",
-    "tensor_rows",
-]
-
-_FIRST_READ = 64 * 1024
-#: Tagged objects whose value is a list but which are listed as one value.
-_LEAVES = ("complex", "range", "size", "slice", "timedelta")
+__all__ = ["Entry", "ShardContents", "TensorRow", "entries", "read_contents", "tensor_rows", "tensors_of"]
 
 
 @dataclass(frozen=True)
@@ -64,146 +59,218 @@ class Entry:
     text: str
 
 
-def read_header(tier: Tier, run: str, record: ShardRecord) -> ShardHeader:
-    """A shard's header. Blocks: one or two reads of the tier.
+@dataclass(frozen=True, kw_only=True)
+class ShardContents:
+    """What one shard holds.
+
+    Attributes:
+        rank: which shard.
+        tree: the state, in shard 0; None in others. A tree as :func:`~resiliency.inspection.pickle_view.read_pickle`
+            returns it.
+        leaves: of a sharded step, in shard 0: key of the tensor that stands in ``tree`` as storage ``leaf-<i>``.
+        chunks: of a sharded step: what is stored of which tensor.
+        own: what only the rank has; None: nothing.
+        entries, own_entries: of the archive, and of the archive with what only the rank has.
+    """
+
+    rank: int
+    tree: Any
+    leaves: tuple[str, ...]
+    chunks: tuple[Placed, ...]
+    own: Any
+    entries: Mapping[str, ArchiveEntry]
+    own_entries: Mapping[str, ArchiveEntry]
+
+    @property
+    def stored_tensors(self) -> int:
+        """How many tensors are stored here, in whole or in part."""
+        tree = () if self.chunks or self.leaves else _stored_once(self.tree)
+        return len(self.chunks) + sum(1 for _ in tree) + sum(1 for _ in _stored_once(self.own))
+
+
+def read_contents(tier: Tier, run: str, record: ShardRecord) -> ShardContents:
+    """Reads the end of a shard, which says what is in it; the bytes of tensors are not read.
+
+    Blocks: one read of the tier.
 
     Raises:
-        CorruptShard: missing, not a shard, or the shard of another step.
+        CorruptShard: missing, or its end does not match the record.
         TierError: the tier cannot be read.
     """
     key = step_prefix(run, record.id) + record.file
     where = f"{tier.root}/{key}"
+    start = record.sections[-1] if record.sections else 0
     try:
-        head = tier.read_range(key, 0, _FIRST_READ)
-        length = header_length(head[:8], where=where)
-        if length > len(head):
-            head += tier.read_range(key, len(head), length)
+        tail = tier.read_range(key, start, record.nbytes)
     except FileNotFoundError:
         raise CorruptShard(f"{where} is missing", path=where) from None
-    header = parse_header(head, where=where)
-    if header.id != record.id:
-        raise CorruptShard(f"{where}: holds {header.id}, not {record.id}", path=where)
-    return header
+    _check(tail, start, record, where)
 
+    def read(first: int, last: int) -> bytes:
+        return tail[max(0, first - start) : last - start]
 
-def read_objects(tier: Tier, run: str, record: ShardRecord, header: ShardHeader) -> dict[str, Any]:
-    """The JSON of everything in a shard that is not a tensor: ``state`` (rank 0 only), ``per_rank``.
+    found = read_directory(read, record.nbytes, where=where)
 
-    Raises:
-        CorruptShard: not there or not JSON.
-        TierError: the tier cannot be read.
-    """
-    key = step_prefix(run, record.id) + record.file
+    def entry(name: str) -> bytes | None:
+        one = found.get(name)
+        return None if one is None or one.at < start else read(one.start, one.end)
+
     try:
-        data = json.loads(tier.read_range(key, *header.objects))
-        return {name: data.get(name) for name in ("state", "per_rank")}
-    except (FileNotFoundError, ValueError, AttributeError, KeyError, TypeError) as error:
-        where = f"{tier.root}/{key}"
-        raise CorruptShard(
-            f"{where}: its objects cannot be read ({error})", path=where, ranges=(header.objects,)
-        ) from error
+        return _contents(record.rank, found, entry, where)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptShard(f"{where}: its structure cannot be read ({error})", path=where) from error
 
 
-def tensor_rows(headers: Mapping[int, ShardHeader]) -> list[TensorRow]:
+def _check(tail: bytes, start: int, record: ShardRecord, where: str) -> None:
+    if len(tail) != record.nbytes - start:
+        raise CorruptShard(f"{where}: {start + len(tail)} bytes instead of {record.nbytes}", path=where)
+    for index in record.blocks.within(start, record.nbytes):
+        first, last = record.blocks.bounds(index)
+        if record.digests[index] and block_digest(tail[first - start : last - start]) != record.digests[index]:
+            ranges = ((first, last),)
+            raise CorruptShard(f"{where}: bytes {list(ranges)} do not match their digests", path=where, ranges=ranges)
+
+
+def _contents(
+    rank: int, found: Mapping[str, ArchiveEntry], entry: Callable[[str], bytes | None], where: str
+) -> ShardContents:
+    structure, chunks, own_data = entry(STRUCTURE), entry(CHUNKS), entry(RANK_STATE)
+    tree, leaves, own, own_entries = None, (), None, {}
+    if structure is not None:
+        table, _, pickled = structure.partition(b"\n")
+        leaves, tree = tuple(map(str, json.loads(table))), read_pickle(pickled)
+    elif rank == 0:
+        tree = read_pickle(entry(DATA_PICKLE) or b"")
+    if own_data is not None:
+        data = own_data
+        own_entries = read_directory(lambda first, last: data[first:last], len(data), where=f"{where}:{RANK_STATE}")
+        described = own_entries.get(DATA_PICKLE)
+        own = read_pickle(data[described.start : described.end] if described is not None else b"")
+    return ShardContents(
+        rank=rank,
+        tree=tree,
+        leaves=leaves,
+        chunks=tuple(chunks_from_json(chunks, found, where=where)) if chunks is not None else (),
+        own=own,
+        entries=found,
+        own_entries=own_entries,
+    )
+
+
+# -- tensors --------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(tree: Any, path: str = "") -> Iterator[tuple[str, TensorView]]:
+    """(key, tensor) of every tensor of a tree; one that occurs several times has several keys."""
+    for key, item in _walk(tree, path, ()):
+        tensor = as_tensor(item)
+        if tensor is not None:
+            yield key or "value", tensor
+
+
+def _walk(item: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """Everything in a tree, with its key."""
+    yield path, item
+    if id(item) in above:
+        return  # it contains itself
+    for name, part in children(item):
+        quoted = name.replace("%", "%25").replace("/", "%2F")
+        yield from _walk(part, f"{path}/{quoted}" if path else quoted, (*above, id(item)))
+
+
+def _stored_once(tree: Any) -> Iterator[tuple[str, TensorView]]:
+    """The tensors of a tree, each tied one under its first key only."""
+    seen = set()
+    for key, tensor in tensors_of(tree):
+        same = (tensor.storage, tensor.offset, tensor.shape, tensor.strides)
+        if tensor.storage is None or same not in seen:
+            seen.add(same)
+            yield key, tensor
+
+
+def tensor_rows(shards: Mapping[int, ShardContents]) -> list[TensorRow]:
     """All tensors of a step, largest first.
 
     Args:
-        headers: rank -> header of its shard.
+        shards: rank -> contents of its shard.
     """
-    found: dict[tuple[str, int], list[tuple[int, Any]]] = {}
-    for rank, header in sorted(headers.items()):
-        for placed in header.placed:
-            chunk = placed.chunk
-            found.setdefault((chunk.key, rank if chunk.per_rank else -1), []).append((rank, chunk))
     rows = []
-    for (key, owner), pieces in found.items():
-        chunk = pieces[0][1]
-        rows.append(
-            TensorRow(
-                key,
-                chunk.dtype,
-                chunk.shape,
-                sum(piece.nbytes for _, piece in pieces),
-                tuple(sorted({rank for rank, _ in pieces})),
-                len(pieces),
-                owner >= 0,
-            )
-        )
+    pieces: dict[str, list[tuple[int, Placed]]] = {}
+    for rank, shard in sorted(shards.items()):
+        for placed in shard.chunks:
+            pieces.setdefault(placed.chunk.key, []).append((rank, placed))
+        if not shard.chunks and not shard.leaves:
+            rows += [_row(key, tensor, rank, shard.entries, False) for key, tensor in _stored_once(shard.tree)]
+        rows += [_row(key, tensor, rank, shard.own_entries, True) for key, tensor in _stored_once(shard.own)]
+    for key, found in pieces.items():
+        chunk = found[0][1].chunk
+        nbytes = sum(placed.chunk.nbytes for _, placed in found)
+        ranks = tuple(sorted({rank for rank, _ in found}))
+        rows.append(TensorRow(key, chunk.dtype, chunk.shape, nbytes, ranks, len(found), False))
     return sorted(rows, key=lambda row: (-row.nbytes, row.per_rank, row.key, row.shards))
 
 
-def _children(item: Any) -> Iterator[tuple[str, Any]]:
-    """Parts of an encoded container by the names people know them by; nothing for anything else."""
-    if isinstance(item, list):
-        yield from ((str(at), part) for at, part in enumerate(item))
-    elif isinstance(item, dict) and "!" not in item:
-        yield from item.items()
-    elif isinstance(item, dict) and item["!"] == TENSOR_TABLE:
-        yield from ((name, {"!": TENSOR, "key": key}) for name, key in TensorTable.from_json(item).items())
-    elif isinstance(item, dict) and isinstance(item.get("value"), dict | list) and item["!"] not in _LEAVES:
-        inner = item["value"]
-        if isinstance(inner, list) and item["!"] == "dict":
-            yield from ((_text(pair[0]), pair[1]) for pair in inner)
+def _row(key: str, tensor: TensorView, rank: int, entries: Mapping[str, ArchiveEntry], own: bool) -> TensorRow:
+    stored = entries.get(storage_name(tensor.storage)) if tensor.storage is not None else None
+    nbytes = stored.nbytes if stored is not None else 0
+    dtype = tensor.dtype or tensor.kind
+    return TensorRow(key, dtype, tensor.shape, nbytes, (rank,), 1, own)
+
+
+# -- the tree -------------------------------------------------------------------------------------------------------
+
+
+def entries(tree: Any) -> list[Entry]:
+    """The top of a state tree: one entry for each of its branches."""
+    found = []
+    for name, item in children(tree):
+        tensors, values = _count(item)
+        parts = [part for part, _ in children(item)]
+        if parts:
+            text = _listing(parts, _kind(item))
         else:
-            yield from _children(inner)
-    elif isinstance(item, dict) and item.get("!") == "pickle" and isinstance(item.get("plain"), dict | list):
-        yield from _children(item["plain"])
+            text = "empty" if isinstance(item, dict | list | tuple) or _is_empty(item) else _text(item)
+        found.append(Entry(name, _kind(item), tensors, values, text))
+    return found
+
+
+def _is_empty(item: Any) -> bool:
+    return isinstance(item, Made) and item.name in ("collections.OrderedDict", "collections.defaultdict")
+
+
+def _kind(item: Any) -> str:
+    if isinstance(item, Made):
+        tensor = as_tensor(item)
+        return type(item).__name__ if tensor is None else "tensor"
+    if isinstance(item, type):
+        return "class"
+    return "none" if item is None else type(item).__name__
+
+
+def _count(tree: Any) -> tuple[int, int]:
+    """(tensors, other values) in a subtree."""
+    tensors = values = 0
+    for _, item in _walk(tree, "", ()):
+        if as_tensor(item) is not None:
+            tensors += 1
+        elif not isinstance(item, dict | list | tuple) and not _is_empty(item) and not any(True for _ in children(item)):
+            values += 1
+    return tensors, values
 
 
 def _text(item: Any, width: int = 60) -> str:
     """What is not a container, in words."""
-    if isinstance(item, dict) and "!" in item:
-        tag, value = item["!"], item.get("value")
-        if tag == TENSOR:
-            return f"tensor {item.get('key')}"
-        if tag == "pickle":
-            return f"{item.get('class')} (pickled)"
-        if tag in ("ndarray", "npscalar"):
-            return f"numpy {item.get('dtype')} {item.get('shape')}"
-        if tag in ("bytes", "bytearray"):
-            return f"{len(value or '') * 3 // 4} bytes"
-        if isinstance(value, str | int | float):
-            return str(value)[:width]
-        return str(value)[:width] if isinstance(value, list) and len(value) < 6 else tag
-    text = repr(item)
+    tensor = as_tensor(item)
+    if tensor is not None:
+        return f"{tensor.dtype or tensor.kind} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
+    if isinstance(item, bytes | bytearray):
+        return f"{len(item)} bytes"
+    if isinstance(item, Made):
+        given = [repr(value) for value in item.args if isinstance(value, str | int | float | bool)]
+        shown = f"{item.name}({', '.join(given)})" if given and len(given) == len(item.args) else item.name
+        return shown if len(shown) <= width else item.name
+    text = item.name if isinstance(item, type) and issubclass(item, Made) else repr(item)
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _kind(item: Any) -> str:
-    if isinstance(item, dict):
-        tag = item.get("!", "dict")
-        if tag == TENSOR_TABLE:
-            return "dict"
-        return str(item.get("class", "object")).rpartition(".")[2] if tag == "pickle" else str(tag)
-    return "none" if item is None else type(item).__name__
-
-
-def _count(item: Any) -> tuple[int, int]:
-    """(tensors, other values) in a subtree."""
-    if isinstance(item, dict) and item.get("!") == TENSOR:
-        return 1, 0
-    parts = [_count(part) for _, part in _children(item)]
-    if not parts:
-        return 0, 0 if isinstance(item, dict | list) and "!" not in (item if isinstance(item, dict) else {}) else 1
-    return sum(tensors for tensors, _ in parts), sum(values for _, values in parts)
-
-
-def branches(skeleton: Any) -> dict[str, Any]:
-    """The entries of a state that is a dict with names for keys; nothing for any other."""
-    named = isinstance(skeleton, dict) and skeleton.get("!", TENSOR_TABLE) == TENSOR_TABLE
-    return dict(_children(skeleton)) if named else {}
-
-
-def entries(skeleton: Any) -> list[Entry]:
-    """The top of a state tree: one entry for each of its branches."""
-    found = []
-    for name, item in _children(skeleton):
-        tensors, values = _count(item)
-        parts = list(_children(item))
-        container = isinstance(item, list) or (isinstance(item, dict) and "!" not in item)
-        text = _listing([part for part, _ in parts], _kind(item)) if parts else "empty" if container else _text(item)
-        found.append(Entry(name, _kind(item), tensors, values, text))
-    return found
 
 
 def _listing(names: list[str], kind: str, width: int = 60) -> str:
@@ -212,20 +279,3 @@ def _listing(names: list[str], kind: str, width: int = 60) -> str:
         return "1 item" if len(names) == 1 else f"{len(names)} items"
     shown = next((n for n in range(len(names), 1, -1) if len(", ".join(names[:n])) <= width), 1)
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if shown < len(names) else "")
-
-
-def tensor_keys(skeleton: Any) -> set[str]:
-    """Keys of all tensors a subtree refers to; tied ones may have been stored under another branch's key."""
-    if isinstance(skeleton, dict) and skeleton.get("!") == TENSOR:
-        return {str(skeleton["key"])}
-    return set().union(*(tensor_keys(part) for _, part in _children(skeleton)))
-
-
-def pickled(skeleton: Any, path: str = "") -> list[tuple[str, str, bool]]:
-    """(where, class, whether a plain builtin can stand for it) of every object that was stored as a pickle."""
-    found = []
-    if isinstance(skeleton, dict) and skeleton.get("!") == "pickle":
-        found.append((path or "the root", str(skeleton.get("class")), "plain" in skeleton))
-    for name, part in _children(skeleton):
-        found += pickled(part, f"{path}/{name}" if path else name)
-    return found

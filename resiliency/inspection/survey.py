@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from resiliency.errors import ConfigError, NoCheckpointFound
-from resiliency.storage.catalog import StepListing, find_runs, read_name, run_prefix, scan, step_prefix
+from resiliency.storage.catalog import StepListing, find_runs, run_prefix, scan, step_prefix
 from resiliency.storage.format_version import is_folder_of_format_1, refuse_format
-from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, NameFile, gather_records
+from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, gather_records
+from resiliency.storage.names import read_name
 from resiliency.storage.retention import live_names
+from resiliency.storage.shard_file import Identity
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
@@ -48,12 +50,15 @@ class Target:
         tier: the tier it is on.
         run: the run it names; None: all runs there.
         step: the step it names; None: all steps of the run.
+        name: key of the file (of a sharded step: the folder) that names the step; None: the path is no such name, or
+            nothing is there any more.
     """
 
     path: str
     tier: Tier
     run: str | None = None
     step: StepId | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class StepView:
         manifest: records of all shards, from a manifest or from all records together; None while a record is missing.
         needed: number of shards; None when no record could be read.
         present: ranks whose shard has a copy of full size.
-        names: names that point to this step now.
+        names: names that mean this step now.
         state: "committed"; "damaged": its manifest exists but a file is missing, cut off or unreadable; "unfinished":
             no manifest, and records are missing.
         notes: what is wrong or worth knowing, in words.
@@ -104,7 +109,7 @@ class StepView:
         """Bytes of all shards when that is known, otherwise of those that exist."""
         if self.manifest is not None:
             return self.manifest.nbytes
-        return max(sum(n for name, n in c.listing.sizes.items() if name.endswith(".safetensors")) for c in self.copies)
+        return max(sum(n for name, n in c.listing.sizes.items() if name.endswith(".ckpt")) for c in self.copies)
 
     @property
     def created(self) -> float | None:
@@ -121,7 +126,7 @@ def close_tier(tier: Tier) -> None:
 
 
 def find(path: str) -> Target:
-    """Resolves a path: a directory, a name file (whether or not the file still exists), a step folder, or a URL.
+    """Resolves a path: a directory, a step's name (whether or not its file still exists), a step folder, or a URL.
 
     Blocks: a few requests to the tier.
 
@@ -153,22 +158,26 @@ def _find(path: str, opening: Callable[[str], Tier]) -> Target:
     root, found, rest = (address + "/").partition(marker)
     if found:
         return _inside(path, opening(root or "/"), rest.rstrip("/"))
-    if os.path.isdir(address) if tier.is_local else find_runs(tier):
-        return Target(path, tier)
-    pointer = _pointer(address, opening)
-    if pointer is None and tier.is_local and os.path.exists(address):
-        raise ConfigError(f"{path} is not one of our checkpoints; if it is a stock one, torch.load reads it directly")
+    identity = _identity(address, opening)
+    if identity is None:
+        if os.path.isdir(address) if tier.is_local else find_runs(tier):
+            return Target(path, tier)
+        if tier.is_local and os.path.exists(address):
+            raise ConfigError(
+                f"{path} is not one of our checkpoints; if it is a stock one, torch.load reads it directly"
+            )
     for folder, name in _above(address):
         above = opening(folder)
-        if pointer is not None and next(iter(above.list(run_prefix(pointer.run))), None) is not None:
-            return Target(path, above, pointer.run, pointer.id)
-        if pointer is None:
+        if identity is not None and next(iter(above.list(run_prefix(identity.run))), None) is not None:
+            return Target(path, above, identity.run, identity.id, name)
+        if identity is None:
             named = _named_step(above, name)
             if named is not None:
                 return Target(path, above, *named)
-    if pointer is not None:
+    if identity is not None:
         raise NoCheckpointFound(
-            f"{path} points to {pointer.id} of run {pointer.run!r}, but the run is in no folder above it"
+            f"{path} is a copy of {identity.id} of run {identity.run!r}, and no folder above it has that run;"
+            " torch.load reads it directly"
         )
     folder = posixpath.dirname(address)
     raise NoCheckpointFound(f"{path}: there is no such checkpoint; `resiliency ckpt ls {folder}` shows what is there")
@@ -199,14 +208,15 @@ def _above(address: str) -> Iterator[tuple[str, str]]:
         name = f"{last}/{name}"
 
 
-def _pointer(address: str, opening: Callable[[str], Tier]) -> NameFile | None:
+def _identity(address: str, opening: Callable[[str], Tier]) -> Identity | None:
+    """What the file or folder at an address says that it is."""
     for folder, name in _above(address):
         return read_name(opening(folder), name)
     return None
 
 
 def _named_step(tier: Tier, name: str) -> tuple[str, StepId] | None:
-    """(run, step) that a name points to by the manifests, which decide even if there is no name file."""
+    """(run, step) that a name means by the manifests, though there is no file of that name."""
     for run in find_runs(tier):
         names = live_names([found.manifest for found in scan(tier, run) if found.manifest is not None])
         if name in names:

@@ -196,17 +196,24 @@ def _sizes(tier: Tier, prefix: str) -> dict[str, int]:
 
 
 def verify_shard(
-    tier: Tier, run: str, record: ShardRecord, *, first_block: int = 0, last_block: int | None = None
+    tier: Tier,
+    run: str,
+    record: ShardRecord,
+    *,
+    first_block: int = 0,
+    last_block: int | None = None,
+    key: str | None = None,
 ) -> list[tuple[int, int]]:
     """Reads a shard and returns the byte ranges that do not match its record (empty: all match).
 
     Args:
         first_block, last_block: only check blocks ``[first_block, last_block)``.
+        key: the file to read; None: the shard in the step's folder.
 
     Raises:
         TierError: the tier cannot be read.
     """
-    key = step_prefix(run, record.id) + record.file
+    key = key or step_prefix(run, record.id) + record.file
     bad: list[tuple[int, int]] = []
     for index in range(first_block, len(record.digests) if last_block is None else last_block):
         start, end = record.blocks.bounds(index)

@@ -21,7 +21,7 @@ from resiliency.storage.manifest import META_DIR, ShardRecord, record_file
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["fetch_shard", "remove_dead_fetches"]
+__all__ = ["copy_checked", "fetch_shard", "remove_dead_fetches"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def fetch_shard(source: Tier, run: str, step: StepId, rank: int, target_root: st
     try:
         scratch.mkdir(parents=True)
         folder.mkdir(parents=True, exist_ok=True)
-        _copy_checked(source, step_prefix(run, step) + record.file, record, scratch / record.file)
+        copy_checked(source, step_prefix(run, step) + record.file, record, scratch / record.file)
         (scratch / record_file(rank)).write_text(json.dumps(record.to_dict()))
         for name in (record.file, record_file(rank)):
             os.replace(scratch / name, folder / name)
@@ -62,7 +62,14 @@ def fetch_shard(source: Tier, run: str, step: StepId, rank: int, target_root: st
     return record
 
 
-def _copy_checked(source: Tier, key: str, record: ShardRecord, target: Path) -> None:
+def copy_checked(source: Tier, key: str, record: ShardRecord, target: Path) -> None:
+    """Copies a shard from a tier to a file, checking every block. Blocks: one block is in memory at a time.
+
+    Raises:
+        CorruptShard: bytes differ from the record; what was written stays.
+        TierError: the tier cannot be read.
+        OSError: the file cannot be written.
+    """
     with open(target, "wb") as out:
         for index, digest in enumerate(record.digests):
             start, end = record.blocks.bounds(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from datetime import timedelta
 from pathlib import Path
@@ -14,11 +15,16 @@ from resiliency.inspection.by_path import load_path, locate
 from resiliency.testing.checkpoints import (
     RUN,
     Series,
+    copy_folder,
+    copy_to_memory,
     differences,
     flip_bits,
     make_checkpointer,
+    make_flat_state,
     make_series,
     make_state,
+    save_steps,
+    step_dir,
     step_dirs,
 )
 
@@ -72,23 +78,150 @@ def test_a_name_whose_file_is_gone_is_found_by_the_manifests(series: Series) -> 
     assert step_of(series.local_dir / "step=10.ckpt") == 10
 
 
-def test_a_name_whose_step_is_gone_says_so(series: Series) -> None:
-    shutil.rmtree(next(path for step, path in step_dirs(series.local_dir).items() if step.step == 10))
-    with pytest.raises(NoCheckpointFound, match="step 10") as caught:
-        locate(str(series.local_dir / "step=10.ckpt"))
-    assert "ckpt ls" in str(caught.value)
+@pytest.mark.parametrize("tier", [0, 1])
+def test_a_name_whose_step_is_gone_is_loaded_and_said_to_be_unchecked(
+    series: Series, tier: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = series.tiers[tier]
+    shutil.rmtree(next(path for step, path in step_dirs(root).items() if step.step == 10))
+    assert step_of(root / "step=10.ckpt") == 10
+    assert "without a check of its bytes" in caplog.text and "step 10" in caplog.text
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_copy_elsewhere_is_recognised_and_said_to_be_unchecked(
+    series: Series, tmp_path: Path, caplog: pytest.LogCaptureFixture, remote: bool
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(series.local_dir / "step=10.ckpt", tmp_path / "elsewhere" / "mine.ckpt")
+    path = f"{copy_to_memory(tmp_path / 'elsewhere')}/mine.ckpt" if remote else str(tmp_path / "elsewhere" / "mine.ckpt")
+    assert step_of(path) == 10
+    assert "without a check of its bytes" in caplog.text
+    located = locate(path)
+    assert located is not None and not located.is_checked and located.world_size == 2
+    assert load_path(located, rank=1)[1] is None  # what rank 1 had is in another file
+    state, _ = load_path(located, keys=lambda key: key == "model/half")
+    assert state["model"]["weight"].numel() == 0
+    assert differences(state["model"]["half"], make_state(10)["model"]["half"]) == []
+
+
+def test_a_copy_beside_its_step_is_checked(series: Series, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copy(series.local_dir / "step=10.ckpt", series.local_dir / "best.ckpt")
+    assert step_of(series.local_dir / "best.ckpt") == 10 and not caplog.text
+    flip_bits(series.local_dir / "best.ckpt", [(5000, 5001)])
+    with pytest.raises(CorruptShard, match=r"best\.ckpt"):
+        step_of(series.local_dir / "best.ckpt")
+    assert step_of(series.local_dir / "step=10.ckpt") == 10
 
 
 @pytest.mark.parametrize("tier", [0, 1])
-def test_damage_is_refused_with_the_file_and_the_bytes(series: Series, tier: int) -> None:
+def test_a_name_damaged_into_that_of_another_step_is_refused(series: Series, tier: int) -> None:
+    """One bit makes a 2 of the 1 of step 10 in what the file says of itself."""
+    path = series.tiers[tier] / "step=10.ckpt"
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data.replace(b'"step":10', b'"step":20', 1))
+    with pytest.raises(CorruptShard, match=r"step=10\.ckpt"):
+        step_of(path)
+
+
+def test_a_cut_copy_is_refused(series: Series, tmp_path: Path) -> None:
+    data = (series.local_dir / "step=10.ckpt").read_bytes()
+    (tmp_path / "cut.ckpt").write_bytes(data[:-1000])
+    located = locate(str(tmp_path / "cut.ckpt"))
+    assert located is not None
+    with pytest.raises(CorruptShard, match=r"cut\.ckpt"):
+        load_path(located)
+
+
+def test_the_file_of_another_rank_is_no_checkpoint_alone(series: Series, tmp_path: Path) -> None:
+    folder = next(path for step, path in step_dirs(series.local_dir).items() if step.step == 10)
+    shutil.copy(folder / "shard-00001.ckpt", tmp_path / "one.ckpt")
+    with pytest.raises(NoCheckpointFound, match="shard 1 of 2"):
+        locate(str(tmp_path / "one.ckpt"))
+
+
+@pytest.fixture(scope="module")
+def pristine_sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    save_steps(folder, 1, 2, world_size=2, sharded=True)
+    return folder
+
+
+@pytest.fixture
+def sharded(pristine_sharded: Path, tmp_path: Path) -> Path:
+    copy_folder(pristine_sharded, tmp_path / "s")
+    return tmp_path / "s"
+
+
+def sharded_step_of(path: str | Path, rank: int = 1) -> int:
+    located = locate(str(path))
+    assert located is not None and located.is_checked
+    state, per_rank = load_path(located, rank=rank)
+    assert differences(state, make_flat_state(located.id.step, world_size=2)) == []
+    assert torch.equal(per_rank["rng"], torch.arange(5) + rank)
+    return located.id.step
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_sharded_step_is_loaded_by_its_folders(sharded: Path, remote: bool) -> None:
+    folder = step_dir(sharded, RUN, 1).relative_to(sharded)
+    root = copy_to_memory(sharded) if remote else str(sharded)
+    assert sharded_step_of(f"{root}/step=1.ckpt") == 1 and sharded_step_of(f"{root}/step=1.ckpt/", 0) == 1
+    assert sharded_step_of(f"{root}/{folder}") == 1
+    assert sharded_step_of(root) == 2
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_copy_of_a_sharded_steps_folder_is_checked_by_its_manifest(
+    sharded: Path, tmp_path: Path, remote: bool
+) -> None:
+    shutil.copytree(sharded / "step=1.ckpt", tmp_path / "else" / "mine.ckpt")
+    root = copy_to_memory(tmp_path / "else") if remote else str(tmp_path / "else")
+    assert sharded_step_of(f"{root}/mine.ckpt") == 1
+    flip_bits(tmp_path / "else" / "mine.ckpt" / "shard-00001.ckpt", [(1_000_000, 1_000_001)])
+    root = copy_to_memory(tmp_path / "else") if remote else str(tmp_path / "else")
+    with pytest.raises(CorruptShard, match=r"mine\.ckpt/shard-00001"):
+        sharded_step_of(f"{root}/mine.ckpt")
+    (tmp_path / "else" / "mine.ckpt" / "manifest.json").unlink()
+    with pytest.raises(NoCheckpointFound, match="shard 0 of 2"):
+        locate(str(tmp_path / "else" / "mine.ckpt"))
+
+
+def test_a_name_of_another_run_is_not_the_wanted_runs(series: Series, tmp_path: Path) -> None:
+    shutil.copy(series.local_dir / "step=10.ckpt", tmp_path / "mine.ckpt")
+    for path in (series.local_dir / "step=10.ckpt", tmp_path / "mine.ckpt"):
+        assert locate(str(path), run=RUN) is not None
+        with pytest.raises(NoCheckpointFound, match="run 'run', not of 'other'"):
+            locate(str(path), run="other")
+
+
+class Own:
+    """A class of the user's own."""
+
+
+def test_objects_of_own_classes_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, what={"w": torch.ones(3), "own": Own()})
+    located = locate(str(tmp_path / "step=1.ckpt"))
+    assert located is not None
+    with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
+        load_path(located)
+    assert isinstance(load_path(located, allow_pickle=True)[0]["own"], Own)
+    with torch.serialization.safe_globals([Own]):
+        assert isinstance(load_path(located)[0]["own"], Own)
+
+
+@pytest.mark.parametrize("tier", [0, 1])
+@pytest.mark.parametrize("shard", [0, 1])
+def test_damage_is_refused_with_the_file_and_the_bytes(series: Series, tier: int, shard: int) -> None:
     root = series.tiers[tier]
     folder = next(path for step, path in step_dirs(root).items() if step.step == 20)
-    flip_bits(folder / "shard-00001.safetensors", [(-10, -4)])
+    flip_bits(folder / f"shard-0000{shard}.ckpt", [(-200, -194)])
     located = locate(str(root))
     assert located is not None
-    with pytest.raises(CorruptShard, match="shard-00001") as caught:
-        load_path(located)
-    assert caught.value.ranges and "shard-00001" in caught.value.path
+    with pytest.raises(CorruptShard, match=f"shard-0000{shard}") as caught:
+        load_path(located, rank=1)
+    assert caught.value.ranges and f"shard-0000{shard}" in caught.value.path
     assert step_of(root / "step=10.ckpt") == 10
 
 
