@@ -26,19 +26,24 @@ logger = logging.getLogger(__name__)
 def read_name(tier: Tier, name: str) -> Identity | None:
     """The step whose name this is; None when there is nothing, or something else (a stock checkpoint).
 
-    Blocks: one or two small reads.
+    Blocks: one small read, or when there is no such file a listing and a read.
 
     Raises:
         UnsupportedFormat: another version of the format wrote it.
         TierError: the tier cannot be read.
     """
-    for key in (name, f"{name}/{shard_file(0)}"):
-        try:
-            head = tier.read_range(key, 0, IDENTITY_BYTES)
-        except FileNotFoundError:
-            continue
-        return read_identity(head, where=f"{tier.root}/{key}")
-    return None
+    try:
+        return read_identity(tier.read_range(name, 0, IDENTITY_BYTES), where=f"{tier.root}/{name}")
+    except FileNotFoundError:
+        # Any shard tells: a host that has its folder for itself may not have the first one, and a deletion that was
+        # interrupted has left some.
+        shard = min((info.key for info in tier.list(f"{name}/shard-")), default=None)
+    if shard is None:
+        return None
+    try:
+        return read_identity(tier.read_range(shard, 0, IDENTITY_BYTES), where=f"{tier.root}/{shard}")
+    except FileNotFoundError:
+        return None  # deleted meanwhile
 
 
 def give_name(tier: Tier, step: StepRecords, name: str) -> bool:

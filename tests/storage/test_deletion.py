@@ -13,8 +13,11 @@ from resiliency import faultpoints
 from resiliency.errors import TierError
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import scan, step_prefix
-from resiliency.storage.deletion import delete_names, delete_step
-from resiliency.storage.manifest import MANIFEST, Manifest, NameFile, ShardRecord, gather_records, record_file
+from resiliency.storage.deletion import delete_step
+from resiliency.storage.format_version import FORMAT_VERSION
+from resiliency.storage.manifest import MANIFEST, META_DIR, Manifest, ShardRecord, gather_records, record_file
+from resiliency.storage.names import delete_names, give_name, read_name
+from resiliency.storage.shard_file import Identity, read_identity
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
@@ -26,14 +29,14 @@ NAMES = ("a.ckpt", "b.ckpt")
 FILES = ("manifest.json", *(f"shard-{rank:05d}.{end}" for rank in range(2) for end in ("json", "ckpt")))
 
 
-def store(tier: Tier, step: StepId, names: tuple[str, ...] = NAMES) -> None:
-    """A committed step of two shards, with name files."""
+def store(tier: Tier, step: StepId, names: tuple[str, ...] = NAMES, *, run: str = "r", replicated: bool = True) -> None:
+    """A committed step of two shards, with its names."""
     records = []
     for rank in range(2):
-        data = f"{step} {rank}".encode()
+        data = Identity(id=step, run=run, rank=rank, world_size=2, replicated=replicated).to_bytes()
         record = ShardRecord(
             id=step,
-            run="r",
+            run=run,
             rank=rank,
             world_size=2,
             node="n",
@@ -42,24 +45,26 @@ def store(tier: Tier, step: StepId, names: tuple[str, ...] = NAMES) -> None:
             digests=(block_digest(data),),
             plan="p",
             names=names,
+            replicated=replicated,
         )
-        tier.put_bytes(step_prefix("r", step) + record.file, data)
-        tier.put_bytes(step_prefix("r", step) + record_file(rank), json.dumps(record.to_dict()).encode())
+        tier.put_bytes(step_prefix(run, step) + record.file, data)
+        tier.put_bytes(step_prefix(run, step) + record_file(rank), json.dumps(record.to_dict()).encode())
         records.append(record)
     manifest = gather_records(records)
     assert isinstance(manifest, Manifest)
-    tier.put_bytes(step_prefix("r", step) + MANIFEST, manifest.to_json().encode())
+    tier.put_bytes(step_prefix(run, step) + MANIFEST, manifest.to_json().encode())
     for name in names:
-        tier.put_bytes(name, NameFile(run="r", id=step).to_json().encode())
+        assert give_name(tier, manifest, name)
 
 
-def pointers(tier: Tier) -> dict[str, StepId]:
+def named(tier: Tier) -> dict[str, StepId]:
+    """The names there are, and the step of each."""
+    keys = {info.key.partition("/")[0] for info in tier.list("") if not info.key.startswith(f"{META_DIR}/")}
     found = {}
-    for info in tier.list(""):
-        if info.key.endswith(".ckpt"):
-            pointer = NameFile.from_json(tier.read(info.key))
-            assert pointer is not None
-            found[info.key] = pointer.id
+    for name in sorted(keys):
+        identity = read_name(tier, name)
+        assert identity is not None, name
+        found[name] = identity.id
     return found
 
 
@@ -86,11 +91,28 @@ def test_manifest_then_names_then_records_then_shards(tier: Tier) -> None:
     assert [*tier.list("")] == []
 
 
-@pytest.mark.parametrize("at", range(1, 8))
-def test_cut_anywhere_it_leaves_no_torn_step_and_is_finished_by_the_next_pass(tier: Tier, at: int) -> None:
+def test_the_name_of_a_sharded_step_goes_with_all_its_files_its_manifest_first(tier: Tier) -> None:
+    store(tier, OLD, ("a.ckpt",), replicated=False)
+    seen = RecordingTier(tier)
+    assert delete_step(seen, "r", OLD, files=FILES, names=NAMES) == ["a.ckpt"]
+    assert [call.key for call in seen.calls("delete")][1:4] == [
+        "a.ckpt/manifest.json",
+        "a.ckpt/shard-00000.ckpt",
+        "a.ckpt/shard-00001.ckpt",
+    ]
+    assert [*tier.list("")] == []
+
+
+CUTS = [*((True, at) for at in range(1, 8)), *((False, at) for at in range(1, 12))]
+
+
+@pytest.mark.parametrize(("replicated", "at"), CUTS)
+def test_cut_anywhere_it_leaves_no_torn_step_and_is_finished_by_the_next_pass(
+    tier: Tier, replicated: bool, at: int
+) -> None:
     """The next pass knows only what it can list."""
-    store(tier, OLD)
-    store(tier, NEW, ("new.ckpt",))
+    store(tier, OLD, replicated=replicated)
+    store(tier, NEW, ("new.ckpt",), replicated=replicated)
     dying = FaultyTier(tier)
     dying.fail("delete", Fault.REFUSED, at=at)
     with pytest.raises(TierError):
@@ -100,10 +122,10 @@ def test_cut_anywhere_it_leaves_no_torn_step_and_is_finished_by_the_next_pass(ti
     if old.manifest is not None:
         assert old.missing_files() == [], "a step that counts as whole lacks a shard"
     names = {name for record in old.records.values() for name in record.names}
-    assert {name for name, step in pointers(tier).items() if step == OLD} <= names, "nobody will ever delete that name"
+    assert {name for name, step in named(tier).items() if step == OLD} <= names, "nobody will ever delete that name"
     delete_step(tier, "r", OLD, files=old.sizes, names=names)
     assert [found.id for found in scan(tier, "r")] == [NEW]
-    assert pointers(tier) == {"new.ckpt": NEW}
+    assert named(tier) == {"new.ckpt": NEW}
 
 
 @pytest.mark.parametrize("point", ["manifest", "record", "shard"])
@@ -120,11 +142,11 @@ def test_the_fault_points_are_passed_before_each_deletion(tier: Tier, point: str
 
 
 def test_a_name_that_points_to_another_step_or_run_stays(tier: Tier) -> None:
-    store(tier, OLD)
+    store(tier, OLD, ("a.ckpt",), run="another")
+    store(tier, OLD, ("b.ckpt",))
     store(tier, NEW, ("b.ckpt",))
-    tier.put_bytes("a.ckpt", NameFile(run="another", id=OLD).to_json().encode())
     assert delete_step(tier, "r", OLD, files=FILES, names=NAMES) == []
-    assert pointers(tier) == {"a.ckpt": OLD, "b.ckpt": NEW}
+    assert named(tier) == {"a.ckpt": OLD, "b.ckpt": NEW}
 
 
 def test_a_stock_file_under_the_name_stays(tier: Tier) -> None:
@@ -134,19 +156,21 @@ def test_a_stock_file_under_the_name_stays(tier: Tier) -> None:
     assert tier.read("a.ckpt").startswith(b"PK")
 
 
-def test_a_name_file_of_another_format_stays(tier: Tier) -> None:
+def test_a_file_of_another_format_under_the_name_stays(tier: Tier) -> None:
     store(tier, OLD)
-    text = NameFile(run="r", id=OLD).to_json().replace('"version": 2', '"version": 99')
-    tier.put_bytes("a.ckpt", text.encode())
+    head = Identity(id=OLD, run="r", rank=0, world_size=2, replicated=True).to_bytes()
+    theirs = head.replace(b'"version":%d' % FORMAT_VERSION, b'"version":9')
+    assert theirs != head
+    tier.put_bytes("a.ckpt", theirs)
     assert delete_step(tier, "r", OLD, files=FILES, names=NAMES) == ["b.ckpt"]
-    assert tier.read("a.ckpt") == text.encode()
+    assert tier.read("a.ckpt") == theirs
 
 
 def test_files_of_other_hosts_stay(tier: Tier) -> None:
     store(tier, OLD)
     delete_step(tier, "r", OLD, files=["shard-00000.json", "shard-00000.ckpt"], names=NAMES)
     left = sorted(info.key.rpartition("/")[2] for info in tier.list(step_prefix("r", OLD)))
-    assert left == ["shard-00001.json", "shard-00001.ckpt"]
+    assert left == ["shard-00001.ckpt", "shard-00001.json"]
 
 
 def test_shards_can_be_recycled_instead(tmp_path: Path) -> None:
@@ -162,7 +186,7 @@ def test_shards_can_be_recycled_instead(tmp_path: Path) -> None:
     delete_step(tier, "r", OLD, files=FILES, names=NAMES, remove_shard=recycle)
     assert seen == [("shard-00000.ckpt", []), ("shard-00001.ckpt", [])], "a shard went before its record"
     assert not folder.exists(), "an empty folder is left behind"
-    assert (tmp_path / "shard-00001.ckpt").read_bytes() == f"{OLD} 1".encode()
+    assert read_identity((tmp_path / "shard-00001.ckpt").read_bytes(), where="x") is not None
 
 
 def test_temp_files_of_killed_writers_go_only_when_asked(tmp_path: Path) -> None:
@@ -183,6 +207,6 @@ def test_temp_files_of_killed_writers_go_only_when_asked(tmp_path: Path) -> None
 def test_names_of_the_run_are_deleted_whatever_step_they_point_to(tier: Tier) -> None:
     store(tier, OLD, ("a.ckpt",))
     store(tier, NEW, ("b.ckpt",))
-    tier.put_bytes("c.ckpt", NameFile(run="another", id=OLD).to_json().encode())
+    store(tier, OLD, ("c.ckpt",), run="another")
     assert delete_names(tier, "r", ["a.ckpt", "b.ckpt", "c.ckpt", "never.ckpt"]) == ["a.ckpt", "b.ckpt"]
-    assert [*pointers(tier)] == ["c.ckpt"]
+    assert [*named(tier)] == ["c.ckpt"]
