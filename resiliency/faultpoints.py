@@ -28,7 +28,6 @@ KNOWN: tuple[str, ...] = (
     "save.sealed",
     "agent.start",
     "agent.seal.received",
-    "agent.shard.rename",
     "agent.record.write",
     "agent.manifest.write",
     "agent.name.write",

@@ -41,9 +41,7 @@ def records_of(config: AgentConfig, rank: int, seal: Seal) -> list[ShardRecord]:
         except ValueError as error:
             raise AgentError(f"rank {rank} sealed a file that cannot be: {error}") from error
         if len(file.digests) != count:
-            raise AgentError(
-                f"rank {rank} sent {len(file.digests)} digests for {file.nbytes} bytes in {count} blocks"
-            )
+            raise AgentError(f"rank {rank} sent {len(file.digests)} digests for {file.nbytes} bytes in {count} blocks")
         records.append(
             ShardRecord(
                 id=seal.id,

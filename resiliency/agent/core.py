@@ -28,7 +28,7 @@ from resiliency.agent.messages import Bye, Complete, Delete, Prepare, Recorded, 
 from resiliency.agent.uploader import Uploader, UploadOutcome
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventWriter
-from resiliency.storage.attempts import read_attempt
+from resiliency.storage.attempts import attempt_file, read_attempt, write_attempt
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.fetch import remove_dead_fetches
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, UnfinishedStep, gather_records
@@ -80,16 +80,32 @@ class HostAgent:
     # -- start --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Lists the local tier and resumes uploads an earlier agent did not finish. Blocks: one listing.
+        """Ends earlier attempts, lists the local tier and resumes uploads an earlier agent did not finish.
+
+        Blocks: one listing.
 
         Raises:
             TierError: the local tier cannot be listed.
         """
+        self._end_earlier_attempts()
         self._rescan()
         self._syncs.submit(self._delete_partial_files)
         committed = self._steps.select(lambda step: step.committed is not None)
         if committed:
             self._upload(committed[-1], only_if_missing=True)
+
+    def _end_earlier_attempts(self) -> None:
+        """Before anything is listed: what an earlier attempt's agent has not committed by now, it never will."""
+        config = self.config
+        try:
+            write_attempt(config.local.address, config.run, config.attempt)
+        except OSError as error:
+            # Once a step is saved, its folder name has the attempt too.
+            logger.warning(
+                "%s cannot be written (%s); the attempt is counted from the checkpoints",
+                attempt_file(config.local.address, config.run),
+                error,
+            )
 
     def _delete_partial_files(self) -> None:
         """Deletes partial files of killed writers and killed restores; no listing shows them, but they take space."""

@@ -44,7 +44,9 @@ def send_step(
     prefix = step_prefix(run, step)
     for record in records:
         faultpoints.hit("agent.upload.shard", rank=record.rank)
-        tier.put_file(prefix + record.file, path(record.file), check=_block_checker(record))
+        check = _BlockChecker(record)
+        tier.put_file(prefix + record.file, path(record.file), check=check)
+        check.finish()
         faultpoints.hit("agent.upload.record", rank=record.rank)
         tier.put_bytes(prefix + record_file(record.rank), json.dumps(record.to_dict()).encode())
     # The job may have another number of ranks now than when this step was saved.
@@ -90,28 +92,41 @@ def has_step(tier: Tier, run: str, step: StepId) -> bool:
     return True
 
 
-def _block_checker(record: ShardRecord) -> Callable[[bytes], None]:
-    """A function to call with the bytes of a shard file, in order and in pieces of any size; raises when a block does
-    not match its digest."""
-    position = index = 0
-    digest = new_digest()
+class _BlockChecker:
+    """Called with the bytes of a shard file, in order and in pieces of any size; compares each block with its digest.
 
-    def check(piece: bytes) -> None:
-        nonlocal position, index, digest
+    Raises:
+        CorruptShard: a block does not match.
+    """
+
+    def __init__(self, record: ShardRecord) -> None:
+        self._record = record
+        self._position = self._index = 0
+        self._digest = new_digest()
+
+    def __call__(self, piece: bytes) -> None:
         left = memoryview(piece)
+        blocks = self._record.blocks
         while left:
-            if index >= record.blocks.count:
-                raise _changed(record, position, position + len(left))
-            start, end = record.blocks.bounds(index)
-            taken, left = left[: end - position], left[end - position :]
-            digest.update(taken)
-            position += len(taken)
-            if position == end:
-                if digest.hexdigest() != record.digests[index]:
-                    raise _changed(record, start, end)
-                index, digest = index + 1, new_digest()
+            if self._index >= blocks.count:
+                raise _changed(self._record, self._position, self._position + len(left))
+            start, end = blocks.bounds(self._index)
+            taken, left = left[: end - self._position], left[end - self._position :]
+            self._digest.update(taken)
+            self._position += len(taken)
+            if self._position == end:
+                if self._digest.hexdigest() != self._record.digests[self._index]:
+                    raise _changed(self._record, start, end)
+                self._index, self._digest = self._index + 1, new_digest()
 
-    return check
+    def finish(self) -> None:
+        """Call after the last piece: a file that ends within a block was compared only up to the block before.
+
+        Raises:
+            CorruptShard: bytes are missing.
+        """
+        if self._position != self._record.nbytes:
+            raise _changed(self._record, self._position, self._record.nbytes)
 
 
 def _changed(record: ShardRecord, start: int, end: int) -> CorruptShard:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -18,14 +17,12 @@ from resiliency.checkpoint.shard_plan import HostPart
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.settings import Environment
-from resiliency.storage.attempts import attempt_file, largest_attempt_of_steps, read_attempt, write_attempt
+from resiliency.storage.attempts import largest_attempt_of_steps, read_attempt
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["Session", "open_session"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -120,16 +117,6 @@ def open_session(
     nodes = tuple(report.node for report in reports)
     node = nodes[rank]
     local_ranks = tuple(r for r in range(world_size) if nodes[r] == node)
-    if rank == local_ranks[0]:
-        try:
-            write_attempt(local.directory, run, attempt)
-        except OSError as error:
-            # Once a step is saved, its folder name has the attempt too.
-            logger.warning(
-                "%s cannot be written (%s); the attempt is counted from the checkpoints",
-                attempt_file(local.directory, run),
-                error,
-            )
     shared = _is_shared(
         local,
         meta,

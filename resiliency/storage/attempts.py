@@ -6,6 +6,7 @@ import os
 
 from resiliency.storage.catalog import step_folders
 from resiliency.storage.manifest import META_DIR
+from resiliency.storage.tiers._keys import partial_name
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["attempt_file", "largest_attempt_of_steps", "read_attempt", "write_attempt"]
@@ -26,13 +27,19 @@ def read_attempt(directory: str, run: str) -> int:
 
 
 def write_attempt(directory: str, run: str, attempt: int) -> None:
-    """Writes the number of the attempt that is starting.
+    """Writes the number of the attempt that is starting; a later attempt's number stays.
+
+    From then on agents of earlier attempts record, commit and delete nothing, so it is written by the agent of the new
+    attempt, which no other job is using the directory beside.
 
     Raises:
         OSError: the file cannot be written; once a step is saved, its folder name has the attempt too.
     """
+    if read_attempt(directory, run) >= attempt:
+        return
     path = attempt_file(directory, run)
-    temp = f"{path}.{os.getpid()}"
+    temp = os.path.join(os.path.dirname(path), partial_name())
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(temp, "w", encoding="ascii") as file:
         file.write(str(attempt))
     os.replace(temp, path)  # at once, because agents read it while they work

@@ -118,6 +118,8 @@ def _checked_scalar(hint: Any, value: Any, where: str) -> Any:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{where} is no identity of a step: {error}") from error
     if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} must be an object, not {type(value).__name__}")
         return from_jsonable(hint, value)  # type: ignore[arg-type]  # is_dataclass also passes instances
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if not isinstance(value, str) or value not in hint.__members__:

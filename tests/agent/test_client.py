@@ -123,8 +123,9 @@ def test_an_agent_killed_with_a_sealed_save_does_not_lose_it(local: Path) -> Non
         (agent,) = running()
         agent.suspend()
         ticket = checkpointer.save(2, make_state(2))
-        assert ticket is not None and ticket.stage() is Stage.COPIED
-        agent.kill()
+        copied = until(lambda: ticket is not None and ticket.stage() is Stage.COPIED)
+        agent.kill()  # whatever was found: a stopped agent would be waited for
+        assert copied and ticket is not None
         ticket.wait(Stage.DURABLE, timeout=SOON)
     assert loads(local) == 2
 

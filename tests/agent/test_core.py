@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from resiliency import faultpoints
 from resiliency.agent import commit, core
-from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
-from resiliency.agent.messages import Complete, Failed, Recorded, Seal
+from resiliency.agent.messages import Complete, Failed, Recorded
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
@@ -38,6 +36,7 @@ from resiliency.testing.checkpoints import (
     step_dirs,
 )
 from resiliency.testing.tier_doubles import RecordingTier
+from tests.agent.sealing import config_for, sealed, shard_path
 
 SOON = timedelta(seconds=20)
 
@@ -164,9 +163,7 @@ def test_the_new_step_is_fsynced_before_the_first_deletion(local: Path, monkeypa
     first = next(i for i, (verb, _) in enumerate(seen) if verb == "delete")
     synced = [os.path.relpath(path, local) for verb, path in seen[:first]]
     inside = os.path.relpath(new, local)
-    assert {f"{inside}/{name}" for name in ("manifest.json", "shard-00000.json", "shard-00000.safetensors")} <= set(
-        synced
-    )
+    assert {f"{inside}/{name}" for name in ("manifest.json", "shard-00000.json", "shard-00000.ckpt")} <= set(synced)
     assert synced.index(inside) > synced.index(f"{inside}/manifest.json"), (
         "the folder is synced last, or the names are not safe"
     )
@@ -242,7 +239,7 @@ def test_a_damaged_newest_step_does_not_cost_the_steps_saved_after_the_fallback(
     with keeping(local, 3) as checkpointer:
         save(checkpointer, 10, 20, 30)
     (bad,) = [folder for step, folder in step_dirs(local).items() if step.step == 30]
-    flip_bits(bad / "shard-00000.safetensors", [(-5, -1)])
+    flip_bits(bad / "shard-00000.ckpt", [(-5, -1)])
     with keeping(local, 1) as checkpointer:
         got = checkpointer.load()
         assert got is not None and got.step == 20
@@ -274,7 +271,7 @@ def test_two_embedded_agents_leave_each_others_unfinished_step_alone(local: Path
     def second(rank: int, coordinator: Coordinator) -> list[str]:
         with keeping(local, None, coordinator=coordinator) as checkpointer:
             if rank == 1:
-                faultpoints.arm("agent.shard.rename:delay=0.5,rank=1")
+                faultpoints.arm("agent.record.write:delay=0.5,rank=1")
             coordinator.all_gather("armed", b"", timeout=SOON)
             ticket = checkpointer.save(20, make_state(20))
             assert ticket is not None
@@ -309,7 +306,7 @@ def test_a_name_that_moves_on_lets_its_step_go(local: Path) -> None:
         save(checkpointer, 3, names=["last.ckpt", "epoch.ckpt"])
         settle(checkpointer)
         assert numbers(local) == [3]
-        assert json.loads((local / "last.ckpt").read_text())["step"] == 3
+        assert torch.load(local / "last.ckpt")["loops"]["step"] == 3
 
 
 def test_superseded_names_go_with_the_commit_of_the_newer_step(local: Path) -> None:
@@ -439,7 +436,7 @@ def test_the_remote_tier_deletes_only_after_the_newer_manifest(
         assert calls[min(deleted)][2] == "manifest.json"
     for step in ("1", "2", "3"):
         puts = [name for verb, at, name in calls if at == step and verb.startswith("put")]
-        assert puts == ["shard-00000.safetensors", "shard-00000.json", "manifest.json"], "the manifest comes last"
+        assert puts == ["shard-00000.ckpt", "shard-00000.json", "manifest.json"], "the manifest comes last"
 
 
 @pytest.mark.parametrize("slow", [0, 1])
@@ -520,62 +517,21 @@ def test_no_file_descriptor_thread_or_file_is_lost_over_many_saves(local: Path, 
     assert str(local) not in Path("/proc/self/maps").read_text(), "mappings outlive the checkpointer"
 
 
-def test_shard_files_are_recycled(local: Path) -> None:
-    with keeping(local, 1) as checkpointer:
-        inodes = set()
-        for step in range(1, 9):
-            save(checkpointer, step)
-            settle(checkpointer)
-            (folder,) = step_dirs(local).values()
-            inodes.add((folder / "shard-00000.safetensors").stat().st_ino)
-        assert len(inodes) <= 3, "every save paid for a new file"
-
-
 # ---- the agent by itself
 
 
 def agent_for(local: Path, events: list[Any], **values: Any) -> HostAgent:
-    config = AgentConfig(
-        run=RUN,
-        node="n",
-        attempt=1,
-        token="0a0b0c",
-        world_size=values.pop("world_size", 1),
-        local_ranks=(0,),
-        shared=True,
-        local=TierSpec(address=str(local), name="local", keep=3),
-        durable=True,
-        **values,
-    )
     return HostAgent(
-        config,
+        config_for(local, **values),
         lambda rank, message: events.append((rank, message)),
         EventWriter(run=RUN, attempt=1, rank=-1, host="n", sinks=()),
     )
 
 
-def seal(path: Path, **values: Any) -> Seal:
-    """What a rank says of a shard it has filled."""
-    found = Seal(
-        id=StepId(1, 1, "0a0b0c"),
-        path=str(path),
-        inode=path.stat().st_ino if path.exists() else 1,
-        nbytes=100,
-        digests=("0" * 16,),
-        plan="p",
-        created=time.time(),
-        info={},
-    )
-    return dataclasses.replace(found, **values)
-
-
 def test_a_seal_sent_twice_commits_once(local: Path) -> None:
     """After an agent's death the trainer repeats what was not acknowledged; the successor may have done it already."""
     heard: list[Any] = []
-    local.mkdir()
-    path = local / "shard"
-    path.write_bytes(b"x" * 100)
-    said = seal(path)
+    said = sealed(config_for(local))
     for _ in range(2):
         agent = agent_for(local, heard)
         agent.start()
@@ -591,17 +547,19 @@ def test_a_seal_sent_twice_commits_once(local: Path) -> None:
 
 @pytest.mark.parametrize("other", [StepId(1, 2, "0a0b0c"), StepId(1, 1, "ffffff")], ids=str)
 def test_a_save_of_another_start_of_the_job_is_refused(local: Path, other: StepId) -> None:
-    local.mkdir()
-    path = local / "shard"
-    path.write_bytes(b"x" * 100)
+    said = dataclasses.replace(sealed(config_for(local)), id=other)
     agent = agent_for(local, [])
     agent.start()
     try:
         with pytest.raises(AgentError, match="serves attempt 1"):
-            agent.handle(0, seal(path, id=other))
+            agent.handle(0, said)
         with pytest.raises(AgentError, match="serves attempt 1"):
             agent.handle(0, Complete(id=other))
-        assert agent.wait(Stage.DURABLE, timeout_s=5) and numbers(local) == [] and path.exists()
+        assert (
+            agent.wait(Stage.DURABLE, timeout_s=5)
+            and numbers(local) == []
+            and shard_path(config_for(local), 1).exists()
+        )
     finally:
         agent.close()
         agent.close()
@@ -612,7 +570,9 @@ def test_a_file_that_is_not_there_is_a_failed_save(local: Path) -> None:
     agent = agent_for(local, heard)
     agent.start()
     try:
-        agent.handle(0, seal(local / "nothing"))
+        said = sealed(config_for(local))
+        shard_path(config_for(local), 1).unlink()
+        agent.handle(0, said)
         assert agent.wait(Stage.DURABLE, timeout_s=5)
         assert isinstance(heard[0][1], Failed) and str(local) in heard[0][1].reason
     finally:
@@ -622,15 +582,13 @@ def test_a_file_that_is_not_there_is_a_failed_save(local: Path) -> None:
 @pytest.mark.parametrize("how", ["another file", "another size"])
 def test_a_file_that_is_not_the_sealed_one_is_a_failed_save(local: Path, how: str) -> None:
     heard: list[Any] = []
-    local.mkdir()
-    path = local / "shard"
-    path.write_bytes(b"x" * 100)
-    said = seal(path)
+    said = sealed(config_for(local))
+    path = shard_path(config_for(local), 1)
     if how == "another file":
-        (local / "other").write_bytes(b"y" * 100)
+        (local / "other").write_bytes(path.read_bytes())
         (local / "other").rename(path)
     else:
-        path.write_bytes(b"x" * 99)
+        path.write_bytes(path.read_bytes()[:-1])
     agent = agent_for(local, heard)
     agent.start()
     try:
@@ -644,10 +602,10 @@ def test_a_file_that_is_not_the_sealed_one_is_a_failed_save(local: Path, how: st
 
 def test_a_wrong_number_of_digests_is_refused(local: Path) -> None:
     agent = agent_for(local, [])
-    local.mkdir()
-    (local / "shard").write_bytes(b"x" * 100)
+    said = sealed(config_for(local))
+    (file,) = said.files
     try:
-        with pytest.raises(AgentError, match="2 digests for 100 bytes"):
-            agent.handle(0, seal(local / "shard", digests=("0" * 16,) * 2))
+        with pytest.raises(AgentError, match=f"1 digests for {file.nbytes} bytes in {len(file.digests)} blocks"):
+            agent.handle(0, dataclasses.replace(said, files=(dataclasses.replace(file, digests=("0" * 16,)),)))
     finally:
         agent.close()

@@ -22,20 +22,22 @@ from resiliency.agent.messages import (
     Delete,
     Durable,
     Failed,
-    FileFreed,
-    FileGone,
+    FileReady,
     Flush,
     Flushed,
     Hello,
     Message,
+    Prepare,
     Recorded,
     Refused,
     Rescan,
     Seal,
+    SealedFile,
     Welcome,
 )
 from resiliency.agent.protocol import Framer, config_from_json, config_to_json, pack
 from resiliency.errors import AgentError
+from resiliency.storage.manifest import BlockShare
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 
@@ -58,11 +60,15 @@ CONFIG = AgentConfig(
 STEP = StepId(7, 3, "0a0b0c", 1)
 SEAL = Seal(
     id=STEP,
-    path="/ckpts/x",
-    inode=12,
-    nbytes=100,
-    digests=("0" * 16,),
+    files=(
+        SealedFile(
+            shard=0, path="/ckpts/x", inode=12, nbytes=100, block_bytes=50, sections=(40,), digests=("0" * 16,) * 3
+        ),
+        SealedFile(shard=2, path="/ckpts/y", inode=13, nbytes=1, block_bytes=50, digests=("1" * 16,)),
+    ),
     plan="p",
+    share=BlockShare(first=1, digests=("2" * 16,)),
+    replicated=True,
     names=("a.ckpt", "b/c.ckpt"),
     supersedes=("old",),
     created=12.5,
@@ -70,10 +76,12 @@ SEAL = Seal(
     tiers=("store",),
     exact=False,
 )
-#: One of each kind.
+FILE = json.loads(pack(SEAL))["files"][0]
+#: At least one of each kind.
 MESSAGES: list[Message] = [
     Hello(version=3, rank=1, config=CONFIG),
     SEAL,
+    Prepare(nbytes=5, count=2),
     Complete(id=STEP),
     Delete(names=("a.ckpt",), after=STEP),
     Delete(names=()),
@@ -86,8 +94,7 @@ MESSAGES: list[Message] = [
     Committed(id=STEP, tier="local"),
     Durable(id=STEP, tier="store"),
     Failed(id=STEP, tier="store", reason="down", retrying=True),
-    FileFreed(inode=1, path="/x"),
-    FileGone(inode=1),
+    FileReady(path="/x", inode=1, nbytes=5),
     Flushed(ticket=1, done=False),
 ]
 
@@ -172,10 +179,16 @@ def test_every_field_is_checked(message: Message) -> None:
         ({"id": {"step": True, "attempt": 3, "token": "0a0b0c", "serial": 0}}, "Seal.id"),
         ({"id": {"step": -1, "attempt": 3, "token": "0a0b0c", "serial": 0}}, "Seal.id"),
         ({"id": {"step": 7, "attempt": 3, "token": "../../x", "serial": 0}}, "Seal.id"),
-        ({"nbytes": True}, "Seal.nbytes"),
-        ({"nbytes": 1.5}, "Seal.nbytes"),
+        ({"files": None}, "Seal.files"),
+        ({"files": [5]}, "Seal.files"),
+        ({"files": [{**FILE, "nbytes": True}]}, "nbytes"),
+        ({"files": [{**FILE, "nbytes": 1.5}]}, "nbytes"),
+        ({"files": [{**FILE, "digests": None}]}, "digests"),
+        ({"files": [{**FILE, "sections": ["x"]}]}, "sections"),
+        ({"files": [{**FILE, "colour": 1}]}, "colour"),
+        ({"share": {"first": 0}}, "digests"),
+        ({"share": {"first": "0", "digests": []}}, "first"),
         ({"names": ["a", 1]}, "Seal.names"),
-        ({"digests": None}, "Seal.digests"),
         ({"type": "Dance"}, "Dance"),
         ({"type": 3}, "3"),
         ({"type": ["Seal"]}, "list"),

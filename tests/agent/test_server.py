@@ -16,7 +16,7 @@ import pytest
 from resiliency.agent import server, uploader
 from resiliency.agent.client import AgentClient
 from resiliency.agent.config import AgentConfig, TierSpec
-from resiliency.agent.messages import Complete, Hello, Message, Recorded, Refused, Seal, Welcome
+from resiliency.agent.messages import Complete, Hello, Message, Recorded, Refused, Welcome
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.agent.server import EXIT_TAKEN, AgentServer
 from resiliency.errors import AgentError
@@ -25,22 +25,12 @@ from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import SlowTier
+from tests.agent.sealing import config_for, sealed
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> AgentConfig:
-    return AgentConfig(
-        run="run",
-        node="n",
-        attempt=1,
-        token="0a0b0c",
-        world_size=2,
-        local_ranks=(0, 1),
-        shared=True,
-        local=TierSpec(address=str(tmp_path / "local"), name="local", keep=3),
-        durable=True,
-        drain_s=5.0,
-    )
+    return config_for(tmp_path / "local", world_size=2, local_ranks=(0, 1))
 
 
 @pytest.fixture
@@ -87,23 +77,6 @@ def answer(connection: socket.socket) -> Message | None:
         for message in framer.feed(data):
             return message
     return None
-
-
-def seal(config: AgentConfig, step: int = 1, tiers: tuple[str, ...] = ()) -> Seal:
-    path = Path(config.local.address, f"shard-{step}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"x" * 100)
-    return Seal(
-        id=StepId(step, config.attempt, config.token),
-        path=str(path),
-        inode=path.stat().st_ino,
-        nbytes=100,
-        plan="p",
-        digests=("0" * 16,),
-        created=time.time(),
-        info={},
-        tiers=tiers,
-    )
 
 
 def test_each_rank_is_welcomed_and_the_agent_ends_after_the_last(
@@ -158,7 +131,7 @@ def test_another_job_on_the_same_directory_is_refused_with_advice(
             assert word in str(caught.value)
         theirs.close()
         # The job that was first has noticed nothing.
-        mine.send(seal(config))
+        mine.send(sealed(config))
         assert mine.flush(Stage.COMMITTED, timeout_s=5)
         assert [type(message) for message in mine.poll()] == [Recorded]
     finally:
@@ -178,7 +151,7 @@ def test_the_next_attempt_waits_for_the_one_before_to_leave(
     new.open()
     try:
         assert not new.embedded
-        new.send(seal(later))
+        new.send(sealed(later))
         assert new.flush(Stage.COMMITTED, timeout_s=5)
         assert [type(message) for message in new.poll()] == [Recorded]
     finally:
@@ -202,7 +175,7 @@ def test_a_new_attempt_joins_an_agent_that_is_still_sending(
     thread = serve(config)
     old = client_of(config)
     old.open()
-    old.send(seal(config, tiers=("store",)))
+    old.send(sealed(config, tiers=("store",)))
     assert old.flush(Stage.DURABLE, tier="local", timeout_s=5)
     old.close()
     thread.join(0.2)
@@ -247,7 +220,7 @@ def test_garbage_on_the_socket_harms_nobody(
                 connection.shutdown(socket.SHUT_WR)
             said = answer(connection)
             assert said is None or (isinstance(said, Refused) and answer(connection) is None), "it went on talking"
-        rank.send(seal(config))
+        rank.send(sealed(config))
         assert rank.flush(Stage.COMMITTED, timeout_s=5)
     finally:
         rank.close()
@@ -279,7 +252,7 @@ def test_a_malformed_message_of_one_rank_does_not_harm_another(
             assert isinstance(answer(bad), Welcome)
             bad.sendall(message)
             assert answer(bad) is None, "the connection stayed open"
-            good.send(seal(config))
+            good.send(sealed(config))
             assert good.flush(Stage.COMMITTED, timeout_s=5)
     finally:
         good.close()
@@ -352,7 +325,7 @@ def test_a_rank_that_comes_again_replaces_itself(
             new.sendall(hello(config))
             assert isinstance(answer(new), Welcome)
             old.close()
-            new.sendall(pack(seal(config)))
+            new.sendall(pack(sealed(config)))
             assert answer(new) == Recorded(id=StepId(1, config.attempt, config.token))
 
 

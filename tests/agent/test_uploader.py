@@ -57,7 +57,7 @@ class Host:
 
     def record(self, step: StepId = STEP, plan: str = "p") -> ShardRecord:
         data = f"{step} of {self.rank}".encode() * 50
-        path = self.local / step_prefix("r", step) / f"shard-{self.rank:05d}.safetensors"
+        path = self.local / step_prefix("r", step) / f"shard-{self.rank:05d}.ckpt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         return ShardRecord(
@@ -112,7 +112,7 @@ def test_the_last_host_writes_the_manifest(hosts: list[Host], remote: FaultyTier
     assert hosts[1 - first].send(hosts[1 - first].record()) == "durable"
     (listing,) = scan(remote, "r")
     assert listing.committed and listing.manifest is not None and listing.missing_files() == []
-    assert json.loads(remote.read("a.ckpt"))["step"] == 7
+    assert json.loads(remote.read("a.ckpt/manifest.json"))["step"] == 7
 
 
 def test_events_name_the_stage_as_those_of_the_local_tier_do(hosts: list[Host], remote: FaultyTier) -> None:
