@@ -82,6 +82,7 @@ class Arena:
     def __init__(self) -> None:
         self._prepared: deque[_Prepared] = deque(maxlen=8)
         self._small_pages = False
+        self._in_memory: dict[int, bool] = {}  # by device of the file system
 
     def offer(self, path: str, inode: int, nbytes: int) -> None:
         """Notes a file that the agent has prepared; other ranks of the host may take it first."""
@@ -139,10 +140,15 @@ class Arena:
             mapping,
             nbytes,
             address,
-            in_memory=on_ramdisk(path),
+            in_memory=self._is_in_memory(found.st_dev, path),
             fresh=prepared is None or prepared.nbytes < nbytes,
             small_pages=self._small_pages,
         )
+
+    def _is_in_memory(self, device: int, path: str) -> bool:
+        if device not in self._in_memory:
+            self._in_memory[device] = on_ramdisk(path)
+        return self._in_memory[device]
 
     def learn(self, slot: Slot) -> None:
         """Notes what a finished copy into the file has shown about the pages of its file system."""

@@ -35,7 +35,7 @@ from resiliency.checkpoint.read_plan import Read, plan_given, plan_into, plan_ne
 from resiliency.checkpoint.restore import Restored, Restorer
 from resiliency.checkpoint.save_tracker import InFlightSave, SaveTracker
 from resiliency.checkpoint.session import Session, open_session
-from resiliency.checkpoint.shard_plan import HostPart, ShardPlanner, Wanted
+from resiliency.checkpoint.shard_plan import ShardPlanner, Wanted
 from resiliency.checkpoint.shard_writer import BouncePool, ShardPlan, WrittenFile, small_file, state_job
 from resiliency.checkpoint.snapshot import Copier, Job, Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
@@ -387,21 +387,21 @@ class Checkpointer:
             files: list[SealedFile] = []
             share = None
             if snapshot is not None and file is not None and slot is not None:
-                if file.index == 0:
+                if file.plan.index == 0:
                     files.append(
                         SealedFile(
                             shard=state_shard,
                             path=slot.path,
                             inode=slot.inode,
                             nbytes=written.nbytes,
-                            block_bytes=file.block_bytes,
+                            block_bytes=file.plan.block_bytes,
                             sections=written.sections,
                             digests=tuple(snapshot.digests),
                         )
                     )
-                elif file.mine:
-                    first = file.mine[0]
-                    share = BlockShare(first=first, digests=tuple(snapshot.digests[first : file.mine[-1] + 1]))
+                elif file.plan.mine:
+                    first, last = file.plan.mine[0], file.plan.mine[-1]
+                    share = BlockShare(first=first, digests=tuple(snapshot.digests[first : last + 1]))
             try:
                 if own_file:
                     path = self._shard_path(save_id, rank)
@@ -435,7 +435,7 @@ class Checkpointer:
         if plan.file is None:
             return None
         try:
-            return parts.arena.open(self._shard_path(step, 0 if plan.replicated else self.rank), plan.file.mapped_nbytes)
+            return parts.arena.open(self._shard_path(step, 0 if plan.replicated else self.rank), plan.file.plan.mapped_nbytes)
         except TierError as error:
             return error
 

@@ -11,11 +11,10 @@ boxes, as :mod:`resiliency.checkpoint.plan` assigns them.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.leaf_kinds import Box, has_memory, kind_of, kind_of_class
 from resiliency.checkpoint.plan import RankShare, box_fields, describe, plan_writes
-from resiliency.checkpoint.shard_writer import OwnState, ShardPlan, StateFile
+from resiliency.checkpoint.shard_writer import FilePlan, OwnState, ShardPlan, StateFile
 from resiliency.checkpoint.state import dtype_from_name, keyed_leaves
 from resiliency.checkpoint.structure import Structure, dump
 from resiliency.checkpoint.write_plan import WritePlan
@@ -36,7 +35,6 @@ from resiliency.storage.shard_file import (
     DATA_PICKLE,
     IDENTITY_BYTES,
     STRUCTURE,
-    StorageLayout,
     chunks_to_json,
     lay_out_storages,
 )
@@ -69,26 +67,20 @@ class _CachedLayout:
     Attributes:
         signature: equal for states this layout fits.
         order: numbers of the storages, in file order.
-        layout: of the file.
-        starts: offset of each storage, in file order.
-        large: whether each may be copied late at all, in file order.
-        shared_end: offset behind the last storage that the ranks share.
-        block_bytes: size of the blocks.
+        file: what this rank writes; None: nothing.
+        large: whether each storage may be copied late at all, in file order.
+        on_cuda: a storage is on a GPU.
         plan: digest of what the ranks share.
         structure: the structure it was made from.
-        headers: the headers of the storages, as tensors.
     """
 
     signature: object
     order: tuple[int, ...]
-    layout: StorageLayout
-    starts: tuple[int, ...]
+    file: FilePlan | None
     large: tuple[bool, ...]
-    shared_end: int
-    block_bytes: int
+    on_cuda: bool
     plan: str
     structure: Structure
-    headers: tuple[Tensor, ...] = field(repr=False, default=())
 
 
 @dataclass(frozen=True)
@@ -168,7 +160,6 @@ class ShardPlanner:
         replicated: Callable[[Tensor], bool] | None,
         host: HostPart,
     ) -> ShardPlan:
-        tensors = [tensor for tensor, _, _ in structure.extents]
         # Only with several writers does it matter which tensors they share.
         shared = None
         if self._world_size > 1 and replicated is not None:
@@ -183,28 +174,19 @@ class ShardPlanner:
         extents = [structure.extents[index] for index in cached.order]
         late = None if lazy is False else cached.large
         if late is not None and lazy is not True:
-            late = tuple(large and bool(lazy(tensors[index])) for large, index in zip(late, cached.order, strict=True))
-        return ShardPlan(
-            replicated=True,
-            plan=cached.plan,
-            own=own,
-            file=None
-            if not host.writers
-            else StateFile(
-                layout=cached.layout,
-                headers=cached.headers,
-                starts=cached.starts,
+            late = tuple(large and bool(lazy(structure.extents[index][0])) for large, index in zip(late, cached.order, strict=True))
+        file = None
+        if cached.file is not None:
+            file = StateFile(
+                plan=cached.file,
                 extents=extents,
                 storages=cached.order,
                 lazy=late,
-                shared_end=cached.shared_end,
-                block_bytes=cached.block_bytes,
-                writers=host.writers,
-                index=host.index,
+                on_cuda=cached.on_cuda,
                 tail=lambda: [(DATA_PICKLE, structure.data_pickle())],
                 key_of=structure.key_of,
-            ),
-        )
+            )
+        return ShardPlan(replicated=True, plan=cached.plan, own=own, file=file)
 
     def _lay_out(
         self, structure: Structure, shared: Sequence[bool] | None, host: HostPart, signature: object
@@ -221,25 +203,26 @@ class ShardPlanner:
         order = (*first, *rest)
         keys = structure.set_keys(order)
         layout = lay_out_storages([(key, sizes[index]) for key, index in zip(keys, order, strict=True)])
-        starts = tuple(entry.start for entry in layout.storages)
         shared_end = layout.storages[len(first) - 1].end if first else IDENTITY_BYTES
         # Small enough that the ranks of a host can share the work evenly.
         block_bytes = BLOCK_BYTES
         while block_bytes > _MIN_BLOCK and shared_end < 4 * host.writers * block_bytes:
             block_bytes //= 2
         positions = {index: position for position, index in enumerate(first)}
-        described = [(positions[i], sizes[i], *what) for i, *what in structure.signature[0] if i in positions]
+        described = [(positions[i], sizes[i], *what) for i, what in structure.first_uses() if i in positions]
+        file = None
+        if host.writers:
+            file = FilePlan.of(
+                layout, shared_end=shared_end, block_bytes=block_bytes, writers=host.writers, index=host.index
+            )
         return _CachedLayout(
             signature=signature,
             order=order,
-            layout=layout,
-            starts=starts,
+            file=file,
             large=tuple(sizes[index] >= self._small_nbytes for index in order),
-            shared_end=shared_end,
-            block_bytes=block_bytes,
+            on_cuda=any(location.startswith("cuda") for _, location in structure.signature[1]),
             plan=hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest(),
             structure=structure,
-            headers=tuple(torch.frombuffer(bytearray(header), dtype=torch.uint8) for header in layout.headers),
         )
 
     # -- a state of which ranks hold parts --------------------------------------------------------------------------
@@ -322,16 +305,11 @@ class ShardPlanner:
             plan=share.digest,
             own=own,
             file=StateFile(
-                layout=layout,
-                headers=tuple(torch.frombuffer(bytearray(header), dtype=torch.uint8) for header in layout.headers),
-                starts=tuple(entry.start for entry in layout.storages),
+                plan=FilePlan.of(layout, shared_end=IDENTITY_BYTES, block_bytes=BLOCK_BYTES, writers=1, index=0),
                 extents=extents,
-                storages=tuple(range(len(chunks))),
+                storages=range(len(chunks)),
                 lazy=late,
-                shared_end=IDENTITY_BYTES,
-                block_bytes=BLOCK_BYTES,
-                writers=1,
-                index=0,
+                on_cuda=any(source.is_cuda for source in sources),
                 tail=tail,
                 key_of=lambda index: chunks[index].key,
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from resiliency.storage.shard_file import (
     lay_out_storages,
 )
 
-__all__ = ["BouncePool", "OwnState", "ShardPlan", "StateFile", "WrittenFile", "small_file", "state_job"]
+__all__ = ["BouncePool", "FilePlan", "OwnState", "ShardPlan", "StateFile", "WrittenFile", "small_file", "state_job"]
 
 
 @dataclass(frozen=True)
@@ -61,61 +62,82 @@ def _raw(tensor: Tensor, address: int) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateFile:
-    """The file with (a part of) the state that this rank writes, alone or with other ranks of its host.
+@dataclass(frozen=True)
+class FilePlan:
+    """What follows from the layout of a file alone: what this rank copies into it. Used again from save to save.
 
     Attributes:
         layout: of the file.
-        headers: the headers of the storages, as U8 tensors, in file order.
-        starts: offset of each storage, in file order.
-        extents: (tensor, address, bytes) of each, in file order; address 0: the tensor's elements in C order.
-        storages: number of each in the structure, in file order; for messages.
-        lazy: which may be copied after ``save`` has returned, in file order. None: none may; the caller fences before
-            it returns, so that no private copy is needed.
-        shared_end: the ranks share the bytes before this offset; index 0 writes all that follows.
+        shared_end: the ranks of the host share the bytes before this offset; index 0 writes all that follows.
         block_bytes: size of the blocks.
         writers, index: how many ranks write it, and which of them this one is.
-        tail: makes the entries that follow the storages; called on the copy thread.
-        key_of: where in the state a storage is, for messages.
+        blocks: the blocks of the file up to its tail.
+        mine: numbers of the blocks this rank writes.
+        starts: offset of each storage, in file order.
+        needed: for each storage, whether this rank's blocks hold a byte of it. None: all.
+        tasks: the copies, with a header (at 1, 3, 5, ...) and a stand-in (at 2, 4, 6, ...) for each storage.
     """
 
     layout: StorageLayout
-    headers: Sequence[Tensor]
-    starts: Sequence[int]
-    extents: Sequence[tuple[Tensor, int, int]]
-    storages: Sequence[int]
-    lazy: Sequence[bool] | None
     shared_end: int
     block_bytes: int
     writers: int
     index: int
-    tail: Callable[[], list[tuple[str, bytes]]]
-    key_of: Callable[[int], str]
+    blocks: Blocks
+    mine: Sequence[int]
+    starts: Sequence[int]
+    needed: Sequence[bool] | None
+    tasks: Sequence[CopyTask]
+
+    @classmethod
+    def of(cls, layout: StorageLayout, *, shared_end: int, block_bytes: int, writers: int, index: int) -> FilePlan:
+        """The plan of one rank."""
+        sections = (shared_end,) if shared_end < layout.end else ()
+        blocks = Blocks(layout.end, block_bytes, sections)
+        shared = len(blocks.within(0, shared_end))
+        mine: Sequence[int] = range(shared * index // writers, shared * (index + 1) // writers)
+        if index == 0:
+            mine = [*mine, *range(shared, blocks.count)]
+        chosen = set(mine)
+        needed = None
+        if writers > 1:
+            needed = [any(at in chosen for at in blocks.within(entry.start, entry.end)) for entry in layout.storages]
+        tasks = [CopyTask(torch.empty(0, dtype=torch.uint8), 0, 0)]
+        for entry, header in zip(layout.storages, layout.headers, strict=True):
+            data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            tasks.append(CopyTask(data, entry.at, len(header), data.data_ptr()))
+            tasks.append(CopyTask(data, entry.start, entry.nbytes, data.data_ptr()))
+        starts = tuple(entry.start for entry in layout.storages)
+        return cls(layout, shared_end, block_bytes, writers, index, blocks, mine, starts, needed, tasks)
 
     @property
     def mapped_nbytes(self) -> int:
         """How much of the file this rank maps."""
         return self.layout.end if self.index == 0 else self.shared_end
 
-    @property
-    def blocks(self) -> Blocks:
-        """The blocks of the file up to its tail."""
-        sections = (self.shared_end,) if self.shared_end < self.layout.end else ()
-        return Blocks(self.layout.end, self.block_bytes, sections)
 
-    @property
-    def mine(self) -> range | list[int]:
-        """Numbers of the blocks this rank writes."""
-        blocks = self.blocks
-        shared = len(blocks.within(0, self.shared_end))
-        own = range(shared * self.index // self.writers, shared * (self.index + 1) // self.writers)
-        return own if self.index else [*own, *range(shared, blocks.count)]
+@dataclass(frozen=True, kw_only=True)
+class StateFile:
+    """The file with (a part of) the state that this rank writes, alone or with other ranks of its host.
 
-    @property
-    def on_cuda(self) -> bool:
-        """True when a source is on a GPU."""
-        return any(tensor.is_cuda for tensor, _, _ in self.extents)
+    Attributes:
+        plan: what follows from its layout.
+        extents: (tensor, address, bytes) of each storage, in file order; address 0: the tensor's elements in C order.
+        storages: number of each in the structure, in file order; for messages.
+        lazy: which may be copied after ``save`` has returned, in file order. None: none may; the caller fences before
+            it returns, so that no private copy is needed.
+        on_cuda: a source is on a GPU.
+        tail: makes the entries that follow the storages; called on the copy thread.
+        key_of: where in the state a storage is, for messages.
+    """
+
+    plan: FilePlan
+    extents: Sequence[tuple[Tensor, int, int]]
+    storages: Sequence[int]
+    lazy: Sequence[bool] | None
+    on_cuda: bool
+    tail: Callable[[], list[tuple[str, bytes]]]
+    key_of: Callable[[int], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +159,7 @@ class ShardPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of the state's file up to its tail; 0 when this rank writes none."""
-        return self.file.layout.end if self.file is not None else 0
+        return self.file.plan.layout.end if self.file is not None else 0
 
 
 @dataclass
@@ -176,73 +198,100 @@ def state_job(
         fd: of the file, open for writing until the job is done.
         written: filled in when the tail is written.
     """
-    mine = file.mine
-    copies: list[CopyTask] = []
-    late_nbytes = 0
-    device_copies: list[tuple[Tensor, Tensor]] = []
-    on_cuda = file.on_cuda
-    staged = bounce.take(sum(n for tensor, _, n in file.extents if tensor.is_cuda)) if on_cuda else None
-    staged_at = 0
+    plan = file.plan
     first = torch.frombuffer(bytearray(identity.to_bytes()), dtype=torch.uint8)
-    copies.append(CopyTask(first, 0, first.numel(), first.data_ptr()))
-    late = file.lazy
-    needed = _needed(file, mine)
-    for number, ((tensor, address, nbytes), start, header, storage) in enumerate(
-        zip(file.extents, file.starts, file.headers, file.storages, strict=True)
-    ):
-        copies.append(CopyTask(header, start - header.numel(), header.numel(), header.data_ptr()))
-        if not nbytes or not needed[number]:
-            copies.append(CopyTask(header, start, nbytes, header.data_ptr()))  # of another rank's blocks; never read
-            continue
-        if tensor.is_cuda:
-            assert staged is not None
-            target = staged[staged_at : staged_at + nbytes]
-            staged_at += nbytes
-            device_copies.append((_raw(tensor, address), target))
-            late_nbytes += nbytes
-            copies.append(CopyTask(target, start, nbytes, target.data_ptr()))
-        elif late is None and not on_cuda:
-            # Queued like lazy copies and fenced at once, so that two threads share the work.
-            copies.append(CopyTask(tensor, start, nbytes, address, storage))
-        elif late is not None and late[number] and not on_cuda:
-            copies.append(CopyTask(tensor, start, nbytes, address, storage))
-            late_nbytes += nbytes
-        else:
-            private = _raw(tensor, address).clone()
-            copies.append(CopyTask(private, start, nbytes, private.data_ptr()))
+    copies = list(plan.tasks)
+    copies[0] = CopyTask(first, 0, first.numel(), first.data_ptr())
+    device_copies: list[tuple[Tensor, Tensor]] = []
+    if file.on_cuda:
+        late_nbytes = _through_bounce(file, copies, device_copies, bounce)
+    else:
+        late_nbytes = _from_memory(file, copies)
 
     def tail() -> list[str]:
-        if file.index:
+        if plan.index:
             return []
         entries = file.tail()
         if own is not None:
             entries.append((RANK_STATE, own.to_bytes()))
-        data = archive_tail(file.layout, entries)
-        end = file.layout.end
+        data = archive_tail(plan.layout, entries)
+        end = plan.layout.end
         done = 0
         while done < len(data):
             done += os.pwrite(fd, memoryview(data)[done:], end + done)
         os.ftruncate(fd, end + len(data))
-        written.nbytes, written.sections = end + len(data), (*file.blocks.sections, end)
-        blocks = Blocks(len(data), file.block_bytes)
+        written.nbytes, written.sections = end + len(data), (*plan.blocks.sections, end)
+        blocks = Blocks(len(data), plan.block_bytes)
         return [block_digest(memoryview(data)[slice(*blocks.bounds(index))]) for index in range(blocks.count)]
 
     job = Job(
-        copies=copies, device_copies=device_copies, blocks=file.blocks, mine=mine, tail=tail, key_of=file.key_of
+        copies=copies,
+        device_copies=device_copies,
+        blocks=plan.blocks,
+        mine=plan.mine,
+        tail=tail,
+        key_of=file.key_of,
     )
     return job, late_nbytes
 
 
-def _needed(file: StateFile, mine: Sequence[int]) -> list[bool]:
-    """For each storage, whether this rank's blocks hold a byte of it."""
-    if file.writers == 1:
-        return [True] * len(file.starts)
-    blocks = file.blocks
-    chosen = set(mine)
-    return [
-        any(block in chosen for block in blocks.within(start, start + nbytes))
-        for start, (_, _, nbytes) in zip(file.starts, file.extents, strict=True)
+def _from_memory(file: StateFile, copies: list[CopyTask]) -> int:
+    """Puts the sources of a state in host memory into ``copies``. Returns the bytes that may be copied late.
+
+    Runs at every save, while the training thread waits: no loop over all tensors but comprehensions.
+    """
+    plan, extents, late, new = file.plan, file.extents, file.lazy, tuple.__new__
+    tasks = [
+        new(CopyTask, (tensor, start, nbytes, address, storage))
+        for (tensor, address, nbytes), start, storage in zip(extents, plan.starts, file.storages, strict=True)
     ]
+    if late is not None:
+        early = [number for number, is_late in enumerate(late) if not is_late and extents[number][2]]
+        private = torch.empty(sum([extents[number][2] for number in early]), dtype=torch.uint8)
+        target = private.data_ptr()
+        for number in early:
+            tensor, address, nbytes = extents[number]
+            if address and not tensor.is_neg():
+                ctypes.memmove(target, address, nbytes)
+                tasks[number] = new(CopyTask, (private, plan.starts[number], nbytes, target, -1))
+                target += nbytes
+            else:
+                ordered = _raw(tensor, address).clone()
+                tasks[number] = CopyTask(ordered, plan.starts[number], nbytes, ordered.data_ptr())
+    if plan.needed is not None:
+        unneeded = [number for number, needed in enumerate(plan.needed) if not needed]
+        for number in unneeded:
+            tasks[number] = copies[2 + 2 * number]  # of another rank's blocks; never read
+    copies[2::2] = tasks
+    if late is None:
+        return 0
+    return sum([extent[2] for extent, is_late in zip(extents, late, strict=True) if is_late])
+
+
+def _through_bounce(
+    file: StateFile, copies: list[CopyTask], device_copies: list[tuple[Tensor, Tensor]], bounce: BouncePool
+) -> int:
+    """Puts the sources of a state on a GPU into ``copies``, by way of page-locked memory. Returns the bytes that are
+    copied late. What is in host memory is copied now, so that a fence need not wait for the CPU."""
+    plan = file.plan
+    needed = plan.needed or [True] * len(plan.starts)
+    staged = bounce.take(
+        sum(n for (tensor, _, n), wanted in zip(file.extents, needed, strict=True) if wanted and tensor.is_cuda)
+    )
+    staged_at = 0
+    for number, ((tensor, address, nbytes), start, wanted) in enumerate(
+        zip(file.extents, plan.starts, needed, strict=True)
+    ):
+        if not nbytes or not wanted:
+            continue
+        if tensor.is_cuda:
+            source = staged[staged_at : staged_at + nbytes]
+            staged_at += nbytes
+            device_copies.append((_raw(tensor, address), source))
+        else:
+            source = _raw(tensor, address).clone()
+        copies[2 + 2 * number] = CopyTask(source, start, nbytes, source.data_ptr())
+    return staged_at
 
 
 def small_file(identity: Identity, own: OwnState) -> bytes:

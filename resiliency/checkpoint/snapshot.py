@@ -80,7 +80,9 @@ class _Sources:
     def __init__(self, copies: Sequence[CopyTask]) -> None:
         self._copies = copies
         self._starts = [copy.start for copy in copies]
-        self._versions = _versions(copies)
+        # The others are private copies, or headers.
+        self._live = [copy for copy in copies if copy.storage >= 0]
+        self._versions = _versions(self._live)
         self._ordered: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
@@ -104,7 +106,7 @@ class _Sources:
 
     def changed(self) -> list[int]:
         """Numbers of the storages that were changed in place since construction."""
-        versions = zip(self._copies, self._versions, _versions(self._copies), strict=True)
+        versions = zip(self._live, self._versions, _versions(self._live), strict=True)
         return [copy.storage for copy, before, now in versions if before != now]
 
     def _address(self, index: int) -> int:

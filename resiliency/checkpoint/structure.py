@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -94,6 +95,17 @@ class Structure:
         self._keys = keys
         return [keys[index] for index in order]
 
+    def first_uses(self) -> list[tuple[int, tuple[Any, ...]]]:
+        """(storage, (dtype, shape)) of each storage that a plain tensor uses first."""
+        found: dict[int, tuple[Any, ...]] = {}
+        for entry in self.signature[0]:
+            if isinstance(entry, _Table):
+                _, first, dtypes, shapes, _ = entry
+                found.update(enumerate(zip(dtypes, shapes, strict=True), first))
+            else:
+                found.setdefault(entry[0], tuple(entry[1:3]))
+        return list(found.items())
+
     def reuse(self, previous: Structure | None) -> None:
         """Takes over what follows from shapes alone from a structure with the same signature."""
         if previous is not None and previous.signature == self.signature:
@@ -121,9 +133,15 @@ class Structure:
         tensors, storages = self.signature
         if not self._descriptions and tensors:
             keys = self._keys or self.set_keys(range(len(self.extents)))
-            self._descriptions = [_describe(tensor, storages[tensor[0]], keys[tensor[0]]) for tensor in tensors]
+            self._descriptions = [
+                _describe_table(entry, storages, keys)
+                if isinstance(entry, _Table)
+                else _describe(entry, storages[entry[0]], keys[entry[0]])
+                for entry in tensors
+            ]
         described = self._descriptions
-        pattern = re.compile(rb"\x8a\x10(....)" + re.escape(self._nonce) + rb"\x85", re.DOTALL)
+        # A marker is the only argument of a call, or the only key of a dict, with None as its value.
+        pattern = re.compile(rb"\x8a\x10(....)" + re.escape(self._nonce) + rb"(?:\x85|Ns)", re.DOTALL)
         return pattern.sub(lambda match: described[int.from_bytes(match[1], "little")], self._template)
 
 
@@ -199,7 +217,7 @@ def _dump(tree: Any, is_leaf: Callable[[type], bool] | None) -> Structure:
 def _pickled(kind: type[_Pickler], tree: Any, is_leaf: Callable[[type], bool] | None) -> Structure:
     file = io.BytesIO()
     pickler = kind(file, is_leaf)
-    pickler.dump(tree)
+    pickler.dump(pickler.with_tables(tree))
     signature = (pickler.tensors, pickler.storages)
     described = frozenset(pickler.torch_described)
     return Structure(pickler.extents, pickler.leaves, signature, described, file.getvalue(), pickler.nonce)
@@ -234,18 +252,102 @@ class _Pickler(pickle.Pickler):
         self.base = int.from_bytes(self.nonce, "little") << 32
         self.extents: list[tuple[Tensor, int, int]] = []
         self.storages: list[tuple[int, str]] = []
-        #: Dtype and shape of the first tensor in each storage. One that is seen as another is stored again, because
-        #: torch loads all tensors of a storage as one dtype.
-        self.seen: list[tuple[torch.dtype, Any]] = []
         #: For each marker: (storage, dtype, shape, requires_grad), and (offset, strides) of a tensor not in C order.
         self.tensors: list[Any] = []
         self.leaves: list[Any] = []
         self.torch_described: set[int] = set()
         self.is_leaf = is_leaf
+        #: Storages by (address, bytes, dtype): a shorter view of the same bytes must not come between two tied tensors,
+        #: and torch loads all tensors of a storage as one dtype.
+        self.indices: dict[tuple[int, int, torch.dtype], int] = {}
+        self._substitutes: dict[int, Any] = {}
         self.reducer_override = _reducer(self, self._other_tensor)
+
+    def with_tables(self, value: Any, depth: int = 0) -> Any:
+        """The tree with a marker in each dict of plain tensors, so that the pickler need not look at every tensor.
+
+        The tree itself is not changed; containers on the way are copied.
+        """
+        class_ = type(value)
+        if depth > _DEEPEST or not (class_ is dict or class_ is OrderedDict or class_ is list) or not value:
+            return value
+        known = self._substitutes.get(id(value))
+        if known is not None:
+            return known
+        made: Any = value
+        if class_ is list:
+            if type(value[0]) in (dict, OrderedDict, list):
+                made = [self.with_tables(item, depth + 1) for item in value]
+        else:
+            marker = self._add_table(value)
+            if marker is not None:
+                made = class_({marker: None})
+            else:
+                items = {key: self.with_tables(item, depth + 1) for key, item in value.items()}
+                if any(new is not old for new, old in zip(items.values(), value.values(), strict=True)):
+                    made = class_(items)
+            if class_ is OrderedDict and made is not value:
+                made.__dict__.update(value.__dict__)  # torch keeps the versions of modules as an attribute
+        self._substitutes[id(value)] = made
+        return made
+
+    def _add_table(self, value: Mapping[Any, Any]) -> int | None:
+        """Registers a dict of plain tensors, or one of dicts of them; the number for its marker, None for others."""
+        classes = set(map(type, value.values()))
+        if classes == _ONLY_TENSORS:
+            keys: Any = tuple(value)
+            tensors = list(value.values())
+        elif classes == _ONLY_DICTS:
+            if any([set(map(type, item.values())) != _ONLY_TENSORS for item in value.values()]):
+                return None
+            keys = tuple([(key, tuple(item)) for key, item in value.items()])
+            tensors = [tensor for item in value.values() for tensor in item.values()]
+        else:
+            return None
+        names = keys if classes == _ONLY_TENSORS else [name for key, inner in keys for name in (key, *inner)]
+        if not _NAMES.issuperset(map(type, names)):
+            return None
+        dtypes = list(map(_get_dtype, tensors))
+        if not _PLAIN_DTYPES.issuperset(dtypes):
+            return None
+        try:
+            if not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)) or any(map(_get_dict, tensors)):
+                return None
+            addresses = list(map(_data_ptr, tensors))
+        except RuntimeError:  # a sparse, nested or otherwise special tensor
+            return None
+        indices, first = self.indices, len(self.storages)
+        sizes = list(map(_get_nbytes, tensors))
+        places = zip(addresses, sizes, dtypes, strict=True)
+        mine = dict(zip(places, range(first, first + len(tensors)), strict=True))
+        if len(mine) != len(tensors) or 0 in addresses or not indices.keys().isdisjoint(mine):
+            return None  # tied or empty tensors: one by one
+        shapes = list(map(_get_shape, tensors))
+        indices.update(mine)
+        self.extents += zip(tensors, addresses, sizes, strict=True)
+        on_cpu = all(map(_get_is_cpu, tensors))
+        locations = ["cpu"] * len(tensors) if on_cpu else [_location(tensor) for tensor in tensors]
+        self.storages += zip(sizes, locations, strict=True)
+        self.tensors.append(_Table((keys, first, dtypes, shapes, list(map(_get_requires_grad, tensors)))))
+        return self.base | len(self.tensors) - 1
 
     def _other_tensor(self, tensor: Tensor) -> Any:
         raise _NotPlain
+
+
+#: Containers below this depth are left to the pickler.
+_DEEPEST = 16
+_ONLY_TENSORS, _ONLY_DICTS, _NAMES = {Tensor}, {dict}, frozenset({str, int})
+_get_dtype, _get_shape, _get_nbytes = attrgetter("dtype"), attrgetter("shape"), attrgetter("nbytes")
+_get_dict, _get_is_cpu, _get_requires_grad = attrgetter("__dict__"), attrgetter("is_cpu"), attrgetter("requires_grad")
+_is_contiguous: Any = Tensor.is_contiguous
+_is_neg: Any = Tensor.is_neg
+_data_ptr: Any = Tensor.data_ptr
+
+
+class _Table(tuple[Any, ...]):
+    """A dict of tensors: (keys, number of the first storage, dtypes, shapes, requires_grad). Of a dict of such dicts
+    each key is (key, keys of the inner dict)."""
 
 
 def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
@@ -253,11 +355,10 @@ def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callab
 
     A closure with everything at hand: it runs for every tensor at every save, while the training thread waits.
     """
-    tensors, extents, storages, seen = pickler.tensors, pickler.extents, pickler.storages, pickler.seen
+    tensors, extents, storages = pickler.tensors, pickler.extents, pickler.storages
     base, is_leaf = pickler.base, pickler.is_leaf
-    indices: dict[int, int] = {}
     plain, parameter, tensor_class, torch_storages = _PLAIN_DTYPES, Parameter, Tensor, _STORAGES
-    rebuild_tensor, get = _rebuild_tensor, indices.get
+    rebuild_tensor, indices, get = _rebuild_tensor, pickler.indices, pickler.indices.get
 
     def reduce(obj: Any) -> Any:
         class_ = type(obj)
@@ -268,13 +369,12 @@ def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callab
                     address = obj.data_ptr() if obj.is_contiguous() else 0
                 except RuntimeError:  # a sparse, nested or otherwise special tensor
                     return other_tensor(obj)
-                if address and not obj.__dict__:
-                    shape = obj.shape
-                    index = get(address)
-                    if index is None or seen[index] != (dtype, shape):
-                        index = indices[address] = len(storages)
-                        seen.append((dtype, shape))
-                        nbytes = obj.nbytes
+                if address and not obj.is_neg() and not obj.__dict__:
+                    shape, nbytes = obj.shape, obj.nbytes
+                    place = (address, nbytes, dtype)
+                    index = get(place)
+                    if index is None:
+                        index = indices[place] = len(storages)
                         extents.append((obj, address, nbytes))
                         storages.append((nbytes, "cpu" if obj.is_cpu else _location(obj)))
                     tensors.append((index, dtype, shape, obj.requires_grad))
@@ -306,8 +406,7 @@ class _FullPickler(_Pickler):
 
     def __init__(self, file: io.BytesIO, is_leaf: Callable[[type], bool] | None) -> None:
         super().__init__(file, is_leaf)
-        #: By (address, bytes, dtype); of whole storages by (identity, -1, dtype).
-        self._indices: dict[tuple[int, int, torch.dtype], int] = {}
+        self._whole: dict[tuple[int, torch.dtype], int] = {}
         plain = self.reducer_override
 
         def reduce(obj: Any) -> Any:
@@ -318,6 +417,9 @@ class _FullPickler(_Pickler):
             return NotImplemented if type(obj) in _STORAGES else plain(obj)
 
         self.reducer_override = reduce
+
+    def with_tables(self, value: Any, depth: int = 0) -> Any:
+        return value if self.is_leaf is not None else super().with_tables(value, depth)
 
     def _other_tensor(self, tensor: Tensor) -> Any:
         if (
@@ -331,7 +433,8 @@ class _FullPickler(_Pickler):
         ):
             return NotImplemented  # torch describes it, by its storage
         storage = tensor.untyped_storage()
-        last = tensor.storage_offset() + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
         if tensor.numel() and storage.nbytes() < (last + 1) * tensor.itemsize:
             raise ConfigError(
                 f"a tensor of shape {tuple(tensor.shape)} has no memory (its storage was freed or made smaller); store a"
@@ -344,8 +447,8 @@ class _FullPickler(_Pickler):
 
     def _add_storage(self, storage: UntypedStorage, dtype: torch.dtype, tensor: Tensor | None = None) -> int:
         """The number of a whole storage."""
-        index = self._indices.get(storage._cdata)
-        if index is None or self.seen[index][0] is not dtype:
+        index = self._whole.get((storage._cdata, dtype))
+        if index is None:
             nbytes, address = storage.nbytes(), 0 if storage.device.type == "meta" else storage.data_ptr()
             if nbytes and not address:
                 raise ConfigError(
@@ -354,9 +457,8 @@ class _FullPickler(_Pickler):
                 )
             if tensor is None:
                 tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            index = self._indices[storage._cdata] = len(self.storages)
+            index = self._whole[storage._cdata, dtype] = len(self.storages)
             self.torch_described.add(index)
-            self.seen.append((dtype, None))
             self.extents.append((tensor, address, nbytes))
             self.storages.append((nbytes, "cpu" if tensor.is_cpu else _location(tensor)))
         return index
@@ -393,6 +495,30 @@ def _describe(tensor: Any, storage: tuple[int, str], key: str) -> bytes:
     return b"".join(parts)
 
 
+def _describe_table(table: _Table, storages: Sequence[tuple[int, str]], keys: Sequence[str]) -> bytes:
+    """The items of a dict of tensors, or of dicts of them, as pickle operations that put them into it."""
+    names, first, dtypes, shapes, flags = table
+    tensors = iter(
+        [
+            b"ctorch._utils\n_rebuild_tensor_v2\n%sR"
+            % _describe((index, dtype, shape, flag), storages[index], keys[index])
+            for index, (dtype, shape, flag) in enumerate(zip(dtypes, shapes, flags, strict=True), first)
+        ]
+    )
+    parts = [b"("]
+    for name in names:
+        if type(name) is tuple:
+            inner = [_name(key) + next(tensors) for key in name[1]]
+            parts += [_name(name[0]), b"}(", *inner, b"u"]
+        else:
+            parts += [_name(name), next(tensors)]
+    return b"".join((*parts, b"u"))
+
+
+def _name(value: str | int) -> bytes:
+    return _text(value) if isinstance(value, str) else _number(value)
+
+
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a tensor in C order, as torch counts them."""
     strides, step = [], 1
@@ -408,8 +534,8 @@ def _text(value: str) -> bytes:
 
 
 def _number(value: int) -> bytes:
-    if 0 <= value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little")
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a" + bytes([len(data)]) + data
 

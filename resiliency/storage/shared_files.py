@@ -17,6 +17,7 @@ __all__ = ["is_ours_alone", "move_without_replacing", "write_zeros"]
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 _F_SETLEASE = 1024  # Linux; not in the fcntl module of every Python we support
 
 
@@ -30,10 +31,9 @@ def move_without_replacing(source: str, target: str) -> bool:
     Raises:
         OSError: any other failure.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):  # another libc than glibc 2.28 or later
+    if not hasattr(_libc, "renameat2"):  # another libc than glibc 2.28 or later
         return False
-    moved = libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
+    moved = _libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
     if moved == 0:
         return True
     code = ctypes.get_errno()

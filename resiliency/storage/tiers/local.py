@@ -29,12 +29,15 @@ _FOLDER_ATTEMPTS = 16
 _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
 
 
+_libc = ctypes.CDLL(None)
+
+
 def on_ramdisk(path: str) -> bool:
     """True when the file or folder is on a ramdisk, or would be if it were made; False when not, or when unknown."""
     while not os.path.lexists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type; it is shorter than this everywhere
-    failed = ctypes.CDLL(None).statfs(os.fsencode(path), buffer)
+    failed = _libc.statfs(os.fsencode(path), buffer)
     return not failed and buffer[0] in _IN_MEMORY
 
 
@@ -68,13 +71,19 @@ def fsync_dir(path: str) -> None:
         os.close(fd)
 
 
+#: What file systems without hard links answer, or with too many of them; and when the name's folder is on another one.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+        if error.errno not in _NO_LINKS or not os.path.isfile(source):
             raise
-        os.symlink(os.path.relpath(source, os.path.dirname(target)), target)
+        # By real paths: the name's folder may itself be a link to elsewhere.
+        folder = os.path.realpath(os.path.dirname(target))
+        os.symlink(os.path.relpath(os.path.realpath(source), folder), target)
 
 
 class LocalTier:
@@ -138,7 +147,7 @@ class LocalTier:
     def alias(self, key: str, name: str) -> None:
         """Links the file under another name; see the protocol.
 
-        On a file system without hard links the name becomes a symbolic link.
+        On a file system without hard links the name becomes a symbolic link, which does not outlive the object.
         """
         source, target = self.path(key), self.path(name)
         with self._errors("name", name):
@@ -155,8 +164,9 @@ class LocalTier:
                         raise
             try:
                 os.replace(temp, target)
-            except IsADirectoryError:
-                os.unlink(temp)
+            except OSError:
+                with suppress(OSError):
+                    os.unlink(temp)
                 raise
             # Renaming a link to another link of the same file does nothing, and leaves both.
             with suppress(FileNotFoundError):
