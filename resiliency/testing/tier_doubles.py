@@ -20,7 +20,7 @@ __all__ = ["Call", "Fault", "FaultyTier", "RecordingTier", "SlowTier", "Verb", "
 
 T = TypeVar("T")
 
-Verb = Literal["put_bytes", "put_file", "read", "read_range", "list", "delete"]
+Verb = Literal["put_bytes", "put_file", "alias", "read", "read_range", "list", "delete"]
 
 
 class WrappedTier:
@@ -34,7 +34,7 @@ class WrappedTier:
         self.durable = inner.durable
 
     def around(self, verb: Verb, key: str, call: Callable[[], T]) -> T:
-        """Runs one verb; override it to do something else than ``call()``."""
+        """Runs one verb; override it to do something else than ``call()``. ``key`` is the new name for aliases."""
         return call()
 
     def put_bytes(self, key: str, data: bytes) -> None:
@@ -49,6 +49,9 @@ class WrappedTier:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.around("put_file", key, lambda: self.inner.put_file(key, path, check=check, progress=progress))
+
+    def alias(self, key: str, name: str) -> None:
+        self.around("alias", name, lambda: self.inner.alias(key, name))
 
     def read(self, key: str) -> bytes:
         return self.around("read", key, lambda: self.inner.read(key))
@@ -72,7 +75,7 @@ class Fault(enum.Enum):
     CONFLICT = "412: TierError that is not retryable, nothing done"
     LOST_ANSWER = "done, and then a retryable TierError"
     MISSING = "reads: FileNotFoundError; listings: empty"
-    CORRUPT = "puts store, and reads return, the bytes with one bit flipped, without an error"
+    CORRUPT = "puts and aliases store, and reads return, the bytes with one bit flipped, without an error"
 
 
 _RETRYABLE = {Fault.BUSY: True, Fault.FULL: True, Fault.LOST_ANSWER: True, Fault.REFUSED: False, Fault.CONFLICT: False}
@@ -142,6 +145,12 @@ class FaultyTier(WrappedTier):
 
         self._run("put_file", key, lambda: self.inner.put_file(key, path, check=check, progress=progress), corrupted)
 
+    def alias(self, key: str, name: str) -> None:
+        def corrupted() -> None:
+            self.inner.put_bytes(name, _flip(self.inner.read(key)))
+
+        self._run("alias", name, lambda: self.inner.alias(key, name), corrupted)
+
     def _run(self, verb: Verb, key: str, call: Callable[[], T], corrupt: Callable[[], T]) -> T:
         fault = self._next(verb, key)
         if fault is None:
@@ -177,7 +186,7 @@ class FaultyTier(WrappedTier):
 
 
 class SlowTier(WrappedTier):
-    """Waits before (puts, deletes, listings) or after (reads) the work.
+    """Waits before (puts, aliases, deletes, listings) or after (reads) the work.
 
     Args:
         delay: for each verb.
@@ -239,7 +248,7 @@ class SlowTier(WrappedTier):
 
 @dataclass(frozen=True)
 class Call:
-    """One recorded call of a verb. ``key`` is the prefix for listings."""
+    """One recorded call of a verb. ``key`` is the prefix for listings, and the new name for aliases."""
 
     verb: Verb
     key: str

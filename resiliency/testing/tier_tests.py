@@ -132,6 +132,12 @@ class TierTests:
         assert [(o.key, o.nbytes) for o in tier.list(key)] == [(key, 1)]
         tier.put_file(key, str(_file(tmp_path, 5)))
         assert len(tier.read(key)) == 5 == len(tier.read_range(key, 0, 10))
+        tier.alias(key, "name")
+        assert self.raw_get(tier, "name") == self.raw_get(tier, key)
+        tier.put_bytes("name", b"2")
+        tier.alias("name", key)
+        assert self.raw_get(tier, key) == b"2"
+        tier.delete("name")
         tier.delete(key)
         assert self.raw_keys(tier) == others
 
@@ -141,6 +147,8 @@ class TierTests:
             "put_bytes": lambda key: tier.put_bytes(key, b"x"),
             "put_file": lambda key: tier.put_file(key, source),
             "read": tier.read,
+            "alias of": lambda key: tier.alias(key, "name"),
+            "alias as": lambda key: tier.alias("key", key),
             "read_range": lambda key: tier.read_range(key, 0, 1),
             "delete": tier.delete,
         }
@@ -206,6 +214,88 @@ class TierTests:
             assert tier.read("deep/er/k") == data
             tier.delete("deep/er/k")
             assert list(tier.list("deep/")) == []
+
+    # ---- one object under two keys
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 2 * BLOCK_BYTES + 5])
+    @pytest.mark.parametrize("name", ["name", "a/name", "new/folder/name"])
+    def test_an_alias_has_the_objects_bytes(self, tier: Tier, tmp_path: Path, name: str, nbytes: int) -> None:
+        source = _file(tmp_path, nbytes)
+        data = source.read_bytes()
+        tier.put_file("a/key", str(source))
+        tier.alias("a/key", name)
+        for key in ("a/key", name):
+            assert self.raw_get(tier, key) == data
+            assert tier.read(key) == data
+        assert tier.read_range(name, 3, 9) == data[3:9]
+        assert {o.key: o.nbytes for o in tier.list("")} == {"a/key": nbytes, name: nbytes}
+        assert self.raw_keys(tier) == {"a/key", name}
+
+    def test_an_alias_replaces_what_has_its_name(self, tier: Tier) -> None:
+        self.raw_put(tier, "f/name", b"somebody else's")
+        for key in ("1", "22", "1"):
+            tier.put_bytes(key, key.encode())
+            tier.alias(key, "f/name")
+            tier.alias(key, "f/name")  # again, as after a lost answer
+            assert self.raw_get(tier, "f/name") == key.encode()
+        assert self.raw_keys(tier) == {"1", "22", "f/name"}
+
+    def test_an_alias_and_its_object_outlive_each_other(self, tier: Tier) -> None:
+        for first, second in (("a/key", "b/name"), ("b/name", "a/key")):
+            tier.put_bytes("a/key", b"x")
+            tier.alias("a/key", "b/name")
+            tier.delete(first)
+            assert self.raw_keys(tier) == {second} and tier.read(second) == b"x"
+            tier.delete(second)
+
+    def test_an_alias_keeps_its_bytes_when_the_object_is_replaced(self, tier: Tier, tmp_path: Path) -> None:
+        """And the other way round: both are replaced whole, never written to."""
+        tier.put_bytes("key", b"old")
+        tier.alias("key", "name")
+        tier.put_bytes("key", b"new!")
+        assert (tier.read("key"), tier.read("name")) == (b"new!", b"old")
+        tier.put_file("name", str(_file(tmp_path, 7)))
+        assert tier.read("key") == b"new!" and len(tier.read("name")) == 7
+
+    def test_an_alias_of_itself_changes_nothing(self, tier: Tier) -> None:
+        tier.put_bytes("a/key", b"x")
+        tier.alias("a/key", "a/key")
+        assert self.raw_get(tier, "a/key") == b"x" and self.raw_keys(tier) == {"a/key"}
+
+    @pytest.mark.parametrize("key", ["z", "a/z", "a", "a/key/z"])
+    def test_an_alias_of_nothing_is_an_error_and_leaves_what_has_the_name(self, tier: Tier, key: str) -> None:
+        self.raw_put(tier, "a/key", b"x")
+        self.raw_put(tier, "name", b"old")
+        assert _refusal(lambda: tier.alias(key, "name"))
+        assert _refusal(lambda: tier.alias(key, "new/name"))
+        assert self.raw_get(tier, "name") == b"old" and self.raw_keys(tier) == {"a/key", "name"}
+
+    def test_readers_of_a_name_always_see_one_of_its_objects(self, tier: Tier) -> None:
+        """While the name moves from one to the other."""
+        objects = {"a": b"a" * 100_000, "b": b"b" * 200_000}
+        for key, data in objects.items():
+            tier.put_bytes(key, data)
+        tier.alias("a", "last")
+        done = threading.Event()
+
+        def read() -> int:
+            seen = 0
+            while not done.is_set() or not seen:
+                assert tier.read("last") in objects.values()
+                assert "last" in {o.key for o in tier.list("")}
+                seen += 1
+            return seen
+
+        with ThreadPoolExecutor(4) as pool:
+            readers = [pool.submit(read) for _ in range(2)]
+            writers = [pool.submit(lambda: [tier.alias(key, "last") for key in "baba"]) for _ in range(2)]
+            try:
+                for writer in writers:
+                    writer.result(DEADLINE_S)
+            finally:
+                done.set()
+            assert all(reader.result(DEADLINE_S) for reader in readers)
+        assert self.raw_keys(tier) == {"a", "b", "last"}
 
     # ---- listings
 
@@ -342,6 +432,8 @@ class TierTests:
         def churn(index: int) -> None:
             for turn in range(15):
                 tier.put_bytes(f"f/g/{index}", b"%d" % turn)
+                tier.alias(f"f/g/{index}", f"f/h/{index}")
+                tier.delete(f"f/h/{index}")
                 assert f"f/g/{index}" in {o.key for o in tier.list("f/")}
                 assert tier.read(f"f/g/{index}") == b"%d" % turn
                 tier.delete(f"f/g/{index}")

@@ -53,6 +53,7 @@ def verbs(tier: Tier, source: str) -> dict[str, Callable[[], Any]]:
     return {
         "put_bytes": lambda: tier.put_bytes("new", b"data"),
         "put_file": lambda: tier.put_file("new", source),
+        "alias": lambda: tier.alias("old", "new"),
         "read": lambda: tier.read("old"),
         "read_range": lambda: tier.read_range("old", 0, 4),
         "list": lambda: [o.key for o in tier.list("")],
@@ -71,7 +72,7 @@ def test_errors_come_before_the_work(inner: LocalTier, source: str, fault: Fault
             call()
         assert caught.value.retryable is retryable
         assert [o.key for o in inner.list("")] == ["old"], verb
-    assert tier.tripped(fault) == 6
+    assert tier.tripped(fault) == 7
     for call in verbs(tier, source).values():
         call()  # each happened once
 
@@ -79,8 +80,9 @@ def test_errors_come_before_the_work(inner: LocalTier, source: str, fault: Fault
 def test_a_lost_answer_comes_after_the_work(inner: LocalTier, source: str) -> None:
     tier = FaultyTier(inner)
     tier.fail("put_file", Fault.LOST_ANSWER)
+    tier.fail("alias", Fault.LOST_ANSWER, key="new")
     tier.fail("delete", Fault.LOST_ANSWER)
-    for verb in ("put_file", "delete"):
+    for verb in ("put_file", "alias", "delete"):
         with pytest.raises(TierError) as caught:
             verbs(tier, source)[verb]()
         assert caught.value.retryable
@@ -110,6 +112,10 @@ def test_corruption_flips_one_bit_and_says_nothing(inner: LocalTier, tmp_path: P
 
     tier.put_bytes("new", b"data")
     assert differing_bits(inner.read("new"), b"data") == 1
+
+    tier.fail("alias", Fault.CORRUPT)
+    tier.alias("old", "name")
+    assert differing_bits(inner.read("name"), b"data") == 1 and inner.read("old") == b"data"
 
     seen: list[bytes] = []
     tier.put_file("big", str(big), check=seen.append)
@@ -151,7 +157,8 @@ def test_slowness_is_the_delay_and_the_bytes(inner: LocalTier, tmp_path: Path) -
     pauses.clear()
     assert {o.key for o in tier.list("")} == {"old", "k", "big"}
     tier.delete("k")
-    assert pauses == [5.0, 5.0]
+    tier.alias("old", "name")
+    assert pauses == [5.0, 5.0, 5.0]
 
 
 def test_a_slow_tier_can_be_stopped_before_anything_is_visible(inner: LocalTier, source: str) -> None:
@@ -172,6 +179,7 @@ def test_a_recording_tier_remembers_every_call(inner: LocalTier, source: str) ->
     assert tier.calls() == (
         Call("put_bytes", "new"),
         Call("put_file", "new"),
+        Call("alias", "new"),
         Call("read", "old"),
         Call("read_range", "old"),
         Call("list", ""),

@@ -63,7 +63,7 @@ class Tier(Protocol):
 
     def alias(self, key: str, name: str) -> None:
         """Makes an object available under another key too, atomically replacing what is there, without sending its
-        bytes again: a hard link, or a copy that the store makes by itself.
+        bytes again: a hard link, or a copy that the store makes by itself. Each outlives the other.
 
         Raises:
             TierError: also when there is no object at ``key`` (not retryable).

@@ -140,9 +140,19 @@ class ObjectStoreTier:
     def alias(self, key: str, name: str) -> None:
         """Lets the store copy the object, without its bytes coming here; see the protocol."""
         source, target = self._path(key), self._path(name)
+
+        def copy(fs: Any) -> None:
+            if self._scheme == "memory" and not fs.isfile(source):
+                raise FileNotFoundError(source)  # fsspec's memory file system would make a folder for a folder
+            fs.cp_file(source, target, **self._limit(fs))
+
         try:
-            self._do("name", name, lambda fs: fs.cp_file(source, target, **self._limit(fs)))
+            self._do("name", name, copy)
         except _StoreRefused as refused:
+            if refused.status == 404:
+                raise TierError(
+                    f"{self._where}: cannot name {name!r}: no object {key!r}, or no such bucket", retryable=False
+                ) from refused.__cause__
             raise refused.error from refused.__cause__
 
     def read(self, key: str) -> bytes:

@@ -197,6 +197,124 @@ def test_a_file_where_a_folder_is_needed_is_refused(tier: LocalTier) -> None:
     assert files(tier.root) == {"a", "d/e"}
 
 
+# ---- names
+
+
+@pytest.fixture
+def named(tier: LocalTier) -> LocalTier:
+    tier.put_bytes("steps/1/shard", b"x" * 1000)
+    return tier
+
+
+def test_a_name_is_a_hard_link_so_that_it_costs_no_bytes_and_is_a_plain_file(named: LocalTier) -> None:
+    for name in ("step=1.ckpt", "a/b/step=1.ckpt"):
+        named.alias("steps/1/shard", name)
+        assert os.path.samefile(named.path(name), named.path("steps/1/shard"))
+        assert not os.path.islink(named.path(name)) and partials(named.root) == set()
+    assert os.stat(named.path("step=1.ckpt")).st_nlink == 3
+
+
+def without_hard_links(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.setattr(os, "link", failing(code))
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV])
+def test_without_hard_links_a_name_is_a_symbolic_link_that_survives_a_move_of_the_folder(
+    named: LocalTier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
+) -> None:
+    without_hard_links(monkeypatch, code)
+    for name in ("step=1.ckpt", "a/b/step=1.ckpt", "step=1.ckpt"):
+        named.alias("steps/1/shard", name)
+        assert named.read(name) == b"x" * 1000 and not os.path.isabs(os.readlink(named.path(name)))
+    assert {o.key for o in named.list("")} == {"steps/1/shard", "step=1.ckpt", "a/b/step=1.ckpt"}
+    os.rename(named.root, tmp_path / "moved")
+    moved = LocalTier(tmp_path / "moved")
+    for name in ("step=1.ckpt", "a/b/step=1.ckpt"):
+        assert moved.read(name) == b"x" * 1000
+        moved.delete(name)
+    assert files(moved.root) == {"steps/1/shard"}
+
+
+def test_without_hard_links_a_name_in_a_folder_that_is_a_link_to_elsewhere_still_leads_back(
+    named: LocalTier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As from a folder on another disk, to which no hard link leads."""
+    without_hard_links(monkeypatch, errno.EXDEV)
+    (tmp_path / "else" / "where").mkdir(parents=True)
+    os.symlink(tmp_path / "else" / "where", f"{named.root}/linked")
+    named.alias("steps/1/shard", "linked/step=1.ckpt")
+    assert named.read("linked/step=1.ckpt") == b"x" * 1000
+
+
+def test_without_hard_links_nothing_and_folders_get_no_name(named: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_hard_links(monkeypatch, errno.EPERM)
+    for key in ("none", "steps/1", "steps/none"):
+        with pytest.raises(TierError) as caught:
+            named.alias(key, "name")
+        assert not caught.value.retryable
+    assert os.listdir(named.root) == ["steps"]
+
+
+def test_a_name_takes_the_place_of_a_stock_file_and_of_a_dangling_link(named: LocalTier) -> None:
+    Path(named.root, "last.ckpt").write_bytes(b"PK\x03\x04 stock")
+    os.symlink("nowhere", f"{named.root}/dangling.ckpt")
+    for name in ("last.ckpt", "dangling.ckpt"):
+        named.alias("steps/1/shard", name)
+        assert named.read(name) == b"x" * 1000
+
+
+def test_a_reader_of_the_file_that_had_the_name_keeps_what_he_opened(named: LocalTier) -> None:
+    named.alias("steps/1/shard", "last.ckpt")
+    named.put_bytes("steps/2/shard", b"y" * 2000)
+    with open(named.path("last.ckpt"), "rb") as file:
+        assert file.read(10) == b"x" * 10
+        named.alias("steps/2/shard", "last.ckpt")
+        named.delete("steps/1/shard")
+        assert file.read() == b"x" * 990
+    assert named.read("last.ckpt") == b"y" * 2000
+
+
+def test_a_folder_that_has_the_name_is_left_and_told(named: LocalTier) -> None:
+    named.put_bytes("last.ckpt/theirs", b"a stock sharded checkpoint")
+    with pytest.raises(TierError, match="'last.ckpt'.*a folder stands where a file belongs") as caught:
+        named.alias("steps/1/shard", "last.ckpt")
+    assert not caught.value.retryable
+    with pytest.raises(TierError, match="a file stands where a folder is needed") as caught:
+        named.alias("steps/1/shard", "steps/1/shard/name")
+    assert not caught.value.retryable
+    assert files(named.root) == {"steps/1/shard", "last.ckpt/theirs"}
+
+
+@pytest.mark.parametrize("call", ["link", "replace", "fsync"])
+def test_os_errors_of_a_name(named: LocalTier, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    named.put_bytes("last.ckpt", b"old")
+    for code in [*RETRYABLE, errno.EROFS, errno.EACCES]:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing(code))
+            with pytest.raises(TierError, match=errno.errorcode[code]) as caught:
+                named.alias("steps/1/shard", "last.ckpt")
+        assert caught.value.retryable == (code in RETRYABLE)
+        assert files(named.root) == {"steps/1/shard", "last.ckpt"}
+        assert call == "fsync" or named.read("last.ckpt") == b"old"
+
+
+def test_a_name_whose_folder_a_delete_removes_is_made_all_the_same(
+    named: LocalTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.link
+    lost: list[str] = []
+
+    def link(source: str, target: str) -> None:
+        if not lost:
+            lost.append(target)
+            os.rmdir(os.path.dirname(target))
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    named.alias("steps/1/shard", "a/b/last.ckpt")
+    assert lost and named.read("a/b/last.ckpt") == b"x" * 1000
+
+
 # ---- durability
 
 
@@ -227,6 +345,9 @@ def test_a_durable_put_syncs_new_folders_then_the_file_then_its_name(tier: Local
     assert synced[3].startswith(f"{root}/a/b/.resiliency-")
     assert synced[4:] == [f"-> {root}/a/b/k", f"{root}/a/b"]
     synced.clear()
+    tier.alias("a/b/k", "c/name")
+    assert synced[0] == root and synced[1:] == [f"-> {root}/c/name", f"{root}/c"]
+    synced.clear()
     tier.delete("a/b/k")
     assert synced == [f"{root}/a"]
 
@@ -234,8 +355,9 @@ def test_a_durable_put_syncs_new_folders_then_the_file_then_its_name(tier: Local
 def test_without_durability_nothing_is_synced(tmp_path: Path, synced: list[str]) -> None:
     tier = LocalTier(tmp_path / "root", durable=False)
     tier.put_bytes("a/b/k", b"x")
+    tier.alias("a/b/k", "name")
     tier.delete("a/b/k")
-    assert synced == [f"-> {tier.root}/a/b/k"]
+    assert synced == [f"-> {tier.root}/a/b/k", f"-> {tier.root}/name"]
 
 
 def test_files_and_folders_are_fsynced_and_folders_that_cannot_be_are_passed_over(

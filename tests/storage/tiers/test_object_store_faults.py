@@ -22,6 +22,7 @@ PUT = "^POST .*uploadType=multipart"
 BEGIN = "^POST (?!.*upload_id=).*uploadType=resumable"
 PART = "^POST .*upload_id="
 CANCEL = "^DELETE .*upload_id="
+COPY = "^POST .*/rewriteTo/"
 GET = "^GET .*alt=media"
 LIST = "^GET .*/o\\?"
 DELETE = "^DELETE /storage"
@@ -96,6 +97,7 @@ def verbs(tier: ObjectStoreTier, big: Path) -> dict[str, tuple[str, Callable[[],
         "put_bytes": (PUT, lambda: tier.put_bytes("new", b"data")),
         "put_file begin": (BEGIN, lambda: tier.put_file("new", str(big))),
         "put_file part": (PART, lambda: tier.put_file("new", str(big))),
+        "alias": (COPY, lambda: tier.alias("old", "new")),
         "read": (GET, lambda: tier.read("old")),
         "read_range": (GET, lambda: tier.read_range("old", 1, 3)),
         "list": (LIST, lambda: [o.key for o in tier.list("")]),
@@ -103,7 +105,7 @@ def verbs(tier: ObjectStoreTier, big: Path) -> dict[str, tuple[str, Callable[[],
     }
 
 
-VERBS = ["put_bytes", "put_file begin", "put_file part", "read", "read_range", "list", "delete"]
+VERBS = ["put_bytes", "put_file begin", "put_file part", "alias", "read", "read_range", "list", "delete"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -123,11 +125,13 @@ def test_passing_faults_are_sat_out(
             assert "old" in call(), fault  # type: ignore[operator]
         else:
             assert call() == {"read": b"0123", "read_range": b"12"}.get(verb), fault
-        if fault is not HttpFault.RESET or pattern in (PUT, BEGIN, PART):
+        if fault is not HttpFault.RESET or pattern in (PUT, BEGIN, PART, COPY):
             # The HTTP client itself repeats a GET or DELETE on a connection that proves dead.
             assert len(clock.pauses) == 2, fault
         if verb == "delete":
             assert bucket.keys() == set(), fault
+        elif verb == "alias":
+            assert bucket.get("new") == b"0123", fault
         elif "put" in verb:
             assert bucket.get("new") == (b"data" if verb == "put_bytes" else two_parts.read_bytes()), fault
 
@@ -140,6 +144,29 @@ def test_a_put_outlasts_passing_faults(
     make().put_bytes("k", b"data")
     assert bucket.get("k") == b"data"
     assert len(proxy.seen(PUT)) == 3
+
+
+@pytest.mark.parametrize("fault", [503, HttpFault.LOST_ANSWER, HttpFault.RESET], ids=str)
+def test_a_copy_by_the_store_outlasts_passing_faults_and_moves_no_bytes_here(
+    make: Make, proxy: FaultProxy, bucket: GcsFolder, big: Path, fault: HttpFault | int
+) -> None:
+    bucket.put("old", big.read_bytes())
+    proxy.fail(COPY, fault, times=2)
+    make().alias("old", "new")
+    assert bucket.get("new") == big.read_bytes()
+    assert len(proxy.seen(COPY)) == 3
+    assert proxy.seen(GET) == proxy.seen("upload") == []
+
+
+def test_a_copy_that_takes_the_store_several_requests_is_carried_to_its_end(
+    make: Make, proxy: FaultProxy, bucket: GcsFolder
+) -> None:
+    """As between storage classes: each answer has a token for the next request."""
+    bucket.put("old", b"0123")
+    proxy.fail(COPY, 200, times=2, body='{"done": false, "rewriteToken": "more"}')
+    make().alias("old", "new")
+    assert len(proxy.seen(COPY)) == 3 and len(proxy.seen("rewriteToken=more")) == 2
+    assert bucket.get("new") == b"0123"
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -160,7 +187,7 @@ def test_a_store_that_stays_busy_ends_in_a_retryable_error(
     assert bucket.keys() == {"old"}
 
 
-@pytest.mark.parametrize("verb", ["put_bytes", "put_file begin", "read", "list", "delete"])
+@pytest.mark.parametrize("verb", ["put_bytes", "put_file begin", "alias", "read", "list", "delete"])
 def test_lasting_faults_are_told_at_once(
     make: Make, proxy: FaultProxy, bucket: GcsFolder, big: Path, verb: str
 ) -> None:
@@ -170,6 +197,8 @@ def test_lasting_faults_are_told_at_once(
     faults = {400: "see the message", 401: "credentials", 403: "permission", 404: "bucket does not exist"}
     if verb in ("read", "delete"):
         del faults[404]  # has another meaning for them
+    elif verb == "alias":
+        faults[404] = "no object 'old'"
     for status, advice in faults.items():
         proxy.reset()
         proxy.fail(pattern, status, times=99)
