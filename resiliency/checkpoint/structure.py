@@ -133,13 +133,11 @@ class Structure:
         tensors, storages = self.signature
         if not self._descriptions and tensors:
             keys = self._keys or self.set_keys(range(len(self.extents)))
-            self._descriptions = [
-                _describe_table(entry, storages, keys)
-                if isinstance(entry, _Table)
-                else _describe(entry, storages[entry[0]], keys[entry[0]])
-                for entry in tensors
-            ]
+            self._descriptions = _describe_all(tensors, storages, keys, memo={})
         described = self._descriptions
+        if len(self._template) >= _MEMO_FROM * _MEMO_BYTES:
+            keys = self._keys or self.set_keys(range(len(self.extents)))
+            described = _describe_all(tensors, storages, keys, memo=None)  # the pickle's own memo may be too long
         # A marker is the only argument of a call, or the only key of a dict, with None as its value.
         pattern = re.compile(rb"\x8a\x10(....)" + re.escape(self._nonce) + rb"(?:\x85|Ns)", re.DOTALL)
         return pattern.sub(lambda match: described[int.from_bytes(match[1], "little")], self._template)
@@ -479,29 +477,51 @@ class _LeafStorage:
         self.key = key
 
 
-def _describe(tensor: Any, storage: tuple[int, str], key: str) -> bytes:
-    """The arguments of torch's function that rebuilds a tensor, as pickle operations that leave one tuple.
+#: Numbers in the pickle's memo from here on are for names in tables. The pickle's own are smaller: each of its entries
+#: takes at least this many bytes of it.
+_MEMO_FROM, _MEMO_BYTES = 1 << 16, 4
+_Memo = dict[bytes, int]
 
-    Written without memo, because they come into a pickle that has one.
+
+def _describe_all(
+    entries: Sequence[Any], storages: Sequence[tuple[int, str]], keys: Sequence[str], *, memo: _Memo | None
+) -> list[bytes]:
+    """For each marker the pickle operations that come into its place.
+
+    Args:
+        memo: of the names that tables use; tables come in the pickle in the order of their markers. None: without.
     """
+    return [
+        _describe_table(entry, storages, keys, memo)
+        if isinstance(entry, _Table)
+        else _describe(entry, storages[entry[0]], keys[entry[0]], None)
+        for entry in entries
+    ]
+
+
+def _describe(tensor: Any, storage: tuple[int, str], key: str, memo: _Memo | None) -> bytes:
+    """The arguments of torch's function that rebuilds a tensor, as pickle operations that leave one tuple."""
     _, dtype, shape, requires_grad, *place = tensor
     nbytes, location = storage
     offset, strides = place[0] if place else (0, _strides(shape))
-    parts = [b"((", _text("storage"), b"ctorch\n%s\n" % _STORAGE_CLASSES[dtype].encode(), _text(key)]
+    parts = [b"((", _text("storage"), _global(b"torch", _STORAGE_CLASSES[dtype].encode(), memo), _text(key)]
     parts += [_text(location), _number(nbytes // dtype.itemsize), b"tQ", _number(offset)]
     for numbers in (shape, strides):
         parts += [b"(", *map(_number, numbers), b"t"]
-    parts += [b"\x88" if requires_grad else b"\x89", b"ccollections\nOrderedDict\n)R", b"t"]
+    parts += [b"\x88" if requires_grad else b"\x89", _global(b"collections", b"OrderedDict", memo), b")Rt"]
     return b"".join(parts)
 
 
-def _describe_table(table: _Table, storages: Sequence[tuple[int, str]], keys: Sequence[str]) -> bytes:
+def _describe_table(
+    table: _Table, storages: Sequence[tuple[int, str]], keys: Sequence[str], memo: _Memo | None
+) -> bytes:
     """The items of a dict of tensors, or of dicts of them, as pickle operations that put them into it."""
     names, first, dtypes, shapes, flags = table
     tensors = iter(
         [
-            b"ctorch._utils\n_rebuild_tensor_v2\n%sR"
-            % _describe((index, dtype, shape, flag), storages[index], keys[index])
+            _global(b"torch._utils", b"_rebuild_tensor_v2", memo)
+            + _describe((index, dtype, shape, flag), storages[index], keys[index], memo)
+            + b"R"
             for index, (dtype, shape, flag) in enumerate(zip(dtypes, shapes, flags, strict=True), first)
         ]
     )
@@ -513,6 +533,18 @@ def _describe_table(table: _Table, storages: Sequence[tuple[int, str]], keys: Se
         else:
             parts += [_name(name), next(tensors)]
     return b"".join((*parts, b"u"))
+
+
+def _global(module: bytes, name: bytes, memo: _Memo | None) -> bytes:
+    """Pushes a class or function: by its name, and where there is a memo by its number there from the second time on,
+    which unpicklers are faster with."""
+    named = b"c%s\n%s\n" % (module, name)
+    if memo is None:
+        return named
+    if named in memo:
+        return b"j" + memo[named].to_bytes(4, "little")
+    memo[named] = _MEMO_FROM + len(memo)
+    return named + b"r" + memo[named].to_bytes(4, "little")
 
 
 def _name(value: str | int) -> bytes:
