@@ -88,7 +88,9 @@ class ShardAssembler:
             if planner is None:
                 self._read_storages(state, state.storages)
                 return
-            where = {(key, placed.chunk.offsets): (0, placed) for key, placed in state.place().items()}
+            places, hidden = state.place()
+            self._read_storages(state, hidden)
+            where = {(key, placed.chunk.offsets): (0, placed) for key, placed in places.items()}
         else:
             self._sharded = ShardedState(first, allow_pickle=allow_pickle)
             for index, reader in readers.items():
@@ -172,7 +174,7 @@ class ShardAssembler:
         plan = self._plan
         if self._replicated is not None:
             if plan is None:
-                return self._replicated.tree, own
+                return self._replicated.tree(), own
             return self._replicated.with_leaves(plan.tensors, partial=plan.partial), own
         assert self._sharded is not None and plan is not None
         absent, wanted = torch.empty(0), plan.tensors

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +30,11 @@ from resiliency.storage.shard_file import (
 
 __all__ = ["ReplicatedState", "ShardedState", "load_rank_state", "sharded_chunks"]
 
+# Torch declares no types for these.
+_torch_utils: Any = torch._utils
+_sparse_checks: Any = torch.sparse.check_sparse_tensor_invariants
+_new_storage: Any = UntypedStorage
+
 
 def load_rank_state(reader: ShardReader, *, allow_pickle: bool) -> Any:
     """What a rank had for itself.
@@ -44,32 +51,55 @@ class ReplicatedState:
     """A state that is whole in one file.
 
     Attributes:
-        tree: the state. Its tensors are on the CPU, in storages without values.
-        storages: the storages of the tree by their keys; to be filled from the file's entries.
+        storages: storages on the CPU by their keys, without values until they are filled from the file's entries.
     """
 
     def __init__(self, reader: ShardReader, *, allow_pickle: bool) -> None:
-        self.storages: dict[str, UntypedStorage] = {}
-        self._entries = reader.entries
+        names = (name for name in reader.entries if name.startswith(storage_name("")))
+        self._entries = {name.removeprefix(storage_name("")): reader.entries[name] for name in names}
+        self.storages = {key: _new_storage(entry.nbytes) for key, entry in self._entries.items()}
         self._path = reader.path
-        self.tree = load(reader.entry(DATA_PICKLE), self._storage, allow_pickle=allow_pickle)
+        self._data, self._allow_pickle = reader.entry(DATA_PICKLE), allow_pickle
+        self._uses: Counter[str] = Counter()
+
+    def tree(self) -> Any:
+        """The state, in :attr:`storages`. Fill them first: an object may look at its tensors while it is made.
+
+        Raises:
+            pickle.UnpicklingError: it holds objects of classes that may not be loaded.
+            CorruptShard: it needs a storage that the file does not have.
+        """
+        self._uses.clear()
+        try:
+            tree = load(self._data, self._storage, allow_pickle=self._allow_pickle)
+            _torch_utils._validate_loaded_sparse_tensors()  # as torch.load does, where the user asked for it
+            return tree
+        finally:
+            _torch_utils._sparse_tensors_to_validate.clear()
 
     def _storage(self, key: str, nbytes: int) -> UntypedStorage:
-        entry = self._entries.get(storage_name(key))
-        if entry is None or entry.nbytes < nbytes:
+        storage = self.storages.get(key)
+        if storage is None or storage.nbytes() < nbytes:
             raise CorruptShard(f"{self._path}: storage {key} of {nbytes} bytes is missing", path=self._path)
-        if key not in self.storages:
-            self.storages[key] = UntypedStorage(entry.nbytes)
-        return self.storages[key]
+        self._uses[key] += 1
+        return storage
 
-    def place(self) -> dict[str, Placed]:
-        """Where each tensor is stored, by its key in the tree. Without tensors of special layouts."""
+    def place(self) -> tuple[dict[str, Placed], list[str]]:
+        """Where each tensor is stored, by its key in the tree, and the keys of the storages that something else uses,
+        or may use, too: tensors of special layouts, and objects, which may hold any tensor."""
+        with _sparse_checks(enable=False):  # nothing has values yet
+            tree = self.tree()
         keys = {storage._cdata: key for key, storage in self.storages.items()}
         placed = {}
-        for key, leaf in keyed_leaves(self.tree).items():
-            if not _is_plain(leaf):
+        seen: dict[int, Any] = {}
+        for key, leaf in keyed_leaves(tree).items():
+            storage_key = keys.get(leaf.untyped_storage()._cdata) if _is_plain(leaf) else None
+            if storage_key is None:
                 continue
-            entry = self._entries[storage_name(keys[leaf.untyped_storage()._cdata])]
+            if id(leaf) not in seen:
+                seen[id(leaf)] = leaf
+                self._uses[storage_key] -= 1
+            entry = self._entries[storage_key]
             shape, itemsize = tuple(leaf.shape), leaf.element_size()
             chunk = Chunk(key, (0,) * len(shape), shape, dtype_name(leaf.dtype), itemsize, shape)
             start = entry.start + leaf.storage_offset() * itemsize
@@ -78,16 +108,37 @@ class ReplicatedState:
             else:
                 extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, leaf.stride(), strict=True))
                 placed[key] = Placed(chunk, start, start + extent * itemsize, tuple(leaf.stride()))
-        return placed
+        if _has_objects(tree):
+            return placed, list(self.storages)
+        return placed, [key for key, uses in self._uses.items() if uses > 0]
 
     def with_leaves(self, leaves: Mapping[str, Any], *, partial: bool) -> Any:
         """The tree with these leaves under their keys. ``partial``: others become empty tensors."""
+        tree = self.tree()
         chosen: dict[int, Any] = {}
         absent = torch.empty(0)
-        for key, leaf in keyed_leaves(self.tree).items():
+        for key, leaf in keyed_leaves(tree).items():
             if key in leaves:
                 chosen.setdefault(id(leaf), leaves[key])
-        return replace_leaves(self.tree, lambda leaf: chosen.get(id(leaf), absent if partial else leaf))
+        return replace_leaves(tree, lambda leaf: chosen.get(id(leaf), absent if partial else leaf))
+
+
+#: Classes whose objects hold no tensor.
+_VALUES: tuple[type, ...] = (str, bytes, bytearray, int, float, complex, type(None), type, range, enum.Enum)
+_VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+
+
+def _has_objects(value: Any) -> bool:
+    """True when a tree holds something that :func:`keyed_leaves` does not look into."""
+    if isinstance(value, (Tensor, *_VALUES)):
+        return False
+    if isinstance(value, dict):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, list | tuple | deque):
+        parts = value
+    else:
+        return True
+    return any(map(_has_objects, parts)) or any(map(_has_objects, getattr(value, "__dict__", {}).values()))
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -119,7 +170,7 @@ class ShardedState:
         number = key.removeprefix(LEAF_PREFIX)
         if number == key or not number.isdecimal() or int(number) >= len(self._keys):
             raise CorruptShard(f"{self._path}: leaf {key!r} is not in its table", path=self._path)
-        storage = UntypedStorage(nbytes)
+        storage = _new_storage(nbytes)
         self._storages.append(storage)
         self._leaves[storage._cdata] = self._keys[int(number)]
         return storage
