@@ -57,7 +57,9 @@ class ReplicatedState:
     def __init__(self, reader: ShardReader, *, allow_pickle: bool) -> None:
         names = (name for name in reader.entries if name.startswith(storage_name("")))
         self._entries = {name.removeprefix(storage_name("")): reader.entries[name] for name in names}
-        self.storages = {key: _new_storage(entry.nbytes) for key, entry in self._entries.items()}
+        self.storages: dict[str, UntypedStorage] = {
+            key: _new_storage(entry.nbytes) for key, entry in self._entries.items()
+        }
         self._path = reader.path
         self._data, self._allow_pickle = reader.entry(DATA_PICKLE), allow_pickle
         self._uses: Counter[str] = Counter()
@@ -170,7 +172,7 @@ class ShardedState:
         number = key.removeprefix(LEAF_PREFIX)
         if number == key or not number.isdecimal() or int(number) >= len(self._keys):
             raise CorruptShard(f"{self._path}: leaf {key!r} is not in its table", path=self._path)
-        storage = _new_storage(nbytes)
+        storage: UntypedStorage = _new_storage(nbytes)
         self._storages.append(storage)
         self._leaves[storage._cdata] = self._keys[int(number)]
         return storage
