@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 PathArgument = Annotated[
-    str, typer.Argument(metavar="PATH", help="A folder, a name file, a step folder, or a URL of these.")
+    str, typer.Argument(metavar="PATH", help="A folder, a checkpoint, a step folder, or a URL of these.")
 ]
-_PATHS_HELP = "Folders, name files, step folders, or URLs of these."
+_PATHS_HELP = "Folders, checkpoints, step folders, or URLs of these."
 PathsArgument = Annotated[list[str], typer.Argument(metavar="PATH...", help=_PATHS_HELP)]
 RunOption = Annotated[str | None, typer.Option("--run", help="Only this run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -13,11 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from resiliency.goodput.table import duration
-from resiliency.inspection.contents import Entry, TensorRow
+from resiliency.inspection.contents import Entry, ShardContents, TensorRow
 from resiliency.inspection.pruning import PrunePlan
 from resiliency.inspection.survey import LabeledTier, StepView
 from resiliency.inspection.verify import Finding
-from resiliency.storage.layout import ShardHeader
 from resiliency.storage.manifest import Manifest
 from resiliency.storage.step_id import StepId
 
@@ -149,7 +148,7 @@ def _ls_table(views: Sequence[StepView], now: float, *, dates: bool, show_tiers:
 def print_inspection(
     console: Console,
     view: StepView,
-    headers: Mapping[int, ShardHeader],
+    shards: Mapping[int, ShardContents],
     rows: Sequence[TensorRow],
     tree: Sequence[Entry],
     *,
@@ -159,7 +158,7 @@ def print_inspection(
     _print_facts(console, view)
     if view.manifest is not None:
         console.print()
-        console.print(_shard_table(view.manifest, view, headers))
+        console.print(_shard_table(view.manifest, view, shards))
     shared = [row for row in rows if not row.per_rank]
     own = [row for row in rows if row.per_rank]
     console.print(f"\n[bold]tensors[/]: {len(shared)}, {size(sum(row.nbytes for row in shared))}; {_own(own)}")
@@ -203,7 +202,7 @@ def _print_facts(console: Console, view: StepView) -> None:
     console.print(table)
 
 
-def _shard_table(manifest: Manifest, view: StepView, headers: Mapping[int, ShardHeader]) -> Table:
+def _shard_table(manifest: Manifest, view: StepView, shards: Mapping[int, ShardContents]) -> Table:
     table = _table(
         ("shard", {"no_wrap": True}),
         ("host", {"overflow": "fold"}),
@@ -213,13 +212,13 @@ def _shard_table(manifest: Manifest, view: StepView, headers: Mapping[int, Shard
         ("present", {}),
     )
     for record in manifest.shards:
-        found = headers.get(record.rank)
+        found = shards.get(record.rank)
         present = "yes" if record.rank in view.present else "[bold red]no[/]"
         table.add_row(
             record.file,
             escape(record.node),
             f"{record.nbytes:,}",
-            str(len(found.placed)) if found else "?",
+            str(found.stored_tensors) if found else "?",
             str(len(record.digests)),
             present if found or record.rank not in view.present else "[bold red]unreadable[/]",
         )
@@ -299,7 +298,6 @@ def exported_json(done: Exported) -> dict[str, Any]:
         "tensors": done.tensors,
         "weights_only": done.weights_only,
         "unsafe": list(done.unsafe),
-        "plain": [list(pair) for pair in done.plain],
         "tied": dict(done.tied),
         "left_out": list(done.left_out),
     }

@@ -27,10 +27,9 @@ from resiliency.cli._ckpt_common import (
 from resiliency.cli._ckpt_prune import prune
 
 if TYPE_CHECKING:
-    from resiliency.inspection.contents import Entry, TensorRow
+    from resiliency.inspection.contents import Entry, ShardContents, TensorRow
     from resiliency.inspection.survey import LabeledTier, StepView, Target
     from resiliency.inspection.verify import Finding
-    from resiliency.storage.layout import ShardHeader
 
 __all__ = ["app"]
 
@@ -58,6 +57,10 @@ def _surveys(targets: list[Target], run: str | None) -> tuple[list[LabeledTier],
     for name in [run] if run is not None else runs:
         views = survey(tiers, name)
         found[name] = [view for view in views if not named or view.id in named]
+        for target in targets:
+            for view in found[name]:
+                if target.name is not None and (target.run, target.step) == (view.run, view.id):
+                    view.names = tuple(dict.fromkeys((*view.names, target.name)))  # also a copy of the user's own
         for step in named - {view.id for view in views}:
             shows = f"`resiliency ckpt ls {tiers[0].tier.root}` shows what is there"
             raise NoCheckpointFound(f"{step} of run {name!r} is not there; {shows}")
@@ -100,38 +103,35 @@ def inspect(
                 f"{step} of run {name!r} is not in {targets[0].tier.root}; `resiliency ckpt ls` shows what is there", 2
             )
         view = views[0]
-        headers, rows, tree, problems = _contents(view)
+        shards, rows, tree, problems = _contents(view)
         view.notes += problems
         from resiliency.cli import _ckpt_tables as tables
 
         if as_json:
             typer.echo(json.dumps(tables.inspection_json(view, rows, tree), indent=2))
         else:
-            tables.print_inspection(console(), view, headers, rows, tree, limit=None if tensors else _TENSORS_SHOWN)
+            tables.print_inspection(console(), view, shards, rows, tree, limit=None if tensors else _TENSORS_SHOWN)
         if problems:
             raise typer.Exit(1)
 
 
-def _contents(view: StepView) -> tuple[dict[int, ShardHeader], list[TensorRow], list[Entry], list[str]]:
-    """Headers by rank, tensors, the top of the state tree, and what could not be read."""
+def _contents(view: StepView) -> tuple[dict[int, ShardContents], list[TensorRow], list[Entry], list[str]]:
+    """Contents by rank, tensors, the top of the state tree, and what could not be read."""
     from resiliency.errors import ResiliencyError
-    from resiliency.inspection.contents import entries, read_header, read_objects, tensor_rows
+    from resiliency.inspection.contents import entries, read_contents, tensor_rows
 
-    headers: dict[int, ShardHeader] = {}
-    tree: list[Entry] = []
+    shards: dict[int, ShardContents] = {}
     problems: list[str] = []
     for copy in view.copies:
         for rank, record in sorted(copy.listing.records.items()):
-            if rank in headers or record.file not in copy.listing.sizes:
+            if rank in shards or record.file not in copy.listing.sizes:
                 continue
             try:
-                header = read_header(copy.tier, view.run, record)
-                headers[rank] = header
-                if rank == 0:
-                    tree = entries(read_objects(copy.tier, view.run, record, header)["state"])
+                shards[rank] = read_contents(copy.tier, view.run, record)
             except ResiliencyError as error:
                 problems.append(str(error))
-    return headers, tensor_rows(headers), tree, problems
+    tree = entries(shards[0].tree) if 0 in shards else []
+    return shards, tensor_rows(shards), tree, problems
 
 
 @app.command()
@@ -232,7 +232,8 @@ def export(
     allow_pickle: Annotated[
         bool,
         typer.Option(
-            "--allow-pickle", help="Restore objects of your own classes. It can run code: trusted files only."
+            "--allow-pickle",
+            help="Load objects of your own classes (sharded steps only). It can run code: trusted files only.",
         ),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT when it exists.")] = False,
@@ -260,8 +261,6 @@ def export(
             else f"weights_only=False, because it holds {', '.join(done.unsafe)}"
         )
         typer.echo(f"loads with torch.load(..., {how})")
-    for where, name in done.plain:
-        typer.echo(f"note: {where} was a {name} and is now the builtin type it derives from; --allow-pickle keeps it")
     for name, first in done.tied.items():
         typer.echo(f"note: {name} is tied to {first}; both are in the file in full")
     if done.left_out:

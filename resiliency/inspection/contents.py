@@ -24,7 +24,16 @@ from resiliency.storage.shard_file import (
 )
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["Entry", "ShardContents", "TensorRow", "entries", "read_contents", "tensor_rows", "tensors_of"]
+__all__ = [
+    "Entry",
+    "ShardContents",
+    "TensorRow",
+    "entries",
+    "read_contents",
+    "stored_once",
+    "tensor_rows",
+    "tensors_of",
+]
 
 
 @dataclass(frozen=True)
@@ -84,20 +93,23 @@ class ShardContents:
     @property
     def stored_tensors(self) -> int:
         """How many tensors are stored here, in whole or in part."""
-        tree = () if self.chunks or self.leaves else _stored_once(self.tree)
-        return len(self.chunks) + sum(1 for _ in tree) + sum(1 for _ in _stored_once(self.own))
+        tree = () if self.chunks or self.leaves else stored_once(self.tree)
+        return len(self.chunks) + sum(1 for _ in tree) + sum(1 for _ in stored_once(self.own))
 
 
-def read_contents(tier: Tier, run: str, record: ShardRecord) -> ShardContents:
+def read_contents(tier: Tier, run: str, record: ShardRecord, *, key: str | None = None) -> ShardContents:
     """Reads the end of a shard, which says what is in it; the bytes of tensors are not read.
 
     Blocks: one read of the tier.
+
+    Args:
+        key: the file to read; None: the shard in the step's folder.
 
     Raises:
         CorruptShard: missing, or its end does not match the record.
         TierError: the tier cannot be read.
     """
-    key = step_prefix(run, record.id) + record.file
+    key = key or step_prefix(run, record.id) + record.file
     where = f"{tier.root}/{key}"
     start = record.sections[-1] if record.sections else 0
     try:
@@ -135,7 +147,10 @@ def _contents(
     rank: int, found: Mapping[str, ArchiveEntry], entry: Callable[[str], bytes | None], where: str
 ) -> ShardContents:
     structure, chunks, own_data = entry(STRUCTURE), entry(CHUNKS), entry(RANK_STATE)
-    tree, leaves, own, own_entries = None, (), None, {}
+    tree: Any = None
+    own: Any = None
+    leaves: tuple[str, ...] = ()
+    own_entries: Mapping[str, ArchiveEntry] = {}
     if structure is not None:
         table, _, pickled = structure.partition(b"\n")
         leaves, tree = tuple(map(str, json.loads(table))), read_pickle(pickled)
@@ -178,7 +193,7 @@ def _walk(item: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, A
         yield from _walk(part, f"{path}/{quoted}" if path else quoted, (*above, id(item)))
 
 
-def _stored_once(tree: Any) -> Iterator[tuple[str, TensorView]]:
+def stored_once(tree: Any) -> Iterator[tuple[str, TensorView]]:
     """The tensors of a tree, each tied one under its first key only."""
     seen = set()
     for key, tensor in tensors_of(tree):
@@ -200,8 +215,8 @@ def tensor_rows(shards: Mapping[int, ShardContents]) -> list[TensorRow]:
         for placed in shard.chunks:
             pieces.setdefault(placed.chunk.key, []).append((rank, placed))
         if not shard.chunks and not shard.leaves:
-            rows += [_row(key, tensor, rank, shard.entries, False) for key, tensor in _stored_once(shard.tree)]
-        rows += [_row(key, tensor, rank, shard.own_entries, True) for key, tensor in _stored_once(shard.own)]
+            rows += [_row(key, tensor, rank, shard.entries, False) for key, tensor in stored_once(shard.tree)]
+        rows += [_row(key, tensor, rank, shard.own_entries, True) for key, tensor in stored_once(shard.own)]
     for key, found in pieces.items():
         chunk = found[0][1].chunk
         nbytes = sum(placed.chunk.nbytes for _, placed in found)
@@ -253,7 +268,9 @@ def _count(tree: Any) -> tuple[int, int]:
     for _, item in _walk(tree, "", ()):
         if as_tensor(item) is not None:
             tensors += 1
-        elif not isinstance(item, dict | list | tuple) and not _is_empty(item) and not any(True for _ in children(item)):
+        elif (
+            not isinstance(item, dict | list | tuple) and not _is_empty(item) and not any(True for _ in children(item))
+        ):
             values += 1
     return tensors, values
 

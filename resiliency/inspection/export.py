@@ -1,7 +1,8 @@
 """Writes a step as a stock torch/Lightning ``.ckpt``, or its weights as a safetensors file.
 
-Both can be read without this library. Every shard is checked before a byte is written; the file appears complete or not
-at all, and replaces an existing file only with ``force``.
+Both can be read without this library. Of a replicated step the ``.ckpt`` is a copy of the step's own file, and nothing
+is unpickled for it. (A hard link would be quicker, but who overwrites it would overwrite the checkpoint.) Every byte is
+checked before the file appears; it appears complete or not at all, and replaces an existing file only with ``force``.
 """
 
 from __future__ import annotations
@@ -9,22 +10,31 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from resiliency.errors import ConfigError, NoCheckpointFound, TierError
-from resiliency.inspection.by_path import Located, load_path
-from resiliency.inspection.contents import branches, pickled, read_header, read_objects, tensor_keys
-from resiliency.inspection.survey import Target, close_tier, find, one_step
-from resiliency.storage.catalog import scan
-from resiliency.storage.manifest import NameFile
+from resiliency.checkpoint.shard_reader import ShardReader
+from resiliency.checkpoint.state import dtype_from_name, keyed_leaves
+from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
+from resiliency.inspection.by_path import Located, load_path, locate
+from resiliency.inspection.contents import ShardContents, read_contents, stored_once
+from resiliency.inspection.pickle_view import Made, TensorView, as_tensor, children
+from resiliency.inspection.survey import close_tier, find
+from resiliency.storage.catalog import verify_shard
+from resiliency.storage.fetch import copy_checked
+from resiliency.storage.names import read_name
+from resiliency.storage.shard_file import Chunk, Placed, storage_name
 from resiliency.storage.step_id import StepId
+from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.local import fsync_dir
 
 __all__ = ["Exported", "Format", "export", "format_of"]
@@ -44,7 +54,6 @@ class Exported:
         tensors: how many tensors are in it.
         weights_only: True when ``torch.load(path, weights_only=True)`` reads it; None for safetensors.
         unsafe: classes that ``weights_only=True`` refuses, as far as torch can name them.
-        plain: (where, class) of objects that became the builtin they derive from, because unpickling was not allowed.
         tied: name -> the name it shares a tensor with; safetensors stores it under both, a .ckpt keeps them tied.
         left_out: entries of the state dict that are not tensors, which safetensors cannot hold.
     """
@@ -57,7 +66,6 @@ class Exported:
     tensors: int
     weights_only: bool | None = None
     unsafe: tuple[str, ...] = ()
-    plain: tuple[tuple[str, str], ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
@@ -90,16 +98,18 @@ def export(
 ) -> Exported:
     """Writes a step as one stock file. Collective: no. Blocks: for reading, checking and writing everything.
 
-    The whole state is held in memory once. Shards of a remote tier go through a temporary folder (``TMPDIR``).
+    A sharded state is held in memory once; of a replicated one, the weights only and only for safetensors. Shards of a
+    remote tier go through a temporary folder (``TMPDIR``), except for the ``.ckpt`` of a replicated step.
 
     Args:
         source: a path as ``resiliency ckpt`` takes them, or what :func:`~resiliency.inspection.by_path.locate`
             returned.
         out: the file to write; its folder must exist.
-        format: "ckpt": the whole state tree by ``torch.save``. "safetensors": the tensors below ``key``. None: by
-            suffix.
+        format: "ckpt": the whole state tree, as ``torch.save`` writes it. "safetensors": the tensors below ``key``.
+            None: by suffix.
         run: which run, when ``source`` is a folder with several.
-        allow_pickle: restore objects of classes of your own. Only for checkpoints you trust: it can run code.
+        allow_pickle: load objects of classes of your own; needed for sharded steps only. Only for checkpoints you
+            trust: it can run code.
         force: replace ``out`` when it exists.
         key: which entry of the state holds the weights.
 
@@ -115,63 +125,185 @@ def export(
     _check_target(os.fspath(out), target, force)
     if isinstance(source, Located):
         return _export(source, target, kind, allow_pickle, force, key)
-    found = find(os.fspath(source))
+    located = _located(os.fspath(source), run)
     try:
-        return _export(_located(found, run), target, kind, allow_pickle, force, key)
+        return _export(located, target, kind, allow_pickle, force, key)
     finally:
-        close_tier(found.tier)
+        close_tier(located.tier)
+
+
+def _located(source: str, run: str | None) -> Located:
+    located = locate(source, run=run)
+    if located is not None:
+        return located
+    target = find(source)  # raises what is there instead
+    close_tier(target.tier)
+    raise NoCheckpointFound(f"{source}: no committed checkpoint; `resiliency ckpt ls {source}` shows what is there")
 
 
 def _export(located: Located, target: str, kind: Format, allow_pickle: bool, force: bool, key: str) -> Exported:
-    manifest = located.listing.manifest
-    assert manifest is not None
-    first = manifest.shards[0]
-    header = read_header(located.tier, located.run, first)
-    skeleton = read_objects(located.tier, located.run, first, header)["state"]
-    if kind == "ckpt":
-        plain = _check_pickles(skeleton, allow_pickle)
-        state = _load(located, allow_pickle, None)
-        nbytes, unsafe = _write(target, force, lambda temp: _save_ckpt(state, temp))
-        return Exported(
-            path=target,
-            format=kind,
-            nbytes=nbytes,
-            run=located.run,
-            id=manifest.id,
-            tensors=len(tensor_keys(skeleton)),
-            weights_only=not unsafe,
-            unsafe=tuple(sorted(unsafe)),
-            plain=plain,
+    if not located.is_checked:
+        raise NoCheckpointFound(
+            f"{located.where(0)} is a copy of {located.id}, whose record is not there, so that its bytes cannot be"
+            " checked; torch.load reads it directly"
         )
-    parts = branches(skeleton)
+    first = read_contents(located.tier, located.run, located.listing.records[0], key=located.files[0])
+    done = Exported(path=target, format=kind, nbytes=0, run=located.run, id=located.id, tensors=0)
+    if kind == "ckpt":
+        nbytes, unsafe = _write(target, force, lambda temp: _write_ckpt(located, allow_pickle, temp))
+        tensors = sum(1 for _ in stored_once(first.tree))
+        return replace(done, nbytes=nbytes, tensors=tensors, weights_only=not unsafe, unsafe=tuple(sorted(unsafe)))
+    views = _weight_views(first, key, located.id)
+    with tempfile.TemporaryDirectory(prefix="resiliency-") as scratch, ExitStack() as stack:
+        if located.replicated:
+            weights = _stored_weights(located, views, stack.enter_context(_opened(located, scratch)))
+        else:
+            weights = _loaded_weights(located, first, views, key, allow_pickle)
+        nbytes, _ = _write(target, force, lambda temp: _save_safetensors(weights, temp))
+    return replace(done, nbytes=nbytes, tensors=len(weights.tensors), tied=weights.tied, left_out=weights.left_out)
+
+
+# -- a stock checkpoint -----------------------------------------------------------------------------------------------
+
+
+def _write_ckpt(located: Located, allow_pickle: bool, temp: str) -> set[str]:
+    """Writes the file and returns the classes that ``torch.load(weights_only=True)`` refuses to load from it."""
+    if located.replicated:
+        copy_checked(located.tier, located.files[0], located.listing.records[0], Path(temp))
+    else:
+        torch.save(_load(located, allow_pickle, None), temp)
+    try:
+        torch.load(temp, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # Boundary: unpickling runs the code of any class that users allowed.
+        name = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
+        return set(name(temp) if name is not None else ()) or {type(error).__name__}
+    return set()
+
+
+def _load(located: Located, allow_pickle: bool, keys: Callable[[str], bool] | None) -> Any:
+    try:
+        state, _ = load_path(located, allow_pickle=allow_pickle, keys=keys)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            "the checkpoint holds objects of classes that must be unpickled, which can run code; if you trust it, say"
+            f" --allow-pickle where those classes can be imported ({error})"
+        ) from error
+    except (AttributeError, ImportError) as error:
+        if not allow_pickle:
+            raise
+        raise ConfigError(
+            f"an object of the checkpoint cannot be unpickled: {error}; put its module on PYTHONPATH"
+        ) from error
+    return state
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Weights:
+    """Tensors by name; tied name -> the first name of its tensor; names of entries that are not tensors."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass
+class _WeightViews:
+    """As :class:`_Weights`, with descriptions of the tensors."""
+
+    tensors: dict[str, TensorView]
+    tied: dict[str, str]
+    left_out: tuple[str, ...]
+
+
+def _weight_views(first: ShardContents, key: str, step: StepId) -> _WeightViews:
+    """What is below ``key``; nested names are joined by "."."""
+    parts = dict(children(first.tree))
     if key not in parts:
-        keys = ", ".join(parts) or "none"
-        raise ConfigError(f"{manifest.id} has no entry {key!r} to take weights from; choose with --key: {keys}")
-    wanted = tensor_keys(parts[key])
-    if not wanted:
-        raise ConfigError(f"the entry {key!r} of {manifest.id} holds no tensors; choose another with --key")
+        raise ConfigError(
+            f"{step} has no entry {key!r} to take weights from; choose with --key: {', '.join(parts) or 'none'}"
+        )
+    found = _WeightViews({}, {}, ())
+    first_names: dict[object, str] = {}
+
+    def walk(item: Any, name: str) -> None:
+        tensor = as_tensor(item)
+        if tensor is not None:
+            same = (tensor.storage, tensor.offset, tensor.shape, tensor.strides)
+            if tensor.storage is not None and same in first_names:
+                found.tied[name] = first_names[same]
+            first_names.setdefault(same, name)
+            found.tensors[name] = tensor
+        elif isinstance(item, dict) or (isinstance(item, Made) and item.pairs):
+            for part, value in children(item):
+                walk(value, f"{name}.{part}" if name else part)
+        elif not isinstance(item, Made) or item.name != "collections.OrderedDict":  # an empty one has nothing
+            found.left_out += (name,)
+
+    walk(parts[key], key if as_tensor(parts[key]) is not None else "")
+    if not found.tensors:
+        raise ConfigError(f"the entry {key!r} of {step} holds no tensors; choose another with --key")
+    return found
+
+
+@contextmanager
+def _opened(located: Located, scratch: str) -> Iterator[ShardReader]:
+    """Shard 0 of a replicated step, every byte of it checked."""
+    record, where = located.listing.records[0], located.where(0)
+    if located.tier.is_local:
+        path = where
+        bad = verify_shard(located.tier, located.run, record, key=located.files[0])
+        if bad:
+            raise CorruptShard(f"{where}: bytes {bad} do not match their digests", path=where, ranges=bad)
+    else:
+        path = os.path.join(scratch, record.file)
+        copy_checked(located.tier, located.files[0], record, Path(path))
+    reader = ShardReader(path, record)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def _stored_weights(located: Located, views: _WeightViews, reader: ShardReader) -> _Weights:
+    """The tensors as they are in the file; nothing is unpickled. They alias the reader's mapping."""
+    weights = _Weights({}, views.tied, views.left_out)
+    for name, view in views.tensors.items():
+        entry = reader.entries.get(storage_name(view.storage or ""))
+        if entry is None or view.kind == "quantized" or view.strides is None:
+            raise ConfigError(
+                f"safetensors cannot hold {name}, a {view.kind} tensor{f' of {view.dtype}' if view.dtype else ''};"
+                " export a .ckpt instead"
+            )
+        itemsize = dtype_from_name(view.dtype).itemsize
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
+        extent = 0 if 0 in view.shape else extent * itemsize
+        start = entry.start + view.offset * itemsize
+        if start + extent > entry.end:
+            raise CorruptShard(f"{located.where(0)}: {name} does not lie within its storage", path=located.where(0))
+        chunk = Chunk(name, (0,) * len(view.shape), view.shape, view.dtype, itemsize, view.shape)
+        tensor = reader.tensor(Placed(chunk, start, start + extent, view.strides))
+        # Stock loaders expect every name, and a safetensors file cannot share storage between names.
+        weights.tensors[name] = tensor.clone() if name in views.tied else tensor.contiguous()
+    return weights
+
+
+def _loaded_weights(
+    located: Located, first: ShardContents, views: _WeightViews, key: str, allow_pickle: bool
+) -> _Weights:
+    """The tensors put together from the shards."""
+    numbers = [(view.storage or "").removeprefix("leaf-") for view in views.tensors.values()]
+    wanted = {first.leaves[int(number)] for number in numbers if number.isdecimal() and int(number) < len(first.leaves)}
     state = _load(located, allow_pickle, wanted.__contains__)
-    tensors, tied, left_out = _weights(state[key])
-    nbytes, _ = _write(target, force, lambda temp: _save_safetensors(tensors, tied, temp))
-    return Exported(
-        path=target,
-        format=kind,
-        nbytes=nbytes,
-        run=located.run,
-        id=manifest.id,
-        tensors=len(tensors),
-        tied=tied,
-        left_out=left_out,
-    )
-
-
-def _located(target: Target, wanted: str | None) -> Located:
-    run, step = one_step(target, run=wanted)
-    for listing in scan(target.tier, run):
-        if listing.id == step and listing.manifest is not None:
-            return Located(target.tier, run, listing)
-    shows = f"`resiliency ckpt ls {target.tier.root}` shows what is there"
-    raise NoCheckpointFound(f"{target.path}: {step} of run {run!r} is not committed; {shows}")
+    weights = _Weights({}, views.tied, views.left_out)
+    loaded = {key: state[key]} if isinstance(state[key], Tensor) else keyed_leaves(state[key])
+    for name, leaf in loaded.items():
+        plain = name if name == key else name.replace("/", ".").replace("%2F", "/").replace("%25", "%")
+        if plain in views.tensors:
+            weights.tensors[plain] = leaf.clone() if plain in views.tied else leaf.contiguous()
+    return weights
 
 
 def _check_target(shown: str, target: str, force: bool) -> None:
@@ -184,91 +316,24 @@ def _check_target(shown: str, target: str, force: bool) -> None:
         raise ConfigError(f"{shown} is a folder; say the name of the file to write")
     if not os.path.lexists(target):
         return
-    try:
-        with open(target, "rb") as file:
-            ours = NameFile.from_json(file.read(65536)) is not None
-    except FileNotFoundError:
-        ours = False  # a dangling symbolic link
-    if ours:
-        raise ConfigError(f"{shown} is the name file of a checkpoint; choose another name")
+    identity = read_name(open_tier(folder), os.path.basename(target))
+    if identity is not None:
+        raise ConfigError(f"{shown} is {identity.id} of run {identity.run!r}; choose another name")
     if not force:
         raise ConfigError(f"{shown} exists; choose another name or say --force")
 
 
-def _check_pickles(skeleton: Any, allow_pickle: bool) -> tuple[tuple[str, str], ...]:
-    if allow_pickle:
-        return ()
-    objects = pickled(skeleton)
-    barred = [f"{where} ({name})" for where, name, plain in objects if not plain]
-    if barred:
-        more = f" and {len(barred) - 5} more" if len(barred) > 5 else ""
-        raise ConfigError(
-            "the checkpoint holds objects of classes that must be unpickled, which can run code:"
-            f" {', '.join(barred[:5])}{more};"
-            " if you trust it, say --allow-pickle where those classes can be imported"
-        )
-    return tuple((where, name) for where, name, _ in objects)
-
-
-def _load(located: Located, allow_pickle: bool, keys: Callable[[str], bool] | None) -> Any:
-    try:
-        state, _ = load_path(located, allow_pickle=allow_pickle, keys=keys)
-    except (AttributeError, ImportError) as error:
-        if not allow_pickle:
-            raise
-        raise ConfigError(
-            f"an object of the checkpoint cannot be unpickled: {error}; put its module on PYTHONPATH"
-        ) from error
-    return state
-
-
-def _save_ckpt(state: Any, temp: str) -> set[str]:
-    """Writes the file and returns the classes that ``torch.load(weights_only=True)`` refuses to load from it."""
-    torch.save(state, temp)
-    try:
-        torch.load(temp, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # Boundary: unpickling runs the code of any class that users keep in their state.
-        name = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-        return set(name(temp) if name is not None else ()) or {type(error).__name__}
-    return set()
-
-
-def _weights(tree: Any) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
-    """(name -> tensor, tied name -> the first name of its tensor, names of entries that are not tensors); nested
-    names are joined by "."."""
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    left_out: list[str] = []
-    seen: dict[int, str] = {}
-
-    def walk(item: Any, name: str) -> None:
-        if isinstance(item, Tensor):
-            if id(item) in seen:
-                tied[name] = seen[id(item)]
-            seen.setdefault(id(item), name)
-            # Stock loaders expect every name, and a safetensors file cannot share storage between names.
-            tensors[name] = item.clone() if name in tied else item.contiguous()
-        elif isinstance(item, dict):
-            for part, value in item.items():
-                walk(value, f"{name}.{part}" if name else str(part))
-        else:
-            left_out.append(name)
-
-    walk(tree, "")
-    return tensors, tied, tuple(left_out)
-
-
-def _save_safetensors(tensors: dict[str, Tensor], tied: Mapping[str, str], temp: str) -> None:
+def _save_safetensors(weights: _Weights, temp: str) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    metadata = {"format": "pt", **({"tied": json.dumps(dict(tied))} if tied else {})}
+    metadata = {"format": "pt", **({"tied": json.dumps(weights.tied)} if weights.tied else {})}
     try:
-        save_file(tensors, temp, metadata=metadata)
+        save_file(weights.tensors, temp, metadata=metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     except (KeyError, ValueError) as error:
-        dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
+        dtypes = sorted({str(tensor.dtype) for tensor in weights.tensors.values()})
         raise ConfigError(
             f"safetensors cannot hold all of {', '.join(dtypes)}: {error}; export a .ckpt instead"
         ) from error

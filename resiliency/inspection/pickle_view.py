@@ -1,7 +1,7 @@
-"""Reads a pickled structure without making any of the objects it names. No torch; nothing of what it names is imported.
+"""Reads a pickled structure without making any of the objects it names. No torch; nothing that it names is imported.
 
-``data.pkl`` of a checkpoint is a pickle, and a pickle can name any class. Here every class and function it names becomes
-a stand-in that remembers its name and what it was given (:class:`Made`), so that a listing can show what is there, also
+``data.pkl`` of a checkpoint is a pickle, and a pickle can name any class. Here every class and function becomes a
+stand-in that remembers its name and what it was given (:class:`Made`), so that a listing can show what is there, also
 where the classes cannot be imported or must not be trusted. Tensors are recognised by the names of the functions with
 which torch rebuilds them.
 """
@@ -152,7 +152,7 @@ def _as_tensor(item: Any, depth: int) -> TensorView | None:
         if function in _BY_STORAGE and isinstance(args[0], StorageRef):
             dtype = args[0].dtype
             if function == "_rebuild_tensor_v3":  # dtypes without a storage class of their own
-                dtype = args[5].name.removeprefix("torch.")
+                dtype = args[6].name.removeprefix("torch.")
             offset, shape, strides = int(args[1]), _numbers(args[2]), _numbers(args[3])
             kind = "quantized" if function == "_rebuild_qtensor" else "Tensor"
             return TensorView(kind, dtype, args[0].key, shape, offset, strides)

@@ -1,16 +1,19 @@
-"""Checks every byte of steps against what was recorded when they were written. No torch."""
+"""Checks every byte of steps, and of the files that bear their names, against what was recorded when they were written.
+No torch."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from resiliency.errors import TierError
+from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.inspection.survey import StepView, StoredCopy, unreadable
-from resiliency.storage.catalog import StepListing, step_prefix, verify_shard
+from resiliency.storage.catalog import step_prefix, verify_shard
 from resiliency.storage.manifest import MANIFEST, ShardRecord, record_file
+from resiliency.storage.names import read_name
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
@@ -21,7 +24,7 @@ __all__ = ["Finding", "bytes_to_check", "check_step"]
 _TASK_BLOCKS = 8
 _READERS = 4
 
-_Task = tuple[ShardRecord, int, int]  # blocks [first, last) of a shard
+_Task = tuple[ShardRecord, str, int, int]  # blocks [first, last) of a shard, in a file
 _Result = tuple[list[tuple[int, int]], str]  # byte ranges that differ, and why it could not be read
 
 
@@ -48,12 +51,29 @@ class Finding:
 
 def bytes_to_check(view: StepView) -> int:
     """How many bytes :func:`check_step` will read."""
-    return sum(record.nbytes for copy in view.copies for record in _readable(copy.listing))
+    return sum(record.nbytes for copy in view.copies for record, _ in _readable(view, copy))
 
 
-def _readable(listing: StepListing) -> list[ShardRecord]:
-    """Shards whose bytes can be compared with their digests: those of full size."""
-    return [record for record in listing.records.values() if listing.sizes.get(record.file) == record.nbytes]
+def _readable(view: StepView, copy: StoredCopy) -> list[tuple[ShardRecord, str]]:
+    """Shards whose bytes can be compared with their digests (those of full size), each with the key of its file; and
+    the files that bear the step's names, except for those that are the same file under another name."""
+    listing, prefix = copy.listing, step_prefix(view.run, view.id)
+    records = sorted(listing.records.values(), key=lambda record: record.rank)
+    whole = [record for record in records if record.complete and listing.sizes.get(record.file) == record.nbytes]
+    found = [(record, prefix + record.file) for record in whole]
+    for name in view.names:
+        sizes = {info.key: info.nbytes for info in copy.tier.list(name)}
+        for record in whole:
+            key = f"{name}/{record.file}" if not record.replicated else name
+            if record.replicated and record.rank != 0:
+                continue
+            if sizes.get(key) == record.nbytes and not _is_same(copy.tier, key, prefix + record.file):
+                found.append((record, key))
+    return found
+
+
+def _is_same(tier: Tier, key: str, other: str) -> bool:
+    return tier.is_local and os.path.samefile(os.path.join(tier.root, key), os.path.join(tier.root, other))
 
 
 def check_step(view: StepView, *, advance: Callable[[int], None] = lambda _: None) -> list[Finding]:
@@ -67,6 +87,7 @@ def check_step(view: StepView, *, advance: Callable[[int], None] = lambda _: Non
     findings: list[Finding] = []
     for copy in view.copies:
         findings += _metadata(view, copy)
+        findings += _names(view, copy)
         findings += _bytes(view, copy, advance)
     return findings
 
@@ -98,23 +119,59 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
             found.append(finding(True, record.file, "is missing"))
         elif size != record.nbytes:
             found.append(finding(True, record.file, f"has {size:,} bytes instead of {record.nbytes:,}"))
+        if not record.complete:
+            missing = f"the digests of {record.digests.count('')} blocks that other ranks wrote are missing"
+            found.append(finding(True, record.file, f"cannot be checked: {missing}"))
     if listing.manifest is None and view.needed is not None:
         for rank in sorted(set(range(view.needed)) - set(listing.records)):
             found.append(finding(True, record_file(rank), "is missing, so its shard cannot be checked"))
     return found
 
 
+def _names(view: StepView, copy: StoredCopy) -> list[Finding]:
+    """Names that are missing, or whose file is something else."""
+    found = []
+    if copy.listing.manifest is None:
+        return []  # a step gets its names last
+    for name in view.names:
+        path = f"{copy.tier.root}/{name}"
+
+        def finding(bad: bool, text: str, path: str = path) -> Finding:
+            return Finding(view.run, view.id, copy.label, bad, path, (), text)
+
+        try:
+            identity = read_name(copy.tier, name)
+        except (TierError, UnsupportedFormat) as error:
+            found.append(finding(True, f"could not be read: {error}"))
+            continue
+        if identity is None:
+            found.append(finding(False, "is missing, or not a file of this library; the step is not affected"))
+        elif identity.run != view.run:
+            found.append(finding(False, f"is {identity.id} of run {identity.run!r}"))
+        elif identity.id != view.id:
+            found.append(finding(True, f"says that it is {identity.id}"))
+        elif identity.replicated and not _has_size(copy, name):
+            found.append(finding(True, "has another size than its step"))
+    return found
+
+
+def _has_size(copy: StoredCopy, name: str) -> bool:
+    record = copy.listing.records.get(0)
+    sizes = [info.nbytes for info in copy.tier.list(name) if info.key == name]
+    return record is None or sizes == [record.nbytes]
+
+
 def _bytes(view: StepView, copy: StoredCopy, advance: Callable[[int], None]) -> list[Finding]:
     lock = threading.Lock()
     tasks: list[_Task] = []
-    for record in sorted(_readable(copy.listing), key=lambda record: record.rank):
+    for record, key in _readable(view, copy):
         blocks = record.blocks.count
-        tasks += [(record, first, min(first + _TASK_BLOCKS, blocks)) for first in range(0, blocks, _TASK_BLOCKS)]
+        tasks += [(record, key, first, min(first + _TASK_BLOCKS, blocks)) for first in range(0, blocks, _TASK_BLOCKS)]
 
     def check(task: _Task) -> _Result:
-        record, first, last = task
+        record, key, first, last = task
         try:
-            return verify_shard(copy.tier, view.run, record, first_block=first, last_block=last), ""
+            return verify_shard(copy.tier, view.run, record, first_block=first, last_block=last, key=key), ""
         except TierError as error:
             return [], str(error)
         finally:
@@ -129,25 +186,25 @@ def _bytes(view: StepView, copy: StoredCopy, advance: Callable[[int], None]) -> 
 def _fold(view: StepView, copy: StoredCopy, tasks: Sequence[_Task], results: Sequence[_Result]) -> list[Finding]:
     """One finding per bad shard, ranges that touch joined."""
     tier: Tier = copy.tier
-    ranges: dict[int, list[tuple[int, int]]] = {}
-    failures: dict[int, str] = {}
-    for (record, _, _), (bad, failure) in zip(tasks, results, strict=True):
-        known = ranges.setdefault(record.rank, [])
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    failures: dict[str, str] = {}
+    for (_, key, _, _), (bad, failure) in zip(tasks, results, strict=True):
+        known = ranges.setdefault(key, [])
         for start, end in bad:
             if known and start <= known[-1][1]:
                 known[-1] = (known[-1][0], max(end, known[-1][1]))
             else:
                 known.append((start, end))
         if failure:
-            failures.setdefault(record.rank, failure)
+            failures.setdefault(key, failure)
     found = []
-    for rank in sorted(ranges):
-        path = f"{tier.root}/{step_prefix(view.run, view.id)}{copy.listing.records[rank].file}"
-        if rank in failures:
-            found.append(Finding(view.run, view.id, copy.label, True, path, (), f"could not be read: {failures[rank]}"))
-        if ranges[rank]:
+    for key in ranges:
+        path = f"{tier.root}/{key}"
+        if key in failures:
+            found.append(Finding(view.run, view.id, copy.label, True, path, (), f"could not be read: {failures[key]}"))
+        if ranges[key]:
             text = "differs from its digests in " + ", ".join(
-                f"bytes {start:,} to {end:,}" for start, end in ranges[rank]
+                f"bytes {start:,} to {end:,}" for start, end in ranges[key]
             )
-            found.append(Finding(view.run, view.id, copy.label, True, path, tuple(ranges[rank]), text))
+            found.append(Finding(view.run, view.id, copy.label, True, path, tuple(ranges[key]), text))
     return found

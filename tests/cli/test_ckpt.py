@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from typer.testing import CliRunner, Result
@@ -32,9 +33,11 @@ from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import (
     QUICK,
+    copy_folder,
     copy_to_memory,
     differences,
     flip_bits,
+    make_flat_state,
     make_lightning_state,
     save_steps,
     step_dir,
@@ -66,22 +69,30 @@ def told(*words: object, status: int) -> str:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs in one folder: solo with steps 10, 20, 30; duo, of two ranks, with steps 1, 2."""
+    """Two runs in one folder: solo with steps 10, 20, 30; duo, of two ranks with a part each, with steps 1, 2."""
     folder = tmp_path_factory.mktemp("made")
     save_steps(folder, 10, 20, 30, run="solo")
-    save_steps(folder, 1, 2, run="duo", world_size=2, name="duo={step}.ckpt")
+    save_steps(folder, 1, 2, run="duo", world_size=2, name="duo={step}.ckpt", sharded=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 and 2 that two ranks of one host wrote together into one file."""
+    folder = tmp_path_factory.mktemp("pair")
+    save_steps(folder, 1, 2, run="pair", world_size=2)
     return folder
 
 
 @pytest.fixture
 def ck(made: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage."""
-    shutil.copytree(made, tmp_path / "ck")
+    copy_folder(made, tmp_path / "ck")
     return tmp_path / "ck"
 
 
 def shard(ck: Path, name: str, step: int, rank: int = 0) -> Path:
-    return step_dir(ck, name, step) / f"shard-{rank:05d}.safetensors"
+    return step_dir(ck, name, step) / f"shard-{rank:05d}.ckpt"
 
 
 def numbers(listing: Any) -> dict[str, list[int]]:
@@ -103,7 +114,7 @@ def test_ls_shows_all_steps_of_all_runs(made: Path) -> None:
         2,
         ["duo=2.ckpt"],
     )
-    assert step["nbytes"] == sum(path.stat().st_size for path in step_dir(made, "duo", 2).glob("*.safetensors"))
+    assert step["nbytes"] == sum(path.stat().st_size for path in step_dir(made, "duo", 2).glob("*.ckpt"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", step["created"])
     text = run("ls", made).stdout
     assert re.search(r"^ *2 +1 +duo=2\.ckpt +\d{4}-.* MiB +2/2 +committed", text, re.M)
@@ -148,13 +159,13 @@ def test_ls_tells_what_is_wrong(ck: Path) -> None:
         20: "committed",
         30: "committed",
     }
-    assert found[1]["notes"] == ["shard-00001.safetensors is missing"]
-    assert re.fullmatch(r"shard-00000\.safetensors has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
+    assert found[1]["notes"] == ["shard-00001.ckpt is missing"]
+    assert re.fullmatch(r"shard-00000\.ckpt has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
     assert (found[10]["shards_present"], found[10]["shards_needed"]) == (0, None)
     assert "the manifest is missing" in found[20]["notes"][0]
     assert found[30]["notes"][0].startswith("manifest.json: not a manifest")
     text = run("ls", ck).stdout
-    assert "step 1 (attempt 1): shard-00001.safetensors is missing" in text
+    assert "step 1 (attempt 1): shard-00001.ckpt is missing" in text
 
 
 def test_ls_merges_places_as_tiers(ck: Path) -> None:
@@ -168,14 +179,14 @@ def test_ls_merges_places_as_tiers(ck: Path) -> None:
     assert (step["state"], step["tiers"], step["notes"]) == (
         "committed",
         ["local", "memory"],
-        ["local: shard-00001.safetensors is missing"],
+        ["local: shard-00001.ckpt is missing"],
     )
 
 
 def test_ls_counts_the_parts_of_several_hosts(ck: Path, tmp_path: Path) -> None:
     """Folders of two hosts, each with its own shard and no manifest."""
     other = tmp_path / "other"
-    shutil.copytree(ck, other)
+    copy_folder(ck, other)
     for place, rank in ((ck, 1), (other, 0)):
         (step_dir(place, "duo", 2) / "manifest.json").unlink()
         shard(place, "duo", 2, rank).unlink()
@@ -195,7 +206,7 @@ def test_ls_says_when_there_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_ls_needs_no_torch(made: Path) -> None:
     code = "import sys\nfrom resiliency.cli.main import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
-    for words in ("ls", "inspect --run duo", "verify", "prune --keep 1 --run duo --dry-run"):
+    for words in ("ls", "inspect --run duo", "inspect --run solo", "verify", "prune --keep 1 --run duo --dry-run"):
         command = [sys.executable, "-c", code, "ckpt", *words.split(), str(made)]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "False"), result.stderr
@@ -219,10 +230,10 @@ def test_a_name_means_its_step_without_its_file_and_with_slashes(tmp_path: Path)
 
 def test_inspect_shows_shards_tensors_and_objects(made: Path) -> None:
     found = data("inspect", made / "duo=2.ckpt")
-    assert (found["run"], found["step"], found["attempt"], found["tree"][0]["path"]) == ("duo", 2, 1, "epoch")
+    assert (found["run"], found["step"], found["attempt"]) == ("duo", 2, 1)
     assert [(row["rank"], row["file"], row["present"]) for row in found["shards"]] == [
-        (0, "shard-00000.safetensors", True),
-        (1, "shard-00001.safetensors", True),
+        (0, "shard-00000.ckpt", True),
+        (1, "shard-00001.ckpt", True),
     ]
     rows = {(row["key"], tuple(row["shards"])): row for row in found["tensors"]}
     big = rows["state_dict/big", (0, 1)]
@@ -232,14 +243,76 @@ def test_inspect_shows_shards_tensors_and_objects(made: Path) -> None:
         4 * 2100 * 1024,
         False,
     )
-    assert big["boxes"] > 1
+    assert big["boxes"] == 2
     assert rows["rng", (1,)]["per_rank"] is True
-    assert ("state_dict/head.weight", (0,)) not in rows  # tied: stored once
     tree = {entry["path"]: entry for entry in found["tree"]}
-    assert (tree["state_dict"]["tensors"], tree["epoch"]["text"], tree["optimizer_states"]["kind"]) == (3, "3", "list")
+    assert (tree["state_dict/big"]["tensors"], tree["epoch"]["text"]) == (1, "3")
     text = run("inspect", made / "duo=2.ckpt").stdout
     assert re.search(r"state_dict/big +float32 +2100x1024 +8\.2 MiB +0-1", text)
     assert "epoch 3, val_loss 0.25" in run("inspect", made / "step=30.ckpt").stdout
+
+
+def test_inspect_shows_one_file_of_several_ranks(pair: Path) -> None:
+    found = data("inspect", pair / "step=2.ckpt")
+    assert (found["tree"][0]["path"], found["shards_needed"]) == ("epoch", 2)
+    rows = {(row["key"], tuple(row["shards"])): row for row in found["tensors"]}
+    big = rows["state_dict/big", (0,)]
+    assert (big["shape"], big["nbytes"], big["boxes"]) == ([2100, 1024], 4 * 2100 * 1024, 1)
+    assert rows["rng", (0,)]["per_rank"] is rows["rng", (1,)]["per_rank"] is True
+    assert ("state_dict/head.weight", (0,)) not in rows  # tied: stored once
+    tree = {entry["path"]: entry for entry in found["tree"]}
+    assert (tree["state_dict"]["tensors"], tree["epoch"]["text"], tree["optimizer_states"]["kind"]) == (3, "3", "list")
+    assert tree["state_dict"]["text"] == "net.weight, head.weight, big"
+
+
+class Settings:
+    """Of the user's own."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+
+def ran(code: str) -> str:
+    """What unpickling would call."""
+    raise AssertionError(f"this ran: {code}")
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return ran, ("rm",)
+
+
+def test_inspect_names_objects_of_any_class_and_makes_none(tmp_path: Path) -> None:
+    state = {
+        "state_dict": {"w": torch.zeros(2)},
+        "own": {"settings": Settings(3), "bomb": Bomb(), "path": Path("/data")},
+        "settings": Settings(4),
+        "bomb": Bomb(),
+        "numpy": numpy.arange(3),
+        "set": {1, 2},
+        "number": 1.5,
+        "many": [1, 2, 3],
+        "none": None,
+        "nothing": {},
+        "sparse": torch.eye(2).to_sparse(),
+        "parameter": torch.nn.Parameter(torch.zeros(2, 3)),
+        "float8": torch.zeros(4).to(torch.float8_e4m3fn),
+        "strided": torch.zeros(4, 6).t(),
+    }
+    save_steps(tmp_path, 1, what=state)
+    found = data("inspect", tmp_path)
+    tree = {entry["path"]: entry for entry in found["tree"]}
+    assert list(tree) == list(state)
+    assert (tree["own"]["kind"], tree["own"]["tensors"], tree["own"]["text"]) == ("dict", 0, "settings, bomb, path")
+    assert (tree["settings"]["kind"], tree["settings"]["values"], tree["settings"]["text"]) == ("Settings", 1, "width")
+    assert (tree["bomb"]["kind"], tree["bomb"]["values"]) == ("ran", 1) and "ran('rm')" in tree["bomb"]["text"]
+    assert (tree["number"]["text"], tree["many"]["text"], tree["nothing"]["text"]) == ("1.5", "3 items", "empty")
+    assert (tree["none"]["kind"], tree["set"]["kind"], tree["set"]["text"]) == ("none", "set", "2 items")
+    for name in ("sparse", "parameter", "float8", "strided"):
+        assert (tree[name]["kind"], tree[name]["tensors"]) == ("tensor", 1), name
+    rows = {row["key"]: (row["dtype"], row["shape"]) for row in found["tensors"]}
+    assert rows["parameter"] == ("float32", [2, 3]) and rows["float8"] == ("float8_e4m3fn", [4])
+    assert rows["strided"] == ("float32", [6, 4])
 
 
 def test_inspect_lists_twenty_tensors_or_all(tmp_path: Path) -> None:
@@ -252,7 +325,7 @@ def test_inspect_lists_twenty_tensors_or_all(tmp_path: Path) -> None:
 
 def test_inspect_takes_the_newest_committed_step_of_one_run(ck: Path) -> None:
     assert "several runs (duo, solo)" in told("inspect", ck, status=2)
-    (step_dir(ck, "solo", 30) / "shard-00000.safetensors").unlink()
+    (step_dir(ck, "solo", 30) / "shard-00000.ckpt").unlink()
     assert data("inspect", ck, "--run", "solo")["step"] == 20
     assert "no run 'none'" in told("inspect", ck, "--run", "none", status=2)
 
@@ -260,8 +333,14 @@ def test_inspect_takes_the_newest_committed_step_of_one_run(ck: Path) -> None:
 def test_inspect_names_a_broken_shard_and_shows_the_rest(ck: Path) -> None:
     shard(ck, "duo", 2, 1).write_bytes(b"not a shard")
     found = data("inspect", step_dir(ck, "duo", 2), status=1)
-    assert any("shard-00001.safetensors" in note for note in found["notes"])
+    assert any("shard-00001.ckpt" in note for note in found["notes"])
     assert any(row["key"] == "state_dict/net.weight" for row in found["tensors"])
+
+
+def test_inspect_names_a_damaged_structure(ck: Path) -> None:
+    flip_bits(shard(ck, "solo", 30), [(-2000, -1999)])
+    found = data("inspect", step_dir(ck, "solo", 30), status=1)
+    assert any("shard-00000.ckpt: bytes" in note for note in found["notes"]) and found["tree"] == []
 
 
 # ---- verify
@@ -271,7 +350,9 @@ def test_inspect_names_a_broken_shard_and_shows_the_rest(ck: Path) -> None:
 def test_verify_passes_good_steps(made: Path, remote: bool) -> None:
     found = data("verify", copy_to_memory(made) if remote else made)
     assert (found["good"], [step["good"] for step in found["steps"]], found["findings"]) == (True, [True] * 5, [])
-    assert found["checked_bytes"] == sum(path.stat().st_size for path in made.rglob("*.safetensors"))
+    # A name is the same file in a folder, and a second object in a bucket.
+    files = made.rglob("*.ckpt") if remote else made.glob(".resiliency/*/steps/*/*.ckpt")
+    assert found["checked_bytes"] == sum(path.stat().st_size for path in files if path.is_file())
     assert run("verify", made).stdout.startswith("all good: 5 steps, ")
 
 
@@ -281,21 +362,43 @@ def test_verify_names_the_shard_and_the_bytes(
 ) -> None:
     monkeypatch.setattr("resiliency.inspection.verify._TASK_BLOCKS", blocks)  # ranges are joined over tasks, too
     save_steps(tmp_path, 1, 2, what={"state_dict": {"w": torch.zeros(5, 1024, 1024)}}, run="solo")
-    flip_bits(shard(tmp_path, "solo", 2), [(8 * 1024 * 1024 + 5, 8 * 1024 * 1024 + 6)])
     size = shard(tmp_path, "solo", 2).stat().st_size
-    flip_bits(shard(tmp_path, "solo", 2), [(size - 1, size)])
+    (record,) = scan(open_tier(str(tmp_path)), "solo")[1].records.values()
+    first = record.blocks.index_at(8 * 1024 * 1024)
+    wanted = [[record.blocks.bounds(first)[0], record.blocks.bounds(first + 1)[1]], [record.sections[-1], size]]
+    flip_bits(shard(tmp_path, "solo", 2), [(at, at + 1) for at in (wanted[0][0], wanted[0][1] - 1, size - 1)])
     place = copy_to_memory(tmp_path) if remote else str(tmp_path)
     found = data("verify", place, status=1)
     assert [(step["step"], step["good"]) for step in found["steps"]] == [(1, True), (2, False)]
-    (finding,) = found["findings"]
-    size = shard(tmp_path, "solo", 2).stat().st_size
-    assert finding["path"].endswith(f"{step_dir(tmp_path, 'solo', 2).name}/shard-00000.safetensors")
-    assert finding["ranges"] == [[8 * 1024 * 1024, size]]
+    finding, *of_name = found["findings"]
+    assert finding["path"].endswith(f"{step_dir(tmp_path, 'solo', 2).name}/shard-00000.ckpt")
+    assert finding["ranges"] == wanted
+    # In a folder the name is the same file, in a bucket it is an object of its own.
+    assert [one["path"] for one in of_name] == ([f"{place}/step=2.ckpt"] if remote else [])
     text = run("verify", place, status=1).stdout
-    assert f"bytes 8,388,608 to {size:,}" in text
+    assert f"bytes {wanted[0][0]:,} to {wanted[0][1]:,}" in text
     assert "(step 1 is good)" in text
     run("verify", f"{place}/step=1.ckpt")
     run("verify", f"{place}/step=2.ckpt", status=1)
+
+
+def test_verify_reads_the_files_that_bear_the_names(ck: Path) -> None:
+    """A name that is no link any more: a copy that was damaged, one that claims to be another step, none at all."""
+    data_of_20 = (ck / "step=20.ckpt").read_bytes()
+    for step in (10, 20, 30):
+        (ck / f"step={step}.ckpt").unlink()
+    (ck / "step=20.ckpt").write_bytes(data_of_20[:70_000] + b"!" + data_of_20[70_001:])
+    (ck / "step=30.ckpt").write_bytes(data_of_20)
+    found = data("verify", ck, "--run", "solo", status=1)
+    assert [step["good"] for step in found["steps"]] == [True, False, False]
+    bad = {Path(one["path"]).name: one["text"] for one in found["findings"] if one["bad"]}
+    assert bad["step=20.ckpt"].startswith("differs from its digests in bytes ") and len(bad) == 2
+    assert "says that it is step 20" in bad["step=30.ckpt"] or "another size" in bad["step=30.ckpt"]
+    notes = {Path(one["path"]).name: one["text"] for one in found["findings"] if not one["bad"]}
+    assert notes["step=10.ckpt"].startswith("is missing")
+    shutil.copy(ck / "step=20.ckpt", ck / "mine.ckpt")
+    found = data("verify", ck / "mine.ckpt", status=1)
+    assert str(ck / "mine.ckpt") in {one["path"] for one in found["findings"] if one["bad"]}
 
 
 def test_verify_tells_what_is_missing(ck: Path) -> None:
@@ -310,7 +413,7 @@ def test_verify_tells_what_is_missing(ck: Path) -> None:
         (finding["step"], Path(finding["path"]).name): (finding["bad"], finding["text"])
         for finding in found["findings"]
     }
-    assert texts[2, "shard-00001.safetensors"] == (True, "is missing")
+    assert texts[2, "shard-00001.ckpt"] == (True, "is missing")
     assert texts[1, "shard-00001.json"] == (False, "is missing; the manifest's copy stands in for it")
     assert texts[10, "manifest.json"] == (False, "is missing; the shards' records stand in for it")
     bad, text = texts[20, "manifest.json"]
@@ -362,13 +465,14 @@ def test_verify_shows_progress_on_a_terminal_only(made: Path, monkeypatch: pytes
 
 def test_export_writes_a_file_that_torch_load_reads(made: Path, tmp_path: Path) -> None:
     text = run("export", made / "duo=2.ckpt", tmp_path / "out.ckpt").stdout
-    assert "step 2 of run duo, 4 tensors" in text and "weights_only=True" in text
-    assert not differences(torch.load(tmp_path / "out.ckpt", weights_only=True), make_lightning_state(2, world_size=2))
+    assert "step 2 of run duo, 3 tensors" in text and "weights_only=True" in text
+    assert not differences(torch.load(tmp_path / "out.ckpt", weights_only=True), make_flat_state(2, world_size=2))
     assert "exists; choose another name or say --force" in told(
         "export", made / "duo=2.ckpt", tmp_path / "out.ckpt", status=2
     )
-    run("export", made / "duo=1.ckpt", tmp_path / "out.ckpt", "--force")
-    assert not differences(torch.load(tmp_path / "out.ckpt", weights_only=True), make_lightning_state(1, world_size=2))
+    text = run("export", made / "step=20.ckpt", tmp_path / "out.ckpt", "--force").stdout
+    assert "step 20 of run solo, 4 tensors" in text and "weights_only=True" in text
+    assert not differences(torch.load(tmp_path / "out.ckpt", weights_only=True), make_lightning_state(20))
     found = data("export", made, tmp_path / "weights", "--format", "safetensors", "--run", "solo")
     assert (found["step"], found["tensors"], found["tied"]) == (30, 3, {"head.weight": "net.weight"})
     assert "choose one with --run" in told("export", made, tmp_path / "x.ckpt", status=2)
@@ -376,7 +480,7 @@ def test_export_writes_a_file_that_torch_load_reads(made: Path, tmp_path: Path) 
 
 def test_export_of_bad_bytes_fails(ck: Path, tmp_path: Path) -> None:
     flip_bits(shard(ck, "duo", 2, 1), [(2_000_000, 2_000_001)])
-    assert "shard-00001.safetensors" in told("export", ck / "duo=2.ckpt", tmp_path / "out.ckpt", status=1)
+    assert "shard-00001.ckpt" in told("export", ck / "duo=2.ckpt", tmp_path / "out.ckpt", status=1)
     assert not (tmp_path / "out.ckpt").exists()
 
 
@@ -445,10 +549,10 @@ def test_prune_deletes_unfinished_steps_only_when_they_are_older(ck: Path) -> No
 def test_prune_keeps_steps_it_cannot_read(ck: Path) -> None:
     """The manifest of a newer version, say."""
     for path in step_dir(ck, "solo", 10).glob("*.json"):
-        path.write_text(path.read_text().replace('"version": 2', '"version": 99'))
+        path.write_text(path.read_text().replace('"version": 3', '"version": 99'))
     found = data("prune", ck, "--keep", "1", "--unfinished", "--run", "solo", "--yes")
     assert left(ck, "solo") == [10, 30]
-    assert "has checkpoint format 99, this version reads 2: upgrade" in found["kept"][0]["why"]
+    assert "has checkpoint format 99, this version reads 3: upgrade" in found["kept"][0]["why"]
 
 
 def test_prune_is_refused_when_the_newest_step_is_damaged(ck: Path) -> None:
@@ -460,10 +564,11 @@ def test_prune_is_refused_when_the_newest_step_is_damaged(ck: Path) -> None:
 
 
 def test_prune_keeps_a_name_that_means_a_later_step(ck: Path) -> None:
+    (ck / "step=10.ckpt").unlink()
     shutil.copy(ck / "step=30.ckpt", ck / "step=10.ckpt")
     found = data("prune", ck, "--keep", "1", "--run", "solo", "--yes")
     assert [step["names"] for step in found["deleted"]] == [[], ["step=20.ckpt"]]
-    assert (ck / "step=10.ckpt").read_text() == (ck / "step=30.ckpt").read_text()
+    assert (ck / "step=10.ckpt").read_bytes() == (ck / "step=30.ckpt").read_bytes()
 
 
 def test_prune_of_a_remote_tier_needs_assume_ended(ck: Path) -> None:
@@ -480,14 +585,16 @@ def test_delete_goes_manifest_first_then_names_records_and_shards(ck: Path) -> N
     tier = RecordingTier(LocalTier(str(ck)))
     listing = scan(tier, "duo")[0]
     assert delete(tier, "duo", Deletion(listing, "older")) == ["duo=1.ckpt"]
-    deleted = [call.key.rpartition("/")[2] for call in tier.calls("delete")]
+    deleted = [call.key.removeprefix(f".resiliency/duo/steps/{listing.id.dirname}/") for call in tier.calls("delete")]
     assert deleted == [
         "manifest.json",
-        "duo=1.ckpt",
+        "duo=1.ckpt/manifest.json",
+        "duo=1.ckpt/shard-00000.ckpt",
+        "duo=1.ckpt/shard-00001.ckpt",
         "shard-00000.json",
         "shard-00001.json",
-        "shard-00000.safetensors",
-        "shard-00001.safetensors",
+        "shard-00000.ckpt",
+        "shard-00001.ckpt",
     ]
 
 

@@ -94,7 +94,9 @@ def test_a_copy_elsewhere_is_recognised_and_said_to_be_unchecked(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(series.local_dir / "step=10.ckpt", tmp_path / "elsewhere" / "mine.ckpt")
-    path = f"{copy_to_memory(tmp_path / 'elsewhere')}/mine.ckpt" if remote else str(tmp_path / "elsewhere" / "mine.ckpt")
+    path = (
+        f"{copy_to_memory(tmp_path / 'elsewhere')}/mine.ckpt" if remote else str(tmp_path / "elsewhere" / "mine.ckpt")
+    )
     assert step_of(path) == 10
     assert "without a check of its bytes" in caplog.text
     located = locate(path)

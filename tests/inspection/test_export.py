@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ from resiliency.testing.checkpoints import (
     copy_to_memory,
     differences,
     flip_bits,
+    make_flat_state,
     make_lightning_state,
+    make_write_plan,
     save_steps,
     step_dir,
 )
@@ -39,7 +42,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    save_steps(folder, 7, run="duo", world_size=2, name="duo={step}.ckpt")
+    save_steps(folder, 7, run="duo", world_size=2, name="duo={step}.ckpt", sharded=True)
     return folder
 
 
@@ -76,12 +79,53 @@ def test_a_folder_means_its_newest_step_and_located_steps_are_taken(one: Path, t
 def test_shards_of_two_ranks_become_one_file(two: Path, tmp_path: Path, remote: bool) -> None:
     source = f"{copy_to_memory(two)}/duo=7.ckpt" if remote else str(two / "duo=7.ckpt")
     export(source, tmp_path / "out.ckpt")
-    assert not differences(torch.load(tmp_path / "out.ckpt", weights_only=True), make_lightning_state(7, world_size=2))
+    flat = make_flat_state(7, world_size=2)
+    assert not differences(torch.load(tmp_path / "out.ckpt", weights_only=True), flat)
+    export(source, tmp_path / "out.safetensors", key="state_dict/big")
+    assert not differences(load_file(tmp_path / "out.safetensors"), {"state_dict/big": flat["state_dict/big"]})
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_the_ckpt_of_a_replicated_step_is_its_own_file_byte_by_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    save_steps(tmp_path / "ck", 7, run="pair", world_size=2)
+    source = f"{copy_to_memory(tmp_path / 'ck')}/step=7.ckpt" if remote else str(tmp_path / "ck" / "step=7.ckpt")
+    export(source, tmp_path / "out.ckpt")
+    assert (tmp_path / "out.ckpt").read_bytes() == (tmp_path / "ck" / "step=7.ckpt").read_bytes()
+    assert not differences(torch.load(tmp_path / "out.ckpt"), make_lightning_state(7, world_size=2))
     export(source, tmp_path / "out.safetensors")
-    assert not differences(
-        load_file(tmp_path / "out.safetensors"),
-        dict(sorted(make_lightning_state(7, world_size=2)["state_dict"].items())),
-    )
+    weights = dict(sorted(make_lightning_state(7, world_size=2)["state_dict"].items()))
+    assert not differences(load_file(tmp_path / "out.safetensors"), weights)
+
+
+def test_overwriting_an_export_leaves_the_checkpoint_as_it_is(one: Path, tmp_path: Path) -> None:
+    export(one / "step=10.ckpt", tmp_path / "out.ckpt")
+    torch.save({"a": 1}, tmp_path / "out.ckpt")
+    assert not differences(torch.load(one / "step=10.ckpt"), make_lightning_state(10))
+
+
+def test_weights_of_any_strides_are_exported(tmp_path: Path) -> None:
+    whole = torch.randn(6, 4)
+    weights = {
+        "t": whole.t(),
+        "rows": whole[2:4],
+        "columns": whole[:, 1:3],
+        "empty": torch.zeros(0, 3),
+        "one": whole[0, 0],
+    }
+    weights |= {"half": whole.to(torch.bfloat16), "float8": whole.to(torch.float8_e4m3fn)}
+    save_steps(tmp_path, 1, what={"state_dict": weights}, run="solo")
+    export(tmp_path, tmp_path / "out.safetensors")
+    assert not differences(load_file(tmp_path / "out.safetensors"), dict(sorted(weights.items())))
+
+
+def test_weights_that_safetensors_cannot_hold_are_named(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, what={"state_dict": {"w": torch.ones(2), "s": torch.eye(2).to_sparse()}}, run="solo")
+    with pytest.raises(ConfigError, match=r"cannot hold s, a sparse tensor; export a \.ckpt"):
+        export(tmp_path, tmp_path / "out.safetensors")
+    export(tmp_path, tmp_path / "out.ckpt")
+    assert torch.equal(torch.load(tmp_path / "out.ckpt")["state_dict"]["s"].to_dense(), torch.eye(2))
 
 
 def test_safetensors_holds_every_name_of_tied_tensors(one: Path, tmp_path: Path) -> None:
@@ -122,24 +166,31 @@ def test_a_file_that_appears_meanwhile_is_not_overwritten(
     one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.ckpt"
-    stock = torch.save
+    stock = torch.load
 
-    def save(*args: object) -> None:
-        stock(*args)
+    def load(*args: object, **more: object) -> object:
         out.write_text("mine")
+        return stock(*args, **more)
 
-    monkeypatch.setattr(torch, "save", save)
+    monkeypatch.setattr(torch, "load", load)  # the new file is looked at before it gets its name
     with pytest.raises(ConfigError, match="another program"):
         export(one, out)
     assert out.read_text() == "mine"
     assert os.listdir(tmp_path) == ["out.ckpt"]
 
 
-def test_a_name_file_is_never_replaced(one: Path) -> None:
+def test_a_checkpoint_is_never_replaced(one: Path) -> None:
     before = (one / "step=10.ckpt").read_bytes()
-    with pytest.raises(ConfigError, match="name file"):
+    with pytest.raises(ConfigError, match=r"step=10\.ckpt is step 10 .*choose another name"):
         export(one, one / "step=10.ckpt", force=True)
     assert (one / "step=10.ckpt").read_bytes() == before
+
+
+def test_a_copy_that_cannot_be_checked_is_not_exported(one: Path, tmp_path: Path) -> None:
+    shutil.copy(one / "step=10.ckpt", tmp_path / "copy.ckpt")
+    with pytest.raises(NoCheckpointFound, match="cannot be checked; torch.load reads it"):
+        export(tmp_path / "copy.ckpt", tmp_path / "out.ckpt")
+    assert os.listdir(tmp_path) == ["copy.ckpt"]
 
 
 @pytest.mark.parametrize("suffix", ["ckpt", "safetensors"])
@@ -180,46 +231,42 @@ def test_a_name_with_a_slash_is_located(tmp_path: Path) -> None:
 @pytest.mark.parametrize("remote", [False, True])
 def test_bad_bytes_are_named_and_not_exported(tmp_path: Path, remote: bool) -> None:
     save_steps(tmp_path / "ck", 5, run="solo")
-    shard = step_dir(tmp_path / "ck", "solo", 5) / "shard-00000.safetensors"
+    shard = step_dir(tmp_path / "ck", "solo", 5) / "shard-00000.ckpt"
     size = shard.stat().st_size
     flip_bits(shard, [(size - 200_000, size - 199_999)])
-    with pytest.raises(CorruptShard, match=r"shard-00000\.safetensors.*(bytes|0)"):
+    with pytest.raises(CorruptShard, match=r"shard-00000\.ckpt.*(bytes|0)"):
         export(copy_to_memory(tmp_path / "ck") if remote else tmp_path / "ck", tmp_path / "out.ckpt")
     assert not (tmp_path / "out.ckpt").exists()
 
 
-def test_objects_of_own_classes_need_allow_pickle(tmp_path: Path) -> None:
-    save_steps(
-        tmp_path,
-        1,
-        what={"state_dict": {"w": torch.ones(2)}, "hparams": {"settings": Settings(3), "words": Words("hello")}},
-        run="solo",
-    )
+def test_objects_of_own_classes_are_exported_without_making_them(tmp_path: Path) -> None:
+    own = {"settings": Settings(3), "words": Words("hello")}
+    save_steps(tmp_path, 1, what={"state_dict": {"w": torch.ones(2)}, "hparams": own}, run="solo")
     out = tmp_path / "out.ckpt"
-    with pytest.raises(ConfigError, match=r"hparams/settings .*Settings.*--allow-pickle"):
-        export(tmp_path, out)
-    assert not out.exists()
-    done = export(tmp_path, out, allow_pickle=True)
+    done = export(tmp_path, out)
     assert done.weights_only is False
     assert any("Settings" in name for name in done.unsafe)
     loaded = torch.load(out, weights_only=False)
-    assert loaded["hparams"] == {"settings": Settings(3), "words": Words("hello")}
+    assert loaded["hparams"] == own
     assert type(loaded["hparams"]["words"]) is Words
+    export(tmp_path, tmp_path / "out.safetensors")
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], torch.ones(2))
 
 
-def test_a_subclass_of_a_builtin_becomes_the_builtin_and_is_told(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, what={"state_dict": {"w": torch.ones(2)}, "words": Words("hello")}, run="solo")
-    done = export(tmp_path, tmp_path / "out.ckpt")
-    assert [where for where, _ in done.plain] == ["words"]
-    loaded = torch.load(tmp_path / "out.ckpt", weights_only=True)
-    assert loaded["words"] == "hello"
-    assert type(loaded["words"]) is str
+def test_objects_of_own_classes_in_a_sharded_step_need_allow_pickle(tmp_path: Path) -> None:
+    plan = make_write_plan({"w": torch.ones(2), "settings": Settings(3)}, rank=0, world_size=1)
+    save_steps(tmp_path, 1, what=plan, run="solo")
+    out = tmp_path / "out.ckpt"
+    with pytest.raises(ConfigError, match=r"--allow-pickle.*Settings"):
+        export(tmp_path, out)
+    assert not out.exists()
+    export(tmp_path, out, allow_pickle=True)
+    assert torch.load(out, weights_only=False)["settings"] == Settings(3)
 
 
 def test_paths_in_the_state_are_exported_without_allow_pickle(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, what={"state_dict": {"w": torch.ones(2)}, "data": Path("/data")}, run="solo")
-    done = export(tmp_path, tmp_path / "out.ckpt")
-    assert done.weights_only is False
+    export(tmp_path, tmp_path / "out.ckpt")
     assert torch.load(tmp_path / "out.ckpt", weights_only=False)["data"] == Path("/data")
 
 
