@@ -43,6 +43,7 @@ class StockModelCheckpoint(StockCallback):
     FILE_EXTENSION: str
     dirpath: str | os.PathLike[str] | None
     monitor: str | None
+    save_top_k: int
     save_weights_only: bool
     best_k_models: Mapping[str, Tensor]
     _last_global_step_saved: int
@@ -64,6 +65,8 @@ class StockModelCheckpoint(StockCallback):
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         raise NotImplementedError
+
+    def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None: ...
 
     def _ModelCheckpoint__resolve_ckpt_dir(self, trainer: Any) -> str | os.PathLike[str]:
         raise NotImplementedError

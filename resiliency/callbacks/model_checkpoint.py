@@ -163,10 +163,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Opens the engine and decides what to resume from. Collective: yes."""
         require_trainer_of(self.namespace, trainer, "ModelCheckpoint", __name__)
-        with warnings.catch_warnings():
-            # It is not empty because of the checkpoints this run resumes from.
-            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
-            super().setup(trainer, pl_module, stage)
+        super().setup(trainer, pl_module, stage)
         _lightning.patch_load_checkpoint(trainer, partial(load_in_session, trainer))
         _lightning.patch_load_from_checkpoint(self.namespace)
         if stage != "fit" or trainer.fast_dev_run or not self._is_new_fit(trainer):
@@ -180,6 +177,18 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             )
             return
         self._use_engine(trainer, adapter)
+
+    def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
+        """As in the stock class, which imports every installed object store's package to look at a local folder.
+
+        Not said of the checkpoints that the fit is to resume from.
+        """
+        if self._auto_resume or (self._auto_resume is None and environment().launch.restarts):
+            return
+        if "://" in str(dirpath):
+            super()._ModelCheckpoint__warn_if_dir_not_empty(dirpath)
+        elif self.save_top_k != 0 and os.path.isdir(dirpath) and os.listdir(dirpath):
+            _lightning.warn_user(self.namespace, f"Checkpoint directory {dirpath} exists and is not empty.")
 
     def _is_new_fit(self, trainer: Any) -> bool:
         """Ends what is left of an earlier fit whose last hooks did not reach this callback."""

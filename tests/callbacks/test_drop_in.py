@@ -59,6 +59,7 @@ def test_the_name_of_the_stock_class_is_found_once_among_all_callbacks() -> None
         assert build(namespace).__name__ == "ModelCheckpoint"
 
 
+@pytest.mark.filterwarnings("ignore")  # of jsonargparse, about how Lightning calls it
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
