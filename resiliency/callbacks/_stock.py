@@ -8,10 +8,7 @@ at run time.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any, ClassVar
-
-from torch import Tensor
 
 __all__ = ["StockCallback", "StockModelCheckpoint"]
 
@@ -45,7 +42,7 @@ class StockModelCheckpoint(StockCallback):
     monitor: str | None
     save_top_k: int
     save_weights_only: bool
-    best_k_models: Mapping[str, Tensor]
+    best_k_models: Any  # paths -> scores
     _last_global_step_saved: int
     _last_checkpoint_saved: str
 
@@ -53,6 +50,10 @@ class StockModelCheckpoint(StockCallback):
     def _generate_state_key(self, **kwargs: Any) -> str:
         raise NotImplementedError
 
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None: ...
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None: ...
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None: ...

@@ -17,13 +17,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from resiliency.callbacks._arguments import check_own, refuse_unknown
+from resiliency.callbacks._committed_paths import CommittedPaths
 from resiliency.callbacks._earlier import look
 from resiliency.callbacks._names import is_stock
 from resiliency.callbacks._places import CheckpointPlaces, choose_places
@@ -88,6 +89,11 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         Lightning's exceptions: for arguments of the stock class.
     """
 
+    best_model_path = CommittedPaths()
+    last_model_path = CommittedPaths()
+    kth_best_model_path = CommittedPaths()
+    best_k_models = CommittedPaths()
+
     def __init__(
         self,
         *args: Any,
@@ -150,6 +156,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         self._engine_options = options or CheckpointerOptions()
         self._flush_timeout = flush_timeout
         self._saver: CheckpointSaver | None = None  # while a fit uses the engine
+        self._in_own_hook = 0  # depth; the stock class's own code reads paths of saves that have just begun
         self._warned_of_stock_file = False
         super().__init__(*args, **kwargs)
 
@@ -294,9 +301,31 @@ class EngineModelCheckpoint(StockModelCheckpoint):
 
     # -- hooks of training --------------------------------------------------------------------------------------------
 
-    def _collect(self, *, overlap: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def _own_hook(self) -> Iterator[None]:
+        self._in_own_hook += 1
+        try:
+            yield
+        finally:
+            self._in_own_hook -= 1
+
+    @contextmanager
+    def _collect(self, *, overlap: bool = False) -> Iterator[None]:
         """All saves requested in one hook are one step under several names, written once."""
-        return nullcontext() if self._saver is None else self._saver.collect(overlap=overlap)
+        with self._own_hook(), nullcontext() if self._saver is None else self._saver.collect(overlap=overlap):
+            yield
+
+    def _wait_until_committed(self, paths: Iterable[str]) -> None:
+        if self._saver is not None and not self._in_own_hook:
+            self._saver.wait_for(paths, self._flush_timeout)
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._own_hook():  # called for a checkpoint that is being saved
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with self._own_hook():
+            super().load_state_dict(state_dict)
 
     def _fence(self) -> None:
         if self._saver is not None:
@@ -317,7 +346,8 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             return  # no checkpoint in the middle of a step; the stock class checks its triggers again at the end
         if _saves_kept_weights(pl_module):
             # The stock class puts other weights into the module during its hook: each save must copy inside it.
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            with self._own_hook():
+                super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
         # The module's own hook runs after this one and may change what is still being copied.
         overlap = _lightning.next_is_another_batch(trainer) and not _lightning.module_overrides(
@@ -362,7 +392,8 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             self._fence()
             with self._collect():
                 super().on_exception(trainer, pl_module, exception)
-            self._saver.settle(Stage.RECORDED, _EXCEPTION_TIMEOUT)  # only RECORDED: other ranks may not get here
+            # With several ranks only RECORDED: the others may not get here.
+            self._saver.settle(Stage.RECORDED if trainer.world_size > 1 else Stage.COMMITTED, _EXCEPTION_TIMEOUT)
         except Exception:  # Boundary: the user must get the exception that ended training, not a later one.
             logger.warning("no checkpoint could be saved after the exception", exc_info=True)
         finally:
