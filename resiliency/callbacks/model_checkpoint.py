@@ -56,6 +56,19 @@ logger = logging.getLogger(__name__)
 _EXCEPTION_TIMEOUT = timedelta(seconds=30)
 
 
+class _OfInstances:
+    """A static method of the stock class that instances replace by a method of their own: it serves both calls."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Any:
+        return getattr(super(self._owner, owner), self._name) if instance is None else getattr(instance, self._method)
+
+
 class EngineModelCheckpoint(StockModelCheckpoint):
     """Adds the engine to a stock ``ModelCheckpoint``; see the module docstring.
 
@@ -274,7 +287,9 @@ class EngineModelCheckpoint(StockModelCheckpoint):
                 self.dirpath,
             )
 
-    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
+    _link_checkpoint = _OfInstances("_link")
+
+    def _link(self, trainer: Any, filepath: str, linkpath: str) -> None:
         saver = self._saver_of(linkpath)
         if saver is None:
             super()._link_checkpoint(trainer, filepath, linkpath)
