@@ -266,11 +266,11 @@ class CheckpointSaver:
         self._save_paths.append(path)
         self._carry_out_unless_collecting()
 
-    def save_through_trainer(self, path: str) -> None:
-        """As :meth:`save`, through a ``trainer.save_checkpoint`` that other code has replaced: it sees every path, and
-        nothing is saved when it does not call Lightning's. The state is dumped as often as it does.
+    def collect_from_trainer(self, path: str) -> None:
+        """Asks for a save through a ``trainer.save_checkpoint`` that other code has replaced; :meth:`save_collected`
+        follows. It sees every path, and nothing is saved when it does not call Lightning's.
 
-        Collective: yes, Lightning's has a barrier.
+        Collective: yes, Lightning's has a barrier. Raises: what the other code raises.
         """
 
         def catch(checkpoint: dict[str, Any], filepath: Any) -> bool:
@@ -282,6 +282,9 @@ class CheckpointSaver:
 
         with _lightning.catch_save(self._trainer, catch):
             self._trainer.save_checkpoint(path, self._callback.save_weights_only)
+
+    def save_collected(self) -> None:
+        """Saves what was asked for, unless more is to be asked for in the same hook."""
         self._carry_out_unless_collecting()
 
     def link(self, path: str, linkpath: str) -> None:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from resiliency.callbacks._arguments import check_own, refuse_unknown
 from resiliency.callbacks._committed_paths import CommittedPaths
-from resiliency.callbacks._earlier import look
 from resiliency.callbacks._names import is_stock
 from resiliency.callbacks._places import CheckpointPlaces, choose_places
 from resiliency.callbacks._resume import Process
@@ -181,7 +180,10 @@ class EngineModelCheckpoint(StockModelCheckpoint):
     # -- start --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Opens the engine and decides what to resume from. Collective: yes."""
+        """Looks at what is there, and decides what to resume from. Collective: yes.
+
+        Opens the engine only to resume, and for a job whose event log is to have its start.
+        """
         require_trainer_of(self.namespace, trainer, "ModelCheckpoint", __name__)
         super().setup(trainer, pl_module, stage)
         _lightning.patch_load_checkpoint(trainer, partial(load_in_session, trainer))
@@ -229,7 +231,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         self._saver = saver
         if self._exact_resume:
             session.resume.keep_rank_state()
-        if look(trainer, places).unsupported or _wants_log_from_the_start(trainer):
+        if session.resume.found(places.key).unsupported or _wants_log_from_the_start(trainer):
             saver.open()  # for an unsupported format this raises what it is
         session.resume.intercept()
         if self._auto_resume is not False and not self.save_weights_only and trainer.global_step == 0:
@@ -270,12 +272,15 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             self._warn_of_stock_file(filepath)
             super()._save_checkpoint(trainer, filepath)
             return
-        if _lightning.save_is_wrapped(trainer):
-            saver.save_through_trainer(filepath)
-        else:
-            saver.save(filepath)
+        wrapped = _lightning.save_is_wrapped(trainer)
+        if wrapped:
+            saver.collect_from_trainer(filepath)  # first, because it may raise
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
+        if wrapped:
+            saver.save_collected()
+        else:
+            saver.save(filepath)
 
     def _warn_of_stock_file(self, filepath: str) -> None:
         if self._saver is not None and not self._warned_of_stock_file:
