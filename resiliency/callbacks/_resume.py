@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Literal, Protocol
 
-from resiliency.callbacks._earlier import continues_writer, is_restart, look, newest_step
+from resiliency.callbacks._earlier import Found, continues_writer, is_restart, look, newest_step
 from resiliency.callbacks._names import is_stock
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.callbacks._shared_engine import SharedEngine
@@ -70,6 +70,7 @@ class Resume:
         self.last_candidates: set[str] = set()
         #: key -> True: the user asked to resume from the run; None: when this is a restart of the job that wrote it.
         self._offers: dict[EngineKey, Literal[True] | None] = {}
+        self._found: dict[EngineKey, Found] = {}
         self._undo_intercept: Callable[[], None] | None = None
 
     def keep_rank_state(self) -> None:
@@ -88,6 +89,12 @@ class Resume:
             self.rank_state = None
 
     # -- the choice -----------------------------------------------------------------------------------------------
+
+    def found(self, key: EngineKey) -> Found:
+        """What there was of the run at the start of this fit. Collective: the first time. Blocks: as ``look``."""
+        if key not in self._found:
+            self._found[key] = look(self._trainer, self._places(key))
+        return self._found[key]
 
     def intercept(self) -> None:
         """Makes Lightning load what :meth:`_decide` returns for the user's ``ckpt_path``. Idempotent."""
@@ -118,7 +125,7 @@ class Resume:
 
     def _chosen_runs(self) -> list[EngineKey]:
         """The runs to resume from when the user named no checkpoint. Collective: yes."""
-        found = [key for key in self._offers if look(self._trainer, self._places(key)).steps]
+        found = [key for key in self._offers if self.found(key).steps]
         chosen = [key for key in found if self._offers[key]]
         others = [key for key in found if not self._offers[key]]
         if others and not Process.has_trained and is_restart(self._trainer):
@@ -168,7 +175,7 @@ class Resume:
         return shared
 
     def _newest_step(self, key: EngineKey) -> StepId | None:
-        if not look(self._trainer, self._places(key)).steps:
+        if not self.found(key).steps:
             return None
         shared = self._open(key)
         if shared is not None:

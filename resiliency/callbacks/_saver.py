@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -20,8 +21,8 @@ from resiliency.callbacks._places import CheckpointPlaces
 from resiliency.callbacks._trainer_session import TrainerSession
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
-from resiliency.checkpoint.ticket import Outcome
-from resiliency.errors import AgentError, TierError, Timeout
+from resiliency.checkpoint.ticket import Outcome, Ticket
+from resiliency.errors import AgentError, ResiliencyError, TierError, Timeout
 from resiliency.plugins import _lightning
 from resiliency.plugins.strategies.base import StrategyAdapter
 from resiliency.settings import environment
@@ -69,6 +70,7 @@ class CheckpointSaver:
         self.places = places
         #: None while it cannot be opened; later saves try again.
         self.engine: Checkpointer | None = None
+        self._thread = threading.get_ident()
         self._callback = callback
         self._trainer = session.trainer
         self._adapter = adapter
@@ -90,6 +92,8 @@ class CheckpointSaver:
         #: name -> number of the save of this fit that it points to.
         self._save_numbers: dict[str, int] = {}
         self._saves = 0
+        #: name -> the save it will point to, for names that may not be there yet.
+        self._tickets: dict[str, Ticket] = {}
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
@@ -213,6 +217,35 @@ class CheckpointSaver:
         """True for a path that the user named to resume from. A step chosen by auto_resume is not protected."""
         return str(path) in self.session.resume.protected
 
+    def wait_for(self, paths: Iterable[str], timeout: timedelta) -> None:
+        """Waits until checkpoints of this fit have these paths. Collective: no, but the other ranks must have saved.
+
+        Blocks: up to ``timeout``, until the save is committed; with an address as ``dirpath``, until it is uploaded, if
+        it is to be. Does nothing in threads other than the training thread, which the engine does not serve.
+        """
+        if threading.get_ident() != self._thread:
+            return
+        for path in paths:
+            ticket = self._tickets.get(self.name_of(path) or "")
+            if ticket is None or self._is_there(ticket) or ticket.failed is not None:
+                continue
+            self.session.fence()
+            try:
+                if self.places.announced_tier == "local":
+                    ticket.wait(Stage.COMMITTED, timeout=timeout)
+                else:
+                    ticket.wait(Stage.DURABLE, tier=self.places.announced_tier, timeout=timeout)
+            except (ResiliencyError, OSError, RuntimeError) as error:
+                # Boundary: the user asked for a path, and gets it; why it is not there is said here.
+                logger.warning("there is no checkpoint at %s yet: %s", path, error)
+
+    def _is_there(self, ticket: Ticket) -> bool:
+        """True when the save's names are where users look, or will never be there."""
+        tier = self.places.announced_tier
+        if tier == "local":
+            return ticket.has_reached(Stage.COMMITTED)
+        return tier not in ticket.tiers or ticket.has_reached(Stage.DURABLE, tier=tier)
+
     # -- requests of the stock class ----------------------------------------------------------------------------------
 
     @contextmanager
@@ -253,11 +286,11 @@ class CheckpointSaver:
         self._save_paths.append(path)
         self._carry_out_unless_collecting()
 
-    def save_through_trainer(self, path: str) -> None:
-        """As :meth:`save`, through a ``trainer.save_checkpoint`` that other code has replaced: it sees every path, and
-        nothing is saved when it does not call Lightning's. The state is dumped as often as it does.
+    def collect_from_trainer(self, path: str) -> None:
+        """Asks for a save through a ``trainer.save_checkpoint`` that other code has replaced; :meth:`save_collected`
+        follows. It sees every path, and nothing is saved when it does not call Lightning's.
 
-        Collective: yes, Lightning's has a barrier.
+        Collective: yes, Lightning's has a barrier. Raises: what the other code raises.
         """
 
         def catch(checkpoint: dict[str, Any], filepath: Any) -> bool:
@@ -269,6 +302,9 @@ class CheckpointSaver:
 
         with _lightning.catch_save(self._trainer, catch):
             self._trainer.save_checkpoint(path, self._callback.save_weights_only)
+
+    def save_collected(self) -> None:
+        """Saves what was asked for, unless more is to be asked for in the same hook."""
         self._carry_out_unless_collecting()
 
     def link(self, path: str, linkpath: str) -> None:
@@ -341,7 +377,7 @@ class CheckpointSaver:
             per_rank = {"rank_state": rank_state.capture(trainer)}
         info: dict[str, Any] = {"epoch": trainer.current_epoch}
         job = environment().launch.job
-        score = callback.best_k_models.get(path)
+        score = vars(callback)["best_k_models"].get(path)
         if score is not None and callback.monitor:
             info[callback.monitor] = float(score)
         if job:
@@ -380,6 +416,8 @@ class CheckpointSaver:
             self._not_saved(names)
             return False
         self._saves += 1
+        self._tickets = {name: known for name, known in self._tickets.items() if not self._is_there(known)}
+        self._tickets.update(dict.fromkeys(names, ticket))
         self._save_numbers.update(dict.fromkeys(names, self._saves))
         self._names.update(names)
         self.session.register_save(self.places.key, ticket, self)

@@ -8,10 +8,7 @@ at run time.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any, ClassVar
-
-from torch import Tensor
 
 __all__ = ["StockCallback", "StockModelCheckpoint"]
 
@@ -43,8 +40,9 @@ class StockModelCheckpoint(StockCallback):
     FILE_EXTENSION: str
     dirpath: str | os.PathLike[str] | None
     monitor: str | None
+    save_top_k: int
     save_weights_only: bool
-    best_k_models: Mapping[str, Tensor]
+    best_k_models: Any  # paths -> scores
     _last_global_step_saved: int
     _last_checkpoint_saved: str
 
@@ -52,8 +50,14 @@ class StockModelCheckpoint(StockCallback):
     def _generate_state_key(self, **kwargs: Any) -> str:
         raise NotImplementedError
 
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None: ...
-    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None: ...
+
+    _link_checkpoint: Any  # a static method
+
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None: ...
 
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
@@ -64,6 +68,8 @@ class StockModelCheckpoint(StockCallback):
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         raise NotImplementedError
+
+    def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None: ...
 
     def _ModelCheckpoint__resolve_ckpt_dir(self, trainer: Any) -> str | os.PathLike[str]:
         raise NotImplementedError

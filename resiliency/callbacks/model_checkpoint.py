@@ -17,14 +17,14 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from resiliency.callbacks._arguments import check_own, refuse_unknown
-from resiliency.callbacks._earlier import look
+from resiliency.callbacks._committed_paths import CommittedPaths
 from resiliency.callbacks._names import is_stock
 from resiliency.callbacks._places import CheckpointPlaces, choose_places
 from resiliency.callbacks._resume import Process
@@ -53,6 +53,19 @@ __all__ = ["ModelCheckpoint", "ResilientModelCheckpoint", "build"]  # noqa: F822
 logger = logging.getLogger(__name__)
 
 _EXCEPTION_TIMEOUT = timedelta(seconds=30)
+
+
+class _OfInstances:
+    """A static method of the stock class that instances replace by a method of their own: it serves both calls."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, instance: Any, owner: type[Any]) -> Any:
+        return getattr(super(self._owner, owner), self._name) if instance is None else getattr(instance, self._method)
 
 
 class EngineModelCheckpoint(StockModelCheckpoint):
@@ -87,6 +100,11 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         TypeError: an unknown argument, or a value of our own arguments of a wrong type.
         Lightning's exceptions: for arguments of the stock class.
     """
+
+    best_model_path = CommittedPaths()
+    last_model_path = CommittedPaths()
+    kth_best_model_path = CommittedPaths()
+    best_k_models = CommittedPaths()
 
     def __init__(
         self,
@@ -150,6 +168,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         self._engine_options = options or CheckpointerOptions()
         self._flush_timeout = flush_timeout
         self._saver: CheckpointSaver | None = None  # while a fit uses the engine
+        self._in_own_hook = 0  # depth; the stock class's own code reads paths of saves that have just begun
         self._warned_of_stock_file = False
         super().__init__(*args, **kwargs)
 
@@ -161,12 +180,12 @@ class EngineModelCheckpoint(StockModelCheckpoint):
     # -- start --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Opens the engine and decides what to resume from. Collective: yes."""
+        """Looks at what is there, and decides what to resume from. Collective: yes.
+
+        Opens the engine only to resume, and for a job whose event log is to have its start.
+        """
         require_trainer_of(self.namespace, trainer, "ModelCheckpoint", __name__)
-        with warnings.catch_warnings():
-            # It is not empty because of the checkpoints this run resumes from.
-            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
-            super().setup(trainer, pl_module, stage)
+        super().setup(trainer, pl_module, stage)
         _lightning.patch_load_checkpoint(trainer, partial(load_in_session, trainer))
         if stage != "fit" or trainer.fast_dev_run or not self._is_new_fit(trainer):
             return
@@ -179,6 +198,18 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             )
             return
         self._use_engine(trainer, adapter)
+
+    def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
+        """As in the stock class, which imports every installed object store's package to look at a local folder.
+
+        Not said of the checkpoints that the fit is to resume from.
+        """
+        if self._auto_resume or (self._auto_resume is None and environment().launch.restarts):
+            return
+        if "://" in str(dirpath):
+            super()._ModelCheckpoint__warn_if_dir_not_empty(dirpath)
+        elif self.save_top_k != 0 and os.path.isdir(dirpath) and os.listdir(dirpath):
+            _lightning.warn_user(self.namespace, f"Checkpoint directory {dirpath} exists and is not empty.")
 
     def _is_new_fit(self, trainer: Any) -> bool:
         """Ends what is left of an earlier fit whose last hooks did not reach this callback."""
@@ -199,7 +230,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         self._saver = saver
         if self._exact_resume:
             session.resume.keep_rank_state()
-        if look(trainer, places).unsupported or _wants_log_from_the_start(trainer):
+        if session.resume.found(places.key).unsupported or _wants_log_from_the_start(trainer):
             saver.open()  # for an unsupported format this raises what it is
         session.resume.intercept()
         if self._auto_resume is not False and not self.save_weights_only and trainer.global_step == 0:
@@ -240,12 +271,15 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             self._warn_of_stock_file(filepath)
             super()._save_checkpoint(trainer, filepath)
             return
-        if _lightning.save_is_wrapped(trainer):
-            saver.save_through_trainer(filepath)
-        else:
-            saver.save(filepath)
+        wrapped = _lightning.save_is_wrapped(trainer)
+        if wrapped:
+            saver.collect_from_trainer(filepath)  # first, because it may raise
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
+        if wrapped:
+            saver.save_collected()
+        else:
+            saver.save(filepath)
 
     def _warn_of_stock_file(self, filepath: str) -> None:
         if self._saver is not None and not self._warned_of_stock_file:
@@ -257,7 +291,9 @@ class EngineModelCheckpoint(StockModelCheckpoint):
                 self.dirpath,
             )
 
-    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
+    _link_checkpoint = _OfInstances("_link")
+
+    def _link(self, trainer: Any, filepath: str, linkpath: str) -> None:
         saver = self._saver_of(linkpath)
         if saver is None:
             super()._link_checkpoint(trainer, filepath, linkpath)
@@ -284,9 +320,31 @@ class EngineModelCheckpoint(StockModelCheckpoint):
 
     # -- hooks of training --------------------------------------------------------------------------------------------
 
-    def _collect(self, *, overlap: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def _own_hook(self) -> Iterator[None]:
+        self._in_own_hook += 1
+        try:
+            yield
+        finally:
+            self._in_own_hook -= 1
+
+    @contextmanager
+    def _collect(self, *, overlap: bool = False) -> Iterator[None]:
         """All saves requested in one hook are one step under several names, written once."""
-        return nullcontext() if self._saver is None else self._saver.collect(overlap=overlap)
+        with self._own_hook(), nullcontext() if self._saver is None else self._saver.collect(overlap=overlap):
+            yield
+
+    def _wait_until_committed(self, paths: Iterable[str]) -> None:
+        if self._saver is not None and not self._in_own_hook:
+            self._saver.wait_for(paths, self._flush_timeout)
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._own_hook():  # called for a checkpoint that is being saved
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with self._own_hook():
+            super().load_state_dict(state_dict)
 
     def _fence(self) -> None:
         if self._saver is not None:
@@ -310,7 +368,8 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             return  # no checkpoint in the middle of a step; the stock class checks its triggers again at the end
         if _saves_kept_weights(pl_module):
             # The stock class puts other weights into the module during its hook: each save must copy inside it.
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            with self._own_hook():
+                super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
         if module_follows:
             # Its hook runs after this hook, and what it changes belongs to this step.
@@ -356,7 +415,8 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             self._fence()
             with self._collect():
                 super().on_exception(trainer, pl_module, exception)
-            self._saver.settle(Stage.RECORDED, _EXCEPTION_TIMEOUT)  # only RECORDED: other ranks may not get here
+            # With several ranks only RECORDED: the others may not get here.
+            self._saver.settle(Stage.RECORDED if trainer.world_size > 1 else Stage.COMMITTED, _EXCEPTION_TIMEOUT)
         except Exception:  # Boundary: the user must get the exception that ended training, not a later one.
             logger.warning("no checkpoint could be saved after the exception", exc_info=True)
         finally:

@@ -27,6 +27,7 @@ __all__ = [
     "save_is_wrapped",
     "suppress_mid_epoch_warning",
     "tell_user",
+    "warn_user",
 ]
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,11 @@ def tell_user(trainer: Any, message: str) -> None:
     """Logs a message on rank 0 where Lightning's own messages to the user go."""
     namespace = next(name for name in ("lightning.pytorch", "pytorch_lightning") if _is_of(trainer, name))
     importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_info(message)
+
+
+def warn_user(namespace: str, message: str) -> None:
+    """Warns on rank 0, as Lightning's own code does."""
+    importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_warn(message)
 
 
 def _is_of(trainer: Any, namespace: str) -> bool:

@@ -59,6 +59,7 @@ def test_the_name_of_the_stock_class_is_found_once_among_all_callbacks() -> None
         assert build(namespace).__name__ == "ModelCheckpoint"
 
 
+@pytest.mark.filterwarnings("ignore")  # of jsonargparse, about how Lightning calls it
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
@@ -87,6 +88,13 @@ def test_a_lightning_cli_finds_the_class_that_is_named(name: str, wanted: str, m
     )
     assert type(cli.trainer.checkpoint_callback).__module__ == wanted
     assert cli.trainer.checkpoint_callback.save_top_k == -1
+
+
+def test_a_static_method_of_the_stock_class_is_one_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").write_text("a")
+    trainer = make_trainer(PL, [], root=tmp_path, enable_checkpointing=False)
+    build(PL)._link_checkpoint(trainer, filepath=str(tmp_path / "a.ckpt"), linkpath=str(tmp_path / "b.ckpt"))
+    assert (tmp_path / "b.ckpt").is_symlink()
 
 
 def test_the_class_itself_can_be_pickled() -> None:

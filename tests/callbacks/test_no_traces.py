@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import io
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +226,50 @@ def test_nothing_is_written_into_the_working_directory(tmp_path: Path, monkeypat
         assert {path.name for path in (tmp_path / "root/.resiliency/default/events").iterdir()} > {"rank-00000.jsonl"}
     finally:
         shutil.rmtree(local, ignore_errors=True)
+
+
+def test_no_package_of_an_object_store_is_imported_for_a_local_folder(tmp_path: Path) -> None:
+    """The stock class imports each that is installed, on rank 0: seconds of every restart."""
+    script = f"""
+import sys
+from tests.callbacks.harness import loader, make_net, make_trainer, ours, stock
+import warnings; warnings.simplefilter("ignore")
+from pathlib import Path
+directory = Path({str(tmp_path)!r})
+for steps in (2, 4):
+    callback = ours({PL!r}, directory, every_n_train_steps=2, auto_resume=True)
+    make_trainer({PL!r}, [callback], root=directory, max_steps=steps, max_epochs=-1).fit(make_net({PL!r}), loader())
+assert callback.best_model_path.endswith("step=4.ckpt")
+print("loaded:", sorted({{"gcsfs", "adlfs", "s3fs"}} & set(sys.modules)))
+make_trainer({PL!r}, [stock({PL!r})(directory)], root=directory, max_steps=1).fit(make_net({PL!r}), loader())
+print("then:", sorted({{"gcsfs", "adlfs", "s3fs"}} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "loaded: []" in done.stdout
+    if importlib.util.find_spec("gcsfs"):
+        assert "then: ['gcsfs']" in done.stdout, "the stock class does not import it either: the test proves nothing"
+
+
+@pytest.mark.filterwarnings("default:Checkpoint directory")
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_folder_that_is_not_empty_is_warned_of_as_by_the_stock_class(namespace: str, tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("mine")
+    told = []
+    for callback in (
+        stock(namespace)(tmp_path),
+        ours(namespace, tmp_path),
+        ours(namespace, tmp_path, auto_resume=True),
+    ):
+        trainer = make_trainer(namespace, [callback], root=tmp_path, max_steps=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(make_net(namespace), loader())
+        told.append([str(item.message) for item in caught if "not empty" in str(item.message)])
+    assert told == [[f"Checkpoint directory {tmp_path} exists and is not empty."]] * 2 + [[]]

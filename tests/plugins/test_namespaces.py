@@ -32,7 +32,7 @@ def test_each_namespace_has_one_class_under_the_known_name(module: str, namespac
     cls = build(namespace)
     assert cls is build(namespace)
     assert cls is not build(next(other for other in NAMESPACES if other != namespace))
-    assert (cls.__module__, cls.__qualname__, cls.namespace) == (module, name, namespace)
+    assert (cls.__module__, cls.__name__, cls.namespace) == (module, name, namespace)
     assert issubclass(cls, getattr(importlib.import_module(f"{namespace}.{where}"), base))
     assert cls.__doc__ and "Args:" in cls.__doc__
 
