@@ -1,4 +1,4 @@
-"""What a checkpoint holds is what was there when its hook ran, whoever changes tensors afterwards.
+"""What a checkpoint holds is what was there when its hook (and the module's own) ran, whoever changes tensors afterwards.
 
 A callback that runs right before ours takes an eager copy of what Lightning would save; the checkpoint must equal it bit for
 bit. All tensors are copied late here, however small, and the copy thread is held up, so that the training thread reaches the
@@ -259,7 +259,7 @@ def test_weights_changed_by_hooks_outside_the_step_are_saved_exactly(
 ) -> None:
     """All hooks of callbacks and module at once, in each of the hooks where checkpoints are saved.
 
-    A module with an ``on_train_batch_end`` of its own runs it after our hook, so nothing is late then; hence once without.
+    A module with an ``on_train_batch_end`` of its own runs it after the callbacks, and what it changes is saved.
     """
     changer = importlib.import_module(f"{PL}.callbacks").Callback()
     net = make_net(PL)
@@ -281,7 +281,11 @@ def test_weights_changed_by_hooks_outside_the_step_are_saved_exactly(
         "validation_end": "on_validation_end",
         "epoch_end": "on_train_epoch_end",
     }[when]
-    witness = reference(PL, step_name, hook)
+    if own_batch_end and when == "batch_end":
+        witness = reference(PL, step_name, "after_the_module")
+        net.on_train_batch_end = lambda *args: (spoil(net, "data"), witness.after_the_module(net.trainer))
+    else:
+        witness = reference(PL, step_name, hook)
     changer.on_save_checkpoint = lambda *args, **kwargs: (
         None
     )  # called for the witness too; nobody can expect two equal results

@@ -329,6 +329,47 @@ def test_a_metric_that_cannot_be_saved_is_said_once_and_marked(
     assert not located.listing.manifest.exact
 
 
+def test_a_module_with_its_own_on_validation_end_says_what_it_misses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The hook runs after the save. A metric that it resets is restored as reset: a usual case stays exact."""
+
+    def with_hook() -> Any:
+        module = averaging(PL)
+        module.hand = torchmetrics.SumMetric()
+
+        def on_validation_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.hand.update(1.0)
+
+        def on_validation_epoch_end(self: Any) -> None:
+            self.log("hand", self.hand.compute())
+
+        type(module).on_validation_batch_end = on_validation_batch_end
+        type(module).on_validation_epoch_end = on_validation_epoch_end
+        type(module).on_validation_end = lambda self: self.hand.reset()
+        return module
+
+    def fit(directory: Path, steps: int, callback: Any) -> Any:
+        settings: dict[str, Any] = {"val_check_interval": 3, "max_steps": steps, "max_epochs": -1}
+        trainer = make_trainer(PL, [callback], root=directory, **settings)
+        module = with_hook()
+        module.training_step = lambda batch, batch_idx: module.net(batch[0][:, :4]).square().mean()
+        module.on_train_epoch_end = lambda: None
+        torch.manual_seed(1)
+        trainer.fit(module, loader(), loader())
+        return trainer
+
+    saving = {"monitor": "hand", "save_top_k": -1, "save_on_train_epoch_end": False, "filename": "{step}"}
+    first = fit(tmp_path, 3, ours(PL, tmp_path, **saving))
+    assert "on_validation_end, which a restart does not run" in caplog.text
+    located = locate(str(tmp_path / "step=3.ckpt"))
+    assert located is not None and located.listing.manifest is not None
+    assert not located.listing.manifest.exact
+    second = fit(tmp_path, 6, ours(PL, tmp_path, **saving))
+    assert second.global_step == 6
+    assert second.callback_metrics["hand"] == first.callback_metrics["hand"]  # of the second validation alone
+
+
 def test_a_module_without_the_metric_says_what_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = ours(PL, tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     make_trainer(PL, [callback], root=tmp_path, max_steps=3, max_epochs=-1).fit(averaging(PL), loader())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -50,8 +51,11 @@ _COUNTS = ("_update_count", "_update_called")
 # ---- save
 
 
-def capture_logged(trainer: Any) -> tuple[dict[str, Any], list[str]]:
+def capture_logged(trainer: Any, *, reset: Collection[int] = ()) -> tuple[dict[str, Any], list[str]]:
     """What has been logged, as plain data that shares no memory with live objects.
+
+    Args:
+        reset: ids of further metrics that will have been reset when training goes on.
 
     Thread: training. Collective: at the end of an epoch, where Lightning reduces the same metrics right afterwards on
     every rank; otherwise, and while an exception ends training, no. Blocks: for one copy from the device.
@@ -79,9 +83,8 @@ def capture_logged(trainer: Any) -> tuple[dict[str, Any], list[str]]:
 
     due = [entry for entry in validated.values() if not entry.has_reset]
     due += list(results.values()) if over else []
-    metrics, lost = capture_metrics(
-        trainer.lightning_module, reset={id(entry.value) for entry in due if not entry.is_tensor}
-    )
+    resets = {id(entry.value) for entry in due if not entry.is_tensor}
+    metrics, lost = capture_metrics(trainer.lightning_module, reset=resets.union(reset))
     known = metric_names(trainer.lightning_module)
     entries = {}
     for key, entry in results.items():

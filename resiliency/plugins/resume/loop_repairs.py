@@ -11,12 +11,15 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from resiliency.plugins._lightning import module_overrides
+
 __all__ = [
     "begin_after_finished_epoch",
     "continue_epoch",
     "count_saved_batch",
     "end_restart",
     "finish_saved_batch",
+    "is_between_batches",
     "keep_epoch_open",
     "leaves_out_after_save",
     "note_plateau",
@@ -34,14 +37,28 @@ def _saved_at_batch_end(epoch_loop: Any) -> bool:
     return bool(current.ready == current.processed == current.completed + 1)
 
 
+def is_between_batches(trainer: Any) -> bool:
+    """True in ``on_exception`` when the last batch was wholly done: its validation, its schedulers."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    epoch = trainer.fit_loop.epoch_progress.current
+    return bool(
+        trainer.state.status == "interrupted"
+        and trainer.training
+        and progress.ready == progress.completed > 0
+        and epoch.ready > epoch.processed
+    )
+
+
 def leaves_out_after_save(trainer: Any) -> str | None:
     """What a restart from a save here leaves out, None when nothing.
 
     An exception in a hook ``on_train_batch_end`` leaves the hooks after it undone, and a restart goes on behind them.
-    Lightning before 2.5 does not say at which hook of a step a checkpoint was saved, so :func:`finish_saved_batch`
-    cannot do what followed it.
+    The module's ``on_validation_end`` runs after that of the callbacks. Lightning before 2.5 does not say at which
+    hook of a step a checkpoint was saved, so :func:`finish_saved_batch` cannot do what followed it.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
+    if trainer.validating and module_overrides(trainer, "on_validation_end"):
+        return "saved before the module's own on_validation_end, which a restart does not run"
     if not _saved_at_batch_end(epoch_loop):
         return None
     if trainer.state.status == "interrupted":
@@ -80,24 +97,27 @@ def keep_epoch_open(fit_loop: Any, reset: Callable[[], None]) -> None:
         progress.load_state_dict(before)
 
 
-def finish_saved_batch(trainer: Any, data_fetcher: Any) -> bool:
+def finish_saved_batch(trainer: Any, data_fetcher: Any, *, between_batches: bool) -> bool:
     """After a save in ``on_train_batch_end``: does what follows that hook, a validation that was due among it.
 
-    Lightning leaves it out. Call it right before the epoch goes on; then either the epoch is over
-    (``epoch_loop.done``), or call :func:`continue_epoch` at the loop's ``on_run_start``.
+    Lightning leaves it out. After a save between two batches nothing is left to do, but Lightning repeats the update
+    of ``ReduceLROnPlateau`` that follows a validation. Call it right before the epoch goes on; then either the epoch is
+    over (``epoch_loop.done``), or call :func:`continue_epoch` at the loop's ``on_run_start``.
 
     Returns:
-        True when this was such a save.
+        True when this was one of these saves.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    if not (_has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop)):
+    inside = _saved_at_batch_end(epoch_loop)
+    if not (_has_stages(epoch_loop) and epoch_loop.restarting and (inside or between_batches)):
         return False
     epoch_loop.restarting = False
     epoch_loop.reset_restart_stage()
     epoch_loop.val_loop.reset_restart_stage()
-    epoch_loop.batch_progress.increment_completed()
-    epoch_loop.on_advance_end(data_fetcher)
-    epoch_loop.on_iteration_done()
+    if inside:
+        epoch_loop.batch_progress.increment_completed()
+        epoch_loop.on_advance_end(data_fetcher)
+        epoch_loop.on_iteration_done()
     if not epoch_loop.done:
         # The loop's reset is for the middle of an epoch, and counts this batch for the loggers once more.
         epoch_loop._restarting = True
