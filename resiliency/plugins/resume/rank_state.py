@@ -298,8 +298,10 @@ class RankState:
             _defer_opening(data_fetcher, self._open_loaders)
             if self._restarted and epoch_loop.restarting:
                 # Lightning before 2.5 calls on_train_epoch_start again in the middle of an epoch; the random numbers it
-                # consumed are given back.
+                # consumed are given back, and what it logged is taken out.
                 rng.restore(self._pending["rng"])
+                if not loop_repairs.has_stages(epoch_loop):
+                    self._place_logged(self._pending)
                 self._finished_batch = loop_repairs.finish_saved_batch(
                     self._trainer, data_fetcher, between_batches=self._pending.get("between_batches", False)
                 )
