@@ -293,6 +293,28 @@ def test_weights_changed_by_hooks_outside_the_step_are_saved_exactly(
     check(tmp_path, witness, at_least=3)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_module_that_changes_weights_in_its_own_batch_end_is_copied_late_and_exactly(
+    accumulate: int, tmp_path: Path
+) -> None:
+    """Also between two optimizer steps, where nothing but its own hook tells that weights change."""
+    net = make_net(PL)
+    witness = reference(PL, step_name, "after_the_module")
+    late = []
+
+    def on_train_batch_end(*args: Any) -> None:
+        spoil(net, "data")
+        if not net.trainer.fit_loop._should_accumulate():
+            witness.after_the_module(net.trainer)
+
+    ours = every_step(tmp_path)
+    net.on_train_batch_end = on_train_batch_end
+    net.on_before_zero_grad = lambda optimizer: late.append(bool(ours._saver.engine.pending))
+    train(tmp_path, [witness, ours], net, accumulate_grad_batches=accumulate)
+    assert any(late)
+    check(tmp_path, witness, at_least=6)
+
+
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_after_backward"])  # in between, torch itself refuses
 def test_weights_changed_between_batch_and_step_are_noticed(
     hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
