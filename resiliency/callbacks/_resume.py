@@ -256,8 +256,8 @@ class Resume:
         if world_size != self._trainer.world_size or own is None:
             if "optimizer_states" in state:
                 logger.warning(
-                    "rank %d: the checkpoint was written by %d ranks, this job has %d: random generators and data"
-                    " loaders start anew on this rank, everything else continues exactly",
+                    "rank %d: the checkpoint was written by %d ranks, this job has %d: random generators, data"
+                    " loaders and metrics start anew on this rank, everything else continues exactly",
                     self._trainer.global_rank,
                     world_size,
                     self._trainer.world_size,

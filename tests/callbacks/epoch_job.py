@@ -137,7 +137,7 @@ def make_module(case: Case) -> Any:
             return loss
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if self.ran == case.fail_at:
+            if 0 < case.fail_at == self.ran:
                 raise RuntimeError("in the module's hook")
             with torch.no_grad():
                 for kept, new in zip(self.average.parameters(), self.net[3].parameters(), strict=True):

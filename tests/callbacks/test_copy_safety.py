@@ -1,4 +1,4 @@
-"""What a checkpoint holds is what was there when its hook ran, whoever changes tensors afterwards.
+"""What a checkpoint holds is what was there when its hook (and the module's own) ran, whoever changes tensors afterwards.
 
 A callback that runs right before ours takes an eager copy of what Lightning would save; the checkpoint must equal it bit for
 bit. All tensors are copied late here, however small, and the copy thread is held up, so that the training thread reaches the
@@ -259,7 +259,7 @@ def test_weights_changed_by_hooks_outside_the_step_are_saved_exactly(
 ) -> None:
     """All hooks of callbacks and module at once, in each of the hooks where checkpoints are saved.
 
-    A module with an ``on_train_batch_end`` of its own runs it after our hook, so nothing is late then; hence once without.
+    A module with an ``on_train_batch_end`` of its own runs it after the callbacks, and what it changes is saved.
     """
     changer = importlib.import_module(f"{PL}.callbacks").Callback()
     net = make_net(PL)
@@ -281,12 +281,38 @@ def test_weights_changed_by_hooks_outside_the_step_are_saved_exactly(
         "validation_end": "on_validation_end",
         "epoch_end": "on_train_epoch_end",
     }[when]
-    witness = reference(PL, step_name, hook)
+    if own_batch_end and when == "batch_end":
+        witness = reference(PL, step_name, "after_the_module")
+        net.on_train_batch_end = lambda *args: (spoil(net, "data"), witness.after_the_module(net.trainer))
+    else:
+        witness = reference(PL, step_name, hook)
     changer.on_save_checkpoint = lambda *args, **kwargs: (
         None
     )  # called for the witness too; nobody can expect two equal results
     train(tmp_path, [changer, witness, every_step(tmp_path, **more)], net, val=True, val_check_interval=3, max_epochs=3)
     check(tmp_path, witness, at_least=3)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_module_that_changes_weights_in_its_own_batch_end_is_copied_late_and_exactly(
+    accumulate: int, tmp_path: Path
+) -> None:
+    """Also between two optimizer steps, where nothing but its own hook tells that weights change."""
+    net = make_net(PL)
+    witness = reference(PL, step_name, "after_the_module")
+    late = []
+
+    def on_train_batch_end(*args: Any) -> None:
+        spoil(net, "data")
+        if not net.trainer.fit_loop._should_accumulate():
+            witness.after_the_module(net.trainer)
+
+    ours = every_step(tmp_path)
+    net.on_train_batch_end = on_train_batch_end
+    net.on_before_zero_grad = lambda optimizer: late.append(bool(ours._saver.engine.pending))
+    train(tmp_path, [witness, ours], net, accumulate_grad_batches=accumulate)
+    assert any(late)
+    check(tmp_path, witness, at_least=6)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_after_backward"])  # in between, torch itself refuses

@@ -88,7 +88,9 @@ def unequal(whole: Outcome, again: Outcome) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_resumed_run_equals_the_undisturbed_one(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resumed_run_equals_the_undisturbed_one(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
     case = CASES[name]
     whole = train(case, tmp_path, callbacks=savers(case, tmp_path))
     assert len(set(whole.rates)) > 2, "the learning rate must depend on the metric"
@@ -109,6 +111,7 @@ def test_resumed_run_equals_the_undisturbed_one(name: str, tmp_path: Path, caplo
     }
     assert wrong == {}
     assert "exact resume" not in caplog.text
+    assert not [warning for warning in recwarn if "before the ``update``" in str(warning.message)]
 
 
 def test_saves_hold_plain_data_only(tmp_path: Path) -> None:
@@ -166,30 +169,6 @@ def test_a_save_holds_what_the_module_changes_in_its_own_hook(namespace: str, tm
     assert len(averages) == 7
     for step, average in averages.items():
         assert torch.equal(content(tmp_path / f"step={step}.ckpt")["state_dict"]["average.weight"], average)
-
-
-def test_tensors_are_copied_late_for_a_module_with_its_own_hook(tmp_path: Path) -> None:
-    """Also while gradients accumulate, when the module changes its average between two optimizer steps."""
-    late = []
-    callback = ours(PL, tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}", options=ALL_LATE)
-    module = averaging(PL)
-    averages: dict[int, torch.Tensor] = {}
-    hook = type(module).on_train_batch_end
-
-    def on_train_batch_end(self: Any, *args: Any) -> None:
-        hook(self, *args)
-        averages.setdefault(self.trainer.global_step, self.average.weight.clone())
-
-    def on_train_batch_start(self: Any, *args: Any) -> None:
-        late.append(any(shared.engine.pending for shared in callback._saver.session.engines.values()))
-
-    type(module).on_train_batch_end = on_train_batch_end
-    type(module).on_train_batch_start = on_train_batch_start
-    trainer = make_trainer(PL, [callback], root=tmp_path, max_epochs=1, accumulate_grad_batches=2)
-    trainer.fit(module, loader())
-    assert any(late)
-    for step in (1, 2, 3):
-        assert torch.equal(content(tmp_path / f"step={step}.ckpt")["state_dict"]["average.weight"], averages[step])
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -327,6 +306,47 @@ def test_a_metric_that_cannot_be_saved_is_said_once_and_marked(
     located = locate(str(tmp_path / "step=3.ckpt"))
     assert located is not None and located.listing.manifest is not None
     assert not located.listing.manifest.exact
+
+
+def test_a_module_with_its_own_on_validation_end_says_what_it_misses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The hook runs after the save. A metric that it resets is restored as reset: a usual case stays exact."""
+
+    def with_hook() -> Any:
+        module = averaging(PL)
+        module.hand = torchmetrics.SumMetric()
+
+        def on_validation_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.hand.update(1.0)
+
+        def on_validation_epoch_end(self: Any) -> None:
+            self.log("hand", self.hand.compute())
+
+        type(module).on_validation_batch_end = on_validation_batch_end
+        type(module).on_validation_epoch_end = on_validation_epoch_end
+        type(module).on_validation_end = lambda self: self.hand.reset()
+        return module
+
+    def fit(directory: Path, steps: int, callback: Any) -> Any:
+        settings: dict[str, Any] = {"val_check_interval": 3, "max_steps": steps, "max_epochs": -1}
+        trainer = make_trainer(PL, [callback], root=directory, **settings)
+        module = with_hook()
+        module.training_step = lambda batch, batch_idx: module.net(batch[0][:, :4]).square().mean()
+        module.on_train_epoch_end = lambda: None
+        torch.manual_seed(1)
+        trainer.fit(module, loader(), loader())
+        return trainer
+
+    saving = {"monitor": "hand", "save_top_k": -1, "save_on_train_epoch_end": False, "filename": "{step}"}
+    first = fit(tmp_path, 3, ours(PL, tmp_path, **saving))
+    assert "on_validation_end, which a restart does not run" in caplog.text
+    located = locate(str(tmp_path / "step=3.ckpt"))
+    assert located is not None and located.listing.manifest is not None
+    assert not located.listing.manifest.exact
+    second = fit(tmp_path, 6, ours(PL, tmp_path, **saving))
+    assert second.global_step == 6
+    assert second.callback_metrics["hand"] == first.callback_metrics["hand"]  # of the second validation alone
 
 
 def test_a_module_without_the_metric_says_what_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

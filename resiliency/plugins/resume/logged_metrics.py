@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -50,8 +51,11 @@ _COUNTS = ("_update_count", "_update_called")
 # ---- save
 
 
-def capture_logged(trainer: Any) -> tuple[dict[str, Any], list[str]]:
+def capture_logged(trainer: Any, *, reset: Collection[int] = ()) -> tuple[dict[str, Any], list[str]]:
     """What has been logged, as plain data that shares no memory with live objects.
+
+    Args:
+        reset: ids of further metrics that will have been reset when training goes on.
 
     Thread: training. Collective: at the end of an epoch, where Lightning reduces the same metrics right afterwards on
     every rank; otherwise, and while an exception ends training, no. Blocks: for one copy from the device.
@@ -77,11 +81,12 @@ def capture_logged(trainer: Any) -> tuple[dict[str, Any], list[str]]:
             caveats.append("saved in the middle of a validation, which a restart does not repeat as a whole")
         first_batch = epoch_loop.batch_progress.current.ready <= 1  # what Lightning sets after the validation
 
+    if not over and first_batch is not None:
+        _leave_out_last_batch(results, shown)
     due = [entry for entry in validated.values() if not entry.has_reset]
     due += list(results.values()) if over else []
-    metrics, lost = capture_metrics(
-        trainer.lightning_module, reset={id(entry.value) for entry in due if not entry.is_tensor}
-    )
+    resets = {id(entry.value) for entry in due if not entry.is_tensor}
+    metrics, lost = capture_metrics(trainer.lightning_module, reset=resets.union(reset))
     known = metric_names(trainer.lightning_module)
     entries = {}
     for key, entry in results.items():
@@ -100,6 +105,17 @@ def capture_logged(trainer: Any) -> tuple[dict[str, Any], list[str]]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()  # one wait for all copies
     return state, caveats + lost
+
+
+def _leave_out_last_batch(results: Any, shown: dict[str, dict[str, Any]]) -> None:
+    """Takes out what a restart works out from the entries again: the values of the last batch."""
+    for _, entry in results.valid_items():
+        if entry.meta.on_step and isinstance(entry._forward_cache, Tensor):
+            name, forked = results._forked_name(entry, True)
+            for key in (name, forked):
+                shown["_callback_metrics"].pop(key, None)
+            shown["_logged_metrics"].pop(forked, None)
+            shown["_progress_bar_metrics"].pop(forked, None)
 
 
 def _entry(entry: Any, trainer: Any, known: dict[int, tuple[str, Any]], *, reset: bool) -> dict[str, Any]:

@@ -11,12 +11,16 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from resiliency.plugins._lightning import module_overrides
+
 __all__ = [
     "begin_after_finished_epoch",
     "continue_epoch",
     "count_saved_batch",
     "end_restart",
     "finish_saved_batch",
+    "has_stages",
+    "is_between_batches",
     "keep_epoch_open",
     "leaves_out_after_save",
     "note_plateau",
@@ -24,7 +28,7 @@ __all__ = [
 ]
 
 
-def _has_stages(epoch_loop: Any) -> bool:
+def has_stages(epoch_loop: Any) -> bool:
     """True when Lightning (since 2.5) knows at which hook of a step a checkpoint was saved."""
     return hasattr(epoch_loop, "restarted_on_train_batch_end")
 
@@ -34,19 +38,37 @@ def _saved_at_batch_end(epoch_loop: Any) -> bool:
     return bool(current.ready == current.processed == current.completed + 1)
 
 
+def is_between_batches(trainer: Any) -> bool:
+    """True in ``on_exception`` when the last batch was wholly done: its validation, its schedulers."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    epoch = trainer.fit_loop.epoch_progress.current
+    return bool(
+        trainer.state.status == "interrupted"
+        and trainer.training
+        and progress.ready == progress.completed > 0
+        and epoch.ready > epoch.processed
+    )
+
+
 def leaves_out_after_save(trainer: Any) -> str | None:
     """What a restart from a save here leaves out, None when nothing.
 
     An exception in a hook ``on_train_batch_end`` leaves the hooks after it undone, and a restart goes on behind them.
-    Lightning before 2.5 does not say at which hook of a step a checkpoint was saved, so :func:`finish_saved_batch`
-    cannot do what followed it.
+    The module's ``on_validation_end`` runs after that of the callbacks. Lightning before 2.5 does not say at which
+    hook of a step a checkpoint was saved, so :func:`finish_saved_batch` cannot do what followed it.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
+    if trainer.validating and module_overrides(trainer, "on_validation_end"):
+        return "saved before the module's own on_validation_end, which a restart does not run"
+    epoch = trainer.fit_loop.epoch_progress.current
+    plateau = any(config.reduce_on_plateau and config.interval == "epoch" for config in trainer.lr_scheduler_configs)
+    if epoch.processed > epoch.completed and plateau and not has_stages(epoch_loop):
+        return "saved at the end of an epoch, whose update of ReduceLROnPlateau Lightning before 2.5 leaves out then"
     if not _saved_at_batch_end(epoch_loop):
         return None
     if trainer.state.status == "interrupted":
         return "saved by an exception in on_train_batch_end, of which a restart does not run the rest"
-    if _has_stages(epoch_loop):
+    if has_stages(epoch_loop):
         return None
     if epoch_loop.batch_progress.is_last_batch or epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
         return "saved right before a validation or the end of an epoch, which Lightning before 2.5 leaves out then"
@@ -59,7 +81,7 @@ def begin_after_finished_epoch(fit_loop: Any) -> None:
     With ``max_steps`` Lightning goes through the end of the saved epoch once more instead: its hooks run twice, so that
     ``EarlyStopping`` counts the epoch twice.
     """
-    if not (_has_stages(fit_loop.epoch_loop) and fit_loop.restarting):
+    if not (has_stages(fit_loop.epoch_loop) and fit_loop.restarting):
         return
     total = fit_loop.epoch_progress.total
     if total.ready == total.started == total.processed == total.completed + 1:
@@ -73,31 +95,34 @@ def keep_epoch_open(fit_loop: Any, reset: Callable[[], None]) -> None:
     Lightning counts that epoch as done there, and leaves its end out: validation, ``on_train_epoch_end``, metrics.
     """
     epoch_loop, progress = fit_loop.epoch_loop, fit_loop.epoch_progress
-    unfinished = _has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop)
+    unfinished = has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop)
     before = copy.deepcopy(progress.state_dict()) if unfinished else None
     reset()
     if before is not None:
         progress.load_state_dict(before)
 
 
-def finish_saved_batch(trainer: Any, data_fetcher: Any) -> bool:
+def finish_saved_batch(trainer: Any, data_fetcher: Any, *, between_batches: bool) -> bool:
     """After a save in ``on_train_batch_end``: does what follows that hook, a validation that was due among it.
 
-    Lightning leaves it out. Call it right before the epoch goes on; then either the epoch is over
-    (``epoch_loop.done``), or call :func:`continue_epoch` at the loop's ``on_run_start``.
+    Lightning leaves it out. After a save between two batches nothing is left to do, but Lightning repeats the update
+    of ``ReduceLROnPlateau`` that follows a validation. Call it right before the epoch goes on; then either the epoch is
+    over (``epoch_loop.done``), or call :func:`continue_epoch` at the loop's ``on_run_start``.
 
     Returns:
-        True when this was such a save.
+        True when this was one of these saves.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    if not (_has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop)):
+    inside = _saved_at_batch_end(epoch_loop)
+    if not (has_stages(epoch_loop) and epoch_loop.restarting and (inside or between_batches)):
         return False
     epoch_loop.restarting = False
     epoch_loop.reset_restart_stage()
     epoch_loop.val_loop.reset_restart_stage()
-    epoch_loop.batch_progress.increment_completed()
-    epoch_loop.on_advance_end(data_fetcher)
-    epoch_loop.on_iteration_done()
+    if inside:
+        epoch_loop.batch_progress.increment_completed()
+        epoch_loop.on_advance_end(data_fetcher)
+        epoch_loop.on_iteration_done()
     if not epoch_loop.done:
         # The loop's reset is for the middle of an epoch, and counts this batch for the loggers once more.
         epoch_loop._restarting = True
@@ -117,8 +142,10 @@ def count_saved_batch(fit_loop: Any) -> None:
     Lightning before 2.5 does not count it; for later versions :func:`finish_saved_batch` does.
     """
     epoch_loop = fit_loop.epoch_loop
-    if not _has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop):
+    if not has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop):
         epoch_loop.batch_progress.increment_completed()
+        if not epoch_loop._should_accumulate():
+            epoch_loop._batches_that_stepped += 1  # the step that loggers are given
 
 
 def note_plateau(trainer: Any, state: dict[str, Any]) -> None:
@@ -132,7 +159,7 @@ def settle_plateau(trainer: Any, state: dict[str, Any]) -> None:
     if "owes_step_update" not in state or not _has_metrics(trainer):
         return
     fit_loop = trainer.fit_loop
-    if state["owes_step_update"] and not _has_stages(fit_loop.epoch_loop):
+    if state["owes_step_update"] and not has_stages(fit_loop.epoch_loop):
         fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
     if getattr(fit_loop, "resumed_on_epoch_end", False):
         progress = fit_loop.epoch_progress.current

@@ -16,7 +16,7 @@ from torch import Tensor, device
 
 from resiliency.plugins.resume.plain import NotPlain, from_plain, to_plain
 
-__all__ = ["capture_metrics", "find_metric", "metric_names", "restore_metrics"]
+__all__ = ["capture_metrics", "find_metric", "metric_names", "restore_metrics", "update_counts"]
 
 #: Attributes that count the updates; which of them there are depends on the version.
 _COUNTS = ("_update_count", "_update_called")
@@ -29,6 +29,14 @@ def metric_names(module: Any) -> dict[int, tuple[str, Any]]:
         return {}
     kind = torchmetrics.Metric
     return {id(found): (name, found) for name, found in module.named_modules() if isinstance(found, kind)}
+
+
+def update_counts(module: Any) -> dict[int, int]:
+    """How often each metric below ``module`` was updated since it was reset, by id."""
+    return {
+        identity: int(next((vars(metric)[key] for key in _COUNTS if key in vars(metric)), 0))
+        for identity, (_, metric) in metric_names(module).items()
+    }
 
 
 def find_metric(module: Any, name: str) -> Any:

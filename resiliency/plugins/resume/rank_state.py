@@ -25,10 +25,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from resiliency.plugins._lightning import module_overrides
 from resiliency.plugins.resume import loader_positions, loop_repairs, rng
 from resiliency.plugins.resume.gradients import copy_gradients, place_gradients
 from resiliency.plugins.resume.loader_recorder import attach_recorder, detach_recorder, set_generators
 from resiliency.plugins.resume.logged_metrics import capture_logged, restore_logged
+from resiliency.plugins.resume.metric_states import update_counts
 from resiliency.plugins.resume.plain import NotPlain, from_plain, to_plain
 
 __all__ = ["RankState", "is_step_boundary"]
@@ -75,6 +77,7 @@ class RankState:
         self._placed = self._advancing = self._restarted = self._finished_batch = False
         self._metrics_restored = False
         self._training_rng: rng.Rng | None = None  # during validation: the generators training continues with
+        self._counts: dict[int, int] = {}  # of the metrics' updates before the validation that is running
         self._warned: set[str] = set()
 
     # ---- attach and detach
@@ -125,7 +128,7 @@ class RankState:
 
         Collective: no, but at the end of an epoch as :func:`~logged_metrics.capture_logged` says.
 
-        Blocks: about 0.2 ms, plus 20 microseconds per logged metric, plus ``state_dict()`` of stateful loaders, plus a
+        Blocks: about 0.2 ms, plus 25 microseconds per metric, plus ``state_dict()`` of stateful loaders, plus a
         copy of one batch for loaders without length (Lightning has already fetched it).
 
         Returns:
@@ -151,12 +154,23 @@ class RankState:
         loop_repairs.note_plateau(trainer, state)
         if (left_out := loop_repairs.leaves_out_after_save(trainer)) is not None:
             caveats.append(left_out)
-        state["logged"], lost = capture_logged(trainer)
+        state["between_batches"] = loop_repairs.is_between_batches(trainer)
+        state["logged"], lost = capture_logged(trainer, reset=self._validation_metrics(trainer))
         caveats += lost
         state["caveats"] = list(dict.fromkeys(caveats))
         for caveat in state["caveats"]:
             self._warn_once(caveat)
         return state
+
+    def _validation_metrics(self, trainer: Any) -> set[int]:
+        """At a save in ``on_validation_end``: ids of metrics that the module's own hook of that name probably resets.
+
+        They were updated in the validation. Restored, they would count it twice.
+        """
+        if not (trainer.validating and module_overrides(trainer, "on_validation_end")):
+            return set()
+        counts = update_counts(trainer.lightning_module)
+        return {metric for metric, count in counts.items() if count != self._counts.get(metric)}
 
     def _capture_position(self, trainer: Any, state: dict[str, Any], caveats: list[str]) -> None:
         """Adds this rank's place in the data and its gradients to ``state``."""
@@ -284,9 +298,13 @@ class RankState:
             _defer_opening(data_fetcher, self._open_loaders)
             if self._restarted and epoch_loop.restarting:
                 # Lightning before 2.5 calls on_train_epoch_start again in the middle of an epoch; the random numbers it
-                # consumed are given back.
+                # consumed are given back, and what it logged is taken out.
                 rng.restore(self._pending["rng"])
-                self._finished_batch = loop_repairs.finish_saved_batch(self._trainer, data_fetcher)
+                if not loop_repairs.has_stages(epoch_loop):
+                    self._place_logged(self._pending)
+                self._finished_batch = loop_repairs.finish_saved_batch(
+                    self._trainer, data_fetcher, between_batches=self._pending.get("between_batches", False)
+                )
                 if self._finished_batch:
                     self._pending["rng"] = rng.snapshot()
                     over = epoch_loop.done
@@ -306,7 +324,7 @@ class RankState:
     def _validate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._training_rng is not None:
             return original(*args, **kwargs)
-        self._training_rng = rng.snapshot()
+        self._training_rng, self._counts = rng.snapshot(), update_counts(self._trainer.lightning_module)
         try:
             return original(*args, **kwargs)
         finally:

@@ -261,12 +261,21 @@ def test_isolation_of_validation_can_be_switched_off(tmp_path: Path) -> None:
     assert run(case, tmp_path).digest == plain.digest
 
 
-def test_plateau_scheduler_within_the_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_plateau_scheduler_by_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also from a save right before the validation whose metric it needs: the resumed run validates first."""
     case = Case(loaders=loader, scheduler="plateau")
     whole = run(case, tmp_path, save=everything)
-    last_of_epoch = [s for s in whole.saves if s.hook == "batch_end" and s.number in (6, 12)]
-    assert_equal_to(whole, case, tmp_path, [s for s in whole.saves[:14] if s not in last_of_epoch])
-    assert "right before a validation" in caplog.text  # what cannot be exact is told at the save
+    assert_equal_to(whole, case, tmp_path, whole.saves[:14])
+    assert "exact resume" not in caplog.text
+
+
+@pytest.mark.parametrize("when", [1, 2, 5])
+def test_terminated_right_after_a_validation_updates_no_scheduler_twice(when: int, tmp_path: Path) -> None:
+    case = Case(loaders=loader, scheduler="plateau_step", trainer={"val_check_interval": 2})
+    whole = run(case, tmp_path)
+    stopped = run(case, tmp_path, stop="sigterm", stop_at=when)
+    assert stopped.losses == whole.losses[:when]
+    assert_equal_to(whole, case, tmp_path, stopped.saves)
 
 
 @pytest.mark.parametrize("when", [2, 6, 9])
