@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,9 @@ from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import fsync_dir, fsync_file
 
-__all__ = ["fsync_step", "read_records_of_others", "records_of", "write_commit", "write_record"]
+__all__ = ["fsync_step", "read_records_here", "read_records_of_others", "records_of", "write_commit", "write_record"]
+
+logger = logging.getLogger(__name__)
 
 _DIGEST = re.compile("[0-9a-f]{16}")
 
@@ -88,13 +91,15 @@ def _check_digests(rank: int, digests: Iterable[str]) -> None:
             raise AgentError(f"rank {rank} sent {digest[:40]!r}, which is no digest of a block")
 
 
-def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target: str) -> None:
+def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target: str, fence: Fence) -> None:
     """Writes the record of a sealed file, which is ``target``, its place in the step.
 
     Raises:
         OSError, TierError: the file is not there or was changed, or the record cannot be written.
+        AgentError: a later attempt has started.
     """
     faultpoints.hit("agent.record.write", rank=record.rank)
+    fence.check()
     if os.path.realpath(path) != os.path.realpath(target) or not _is_file(target, inode, record.nbytes):
         raise FileNotFoundError(errno.ENOENT, "the sealed shard file is gone or was changed", path)
     key = step_prefix(record.run, record.id) + record_file(record.rank)
@@ -114,6 +119,24 @@ def read_records_of_others(
             except (FileNotFoundError, TierError, CorruptShard, ValueError):
                 return False
     return True
+
+
+def read_records_here(tier: Tier, run: str, step: StepId, records: dict[int, ShardRecord]) -> None:
+    """Adds the records that other agents of this host wrote into its own folder. Unreadable ones are left out.
+
+    Raises:
+        TierError: the folder cannot be listed.
+    """
+    prefix = step_prefix(run, step)
+    for info in list(tier.list(prefix)):
+        file = info.key.removeprefix(prefix)
+        if file.startswith("shard-") and file.endswith(".json"):
+            try:
+                record = ShardRecord.from_dict(json.loads(tier.read(info.key)), where=info.key)
+            except (FileNotFoundError, TierError, CorruptShard, ValueError) as error:
+                logger.info("%s is not counted: %s", info.key, error)
+                continue
+            records.setdefault(record.rank, record)
 
 
 def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence) -> None:

@@ -20,7 +20,14 @@ from resiliency.agent._fence import Fence
 from resiliency.agent._removal import Remover
 from resiliency.agent._reporter import Notify, Reporter
 from resiliency.agent._worker import Worker
-from resiliency.agent.commit import fsync_step, read_records_of_others, records_of, write_commit, write_record
+from resiliency.agent.commit import (
+    fsync_step,
+    read_records_here,
+    read_records_of_others,
+    records_of,
+    write_commit,
+    write_record,
+)
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.file_pool import FilePool
 from resiliency.agent.local_pruner import LocalPruner
@@ -78,7 +85,7 @@ class HostAgent:
         self._finished: set[int] = set()
         self._closed = False
         self._files = FilePool(config, notify)
-        self._remover = Remover(config, self._tier, self._files)
+        self._remover = Remover(config, self._tier, self._files, self._fence)
         self._pruner = LocalPruner(config, self._tier, self._steps, self._remover, self._report, self._fence)
 
     # -- start --------------------------------------------------------------------------------------------------
@@ -245,8 +252,8 @@ class HostAgent:
         """Writes the records of what a rank has sealed; with the last record of a step it commits the step."""
         try:
             for record, file in zip(records, seal.files, strict=True):
-                self._fence.check()
-                write_record(self._tier, record, file.path, file.inode, self._path(record.id, record.file))
+                target = self._path(record.id, record.file)
+                write_record(self._tier, record, file.path, file.inode, target, self._fence)
         except (OSError, TierError, ValueError, AgentError) as error:  # ValueError: a path no file can have
             self._failed(seal.id, rank, f"cannot commit to {self.config.local.address}: {error}")
             return
@@ -279,12 +286,19 @@ class HostAgent:
         config = self.config
         if config.shared and not read_records_of_others(self._tier, config.run, step_id, records, config.world_size):
             return  # the agent that writes the last record commits
+        part = not config.shared and len(config.local_ranks) < config.world_size
+        if part and not all_recorded:
+            return  # whether the other hosts have recorded theirs cannot be seen here, only the ranks know
+        if part and not self._only_agent:
+            read_records_here(self._tier, config.run, step_id, records)
         found = gather_records(records.values())
         if found is None:
             if len({record.plan for record in records.values()}) > 1 and len(records) == self.config.world_size:
                 self._refuse_plans(step_id)
             return
-        if isinstance(found, UnfinishedStep) and (self.config.shared or not all_recorded):
+        if part:  # also with a shard of every rank: other hosts have copies of shard 0 of their own
+            found = UnfinishedStep(id=found.id, run=found.run, world_size=found.world_size, shards=found.shards)
+        elif isinstance(found, UnfinishedStep):
             return
         try:
             write_commit(self._tier, found, self._fence)

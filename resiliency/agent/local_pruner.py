@@ -72,7 +72,6 @@ class LocalPruner:
                 busy={step.id for step in kept},
             )
         for step_id in to_delete:
-            self._fence.check()
             try:
                 step = self._steps.get(step_id)
                 self._remover.delete(step_id, step.committed.names if step is not None and step.committed else ())

@@ -51,8 +51,14 @@ class RemotePruner:
             return
         try:
             for listing in self._deletable(scan(tier, self._config.run)):
-                self._fence.check()
-                delete_step(tier, self._config.run, listing.id, files=listing.sizes, names=_names(listing))
+                delete_step(
+                    tier,
+                    self._config.run,
+                    listing.id,
+                    files=listing.sizes,
+                    names=_names(listing),
+                    before_each=self._fence.check,
+                )
                 self._reporter.log_deleted(listing.id, self._spec.name)
         except (OSError, TierError, AgentError) as error:
             logger.warning(
