@@ -9,6 +9,7 @@ import collections
 import io
 import json
 import math
+import os
 import pickle
 import re
 import struct
@@ -24,7 +25,7 @@ import pytest
 import torch
 import xxhash
 
-SAMPLE = Path(__file__).parent / "samples" / "format-3"
+SAMPLE = Path(os.environ.get("FORMAT_SAMPLE", Path(__file__).parent / "samples" / "format-3"))
 FOLDER = re.compile(r"(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})")
 STEPS = [("pretrain", 10), ("pretrain", 20), ("sharded", 10)]
 Id = tuple[int, int, str, int]
@@ -335,8 +336,22 @@ def test_this_reader_uses_nothing_of_the_library() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.skipif("FORMAT_SAMPLE" in os.environ, reason="one level of this is enough")
+def test_what_the_library_writes_now_is_what_stands_on_the_page(tmp_path: Path) -> None:
+    """The tests of this file, on a new sample. In processes of their own, see above."""
+    root = Path(__file__).parents[2]
+    for arguments, env in (
+        (["tests.storage.samples.make_format_3", str(tmp_path / "new")], {}),
+        (["pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))], {"FORMAT_SAMPLE": str(tmp_path / "new")}),
+    ):
+        command = [sys.executable, "-m", *arguments]
+        env = {**os.environ, **env}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=root, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_library_reads_the_sample_too(tmp_path: Path) -> None:
-    """The other way round: what stands on the page is what is written now. In a process of its own, see above."""
+    """The other way round. In a process of its own, see above."""
     code = (
         "import shutil, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
