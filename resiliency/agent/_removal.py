@@ -9,7 +9,9 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 
+from resiliency.agent._fence import Fence
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.file_pool import FilePool
 from resiliency.storage.catalog import step_prefix
@@ -31,10 +33,11 @@ class Remover:
         config: of this attempt.
         tier: the local tier.
         pool: gets the files that may be used again.
+        fence: of this attempt.
     """
 
-    def __init__(self, config: AgentConfig, tier: LocalTier, pool: FilePool) -> None:
-        self._config, self._tier, self._pool = config, tier, pool
+    def __init__(self, config: AgentConfig, tier: LocalTier, pool: FilePool, fence: Fence) -> None:
+        self._config, self._tier, self._pool, self._fence = config, tier, pool, fence
         self._run = os.path.join(config.local.address, META_DIR, config.run)
 
     def owns(self, rank: int) -> bool:
@@ -47,6 +50,7 @@ class Remover:
         """Deletes this agent's part of a step, and the names that still point to it.
 
         Raises:
+            AgentError: a later attempt has started.
             OSError, TierError: a file cannot be removed; another call continues from there.
         """
         folder = os.path.join(self._tier.root, step_prefix(self._config.run, step).rstrip("/"))
@@ -58,13 +62,15 @@ class Remover:
             files=owned,
             names=names,
             remove_shard=lambda name: self._remove(owned[name], os.path.join(folder, name)),
+            before_each=self._fence.check,
         )
 
     def _remove(self, rank: int, path: str) -> None:
-        if rank == 0 or rank in self._config.local_ranks:
-            self._pool.use_again(path)
-        else:
-            os.unlink(path)
+        with suppress(FileNotFoundError):  # another agent of this host was first
+            if rank == 0 or rank in self._config.local_ranks:
+                self._pool.use_again(path)
+            else:
+                os.unlink(path)
 
     def drop_run(self, names: Iterable[str]) -> None:
         """Deletes the run's folder, those of ``names`` that point into it, and parent folders left empty."""

@@ -15,13 +15,14 @@ import select
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from pathlib import Path
 from typing import get_args
 
+from resiliency.agent._command import AGENT_WORD, agent_command
+from resiliency.agent._peer import Peer
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import (
@@ -37,11 +38,10 @@ from resiliency.agent.messages import (
     Request,
     Seal,
 )
-from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, config_to_json, pack
+from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.agent.server import EXIT_TAKEN
 from resiliency.errors import AgentError, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
-from resiliency.settings import child_environment
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -57,6 +57,10 @@ _MAX_LOSSES = 3
 _LOSS_WINDOW_S = 120.0
 #: How long the embedded agent of an earlier attempt may take to release its address.
 _CLAIM_S = 20.0
+#: An agent stopped (SIGSTOP) for this long while a rank waits for it is killed.
+_STOPPED_S = 3.0
+#: How often an agent that is waited for is looked at: the kernel does not notify when a process is stopped.
+_LOOK_S = 0.5
 
 
 class _GreetingClosed(ConnectionError):
@@ -157,16 +161,9 @@ class AgentClient:
         """Connects and sends Hello. Raises OSError when no agent can be reached or started, AgentError when refused."""
         connection = self._dial() or self._start_and_dial()
         try:
-            connection.settimeout(_START_S + self.config.drain_s)
+            connection.settimeout(_LOOK_S)
             connection.sendall(pack(Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config)))
-            framer = Framer()
-            answer: Message | None = None
-            while answer is None:
-                data = connection.recv(1 << 16)
-                if not data:
-                    raise _GreetingClosed("the agent closed the connection before it answered Hello")
-                # The agent sends nothing else before the first request.
-                answer = next(framer.feed(data), None)
+            answer = self._greeting(connection)
             if isinstance(answer, Refused):
                 raise AgentError(f"rank {self.rank}: the checkpoint agent refused: {answer.reason}")
             connection.settimeout(None)
@@ -182,6 +179,48 @@ class AgentClient:
             self._socket = connection
             for message in self._to_send_again():
                 connection.sendall(pack(message))
+
+    def _greeting(self, connection: socket.socket) -> Message:
+        """The agent's answer to Hello. An agent that is stopped is killed: all that it does can be done by the next.
+
+        Raises:
+            OSError: there is none: the agent closed the connection, was killed, or took longer than it may.
+        """
+        framer, deadline = Framer(), time.monotonic() + _START_S + self.config.drain_s
+        with Peer(connection) as agent:
+            watch = _StopWatch(agent)
+            while time.monotonic() < deadline:
+                try:
+                    data = connection.recv(1 << 16)
+                except TimeoutError:
+                    if watch.too_long():
+                        self._kill_stopped(agent)
+                    continue
+                if not data:
+                    raise _GreetingClosed("the agent closed the connection before it answered Hello")
+                # The agent sends nothing else before the first request.
+                for answer in framer.feed(data):
+                    return answer
+        raise TimeoutError("the agent did not answer Hello")
+
+    def _kill_stopped(self, agent: Peer) -> None:
+        """Kills an agent that is stopped. Blocks: until it is gone.
+
+        Raises:
+            OSError: always: there is no agent now (ConnectionError), or it is still there (TimeoutError).
+        """
+        self._events.emit(EventKind.AGENT_LOST, losses=len(self._losses), reason="stopped", agent_pid=agent.pid)
+        where = self.config.local.address
+        if agent.pid != os.getpid() and agent.runs(AGENT_WORD) and agent.kill() and agent.wait_gone(_STOPPED_S):
+            logger.warning(
+                "rank %d: the checkpoint agent of %s (pid %d) was stopped by a signal, and was killed;"
+                " another one is started, which finishes its work",
+                self.rank,
+                where,
+                agent.pid,
+            )
+            raise ConnectionError("it was stopped, and was killed")
+        raise TimeoutError(f"the agent (pid {agent.pid}) is stopped by a signal, and cannot be killed")
 
     def _dial(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -205,21 +244,18 @@ class AgentClient:
 
     def _spawn(self) -> None:
         """Starts an agent and waits until it listens. Returns also when another agent already serves the directory."""
-        import resiliency
-
         log = Path(self.config.local.address, META_DIR, self.config.run, "logs", f"agent-{self.config.node}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         ready, ready_child = os.pipe()
         try:
             with open(log, "ab") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "resiliency.agent", config_to_json(self.config), str(ready_child)],
+                    agent_command(self.config, ready_child),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
                     pass_fds=(ready_child,),
-                    env=child_environment(str(Path(resiliency.__file__).parent.parent)),
                 )
             os.close(ready_child)
             ready_child = -1
@@ -298,12 +334,19 @@ class AgentClient:
         """
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         pause, deadline = threading.Event(), time.monotonic() + _CLAIM_S
+        address, left_behind = f"{config.address}-{self.rank}", 0
         while True:
             try:
-                claim.bind(f"{config.address}-{self.rank}")
+                claim.bind(address)
+                claim.listen(1)  # tells others whose it is
                 self._claim = claim
                 return
             except OSError as error:
+                if error.errno == errno.EADDRINUSE and _held_by_a_dead_process(address):
+                    # A child that it forked has its socket and may live as long as it likes.
+                    left_behind += 1
+                    address = f"{config.address}-{self.rank}.{left_behind}"
+                    continue
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                     claim.close()
                     raise AgentError(
@@ -460,7 +503,14 @@ class AgentClient:
             except OSError:
                 self._lock.wait(min(left, 0.2))
                 return None
-            self._lock.wait_for(lambda: ticket in self._flushed or self._socket is not connection, left + 1.0)
+            deadline = time.monotonic() + left + 1.0
+            with Peer(connection) as agent:
+                watch = _StopWatch(agent)
+                while ticket not in self._flushed and self._socket is connection and time.monotonic() < deadline:
+                    self._lock.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+                    if watch.too_long():
+                        self._break_link()  # the link thread ends the stopped agent and gets another
+                        break
             return self._flushed.pop(ticket, None)
 
     def close(self, *, timeout_s: float = 10.0) -> None:
@@ -489,3 +539,34 @@ class AgentClient:
                     "the checkpoint agent (pid %d) is still uploading; it exits when it has finished", process.pid
                 )
             self._process = None
+
+
+class _StopWatch:
+    """Tells when an agent that is waited for has been stopped for too long."""
+
+    def __init__(self, agent: Peer) -> None:
+        self._agent = agent
+        self._since: float | None = None
+
+    def too_long(self) -> bool:
+        """True when the agent was stopped at every call of the last seconds."""
+        if not self._agent.stopped:
+            self._since = None
+            return False
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        return now - self._since >= _STOPPED_S
+
+
+def _held_by_a_dead_process(address: str) -> bool:
+    """True when the process that listens at a claimed address has died, and a child of it has the socket."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        connection.settimeout(1.0)
+        connection.connect(address)
+        with Peer(connection) as owner:
+            return owner.gone or owner.wait_gone(0.0)
+    except OSError:
+        return False
+    finally:
+        connection.close()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from resiliency import faultpoints
+from resiliency.agent._fence import Fence
 from resiliency.agent.config import AgentConfig
-from resiliency.agent.messages import Seal
+from resiliency.agent.messages import Seal, SealedFile
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.storage.blocks import Blocks
 from resiliency.storage.catalog import step_prefix
@@ -23,7 +26,11 @@ from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import fsync_dir, fsync_file
 
-__all__ = ["fsync_step", "read_records_of_others", "records_of", "write_commit", "write_record"]
+__all__ = ["fsync_step", "read_records_here", "read_records_of_others", "records_of", "write_commit", "write_record"]
+
+logger = logging.getLogger(__name__)
+
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 def records_of(config: AgentConfig, rank: int, seal: Seal) -> list[ShardRecord]:
@@ -32,16 +39,16 @@ def records_of(config: AgentConfig, rank: int, seal: Seal) -> list[ShardRecord]:
     Raises:
         AgentError: a file is not one of this rank's, or its digests do not cover it.
     """
-    if not seal.files or seal.files[-1].shard != rank or any(file.shard not in (0, rank) for file in seal.files):
-        raise AgentError(f"rank {rank} sealed shards {[file.shard for file in seal.files]}")
+    shards = tuple(file.shard for file in seal.files)
+    if shards != (rank,) and not (seal.replicated and shards == (0, rank)):
+        raise AgentError(f"rank {rank} sealed shards {list(shards)}")
+    if seal.share is not None:
+        if not seal.replicated or 0 in shards or seal.share.first < 0:
+            raise AgentError(f"rank {rank} sealed a share of shard 0 that cannot be its own")
+        _check_digests(rank, seal.share.digests)
     records = []
     for file in seal.files:
-        try:
-            count = Blocks(file.nbytes, file.block_bytes, file.sections).count
-        except ValueError as error:
-            raise AgentError(f"rank {rank} sealed a file that cannot be: {error}") from error
-        if len(file.digests) != count:
-            raise AgentError(f"rank {rank} sent {len(file.digests)} digests for {file.nbytes} bytes in {count} blocks")
+        _check_file(rank, file, shared=seal.replicated and file.shard == 0)
         records.append(
             ShardRecord(
                 id=seal.id,
@@ -67,13 +74,32 @@ def records_of(config: AgentConfig, rank: int, seal: Seal) -> list[ShardRecord]:
     return records
 
 
-def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target: str) -> None:
+def _check_file(rank: int, file: SealedFile, *, shared: bool) -> None:
+    try:
+        count = Blocks(file.nbytes, file.block_bytes, file.sections).count
+    except ValueError as error:
+        raise AgentError(f"rank {rank} sealed a file that cannot be: {error}") from error
+    if len(file.digests) != count:
+        raise AgentError(f"rank {rank} sent {len(file.digests)} digests for {file.nbytes} bytes in {count} blocks")
+    # Blocks of a file that ranks write together have no digest where another rank wrote them.
+    _check_digests(rank, [digest for digest in file.digests if digest or not shared])
+
+
+def _check_digests(rank: int, digests: Iterable[str]) -> None:
+    for digest in digests:
+        if not _DIGEST.fullmatch(digest):
+            raise AgentError(f"rank {rank} sent {digest[:40]!r}, which is no digest of a block")
+
+
+def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target: str, fence: Fence) -> None:
     """Writes the record of a sealed file, which is ``target``, its place in the step.
 
     Raises:
         OSError, TierError: the file is not there or was changed, or the record cannot be written.
+        AgentError: a later attempt has started.
     """
     faultpoints.hit("agent.record.write", rank=record.rank)
+    fence.check()
     if os.path.realpath(path) != os.path.realpath(target) or not _is_file(target, inode, record.nbytes):
         raise FileNotFoundError(errno.ENOENT, "the sealed shard file is gone or was changed", path)
     key = step_prefix(record.run, record.id) + record_file(record.rank)
@@ -95,17 +121,38 @@ def read_records_of_others(
     return True
 
 
-def write_commit(tier: Tier, step: Manifest | UnfinishedStep) -> None:
+def read_records_here(tier: Tier, run: str, step: StepId, records: dict[int, ShardRecord]) -> None:
+    """Adds the records that other agents of this host wrote into its own folder. Unreadable ones are left out.
+
+    Raises:
+        TierError: the folder cannot be listed.
+    """
+    prefix = step_prefix(run, step)
+    for info in list(tier.list(prefix)):
+        file = info.key.removeprefix(prefix)
+        if file.startswith("shard-") and file.endswith(".json"):
+            try:
+                record = ShardRecord.from_dict(json.loads(tier.read(info.key)), where=info.key)
+            except (FileNotFoundError, TierError, CorruptShard, ValueError) as error:
+                logger.info("%s is not counted: %s", info.key, error)
+                continue
+            records.setdefault(record.rank, record)
+
+
+def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence) -> None:
     """Writes the manifest, then the names. For one host's part of a step only the names: no folder has the whole step.
 
     Raises:
         TierError: the tier refused.
+        AgentError: a later attempt has started.
     """
     faultpoints.hit("agent.manifest.write")
+    fence.check()
     if isinstance(step, Manifest):
         tier.put_bytes(step_prefix(step.run, step.id) + MANIFEST, step.to_json().encode())
     faultpoints.hit("agent.name.write")
     for name in step.names:
+        fence.check()
         give_name(tier, step, name)
 
 

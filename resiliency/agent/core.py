@@ -16,10 +16,18 @@ import time
 from functools import partial
 
 from resiliency import faultpoints
+from resiliency.agent._fence import Fence
 from resiliency.agent._removal import Remover
 from resiliency.agent._reporter import Notify, Reporter
 from resiliency.agent._worker import Worker
-from resiliency.agent.commit import fsync_step, read_records_of_others, records_of, write_commit, write_record
+from resiliency.agent.commit import (
+    fsync_step,
+    read_records_here,
+    read_records_of_others,
+    records_of,
+    write_commit,
+    write_record,
+)
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.file_pool import FilePool
 from resiliency.agent.local_pruner import LocalPruner
@@ -28,7 +36,7 @@ from resiliency.agent.messages import Bye, Complete, Delete, Prepare, Recorded, 
 from resiliency.agent.uploader import Uploader, UploadOutcome
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventWriter
-from resiliency.storage.attempts import attempt_file, read_attempt, write_attempt
+from resiliency.storage.attempts import attempt_file, write_attempt
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.fetch import remove_dead_fetches
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, UnfinishedStep, gather_records
@@ -67,15 +75,18 @@ class HostAgent:
         self._report = Reporter(config.local_ranks, notify, events)
         # A commit must be quick and survive a kill, not a power loss: fsync is the next stage.
         self._tier = LocalTier(config.local.address, durable=False, name=config.local.name)
+        self._fence = Fence(config)
         self._steps = LocalSteps()
         self._commits = Worker("resiliency-agent-commit")
         self._syncs = Worker("resiliency-agent-sync")
-        self._uploaders = [Uploader(config, spec, self._path, self._uploaded, self._report) for spec in config.remotes]
+        self._uploaders = [
+            Uploader(config, spec, self._path, self._uploaded, self._report, self._fence) for spec in config.remotes
+        ]
         self._finished: set[int] = set()
         self._closed = False
         self._files = FilePool(config, notify)
-        self._remover = Remover(config, self._tier, self._files)
-        self._pruner = LocalPruner(config, self._tier, self._steps, self._remover, self._report)
+        self._remover = Remover(config, self._tier, self._files, self._fence)
+        self._pruner = LocalPruner(config, self._tier, self._steps, self._remover, self._report, self._fence)
 
     # -- start --------------------------------------------------------------------------------------------------
 
@@ -110,11 +121,12 @@ class HostAgent:
     def _delete_partial_files(self) -> None:
         """Deletes partial files of killed writers and killed restores; no listing shows them, but they take space."""
         try:
+            self._fence.check()
             remove_dead_fetches(self.config.local.address, self.config.run, self.config.node)
             self._tier.sweep()
             if self._only_agent:
                 self._files.delete_leftovers()
-        except (TierError, OSError) as error:
+        except (TierError, OSError, AgentError) as error:
             logger.info("partial files in %s could not be deleted: %s", self.config.local.address, error)
 
     def announce(self, rank: int) -> None:
@@ -169,6 +181,8 @@ class HostAgent:
         if not self.config.durable:
             try:
                 self._free_ramdisk()
+            except AgentError as error:
+                logger.info("checkpoints on the ramdisk %s stay: %s", self.config.local.address, error)
             except (OSError, TierError):
                 # Boundary: the end of the agent; the next start uses or deletes what stays.
                 logger.warning(
@@ -183,6 +197,7 @@ class HostAgent:
             return
         committed = [step.committed for step in self._steps.select() if step.committed is not None]
         newest = max((step.id for step in committed), default=None)
+        self._fence.check()
         if newest is None or any(uploader.holds(newest) for uploader in self._uploaders):
             self._remover.drop_run([name for step in committed for name in step.names])
 
@@ -236,9 +251,9 @@ class HostAgent:
     def _commit(self, rank: int, seal: Seal, records: list[ShardRecord]) -> None:
         """Writes the records of what a rank has sealed; with the last record of a step it commits the step."""
         try:
-            self._check_not_superseded()
             for record, file in zip(records, seal.files, strict=True):
-                write_record(self._tier, record, file.path, file.inode, self._path(record.id, record.file))
+                target = self._path(record.id, record.file)
+                write_record(self._tier, record, file.path, file.inode, target, self._fence)
         except (OSError, TierError, ValueError, AgentError) as error:  # ValueError: a path no file can have
             self._failed(seal.id, rank, f"cannot commit to {self.config.local.address}: {error}")
             return
@@ -248,16 +263,6 @@ class HostAgent:
                 self._files.want(record.nbytes)
         self._report.notify(rank, Recorded(id=seal.id))
         self._complete(seal.id)
-
-    def _check_not_superseded(self) -> None:
-        """Nothing that an agent of an earlier attempt does may change what a later attempt sees.
-
-        Raises:
-            AgentError: a later attempt has started.
-        """
-        newest = read_attempt(self.config.local.address, self.config.run)
-        if newest > self.config.attempt:
-            raise AgentError(f"attempt {newest} of this job has started; attempt {self.config.attempt} is over")
 
     def _failed(self, step: StepId, rank: int, reason: str) -> None:
         tier = self.config.local.name
@@ -281,16 +286,22 @@ class HostAgent:
         config = self.config
         if config.shared and not read_records_of_others(self._tier, config.run, step_id, records, config.world_size):
             return  # the agent that writes the last record commits
+        part = not config.shared and len(config.local_ranks) < config.world_size
+        if part and not all_recorded:
+            return  # whether the other hosts have recorded theirs cannot be seen here, only the ranks know
+        if part and not self._only_agent:
+            read_records_here(self._tier, config.run, step_id, records)
         found = gather_records(records.values())
         if found is None:
             if len({record.plan for record in records.values()}) > 1 and len(records) == self.config.world_size:
                 self._refuse_plans(step_id)
             return
-        if isinstance(found, UnfinishedStep) and (self.config.shared or not all_recorded):
+        if part:  # also with a shard of every rank: other hosts have copies of shard 0 of their own
+            found = UnfinishedStep(id=found.id, run=found.run, world_size=found.world_size, shards=found.shards)
+        elif isinstance(found, UnfinishedStep):
             return
         try:
-            self._check_not_superseded()
-            write_commit(self._tier, found)
+            write_commit(self._tier, found, self._fence)
         except (OSError, TierError, AgentError) as error:
             tier = self.config.local.name
             self._report.log_failed(step_id, Stage.COMMITTED, tier, str(error), will_retry=True)
@@ -405,13 +416,13 @@ class HostAgent:
 
     def _prune(self) -> None:
         try:
-            self._check_not_superseded()
+            self._fence.check()
+            if self.config.shared:
+                self._find_commits_of_others()
+            self._pruner.prune()
         except AgentError as error:
             self._report.warn_once("superseded", "nothing is deleted any more: %s", error)
             return
-        if self.config.shared:
-            self._find_commits_of_others()
-        self._pruner.prune()
         self._files.refill()
 
     def _find_commits_of_others(self) -> None:

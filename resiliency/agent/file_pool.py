@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 from collections.abc import Iterable
 
 from resiliency.agent._reporter import Notify
@@ -56,9 +57,13 @@ class FilePool:
 
     def delete_leftovers(self) -> None:
         """Deletes prepared files of earlier attempts of this host. Blocks: for the deletion."""
+        config = self._config
+        # The whole name: that of another host may begin with this one's.
+        mine = re.compile(rf"{re.escape(config.node)}-a(\d+)-([0-9a-f]{{6}})-\d+-\d+\.(free|used)")
         for name in _listing(self._folder):
-            if name.startswith(f"{self._config.node}-a") and not name.startswith(self._prefix):
-                os.unlink(os.path.join(self._folder, name))
+            found = mine.fullmatch(name)
+            if found and int(found[1]) <= config.attempt and found[2] != config.token:
+                _unlink(os.path.join(self._folder, name))
 
     def want(self, nbytes: int, count: int = _SPARE) -> None:
         """Sets what :meth:`refill` prepares."""

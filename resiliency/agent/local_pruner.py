@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
+from resiliency.agent._fence import Fence
 from resiliency.agent._removal import Remover
 from resiliency.agent._reporter import Reporter
 from resiliency.agent.config import AgentConfig
@@ -27,9 +28,13 @@ class LocalPruner:
         steps: the steps on the local tier.
         remover: deletes a step.
         report: reports deletions and failures.
+        fence: of this attempt.
     """
 
-    def __init__(self, config: AgentConfig, tier: Tier, steps: LocalSteps, remover: Remover, report: Reporter) -> None:
+    def __init__(
+        self, config: AgentConfig, tier: Tier, steps: LocalSteps, remover: Remover, report: Reporter, fence: Fence
+    ) -> None:
+        self._fence = fence
         self._config, self._tier, self._steps, self._remover, self._report = config, tier, steps, remover, report
         self._requests: dict[str, DeleteRequest] = {}
         self._lock = threading.Lock()
@@ -44,7 +49,11 @@ class LocalPruner:
         return bool(self._requests)
 
     def prune(self) -> None:
-        """Deletes what may be deleted now. A failure is warned of once, and the next call tries again."""
+        """Deletes what may be deleted now. A failure is warned of once, and the next call tries again.
+
+        Raises:
+            AgentError: a later attempt has started.
+        """
         tier = self._config.local
         with self._steps.lock:
             durable = [step.committed for step in self._steps.select() if step.committed is not None and step.durable]
@@ -91,6 +100,7 @@ class LocalPruner:
         for name in {name for step in durable for name in step.names} - live.keys():
             pointer = read_name(self._tier, name)
             if pointer is not None and pointer.run == self._config.run and pointer.id < newest:
+                self._fence.check()
                 delete_names(self._tier, self._config.run, [name])
         with self._lock:
             for name, upto in due.items():

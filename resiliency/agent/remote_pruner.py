@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
+from resiliency.agent._fence import Fence
 from resiliency.agent._reporter import Reporter
 from resiliency.agent.config import AgentConfig, TierSpec
-from resiliency.errors import TierError
+from resiliency.errors import AgentError, TierError
 from resiliency.storage.catalog import StepListing, scan
 from resiliency.storage.deletion import delete_step
 from resiliency.storage.retention import DeleteRequest, steps_to_delete
@@ -25,9 +26,11 @@ class RemotePruner:
         config: of this attempt. Only the agent that serves rank 0 prunes, so that agents do not race each other.
         spec: of the tier.
         reporter: writes the events.
+        fence: of this attempt.
     """
 
-    def __init__(self, config: AgentConfig, spec: TierSpec, reporter: Reporter) -> None:
+    def __init__(self, config: AgentConfig, spec: TierSpec, reporter: Reporter, fence: Fence) -> None:
+        self._fence = fence
         self._config = config
         self._spec = spec
         self._reporter = reporter
@@ -48,9 +51,16 @@ class RemotePruner:
             return
         try:
             for listing in self._deletable(scan(tier, self._config.run)):
-                delete_step(tier, self._config.run, listing.id, files=listing.sizes, names=_names(listing))
+                delete_step(
+                    tier,
+                    self._config.run,
+                    listing.id,
+                    files=listing.sizes,
+                    names=_names(listing),
+                    before_each=self._fence.check,
+                )
                 self._reporter.log_deleted(listing.id, self._spec.name)
-        except (OSError, TierError) as error:
+        except (OSError, TierError, AgentError) as error:
             logger.warning(
                 "old steps on %s could not be deleted: %s; tried again after the next upload",
                 self._spec.address,

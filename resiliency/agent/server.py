@@ -1,9 +1,10 @@
 """The agent process: a unix socket, one thread per trainer rank; exits after the last rank disconnects.
 
-Started by the first rank (``python -m resiliency.agent``) in its own session, at lower CPU priority. After the last
-rank has disconnected it finishes the sealed saves, for up to ``drain_s``, and exits; if no rank connects it exits after
-30 seconds. The socket is in Linux' abstract namespace, so a killed agent leaves no file. Binding its address is the
-lock that keeps a second agent from serving the same directory.
+Started by the first rank (:mod:`resiliency.agent._command`) in its own session, at lower CPU priority. A rank has
+disconnected when its process has died, whoever still holds its socket. After the last one the agent finishes the sealed
+saves, for up to ``drain_s``, and exits; if no rank connects it exits after 30 seconds. The socket is in Linux' abstract
+namespace, so a killed agent leaves no file. Binding its address is the lock that keeps a second agent from serving the
+same directory.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import errno
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from typing import get_args
 
 from resiliency import faultpoints
+from resiliency.agent._peer import Peer
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Flush, Flushed, Hello, Message, Notice, Refused, Request, Welcome
@@ -107,18 +108,19 @@ class AgentServer:
         same_user = False
         framer = Framer()
         try:
-            _check_peer(connection)
-            same_user = True
-            while data := connection.recv(1 << 16):
-                for message in framer.feed(data):
-                    if isinstance(message, Hello):
-                        if rank is not None:
-                            raise AgentError(f"rank {rank} sent a second Hello")
-                        rank = self._handle_hello(connection, message)
-                        if rank is None:
-                            return
-                    else:
-                        self._handle_request(rank, message)
+            with Peer(connection) as peer:
+                _check_user(peer.user)
+                same_user = True
+                while data := peer.receive(1 << 16):
+                    for message in framer.feed(data):
+                        if isinstance(message, Hello):
+                            if rank is not None:
+                                raise AgentError(f"rank {rank} sent a second Hello")
+                            rank = self._handle_hello(connection, message)
+                            if rank is None:
+                                return
+                        else:
+                            self._handle_request(rank, message)
         except (AgentError, ConfigError, OSError) as error:
             # Boundary: a bad message or a broken connection ends this connection only.
             logger.warning("connection of rank %s ended: %s", rank, error)
@@ -229,14 +231,16 @@ def _shut(listener: socket.socket) -> None:
     listener.close()
 
 
-def _check_peer(connection: socket.socket) -> None:
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    if uid != os.getuid():
-        raise AgentError(f"a process of user {uid} tried to connect to the agent of user {os.getuid()}; it was refused")
+def _check_user(user: int) -> None:
+    if user != os.getuid():
+        raise AgentError(
+            f"a process of user {user} tried to connect to the agent of user {os.getuid()}; it was refused"
+        )
 
 
 def main(arguments: list[str]) -> int:
-    """``python -m resiliency.agent CONFIG_JSON READY_FD``: writes one byte to READY_FD when ranks can connect."""
+    """The agent process. Arguments: its settings as JSON, and the file descriptor that gets one byte when ranks can
+    connect."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s pid=%(process)d: %(message)s")
     faultpoints.hit("agent.start")
     ready = int(arguments[1])

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from resiliency import faultpoints
+from resiliency.agent._fence import Fence
 from resiliency.errors import CorruptShard
 from resiliency.storage.blocks import new_digest
 from resiliency.storage.catalog import step_prefix
@@ -22,7 +23,14 @@ __all__ = ["has_step", "send_step"]
 
 
 def send_step(
-    tier: Tier, run: str, step: StepId, records: Sequence[ShardRecord], *, world_size: int, path: Callable[[str], str]
+    tier: Tier,
+    run: str,
+    step: StepId,
+    records: Sequence[ShardRecord],
+    *,
+    world_size: int,
+    path: Callable[[str], str],
+    fence: Fence,
 ) -> bool:
     """Sends shards and records, then the manifest and the names if no other host's record is missing.
 
@@ -32,6 +40,7 @@ def send_step(
         records: of this host's shards; may be empty.
         world_size: shards of the step, used when ``records`` is empty.
         path: local path of a shard file, by file name.
+        fence: of this attempt.
 
     Returns:
         True when the step is committed on the tier, False while other hosts are still sending.
@@ -40,14 +49,17 @@ def send_step(
         TierError: the tier failed.
         OSError: a local file cannot be read.
         CorruptShard: a local file changed after it was digested, or the records do not belong together.
+        AgentError: a later attempt has started.
     """
     prefix = step_prefix(run, step)
     for record in records:
         faultpoints.hit("agent.upload.shard", rank=record.rank)
+        fence.check()
         check = _BlockChecker(record)
         tier.put_file(prefix + record.file, path(record.file), check=check)
         check.finish()
         faultpoints.hit("agent.upload.record", rank=record.rank)
+        fence.check()
         tier.put_bytes(prefix + record_file(record.rank), json.dumps(record.to_dict()).encode())
     # The job may have another number of ranks now than when this step was saved.
     gathered = _gather_records(tier, prefix, records, records[0].world_size if records else world_size)
@@ -57,8 +69,10 @@ def send_step(
     if not isinstance(manifest, Manifest):
         raise CorruptShard(f"the records of step {step.step} on {tier.root} do not belong together", path=prefix)
     faultpoints.hit("agent.upload.manifest")
+    fence.check()
     tier.put_bytes(prefix + MANIFEST, manifest.to_json().encode())
     for name in manifest.names:
+        fence.check()
         give_name(tier, manifest, name)
     faultpoints.hit("agent.upload.done")
     return True

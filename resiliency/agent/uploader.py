@@ -1,7 +1,8 @@
 """Decides what to send to one remote tier and when: a queue, retries with growing pauses, giving up.
 
 :mod:`resiliency.agent.step_sender` sends a step, :mod:`resiliency.agent.remote_pruner` deletes old ones. A tier that is
-down is tried again for as long as the agent runs; training never waits for it.
+down is tried again for as long as the agent runs; training never waits for it. Meanwhile only the newest due step waits
+for it, and older ones give way: each waiting step is kept on the local tier, which may be memory.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
 
+from resiliency.agent._fence import Fence
 from resiliency.agent._reporter import Reporter
 from resiliency.agent._worker import Worker
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.remote_pruner import RemotePruner
 from resiliency.agent.step_sender import has_step, send_step
-from resiliency.errors import ConfigError, CorruptShard, TierError
+from resiliency.errors import AgentError, ConfigError, CorruptShard, TierError
 from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.retention import DeleteRequest
 from resiliency.storage.stage import Stage
@@ -49,6 +53,15 @@ class UploadOutcome(str, Enum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True)
+class _Upload:
+    """A step to send."""
+
+    step: StepId
+    records: Sequence[ShardRecord]
+    only_if_missing: bool
+
+
 #: Called with ``(tier, step, outcome, reason)`` on the uploader's thread; must not block. The reason is a log text.
 Report = Callable[[TierSpec, StepId, UploadOutcome, str], None]
 
@@ -64,6 +77,7 @@ class Uploader:
         path: local path of a step's shard file.
         report: called with each outcome.
         reporter: writes the events.
+        fence: of this attempt.
     """
 
     def __init__(
@@ -73,17 +87,21 @@ class Uploader:
         path: Callable[[StepId, str], str],
         report: Report,
         reporter: Reporter,
+        fence: Fence,
     ) -> None:
         self.spec = spec
+        self._fence = fence
         self._config = config
         self._path = path
         self._report = report
         self._reporter = reporter
         self._worker = Worker(f"resiliency-agent-upload-{spec.name}")
         self._closing = threading.Event()
+        self._lock = threading.Condition()
+        self._waiting: deque[_Upload] = deque()
         self._tier: Tier | None = None
         self._down_since: float | None = None
-        self._pruner = RemotePruner(config, spec, reporter)
+        self._pruner = RemotePruner(config, spec, reporter, fence)
 
     @property
     def idle(self) -> bool:
@@ -97,6 +115,8 @@ class Uploader:
     def close(self) -> None:
         """Stops retrying and ends the thread. Blocks: up to 5 s for a running call to the tier."""
         self._closing.set()
+        with self._lock:
+            self._lock.notify_all()  # ends the pause before the next try
         self._worker.close()
         close = getattr(self._tier, "close", None)
         if close is not None:
@@ -105,10 +125,15 @@ class Uploader:
     def submit(self, step: StepId, records: Sequence[ShardRecord], *, only_if_missing: bool = False) -> None:
         """Queues this host's shards of a committed step. The step must stay on the local tier until its last outcome.
 
+        While the tier is down, older steps give way to this one: their outcome is FAILED.
+
         Args:
             only_if_missing: send nothing when the step is already committed on the tier.
         """
-        self._worker.submit(lambda: self._upload(step, records, only_if_missing))
+        with self._lock:
+            self._waiting.append(_Upload(step, records, only_if_missing))
+            self._lock.notify_all()
+        self._worker.submit(self._upload_next)
 
     def delete(self, requests: Mapping[str, DeleteRequest]) -> None:
         """Adds names to delete on this tier, see :meth:`RemotePruner.request`."""
@@ -126,37 +151,63 @@ class Uploader:
 
     # -- on the uploader's thread -------------------------------------------------------------------------------
 
-    def _upload(self, step: StepId, records: Sequence[ShardRecord], only_if_missing: bool) -> None:
-        """Sends one step, with retries after growing pauses, until it is sent, given up, or the agent exits."""
+    def _upload_next(self) -> None:
+        """Sends the oldest waiting step, with retries after growing pauses, until it is sent, gives way to a newer one,
+        is given up, or the agent exits."""
         pause = _FIRST_PAUSE_S
-        while not self._closing.is_set():
-            began = time.monotonic()
+        upload = self._take()
+        while upload is not None and not self._closing.is_set():
             try:
-                tier = self._open()
-                if only_if_missing and has_step(tier, self._config.run, step):
-                    self._report(self.spec, step, UploadOutcome.PARTIAL, "")
-                    return
-                committed = send_step(
-                    tier,
-                    self._config.run,
-                    step,
-                    records,
-                    world_size=self._config.world_size,
-                    path=partial(self._path, step),
-                )
-            except (TierError, OSError, CorruptShard, ConfigError) as error:
-                if not _is_temporary(error):
-                    self._give_up(step, str(error))
-                    return
-                self._report_down(step, error, pause)
-                self._closing.wait(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-            else:
-                self._report_up()
-                self._report_sent(step, records, committed, time.monotonic() - began)
-                self._pruner.prune(tier)
+                self._send(upload)
                 return
-        self._report(self.spec, step, UploadOutcome.FAILED, "the agent is exiting; the next start resumes the upload")
+            except (TierError, OSError, CorruptShard, ConfigError, AgentError) as error:
+                if not _is_temporary(error):
+                    self._give_up(upload.step, str(error))
+                    return
+                self._report_down(upload.step, error, pause)
+            upload = self._newest_after_pause(upload, pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if upload is not None:
+            reason = "the agent is exiting; the next start resumes the upload"
+            self._report(self.spec, upload.step, UploadOutcome.FAILED, reason)
+
+    def _take(self) -> _Upload | None:
+        with self._lock:
+            return self._waiting.popleft() if self._waiting else None
+
+    def _send(self, upload: _Upload) -> None:
+        began = time.monotonic()
+        tier = self._open()
+        if upload.only_if_missing and has_step(tier, self._config.run, upload.step):
+            self._report(self.spec, upload.step, UploadOutcome.PARTIAL, "")
+            return
+        committed = send_step(
+            tier,
+            self._config.run,
+            upload.step,
+            upload.records,
+            world_size=self._config.world_size,
+            path=partial(self._path, upload.step),
+            fence=self._fence,
+        )
+        self._report_up()
+        self._report_sent(upload.step, upload.records, committed, time.monotonic() - began)
+        self._pruner.prune(tier)
+
+    def _newest_after_pause(self, upload: _Upload, pause: float) -> _Upload:
+        """Waits, and returns what to try next: the newest step. The others, one after the other as they become older,
+        are given up at once, so that the local tier need not keep them."""
+        deadline = time.monotonic() + pause
+        while True:
+            with self._lock:
+                if not self._waiting and not self._closing.is_set():
+                    self._lock.wait(max(0.0, deadline - time.monotonic()))
+                newer, self._waiting = self._waiting, deque()
+            for following in newer:
+                self._give_way(upload.step, following.step)
+                upload = following
+            if self._closing.is_set() or time.monotonic() >= deadline:
+                return upload
 
     def _open(self) -> Tier:
         if self._tier is None:
@@ -180,6 +231,19 @@ class Uploader:
         logger.error("step %d is not stored on %s: %s; the local copy stays", step.step, self.spec.address, reason)
         self._report(self.spec, step, UploadOutcome.FAILED, reason)
 
+    def _give_way(self, step: StepId, newer: StepId) -> None:
+        reason = f"{self.spec.address} is down, and step {newer.step} is newer: only the newest step waits for it"
+        self._reporter.log_failed(step, Stage.DURABLE, self.spec.name, reason, will_retry=False)
+        self._reporter.warn_once(
+            f"gave way on {self.spec.name}",
+            "step %d is not stored on %s, which is down: while it is, only the newest step (now %d) waits for it, so"
+            " that waiting steps do not fill the local tier",
+            step.step,
+            self.spec.address,
+            newer.step,
+        )
+        self._report(self.spec, step, UploadOutcome.FAILED, reason)
+
     def _report_down(self, step: StepId, error: Exception, pause: float) -> None:
         """Reports a failure that will be retried; once, until the tier works again."""
         if self._down_since is not None:
@@ -200,6 +264,7 @@ class Uploader:
             down_s = time.monotonic() - self._down_since
             logger.warning("tier %s answers again after %.0f s", self.spec.address, down_s)
             self._down_since = None
+            self._reporter.recovered(f"gave way on {self.spec.name}")
 
 
 def _is_temporary(error: Exception) -> bool:

@@ -543,7 +543,10 @@ class Checkpointer:
         client, saves = parts.session.client, parts.saves
         deadline = time.monotonic() + timeout.total_seconds()
         self.fence()
-        done = client.flush(stage, tier=tier, timeout_s=timeout.total_seconds())
+        # The tail of the file and the message to the agent follow the last copy.
+        if not parts.copier.wait_idle(timeout.total_seconds()):
+            return False
+        done = client.flush(stage, tier=tier, timeout_s=max(0.0, deadline - time.monotonic()))
         saves.process_messages()
         if stage in (Stage.COPIED, Stage.RECORDED):
             return done

@@ -91,10 +91,11 @@ def locate(path: str, *, run: str | None = None) -> Located | None:
         ConfigError: it holds several runs; pass ``run``.
         TierError: the tier cannot be read.
     """
+    path = path if "://" in path else os.path.abspath(path)
     try:
-        target = survey.find(str(path))
+        target = survey.find(path)
     except (ConfigError, NoCheckpointFound):
-        return _copy_elsewhere(str(path), run)
+        return _copy_elsewhere(path, run)
     if target.run is None and not find_runs(target.tier):
         return None
     if run is not None and target.run not in (None, run):
@@ -118,8 +119,11 @@ def locate(path: str, *, run: str | None = None) -> Located | None:
 
 def _copy_elsewhere(path: str, run: str | None) -> Located | None:
     folder, name = posixpath.split(path.rstrip("/"))
-    tier = open_tier(folder or ".")
-    identity = read_name(tier, name) if name else None
+    try:
+        tier = open_tier(folder or "/")
+    except ConfigError:
+        return None  # an address of a kind that this library does not write to
+    identity = read_name(tier, name) if name and name not in (".", "..") else None
     if identity is None:
         return None  # a stock checkpoint, or no file: the caller decides what to do
     if run not in (None, identity.run):

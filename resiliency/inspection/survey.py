@@ -14,7 +14,7 @@ from typing import Literal
 
 from resiliency.errors import ConfigError, NoCheckpointFound
 from resiliency.storage.catalog import StepListing, find_runs, run_prefix, scan, step_prefix
-from resiliency.storage.format_version import is_folder_of_format_1, refuse_format
+from resiliency.storage.format_version import earlier_format, refuse_format
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, gather_records
 from resiliency.storage.names import read_name
 from resiliency.storage.retention import live_names
@@ -190,8 +190,11 @@ def _inside(path: str, tier: Tier, rest: str) -> Target:
     if len(parts) < 3:
         return Target(path, tier, run)
     step = StepId.parse(parts[2]) if parts[1] == STEPS_DIR else None
-    if parts[1] == STEPS_DIR and is_folder_of_format_1(parts[2]):
-        raise refuse_format(1, path)
+    if parts[1] == STEPS_DIR:
+        folder = f"{META_DIR}/{run}/{STEPS_DIR}/{parts[2]}/"
+        version = earlier_format(parts[2], [info.key.removeprefix(folder) for info in tier.list(folder)])
+        if version is not None:
+            raise refuse_format(version, path)
     if step is None:
         example = f"{META_DIR}/{run}/{STEPS_DIR}/0000000100-a0001-1a2b3c-00"
         raise ConfigError(f"{path} is not a step folder; step folders are named like {example}")

@@ -1,31 +1,48 @@
 """A ``CheckpointIO`` that saves with the engine: ``Trainer(plugins=[TieredCheckpointIO()])``.
 
-Stock Lightning calls a plugin's save on rank 0 only (DDP, single device) and has no hook before the optimizer step, so
-saves are copied and digested before they return; the agent commits and fsyncs them in the background. With
-:class:`resiliency.callbacks.model_checkpoint.ModelCheckpoint` every rank writes its share and the copy is lazy.
+Stock Lightning calls a plugin's save on rank 0 only (DDP, single device), has no hook before the optimizer step, and
+expects that the file can be read when the save returns. So a save copies, digests and commits before it returns; only
+the fsync is left for the background. With :class:`resiliency.callbacks.model_checkpoint.ModelCheckpoint` every rank
+writes its share, the copy is lazy and nothing waits for the commit.
+
+What the engine cannot do is done as stock Lightning does it: addresses (``gs://``, ``memory://``) and what the engine
+refuses are written with ``torch.save``.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
+import itertools
 import logging
 import os
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from resiliency.checkpoint.checkpointer import Checkpointer, Ticket
+import torch
+
+from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
-from resiliency.errors import ConfigError
+from resiliency.errors import ResiliencyError, UnsupportedFormat
 from resiliency.inspection.by_path import load_path, locate
+from resiliency.plugins._io_engines import EngineUse, FolderEngine
 from resiliency.plugins.namespaces import AdapterClass
-from resiliency.storage.manifest import META_DIR, NameFile
+from resiliency.storage.names import read_name
+from resiliency.storage.shard_file import Identity
 from resiliency.storage.stage import Stage
+from resiliency.storage.tiers._address import local_path
+from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["TieredCheckpointIO", "build"]  # noqa: F822 - TieredCheckpointIO is built on first use
 
 logger = logging.getLogger(__name__)
+
+#: A disk that is full or failing: training goes on without the checkpoint.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_numbers = itertools.count()
 
 
 class TieredIO:
@@ -33,10 +50,11 @@ class TieredIO:
 
     Args:
         run: name of the run, see :class:`Checkpointer`.
-        options: of the engine.
-        flush_timeout: how long :meth:`teardown` waits for the disk.
+        options: of the engine; None: the agent's work is done in this process, because the save waits for it.
+        flush_timeout: how long a save waits for its commit, and :meth:`teardown` for the disk.
 
-    Threads: training thread. Blocks: ``save_checkpoint`` for the copy; ``load_checkpoint`` for reading and checking.
+    Threads: any, one call at a time. Blocks: ``save_checkpoint`` for the copy and the commit; ``load_checkpoint`` for
+    reading and checking.
     """
 
     #: The Lightning package the class is built for; added by ``AdapterClass``.
@@ -51,150 +69,197 @@ class TieredIO:
     ) -> None:
         super().__init__()
         self._run = run
-        self._options = options
+        self._options = options or CheckpointerOptions(agent="embedded")
         self._flush_timeout = flush_timeout
-        self._engines: dict[str, Checkpointer] = {}
-        self._latest: dict[str, Ticket | None] = {}  # directory -> its latest save, None when it was skipped
-        self._postponed_deletes: dict[str, list[str]] = {}  # directory -> names to delete once a save succeeds again
-        self._at_end: weakref.finalize[..., Any] | None = None
+        #: True after a teardown: no other will follow a save that comes now, so it closes its engine itself.
+        self._torn_down = False
+        self._failed: dict[str, str] = {}  # folder -> the save that failed there; none since
+        self._postponed: dict[str, list[str]] = {}  # folder -> paths to remove once a save succeeds again
+        self._start()
 
-    def _engine(self, directory: str) -> Checkpointer:
-        engine = self._engines.get(directory)
-        if engine is None:
-            # Lightning calls the plugin on one rank with the whole state: for the engine, a job of one rank.
-            engine = Checkpointer(directory, run=self._run, rank=0, world_size=1, options=self._options)
-            self._engines[directory] = engine
-            if self._at_end is None:
-                # No teardown follows a trainer.save_checkpoint() after fit. Not made in the constructor, because
-                # strategies that spawn processes pickle the plugin.
-                self._at_end = weakref.finalize(self, _close, self._engines, self._flush_timeout)
-        return engine
+    def _start(self) -> None:
+        """What is not pickled: strategies that spawn processes pickle the plugin, and people pickle trainers."""
+        self._lock = threading.RLock()  # Lightning's AsyncCheckpointIO saves on a thread of its own
+        self._engines = EngineUse(next(_numbers))
+        # No teardown follows a save outside of a fit, such as those of Fabric.
+        self._at_end = weakref.finalize(self, self._engines.release, self._flush_timeout)
 
-    def _place(self, path: str | os.PathLike[str]) -> tuple[str, str]:
-        """Folder and name of a path."""
-        text = os.fspath(path)
-        if "://" in text:
-            raise ConfigError(
-                f"TieredCheckpointIO writes to folders, not to {text}; use"
-                " resiliency.callbacks.model_checkpoint.ModelCheckpoint for addresses"
-            )
-        return os.path.split(os.path.abspath(text))
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key not in ("_lock", "_engines", "_at_end")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._start()
+
+    # -- save -----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Copies the checkpoint into the arena and returns; the agent commits it. Collective: no (rank 0).
+        """Saves a checkpoint; when it returns, the file can be read by ``torch.load``. Collective: no (rank 0).
+
+        Blocks: for the copy and the commit, not for the disk. When the engine cannot save it, ``torch.save`` does. On a
+        full or failing disk it warns and returns, and the checkpoints that this one would have replaced are kept.
 
         Raises:
-            TypeError: ``storage_options`` were passed; the engine has none per save.
-            ConfigError: an object that cannot be stored.
+            TypeError: ``storage_options`` were passed; as the stock class.
+            Exception: what ``torch.save`` raises, for an object that cannot be pickled or a folder that cannot be used.
         """
         if storage_options is not None:
             raise TypeError(
-                "TieredCheckpointIO takes no storage_options per save;"
-                " pass CheckpointerOptions to TieredCheckpointIO(options=...)"
+                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for"
+                f" `{type(self).__name__}`, which has none per save; pass CheckpointerOptions to"
+                " TieredCheckpointIO(options=...)"
             )
-        directory, name = self._place(path)
-        engine = self._engine(directory)
+        place = _place(path)
+        if place is None:
+            _stock(self).save_checkpoint(checkpoint, path)
+            return
+        directory, name = place
+        with self._lock:
+            try:
+                self._save(directory, name, checkpoint)
+            except ResiliencyError as error:
+                logger.warning("%s is written by torch.save, because the engine cannot: %s", path, error)
+                try:
+                    _stock(self).save_checkpoint(checkpoint, path)
+                except OSError as failure:
+                    if failure.errno not in _DISK_ERRORS:
+                        raise
+                    logger.warning(
+                        "%s was not saved, the checkpoints it would have replaced are kept: %s", path, failure
+                    )
+                    self._failed[directory] = str(path)
+                    return
+            finally:
+                if self._torn_down:
+                    self._engines.release(self._flush_timeout)
+            self._failed.pop(directory, None)
+            for other in self._postponed.pop(directory, []):
+                if _place(other) != place:
+                    self.remove_checkpoint(other)
+
+    def _save(self, directory: str, name: str, checkpoint: Mapping[str, Any]) -> None:
+        """Saves with the engine and waits until the file is there.
+
+        Raises:
+            ResiliencyError: it is not.
+        """
+        engine = self._take(directory).engine
         step = _step_of(checkpoint, engine)
         ticket = engine.save(step, checkpoint, names=[name])
         if ticket is None and engine.flush(Stage.COMMITTED, timeout=self._flush_timeout):
-            # The calling callback assumes that this save succeeded and may delete others: skipping must be rare.
             ticket = engine.save(step, checkpoint, names=[name])
-        self._latest[directory] = ticket
         if ticket is None:
-            logger.warning("%s was not saved; the checkpoints it would have replaced are kept", path)
-            return
-        postponed = [other for other in self._postponed_deletes.pop(directory, []) if other != name]
-        if postponed:
-            engine.delete(*postponed)
+            raise ResiliencyError("the save was skipped, because the one before it is not recorded or no file was made")
+        ticket.wait(Stage.COMMITTED, timeout=self._flush_timeout)
+        found = _identity(directory, name)
+        if found is None or found.id != ticket.id:
+            raise ResiliencyError(f"the step was saved, but its name was not given to it; see {directory}")
+
+    def _take(self, directory: str) -> FolderEngine:
+        return self._engines.take(directory, self._run, self._options)
+
+    # -- load -----------------------------------------------------------------------------------------------------
 
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
-        map_location: Callable[..., Any] | None = None,
+        map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads one of our checkpoints, or a stock file through torch. On CPU. Collective: no.
+        """Loads one of our checkpoints and checks its bytes, or a stock file through torch. Collective: no.
 
-        Objects of user-defined classes are loaded only with ``weights_only=False``.
+        Args:
+            map_location: as for ``torch.load``; None: the CPU.
+            weights_only: objects of user-defined classes are loaded only with False, or when they were named to
+                ``torch.serialization.add_safe_globals``.
         """
-        self._commit_all()
-        located = locate(os.fspath(path), run=self._run)
+        text = os.fspath(path)
+        # A file says of which run it is; a folder may have several.
+        located = locate(text, run=self._run if os.path.isdir(text) else None)
         if located is None:
             return _stock_load(self, path, map_location, weights_only)
-        state, _ = load_path(located, allow_pickle=weights_only is False)
-        loaded: dict[str, Any] = state
-        return loaded
+        loaded: dict[str, Any]
+        loaded, _ = load_path(located, allow_pickle=weights_only is False)
+        if map_location is None or torch.device("cpu") == _device(map_location):
+            return loaded
+        # The bytes are good; torch knows best what any other location means.
+        return _stock_load(self, path, map_location, weights_only)
+
+    # -- remove ---------------------------------------------------------------------------------------------------
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a checkpoint once everything saved before this call is committed. Blocks: no, except for a stock
-        file.
+        """Deletes a checkpoint: its file at once, what else is stored of its step in the background.
 
-        After a skipped save, deletion waits for the next save that is not skipped.
+        After a save that failed, deletions wait for the next one that does not.
         """
-        directory, name = self._place(path)
+        place = _place(path)
+        if place is None:
+            _stock(self).remove_checkpoint(path)
+            return
+        directory, name = place
         full = os.path.join(directory, name)
-        if (
-            directory not in self._engines
-            and not os.path.isdir(os.path.join(directory, META_DIR))
-            and not os.path.lexists(full)
-        ):
-            return
-        if os.path.lexists(full) and not os.path.islink(full) and not _is_ours(full):
-            self._remove_stock(directory, full)
-        elif directory in self._latest and self._latest[directory] is None:
-            self._postponed_deletes.setdefault(directory, []).append(name)
-        else:
-            self._engine(directory).delete(name)
-
-    def _remove_stock(self, directory: str, path: str) -> None:
-        """Deletes a stock checkpoint of an earlier run, after the checkpoint that replaces it is committed."""
-        self._commit_all()
-        latest = self._latest.get(directory)
-        if directory in self._latest and (latest is None or not latest.has_reached(Stage.COMMITTED)):
-            logger.warning("%s is kept, because the checkpoint saved after it is not committed", path)
-            return
-        _stock(self).remove_checkpoint(path)
-
-    def _commit_all(self) -> None:
-        """Waits until all saves are committed, so that their paths can be read. Blocks: up to ``flush_timeout``."""
-        for directory, engine in self._engines.items():
-            if not engine.flush(Stage.COMMITTED, timeout=self._flush_timeout):
-                logger.warning("not every checkpoint of %s was committed within %s", directory, self._flush_timeout)
+        with self._lock:
+            if directory in self._failed:
+                logger.warning("%s is kept, because %s was not saved", path, self._failed[directory])
+                self._postponed.setdefault(directory, []).append(full)
+                return
+            found = None if os.path.islink(full) else _identity(directory, name)
+            if found is None:
+                if os.path.islink(full):  # as save_last="link" makes them; what it points to stays
+                    os.unlink(full)
+                else:
+                    _stock(self).remove_checkpoint(path)
+                return
+            try:
+                if found.run == self._take(directory).engine.run:
+                    self._take(directory).engine.delete(name)
+            except ResiliencyError as error:
+                logger.warning("%s is deleted, its step in %s is not: %s", path, directory, error)
+            finally:
+                if self._torn_down:
+                    self._engines.release(self._flush_timeout)
+            _stock(self).remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Waits until all saves are durable and closes the engines. A later save opens one again.
+        """Waits until all saves are durable and closes the engines that no other plugin uses.
 
-        Blocks: up to ``flush_timeout``.
+        Blocks: up to ``flush_timeout`` for each folder.
         """
-        _close(self._engines, self._flush_timeout)
-        if self._at_end is not None:
-            self._at_end.detach()
-            self._at_end = None
+        with self._lock:
+            self._engines.release(self._flush_timeout)
+            self._torn_down = True
 
 
-def _close(engines: dict[str, Checkpointer], flush_timeout: timedelta) -> None:
-    while engines:
-        _, engine = engines.popitem()
-        engine.close(timeout=flush_timeout)
+def _place(path: str | os.PathLike[str]) -> tuple[str, str] | None:
+    """Folder and name of a path; None for an address."""
+    local = local_path(os.fspath(path))
+    return None if local is None else os.path.split(os.path.abspath(local))
+
+
+def _identity(directory: str, name: str) -> Identity | None:
+    """What the file of a name says that it is; None when it is not ours, or nothing is there."""
+    try:
+        return read_name(LocalTier(directory), name)
+    except UnsupportedFormat:
+        return None
+
+
+def _device(location: Any) -> torch.device | None:
+    """The one device that a ``map_location`` of ``torch.load`` means; None when it is a function or a table."""
+    if isinstance(location, str | torch.device):
+        return torch.device(location)
+    return None
 
 
 def _step_of(checkpoint: Mapping[str, Any], engine: Checkpointer) -> int:
     """The checkpoint's ``global_step``; without one, the newest step plus one, so that saves stay in order."""
-    step = checkpoint.get("global_step")
-    if step is not None:
-        return int(step)
+    step = checkpoint.get("global_step") if isinstance(checkpoint, Mapping) else None
+    if isinstance(step, int) and step >= 0:
+        return step
     engine.flush(Stage.COMMITTED)
     return max((known.step for known, _ in engine.steps()), default=-1) + 1
-
-
-def _is_ours(path: str) -> bool:
-    """True for a name file, False for anything else, such as a stock checkpoint."""
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        return NameFile.from_json(file.read(65536)) is not None
 
 
 def _stock(io: TieredIO) -> Any:
@@ -203,11 +268,12 @@ def _stock(io: TieredIO) -> Any:
 
 def _stock_load(io: TieredIO, path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
     stock = _stock(io)
+    location: dict[str, Any] = {} if map_location is None else {"map_location": map_location}  # it has a default
     try:
-        loaded: dict[str, Any] = stock.load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+        loaded: dict[str, Any] = stock.load_checkpoint(path, **location, weights_only=weights_only)
     except TypeError:
         # Lightning before 2.6 has no such argument.
-        loaded = stock.load_checkpoint(path, map_location=map_location)
+        loaded = stock.load_checkpoint(path, **location)
     return loaded
 
 

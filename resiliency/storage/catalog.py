@@ -10,9 +10,9 @@ import json
 import logging
 from dataclasses import dataclass, field
 
-from resiliency.errors import CorruptShard, TierError
+from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.storage.blocks import block_digest
-from resiliency.storage.format_version import is_folder_of_format_1, refuse_format
+from resiliency.storage.format_version import earlier_format, refuse_format
 from resiliency.storage.manifest import (
     MANIFEST,
     META_DIR,
@@ -97,9 +97,10 @@ def step_folders(tier: Tier, run: str) -> dict[StepId, dict[str, int]]:
         folder, _, name = info.key.removeprefix(prefix).partition("/")
         if name:
             folders.setdefault(folder, {})[name] = info.nbytes
-    old = next(filter(is_folder_of_format_1, folders), None)
-    if old is not None:
-        raise refuse_format(1, f"{tier.root}/{prefix}{old}")
+    for folder, files in folders.items():
+        version = earlier_format(folder, files)
+        if version is not None:
+            raise refuse_format(version, f"{tier.root}/{prefix}{folder}")
     parsed = {folder: StepId.parse(folder) for folder in folders}
     return {step: folders[folder] for folder, step in parsed.items() if step is not None}
 
@@ -140,6 +141,8 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
             if record.id != listing.id or record.run != run:
                 raise CorruptShard(f"{where}: record of {record.run} {record.id} is in the wrong folder", path=where)
             listing.records[record.rank] = record
+        except UnsupportedFormat:
+            raise  # its check sum is right, so it is no damage: training must not begin anew beside it
         except (CorruptShard, TierError, FileNotFoundError, ValueError, RecursionError) as error:
             listing.problems.append(str(error))
     found = gather_records(listing.records.values())

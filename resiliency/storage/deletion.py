@@ -27,6 +27,7 @@ def delete_step(
     names: Iterable[str],
     remove_shard: Callable[[str], None] | None = None,
     leftovers: bool = False,
+    before_each: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Deletes a step, or one host's part of it, in an order that is safe when a kill interrupts it:
 
@@ -47,6 +48,8 @@ def delete_step(
         leftovers: also remove all other files in the folder, such as temp files of killed writers, which no listing
             shows. Only when no other process writes there. Without effect on object stores.
 
+        before_each: called right before each change; when it raises, nothing further is deleted.
+
     Returns:
         The names that were deleted.
 
@@ -57,13 +60,17 @@ def delete_step(
     prefix = step_prefix(run, step)
     rest = sorted(set(files) - {MANIFEST})
     faultpoints.hit("agent.prune.manifest")
+    before_each()
     tier.delete(prefix + MANIFEST)
+    before_each()
     gone = delete_names(tier, run, names, step=step)
     for file in (file for file in rest if _is_record(file)):
         faultpoints.hit("agent.prune.record")
+        before_each()
         tier.delete(prefix + file)
     for file in (file for file in rest if not _is_record(file)):
         faultpoints.hit("agent.prune.shard")
+        before_each()
         if remove_shard is not None:
             remove_shard(file)
         else:

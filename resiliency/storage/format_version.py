@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from resiliency.errors import UnsupportedFormat
 
-__all__ = ["FORMAT_VERSION", "is_folder_of_format_1", "refuse_format"]
+__all__ = ["FORMAT_VERSION", "earlier_format", "refuse_format"]
 
 #: Version of everything written below ``.resiliency``. A reader refuses any other and says so.
 FORMAT_VERSION = 3
-#: What format 1 called its step folders; they are recognised only to be refused.
+#: What format 1 called its step folders, and format 2 its shards; they are recognised only to be refused.
 _STEP_DIR_OF_FORMAT_1 = re.compile(r"^\d{10,}-a\d{4,}-[0-9a-f]{8}$")
+_SHARD_OF_FORMAT_2 = re.compile(r"^shard-\d{5,}\.safetensors$")
 
 
 def refuse_format(version: object, where: str) -> UnsupportedFormat:
@@ -28,6 +30,8 @@ def refuse_format(version: object, where: str) -> UnsupportedFormat:
     )
 
 
-def is_folder_of_format_1(dirname: str) -> bool:
-    """True for a step folder that format 1 named."""
-    return _STEP_DIR_OF_FORMAT_1.match(dirname) is not None
+def earlier_format(dirname: str, files: Iterable[str]) -> int | None:
+    """The earlier version of the format that wrote a step folder with these files; None when none did."""
+    if _STEP_DIR_OF_FORMAT_1.match(dirname):
+        return 1
+    return 2 if any(map(_SHARD_OF_FORMAT_2.match, files)) else None

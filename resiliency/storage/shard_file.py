@@ -107,6 +107,9 @@ def read_identity(head: bytes, *, where: str) -> Identity | None:
         UnsupportedFormat: a file of ours in another version of the format.
     """
     if not head.startswith(local_header(_IDENTITY_ENTRY)):
+        version = _version_of_name_file(head)
+        if version is not None:
+            raise refuse_format(version, where)
         return None
     try:
         data = json.loads(head[_IDENTITY_START:IDENTITY_BYTES])
@@ -124,6 +127,17 @@ def read_identity(head: bytes, *, where: str) -> Identity | None:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     raise refuse_format(version, where)
+
+
+def _version_of_name_file(data: bytes) -> object:
+    """The version in a small JSON file, as formats 1 and 2 had in the place of a name; None for anything else."""
+    if not data.startswith(b"{") or len(data) > IDENTITY_BYTES:
+        return None
+    try:
+        fields = json.loads(data)
+        return fields["version"] if fields["format"] == "resiliency-checkpoint" else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def storage_name(key: str) -> str:

@@ -23,7 +23,7 @@ RUN = "run"
 TOKEN = "0a0b0c"
 
 
-def config_for(local: Path, **values: Any) -> AgentConfig:
+def config_for(local: Path, /, **values: Any) -> AgentConfig:
     """Settings of an agent of one rank in its first attempt; ``values`` replace fields."""
     fields: dict[str, Any] = {
         "run": RUN,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from resiliency.agent._fence import Fence
 from resiliency.agent._reporter import Reporter
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.remote_pruner import RemotePruner
@@ -40,7 +41,7 @@ def pruner(tier: FaultyTier, *, rank: int = 0, keep: int | None = 1, keep_named:
         remotes=(spec,),
     )
     events = EventWriter(run=RUN, attempt=9, rank=-1, host="h", sinks=())
-    return RemotePruner(config, spec, Reporter((rank,), lambda *_: None, events))
+    return RemotePruner(config, spec, Reporter((rank,), lambda *_: None, events), Fence(config))
 
 
 def steps(tier: FaultyTier) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from resiliency.agent import uploader as uploader_module
+from resiliency.agent._fence import Fence
 from resiliency.agent._reporter import Reporter
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.uploader import Uploader
@@ -53,6 +54,7 @@ class Host:
             lambda step, file: str(self.local / step_prefix("r", step) / file),
             lambda s, i, outcome, why: self.reports.append((outcome, why)),
             Reporter((rank,), lambda *_: None, events),
+            Fence(config),
         )
 
     def record(self, step: StepId = STEP, plan: str = "p") -> ShardRecord:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import gc
 import importlib
 import inspect
@@ -10,9 +12,10 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,13 @@ from torch import nn
 
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
-from resiliency.errors import ConfigError
+from resiliency.errors import CorruptShard
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.plugins import checkpoint_io
 from resiliency.plugins.checkpoint_io import build
-from resiliency.storage.codec import Opaque
+from resiliency.storage.catalog import scan
+from resiliency.storage.tiers.local import LocalTier
+from resiliency.testing.checkpoints import flip_bits
 
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 EMBEDDED = CheckpointerOptions(agent="embedded")
@@ -147,7 +152,7 @@ def test_a_fit_saves_through_the_engine_and_resumes(namespace: str, tmp_path: Pa
     whole = fit(namespace, tmp_path / "whole", steps=6)
     fit(namespace, tmp_path, steps=3)
     assert files(tmp_path / "ck") == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
-    assert (tmp_path / "ck" / "step=3.ckpt").stat().st_size < 1000  # a name file
+    assert torch.load(tmp_path / "ck" / "step=3.ckpt")["global_step"] == 3
     assert read(tmp_path / "ck" / "step=2.ckpt")["global_step"] == 2
     resumed = fit(namespace, tmp_path, steps=6, ckpt=str(tmp_path / "ck" / "step=3.ckpt"), model=make_model(namespace))
     assert resumed.global_step == 6
@@ -206,9 +211,8 @@ def test_hyper_parameters_of_own_classes_are_unpickled_only_when_allowed(namespa
     plugin = build(namespace)(options=EMBEDDED)
     assert plugin.load_checkpoint(path, weights_only=False)["hyper_parameters"] == own
     for safe in (True, None):
-        hparams = plugin.load_checkpoint(path, weights_only=safe)["hyper_parameters"]
-        assert isinstance(hparams["settings"], Opaque)  # nothing is unpickled
-        assert hparams["data"] == Path("/data")
+        with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
+            plugin.load_checkpoint(path, weights_only=safe)  # nothing is unpickled
     trainer = make_trainer(namespace, tmp_path, plugin, steps=3)
     trusting = (
         {"weights_only": False} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
@@ -219,7 +223,7 @@ def test_hyper_parameters_of_own_classes_are_unpickled_only_when_allowed(namespa
 
 def test_a_fit_with_an_agent_process_leaves_nothing(namespace: str, tmp_path: Path) -> None:
     """The fixture for leftovers judges threads, processes and /dev/shm."""
-    trainer = make_trainer(namespace, tmp_path, build(namespace)(), steps=2)
+    trainer = make_trainer(namespace, tmp_path, build(namespace)(options=CheckpointerOptions()), steps=2)
     trainer.fit(make_model(namespace), Batches())
     assert list((tmp_path / "ck").glob(".resiliency/default/logs/agent-*.log"))  # there was one
     assert read(tmp_path / "ck" / "step=2.ckpt")["global_step"] == 2
@@ -269,102 +273,205 @@ def test_changing_tensors_right_after_a_save_changes_nothing(io: Any, tmp_path: 
         assert loaded["list"] == [1, {"a": step}]
 
 
-def hold(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stops commits until the returned event is set."""
-    import threading
+def fail(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """No engine saves, and no torch.save either."""
 
-    from resiliency.agent.core import HostAgent
+    def refused(*_: Any, **__: Any) -> None:
+        raise error
 
-    released, stock = threading.Event(), HostAgent._commit
-
-    def commit(self: Any, *args: Any) -> None:
-        assert released.wait(30)
-        stock(self, *args)
-
-    monkeypatch.setattr(HostAgent, "_commit", commit)
-    return released
+    monkeypatch.setattr(Checkpointer, "save", lambda *_, **__: None)
+    monkeypatch.setattr("lightning.fabric.plugins.io.torch_io._atomic_save", refused)
 
 
-def test_a_removal_waits_for_the_newer_commit(io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_can_be_read_by_a_stock_reader_when_the_save_returns(io: Any, tmp_path: Path) -> None:
+    for step in range(1, 20):
+        io.save_checkpoint(checkpoint(step, float(step)), tmp_path / "sub" / f"{step}.ckpt")
+        loaded = torch.load(tmp_path / "sub" / f"{step}.ckpt", mmap=bool(step % 2))
+        assert loaded["global_step"] == step and loaded["state_dict"]["w"].unique().tolist() == [step]
+    again = subprocess.run(
+        [sys.executable, "-c", "import torch, sys; print(torch.load(sys.argv[1])['global_step'])", "sub/19.ckpt"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert again.stdout == "19\n", again.stderr
+
+
+def test_a_removal_deletes_file_and_step(io: Any, tmp_path: Path) -> None:
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
-    io._commit_all()
-    released = hold(monkeypatch)
     io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
     io.remove_checkpoint(tmp_path / "1.ckpt")
-    assert read(tmp_path / "1.ckpt")["global_step"] == 1  # still whole
-    assert files(tmp_path) == ["1.ckpt"]
-    released.set()
+    assert files(tmp_path) == ["2.ckpt"]
     io.teardown()
     assert files(tmp_path) == ["2.ckpt"]
     assert [path.name[:10] for path in tmp_path.glob(".resiliency/default/steps/*")] == ["0000000002"]
 
 
-def test_a_stock_file_is_removed_after_the_newer_commit(
-    io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_of_the_newest_save_stays_when_its_file_is_removed(io: Any, tmp_path: Path) -> None:
+    """A user who throws everything away still has what a restart needs."""
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    io.remove_checkpoint(tmp_path / "1.ckpt")
+    assert files(tmp_path) == []
+    io.teardown()
+    assert read(tmp_path)["global_step"] == 1
+
+
+def test_a_stock_file_is_removed_as_stock_does(io: Any, tmp_path: Path) -> None:
     torch.save(checkpoint(1), tmp_path / "1.ckpt")
     assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1
-    io._flush_timeout = timedelta(milliseconds=50)
-    released = hold(monkeypatch)
-    io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
     io.remove_checkpoint(tmp_path / "1.ckpt")
-    assert files(tmp_path) == ["1.ckpt"]
-    released.set()
-    io._flush_timeout = timedelta(seconds=30)
-    io.remove_checkpoint(tmp_path / "1.ckpt")
-    assert files(tmp_path) == ["2.ckpt"]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_skipped_save_costs_no_other_checkpoint(
+def test_what_the_engine_cannot_save_is_written_by_torch(
+    io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(Checkpointer, "save", lambda *_, **__: None)
+        io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+        io.save_checkpoint(checkpoint(3), tmp_path / "1.ckpt")  # in the place of one of ours
+    assert caplog.text.count("is written by torch.save") == 2
+    assert torch.load(tmp_path / "2.ckpt")["global_step"] == 2 and locate(str(tmp_path / "2.ckpt")) is None
+    assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 3
+    assert [listing.id.step for listing in scan(LocalTier(tmp_path), "default")] == [1], "the step itself is as it was"
+
+
+def test_an_object_that_cannot_be_stored_raises_as_stock(io: Any, tmp_path: Path) -> None:
+    state = checkpoint(1) | {"function": lambda: None}
+    stock = importlib.import_module("lightning.pytorch.plugins.io").TorchCheckpointIO()
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - of whatever class
+        stock.save_checkpoint(state, tmp_path / "stock.ckpt")
+    with pytest.raises(type(expected.value)):
+        io.save_checkpoint(state, tmp_path / "ours.ckpt")
+    assert files(tmp_path) == []
+
+
+def test_a_full_disk_costs_no_other_checkpoint(
     io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
     torch.save(checkpoint(0), tmp_path / "0.ckpt")
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(Checkpointer, "save", lambda *_, **__: None)
+        fail(patch, OSError(errno.ENOSPC, "No space left on device"))
         io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
         io.remove_checkpoint(tmp_path / "1.ckpt")
         io.remove_checkpoint(tmp_path / "0.ckpt")
-    assert "2.ckpt was not saved" in caplog.text
-    io.save_checkpoint(checkpoint(3), tmp_path / "keeps-1-from-being-the-newest.ckpt")
-    io.save_checkpoint(checkpoint(4), tmp_path / "4.ckpt")
-    io.teardown()
-    assert files(tmp_path) == ["0.ckpt", "4.ckpt", "keeps-1-from-being-the-newest.ckpt"]
+    assert "2.ckpt was not saved" in caplog.text and "is kept, because" in caplog.text
+    assert files(tmp_path) == ["0.ckpt", "1.ckpt"]
+    io.save_checkpoint(checkpoint(3), tmp_path / "0.ckpt")  # the name is wanted again
+    assert files(tmp_path) == ["0.ckpt"] and io.load_checkpoint(tmp_path / "0.ckpt")["global_step"] == 3
 
 
-def test_a_save_that_comes_too_soon_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine would skip it; a callback could not be told."""
-    import threading
+def test_a_folder_that_cannot_be_used_raises_as_stock(io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):  # noqa: PT011 - NotADirectoryError or FileExistsError, as the platform has it
+        io.save_checkpoint(checkpoint(1), tmp_path / "file" / "1.ckpt")
+    fail(monkeypatch, PermissionError(errno.EACCES, "Permission denied"))
+    with pytest.raises(PermissionError):
+        io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
 
-    plugin = build("lightning.pytorch")(
-        options=CheckpointerOptions(agent="embedded", previous_save_timeout=timedelta(0))
-    )
-    released = hold(monkeypatch)
-    plugin.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
-    timer = threading.Timer(0.2, released.set)
-    timer.start()
-    plugin.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
-    timer.join()
+
+# ---- several users of one folder
+
+
+def test_several_trainers_use_one_folder_one_after_the_other(namespace: str, tmp_path: Path) -> None:
+    """Each with a plugin of its own; the first ones still hold the folder, because they saved after their fit."""
+    before = set(threading.enumerate())
+    began = time.monotonic()
+    trainers = []
+    for number in range(3):
+        trainer = make_trainer(namespace, tmp_path, build(namespace)(options=EMBEDDED), steps=2)
+        trainer.fit(make_model(namespace), Batches())
+        trainer.save_checkpoint(tmp_path / "ck" / f"after-{number}.ckpt")
+        assert torch.load(tmp_path / "ck" / f"after-{number}.ckpt")["global_step"] == 2
+        trainers.append(trainer)
+    assert time.monotonic() - began < 15  # a refused engine waits 20 s
+    assert set(threading.enumerate()) <= before, "no thread is left"
+    for trainer in trainers:
+        trainer.save_checkpoint(tmp_path / "ck" / "again.ckpt")
+    assert set(threading.enumerate()) <= before, "no thread is left"
+
+
+def test_plugins_that_save_in_turns_share_the_engine(tmp_path: Path) -> None:
+    one, other = (build("lightning.pytorch")(options=EMBEDDED) for _ in range(2))
+    for step in range(1, 7):
+        (one, other)[step % 2].save_checkpoint(checkpoint(step), tmp_path / f"{step}.ckpt")
+    one.teardown()
+    other.save_checkpoint(checkpoint(7), tmp_path / "7.ckpt")
+    one.save_checkpoint(checkpoint(8), tmp_path / "8.ckpt")
+    other.teardown()
+    assert [read(tmp_path / f"{step}.ckpt")["global_step"] for step in range(1, 9)] == list(range(1, 9))
+    assert (tmp_path / ".resiliency" / "default" / "attempt").read_text() == "1", "one engine for all"
+
+
+def test_a_plugin_used_by_another_thread_saves_too(tmp_path: Path) -> None:
+    """As Lightning's AsyncCheckpointIO does."""
+    plugin = build("lightning.pytorch")(options=EMBEDDED)
+    asynchronous = importlib.import_module("lightning.pytorch.plugins.io").AsyncCheckpointIO(plugin)
+    for step in range(1, 4):
+        asynchronous.save_checkpoint(checkpoint(step), tmp_path / f"{step}.ckpt")
+    asynchronous.teardown()
     plugin.teardown()
-    assert files(tmp_path) == ["1.ckpt", "2.ckpt"]
+    assert [torch.load(tmp_path / f"{step}.ckpt")["global_step"] for step in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_what_was_just_saved_can_be_loaded(io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
+def test_save_last_as_a_link_loads_and_is_replaced(namespace: str, tmp_path: Path) -> None:
+    best: dict[str, Any] = {"save_last": "link", "monitor": "score", "save_top_k": 1}
+    fit(namespace, tmp_path, steps=3, **best)
+    last = tmp_path / "ck" / "last.ckpt"
+    assert last.is_symlink() and torch.load(last)["global_step"] == 3 and read(last)["global_step"] == 3
+    resumed = fit(namespace, tmp_path, steps=5, ckpt="last", model=make_model(namespace), **best)
+    assert resumed.global_step == 5 and torch.load(last)["global_step"] == 5
+    plugin = build(namespace)(options=EMBEDDED)
+    plugin.remove_checkpoint(last)
+    assert not last.is_symlink() and files(tmp_path / "ck")  # the checkpoint itself stays
 
-    released = hold(monkeypatch)
+
+def test_load_from_checkpoint_needs_nothing_of_ours(namespace: str, tmp_path: Path) -> None:
+    trainer = fit(namespace, tmp_path, steps=2)
+    model = type(trainer.lightning_module).load_from_checkpoint(tmp_path / "ck" / "step=2.ckpt")
+    assert torch.equal(model.net.weight, trainer.lightning_module.net.weight)
+
+
+def test_addresses_are_written_as_stock_does(io: Any, namespace: str, tmp_path: Path) -> None:
+    address = f"memory://{tmp_path.name}-{namespace}/1.ckpt"
+    io.save_checkpoint(checkpoint(1, 5.0), address)
+    assert torch.equal(io.load_checkpoint(address)["state_dict"]["w"], torch.full((300, 300), 5.0))
+    io.remove_checkpoint(address)
+    with pytest.raises(FileNotFoundError):
+        io.load_checkpoint(address)
+    io.save_checkpoint(checkpoint(2), f"file://{tmp_path}/2.ckpt")
+    assert read(tmp_path / "2.ckpt")["global_step"] == 2
+
+
+def test_a_location_is_honoured_after_the_check(io: Any, tmp_path: Path) -> None:
     io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
-    timer = threading.Timer(0.2, released.set)
-    timer.start()
-    assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1
-    timer.join()
+    assert io.load_checkpoint(tmp_path / "1.ckpt", map_location="cpu")["global_step"] == 1
+    assert io.load_checkpoint(tmp_path / "1.ckpt", map_location="meta")["state_dict"]["w"].is_meta
+    seen: list[str] = []
+    io.load_checkpoint(tmp_path / "1.ckpt", map_location=lambda storage, location: seen.append(location) or storage)
+    assert seen == ["cpu"]
+    flip_bits(tmp_path / "1.ckpt", [(100_000, 100_001)])
+    for location in (None, "meta"):
+        with pytest.raises(CorruptShard, match=r"1\.ckpt"):
+            io.load_checkpoint(tmp_path / "1.ckpt", map_location=location)
+
+
+def test_a_plugin_that_saved_can_be_pickled_and_copied(io: Any, tmp_path: Path) -> None:
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    for other in (pickle.loads(pickle.dumps(io)), copy.deepcopy(io)):
+        other.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+        other.teardown()
+    assert read(tmp_path / "2.ckpt")["global_step"] == 2
 
 
 def test_many_saves_of_one_step_stay_apart(io: Any, tmp_path: Path) -> None:
     """As when a user calls ``trainer.save_checkpoint`` again and again between two steps."""
     for number in range(70):
         io.save_checkpoint(checkpoint(7, float(number)), tmp_path / f"{number}.ckpt")
-    io._flush_timeout = timedelta(seconds=20)
     for number in (0, 63, 64, 65, 69):
         assert io.load_checkpoint(tmp_path / f"{number}.ckpt")["state_dict"]["w"][0, 0] == number
 
@@ -390,20 +497,9 @@ def test_removing_what_is_not_there_does_nothing(io: Any, tmp_path: Path) -> Non
     assert files(tmp_path) == ["1.ckpt"]
 
 
-def test_storage_options_are_refused(io: Any, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"storage_options.*CheckpointerOptions"):
+def test_storage_options_are_refused_as_stock_does(io: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"`storage_options` arg.*is not supported.*CheckpointerOptions"):
         io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt", storage_options={"a": 1})
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("verb", ["save", "remove"])
-def test_addresses_are_refused(io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="not to gs://bucket/1.ckpt"):
-        if verb == "save":
-            io.save_checkpoint(checkpoint(1), "gs://bucket/1.ckpt")
-        else:
-            io.remove_checkpoint("gs://bucket/1.ckpt")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,200 +1,332 @@
 """docs/format.md is enough to read a checkpoint: nothing here imports this library.
 
-The sample is a run "pretrain" of two ranks with steps 10 and 20.
+The sample is a run "pretrain" of two ranks with replicated steps 10 and 20, and a run "sharded" with a sharded step 10.
 """
 
 from __future__ import annotations
 
-import base64
+import collections
+import io
 import json
 import math
+import os
+import pickle
 import re
 import struct
 import subprocess
 import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import xxhash
-from safetensors.torch import load_file
 
-SAMPLE = Path(__file__).parent / "samples" / "format-2"
-RUN = SAMPLE / ".resiliency" / "pretrain"
+SAMPLE = Path(os.environ.get("FORMAT_SAMPLE", Path(__file__).parent / "samples" / "format-3"))
 FOLDER = re.compile(r"(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})")
+STEPS = [("pretrain", 10), ("pretrain", 20), ("sharded", 10)]
+Id = tuple[int, int, str, int]
 
 
-# -- the page in code -------------------------------------------------------------------------------------------------
+# -- the page in code: steps ------------------------------------------------------------------------------------------
 
 
-def identity(fields: dict[str, Any]) -> tuple[int, int, str, int]:
+def identity(fields: Mapping[str, Any]) -> Id:
     return fields["step"], fields["attempt"], fields["token"], fields["serial"]
 
 
-def folders() -> dict[tuple[int, int, str, int], Path]:
+def folders(run: str) -> dict[Id, Path]:
     """Step folders by identity, oldest first."""
     found = {}
-    for path in (RUN / "steps").iterdir():
+    for path in (SAMPLE / ".resiliency" / run / "steps").iterdir():
         match = FOLDER.fullmatch(path.name)
         assert match is not None, path
         found[int(match[1]), int(match[2]), match[3], int(match[4])] = path
     return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0], item[0][3], item[0][2])))
 
 
-def check(record: dict[str, Any]) -> str:
+def folder_of(run: str, step: int) -> Path:
+    (found,) = [path for wanted, path in folders(run).items() if wanted[0] == step]
+    return found
+
+
+def read_record(folder: Path, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"shard-{rank:05d}.json").read_text())
+    return found
+
+
+def check(record: Mapping[str, Any]) -> str:
     fields = {name: value for name, value in record.items() if name != "check"}
     return xxhash.xxh3_64_hexdigest(
         json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
     )
 
 
-def header_of(data: bytes) -> tuple[dict[str, Any], int]:
-    (length,) = struct.unpack("<Q", data[:8])
-    return json.loads(data[8 : 8 + length]), 8 + length
+def blocks_of(record: Mapping[str, Any]) -> list[tuple[int, int]]:
+    edges = [0, *record["sections"], record["nbytes"]]
+    return [
+        (start, min(start + record["block_bytes"], end))
+        for first, end in zip(edges, edges[1:], strict=False)
+        for start in range(first, end, record["block_bytes"])
+    ]
 
 
-def boxes_of(data: bytes) -> list[tuple[dict[str, Any], bytes]]:
-    """What each entry of a shard is, and its bytes; the objects left out."""
-    header, base = header_of(data)
-    chunks = json.loads(header["__metadata__"]["resiliency"])["chunks"]
-    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "U8": "uint8"}
-    found = []
-    for name, entry in header.items():
-        if name in ("__metadata__", "!objects"):
-            continue
-        start, end = entry["data_offsets"]
-        whole = {"key": name, "offsets": [0] * len(entry["shape"]), "sizes": entry["shape"], "shape": entry["shape"]}
-        chunk = chunks.get(name) or {**whole, "dtype": names[entry["dtype"]], "per_rank": False}
-        found.append((chunk, data[base + start : base + end]))
+def merged_digests(records: list[dict[str, Any]], rank: int) -> list[str]:
+    """The digests of a shard, with those that other ranks of its node wrote."""
+    found = list(records[rank]["digests"])
+    for other in records:
+        if other["share"] is not None and other["node"] == records[rank]["node"] and "" in found:
+            for index, digest in enumerate(other["share"]["digests"], other["share"]["first"]):
+                found[index] = found[index] or digest
     return found
 
 
-def tensors_of(shards: list[bytes]) -> dict[str, torch.Tensor]:
-    """The tensors of the state, put together from boxes; every element must come exactly once."""
+# -- the page in code: a shard file -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Shard:
+    identity: dict[str, Any]
+    entries: dict[str, bytes]
+
+
+def read_shard(data: bytes) -> Shard:
+    """Entries by name, in file order, found by the rule for places."""
+    entries: dict[str, bytes] = {}
+    at = 0
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        listed = {info.header_offset: info for info in file.infolist()}
+        end_of_entries = file.start_dir
+    while at < end_of_entries:
+        info = listed.pop(at)
+        assert info.compress_type == zipfile.ZIP_STORED and info.CRC == 0 and info.flag_bits == 0
+        start = -(-(at + 30 + len(info.filename) + 4) // 64) * 64
+        name_length, extra_length = struct.unpack("<HH", data[at + 26 : at + 30])
+        assert start == at + 30 + name_length + extra_length, "the rule and the header disagree"
+        assert info.filename.startswith("archive/")
+        at = start + info.file_size
+        entries[info.filename.removeprefix("archive/")] = data[start:at]
+    assert not listed
+    return Shard(json.loads(data[64:1024]), entries)
+
+
+DTYPES = {
+    "FloatStorage": torch.float32,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+}
+
+
+class StructureReader(pickle.Unpickler):
+    """Reads a structure with nothing but what the page says of it.
+
+    Args:
+        storages: the bytes of each storage by key; those of a leaf are what stands for it.
+    """
+
+    def __init__(self, data: bytes, storages: Mapping[str, Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._storages = storages
+        self._made: dict[Any, torch.Tensor] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return self._tensor
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        allowed = {("collections", "OrderedDict"): collections.OrderedDict, ("_codecs", "encode"): str.encode}
+        return allowed[module, name]
+
+    def persistent_load(self, reference: Any) -> Any:
+        kind, dtype, key, location, elements = reference
+        assert (kind, location) == ("storage", "cpu")
+        return dtype, key, elements
+
+    def _tensor(self, storage: Any, offset: int, size: Any, stride: Any, requires_grad: bool, hooks: Any) -> Any:
+        dtype, key, elements = storage
+        raw = self._storages[key]
+        if not isinstance(raw, bytes):
+            return raw  # the tensor of a leaf
+        assert len(raw) == elements * dtype.itemsize and not requires_grad and not hooks
+        if key not in self._made:
+            self._made[key] = torch.frombuffer(bytearray(raw), dtype=dtype)
+        return self._made[key].as_strided(size, stride, offset)
+
+
+def storages_of(shard: Shard) -> dict[str, bytes]:
+    return {name.removeprefix("data/"): data for name, data in shard.entries.items() if name.startswith("data/")}
+
+
+def sharded_tensors(shards: list[Shard]) -> dict[str, torch.Tensor]:
+    """The tensors of a sharded step, put together from boxes; every element must come exactly once."""
     tensors: dict[str, torch.Tensor] = {}
-    filled: dict[str, int] = {}
-    for data in shards:
-        for chunk, raw in boxes_of(data):
-            if chunk["per_rank"]:
-                continue
+    filled: collections.Counter[str] = collections.Counter()
+    for shard in shards:
+        storages = storages_of(shard)
+        chunks = json.loads(shard.entries["resiliency/chunks.json"])
+        assert [chunk["storage"] for chunk in chunks] == list(storages)
+        for chunk in chunks:
             dtype = getattr(torch, chunk["dtype"])
+            assert dtype.itemsize == chunk["itemsize"]
             tensor = tensors.setdefault(chunk["key"], torch.empty(chunk["shape"], dtype=dtype))
             where = tuple(slice(a, a + n) for a, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
-            tensor[where] = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(chunk["sizes"])
-            filled[chunk["key"]] = filled.get(chunk["key"], 0) + math.prod(chunk["sizes"])
+            tensor[where] = torch.frombuffer(bytearray(storages[chunk["storage"]]), dtype=dtype).reshape(chunk["sizes"])
+            filled[chunk["key"]] += math.prod(chunk["sizes"])
     assert filled == {key: tensor.numel() for key, tensor in tensors.items()}
     return tensors
 
 
-def objects_of(data: bytes) -> dict[str, Any]:
-    header, base = header_of(data)
-    start, end = header["!objects"]["data_offsets"]
-    found: dict[str, Any] = json.loads(data[base + start : base + end])
-    return found
-
-
-def decode(item: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The tags that the sample uses."""
-    if isinstance(item, list):
-        return [decode(part, tensors) for part in item]
-    if not isinstance(item, dict):
-        return item
-    tag = item.get("!")
-    if tag is None:
-        return {key: decode(part, tensors) for key, part in item.items()}
-    if tag == "tensor":
-        return tensors[item["key"]]
-    if tag == "tensors":
-        prefix = f"{item['at']}/" if item["at"] else ""
-        usual = {name: prefix + name.replace("%", "%25").replace("/", "%2F") for name in item["names"]}
-        return {name: tensors[item.get("keys", {}).get(name, key)] for name, key in usual.items()}
-    value = item["value"]
-    if tag == "int":
-        return int(value, 16)
-    if tag == "bytes":
-        return base64.b64decode(value)
-    if tag == "dict":
-        return {key: decode(part, tensors) for key, part in value}
-    assert tag == "tuple", f"the page does not know {tag}"
-    return tuple(decode(part, tensors) for part in value)
+def shards_of(run: str, step: int) -> list[Shard]:
+    folder = folder_of(run, step)
+    return [read_shard((folder / f"shard-{rank:05d}.ckpt").read_bytes()) for rank in range(2)]
 
 
 # -- the sample by the page -------------------------------------------------------------------------------------------
 
 
 def test_the_folders_spell_the_identities_and_order_them() -> None:
-    assert [(step, attempt, serial) for step, attempt, _, serial in folders()] == [(10, 1, 0), (20, 1, 0)]
-    assert (RUN / "attempt").read_text() == "1"
+    assert [(step, attempt, serial) for step, attempt, _, serial in folders("pretrain")] == [(10, 1, 0), (20, 1, 0)]
+    assert (SAMPLE / ".resiliency" / "pretrain" / "attempt").read_text() == "1"
 
 
-@pytest.mark.parametrize("step", [10, 20])
-def test_the_manifest_lists_the_records_and_they_are_sound(step: int) -> None:
-    ((wanted, folder),) = [item for item in folders().items() if item[0][0] == step]
+@pytest.mark.parametrize(("run", "step"), STEPS)
+def test_the_manifest_lists_the_records_and_they_are_sound(run: str, step: int) -> None:
+    folder = folder_of(run, step)
+    wanted = next(known for known, path in folders(run).items() if path == folder)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["version"], identity(manifest), manifest["run"]) == (2, wanted, "pretrain")
+    assert (manifest["version"], identity(manifest), manifest["run"]) == (3, wanted, run)
     assert manifest["world_size"] == 2 and [record["rank"] for record in manifest["shards"]] == [0, 1]
-    for record in manifest["shards"]:
-        assert json.loads((folder / f"shard-{record['rank']:05d}.json").read_text()) == record
+    records = [read_record(folder, rank) for rank in range(2)]
+    names = [f"step={step}.ckpt", "last.ckpt"] if run == "pretrain" else [f"sharded={step}.ckpt"]
+    for rank, record in enumerate(records):
         assert record["check"] == check(record)
-        assert (record["version"], identity(record), record["world_size"]) == (2, wanted, 2)
-        assert record["names"] == [f"step={step}.ckpt", "last.ckpt"] and record["info"] == {"epoch": step // 10}
+        assert (record["version"], identity(record), record["world_size"]) == (3, wanted, 2)
+        assert record["names"] == names and record["info"] == {"epoch": step // 10}
         assert (record["exact"], record["tiers"], record["supersedes"]) == (step == 10, [], [])
-    assert len({record["plan"] for record in manifest["shards"]}) == 1
+        assert record["replicated"] == (run == "pretrain")
+        listed = manifest["shards"][rank]
+        assert listed["check"] == check(listed)
+        whole = {**record, "digests": merged_digests(records, rank)}
+        assert listed == {**whole, "check": check(whole)}
+    assert len({record["plan"] for record in records}) == 1
+
+
+@pytest.mark.parametrize(("run", "step"), STEPS)
+def test_the_digests_cover_every_byte_of_every_shard(run: str, step: int) -> None:
+    folder = folder_of(run, step)
+    records = [read_record(folder, rank) for rank in range(2)]
+    for rank, record in enumerate(records):
+        data = (folder / f"shard-{rank:05d}.ckpt").read_bytes()
+        blocks = blocks_of(record)
+        assert len(data) == record["nbytes"]
+        assert b"".join(data[start:end] for start, end in blocks) == data
+        assert [xxhash.xxh3_64_hexdigest(data[a:b]) for a, b in blocks] == merged_digests(records, rank)
 
 
 @pytest.mark.parametrize("step", [10, 20])
-def test_the_shards_hold_what_was_saved(step: int) -> None:
-    ((wanted, folder),) = [item for item in folders().items() if item[0][0] == step]
-    shards = []
-    for rank in range(2):
-        record = json.loads((folder / f"shard-{rank:05d}.json").read_text())
-        data = (folder / f"shard-{rank:05d}.safetensors").read_bytes()
-        shards.append(data)
-        size = record["block_bytes"]
-        blocks = [data[at : at + size] for at in range(0, len(data), size)]
-        assert len(data) == record["nbytes"]
-        assert [xxhash.xxh3_64_hexdigest(block) for block in blocks] == record["digests"]
-        header, base = header_of(data)
-        assert base % 4096 == 0
-        number, attempt, token, serial = header["__metadata__"]["stamp"].split(".")
-        assert [len(number), len(attempt), len(token), len(serial)] == [20, 10, 6, 10]
-        assert (int(number), int(attempt), token, int(serial)) == wanted
-        own = objects_of(data)["per_rank"]
-        assert own["seed"] == 100 * step + rank
-        generator = [raw for chunk, raw in boxes_of(data) if chunk["per_rank"] and chunk["key"] == "generator"]
-        assert generator == [bytes([rank, step])]
-    assert objects_of(shards[1])["state"] is None, "rank 0 alone holds the tree"
-    tree = decode(objects_of(shards[0])["state"], tensors_of(shards))
+def test_both_ranks_wrote_the_first_shard_of_a_replicated_step(step: int) -> None:
+    """Or the sample would not show shares."""
+    first, second = (read_record(folder_of("pretrain", step), rank) for rank in range(2))
+    assert "" in first["digests"] and second["share"]["digests"]
+    assert len(first["sections"]) == 2 and first["node"] == second["node"]
+
+
+@pytest.mark.parametrize(("run", "step"), STEPS)
+def test_the_first_1024_bytes_say_whose_a_shard_is(run: str, step: int) -> None:
+    for rank, shard in enumerate(shards_of(run, step)):
+        record = read_record(folder_of(run, step), rank)
+        assert (shard.identity["format"], shard.identity["version"]) == ("resiliency-checkpoint", 3)
+        assert identity(shard.identity) == identity(record)
+        fields = ("run", "rank", "world_size", "replicated")
+        assert [shard.identity[name] for name in fields] == [record[name] for name in fields]
+        assert next(iter(shard.entries)) == "resiliency/shard.json" and len(shard.entries["resiliency/shard.json"]) == 960
+
+
+@pytest.mark.parametrize(("run", "step"), STEPS)
+def test_storages_come_first_and_what_describes_them_begins_at_the_last_section(run: str, step: int) -> None:
+    for rank, shard in enumerate(shards_of(run, step)):
+        order = [name.startswith("data/") for name in list(shard.entries)[1:]]
+        assert order == sorted(order, reverse=True)
+        record = read_record(folder_of(run, step), rank)
+        storages = storages_of(shard)
+        if storages:
+            data = (folder_of(run, step) / f"shard-{rank:05d}.ckpt").read_bytes()
+            assert data[record["sections"][-1] :].startswith(b"PK\x03\x04")
+            assert data[: record["sections"][-1]].endswith(list(storages.values())[-1])
+
+
+def check_tree(tree: Any, step: int) -> None:
     weight = torch.arange(64, dtype=torch.float32).reshape(16, 4) + step
-    assert torch.equal(tree["model"]["weight"], weight) and tree["model"]["tied"] is tree["model"]["weight"]
-    assert tree["model"]["bias"].dtype is torch.bfloat16 and tree["model"]["bias"].tolist() == [0.5, -1.5]
+    model = tree["model"]
+    assert torch.equal(model["weight"], weight) and model["tied"] is model["weight"]
+    assert model["bias"].dtype is torch.bfloat16 and model["bias"].tolist() == [0.5, -1.5]
+    assert model["transposed"].tolist() == [[0, 3], [1, 4], [2, 5]]
     moments = tree["optimizer"]["state"][0]
     assert torch.equal(moments["exp_avg"], weight * 2) and float(moments["step"]) == step
     assert tree["optimizer"]["lr"] == 0.1 and tree["epoch"] == step // 10
-    assert tree["!odd"]["a/b"].tolist() == [True, False] and tree["!odd"]["c%d"].tolist() == [1 + 2j, -3j]
+    assert tree["odd"]["a/b"].tolist() == [True, False] and tree["odd"]["c%d"].tolist() == [1 + 2j, -3j]
     assert tree["note"] == ("tuple", {1: "a key that is no text"}, b"\x00\xff", 1 << 80, "é")
 
 
-def test_the_ranks_share_a_tensor_out() -> None:
-    """Or the sample would not show boxes."""
-    *_, folder = folders().values()
-    for rank in range(2):
-        boxes = [chunk for chunk, _ in boxes_of((folder / f"shard-{rank:05d}.safetensors").read_bytes())]
-        assert any(chunk["key"] == "model/weight" and chunk["sizes"] != chunk["shape"] for chunk in boxes)
+@pytest.mark.parametrize("step", [10, 20])
+def test_the_first_shard_of_a_replicated_step_holds_what_was_saved(step: int) -> None:
+    first, second = shards_of("pretrain", step)
+    tree = StructureReader(first.entries["data.pkl"], storages_of(first)).load()
+    check_tree(tree, step)
+    assert list(tree["model"]["transposed"].stride()) == [1, 3] and type(tree["model"]) is collections.OrderedDict
+    assert storages_of(second) == {} and StructureReader(second.entries["data.pkl"], {}).load() == {}
 
 
-def test_safetensors_reads_a_shard() -> None:
-    *_, folder = folders().values()
-    loaded = load_file(folder / "shard-00000.safetensors")
-    assert loaded["model/bias"].tolist() == [0.5, -1.5]
+def test_the_shards_of_a_sharded_step_hold_what_was_saved() -> None:
+    shards = shards_of("sharded", 10)
+    tensors = sharded_tensors(shards)
+    line, _, pickled = shards[0].entries["resiliency/structure.pkl"].partition(b"\n")
+    keys = json.loads(line)
+    assert set(keys) == set(tensors) and "odd/a%2Fb" in keys and "odd/c%25d" in keys
+    leaves = {f"leaf-{number}": tensors[key] for number, key in enumerate(keys)}
+    check_tree(StructureReader(pickled, leaves).load(), 10)
+    assert "resiliency/structure.pkl" not in shards[1].entries
+    boxes = [chunk for shard in shards for chunk in json.loads(shard.entries["resiliency/chunks.json"])]
+    assert any(chunk["sizes"] != chunk["shape"] for chunk in boxes), "or the sample would not show boxes"
+    for shard in shards:
+        flat = StructureReader(shard.entries["data.pkl"], storages_of(shard)).load()
+        chunks = json.loads(shard.entries["resiliency/chunks.json"])
+        assert list(flat) == [
+            chunk["key"]
+            if chunk["sizes"] == chunk["shape"]
+            else f"{chunk['key']}@{','.join(map(str, chunk['offsets']))}"
+            for chunk in chunks
+        ]
 
 
+@pytest.mark.parametrize(("run", "step"), STEPS)
+def test_each_shard_has_what_its_rank_has_for_itself(run: str, step: int) -> None:
+    for rank, shard in enumerate(shards_of(run, step)):
+        own = torch.load(io.BytesIO(shard.entries["resiliency/rank.pt"]), weights_only=True)
+        assert own["seed"] == 100 * step + rank and own["generator"].tolist() == [rank, step]
+
+
+@pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize(("name", "step"), [("step=10.ckpt", 10), ("step=20.ckpt", 20), ("last.ckpt", 20)])
-def test_a_name_file_points_to_its_step(name: str, step: int) -> None:
-    pointer = json.loads((SAMPLE / name).read_text())
-    assert (pointer["format"], pointer["version"], pointer["run"]) == ("resiliency-checkpoint", 2, "pretrain")
-    assert identity(pointer)[0] == step and SAMPLE / pointer["at"] == folders()[identity(pointer)]
+def test_a_name_is_the_first_shard_and_a_stock_checkpoint(name: str, step: int, mmap: bool) -> None:
+    folder = folder_of("pretrain", step)
+    assert (SAMPLE / name).read_bytes() == (folder / "shard-00000.ckpt").read_bytes()
+    check_tree(torch.load(SAMPLE / name, weights_only=True, mmap=mmap), step)
+
+
+def test_the_name_of_a_sharded_step_is_a_folder_with_its_shards_and_manifest() -> None:
+    folder = folder_of("sharded", 10)
+    files = sorted(path.name for path in (SAMPLE / "sharded=10.ckpt").iterdir())
+    assert files == ["manifest.json", "shard-00000.ckpt", "shard-00001.ckpt"]
+    assert all((SAMPLE / "sharded=10.ckpt" / file).read_bytes() == (folder / file).read_bytes() for file in files)
+    flat = torch.load(SAMPLE / "sharded=10.ckpt" / "shard-00001.ckpt", weights_only=True)
+    assert torch.equal(flat["model/weight@10,0"], torch.arange(40.0, 64.0).reshape(6, 4) + 10)
 
 
 def test_this_reader_uses_nothing_of_the_library() -> None:
@@ -204,18 +336,37 @@ def test_this_reader_uses_nothing_of_the_library() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.skipif("FORMAT_SAMPLE" in os.environ, reason="one level of this is enough")
+def test_what_the_library_writes_now_is_what_stands_on_the_page(tmp_path: Path) -> None:
+    """The tests of this file, on a new sample. In processes of their own, see above."""
+    root = Path(__file__).parents[2]
+    for arguments, env in (
+        (["tests.storage.samples.make_format_3", str(tmp_path / "new")], {}),
+        (["pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))], {"FORMAT_SAMPLE": str(tmp_path / "new")}),
+    ):
+        command = [sys.executable, "-m", *arguments]
+        env = {**os.environ, **env}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=root, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_library_reads_the_sample_too(tmp_path: Path) -> None:
-    """The other way round: what stands on the page is what is written now. In a process of its own, see above."""
+    """The other way round. In a process of its own, see above."""
     code = (
         "import shutil, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         f"shutil.copytree({str(SAMPLE)!r}, {str(tmp_path / 'copy')!r})\n"
-        "from resiliency.inspection.by_path import load_path, locate\n"
-        "from resiliency.testing.checkpoints import differences\n"
-        "from tests.storage.samples.make_format_2 import state\n"
-        "for name, step in (('step=10.ckpt', 10), ('last.ckpt', 20)):\n"
-        f"    found, own = load_path(locate({str(tmp_path / 'copy')!r} + '/' + name), rank=1)\n"
-        "    assert differences(found, state(step)) == [] and own['seed'] == 100 * step + 1\n"
+        "from resiliency.testing.checkpoints import differences, make_checkpointer\n"
+        "from tests.storage.samples.make_format_3 import per_rank, state\n"
+        "for run, step in (('pretrain', 20), ('sharded', 10)):\n"
+        f"    with make_checkpointer({str(tmp_path / 'copy')!r}, run=run) as checkpointer:\n"
+        "        restored = checkpointer.load()\n"
+        "    assert restored is not None and restored.step == step\n"
+        "    wanted = state(step)\n"
+        "    if run == 'sharded':\n"
+        "        wanted['model'] = dict(wanted['model'])\n"
+        "    assert differences(restored.state, wanted) == [], differences(restored.state, wanted)\n"
+        "    assert differences(restored.per_rank, per_rank(step, 0)) == []\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

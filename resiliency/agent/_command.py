@@ -1,0 +1,46 @@
+"""The command that starts an agent process, with the modules of the trainer that starts it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import resiliency
+from resiliency.agent.config import AgentConfig
+from resiliency.agent.protocol import config_to_json
+
+__all__ = ["AGENT_WORD", "agent_command"]
+
+#: An argument of every agent process, by which it is found in a list of processes.
+AGENT_WORD = "resiliency.agent"
+
+#: ``-m`` would put the working directory first, so that a file ``json.py`` of the user there would be imported.
+_BOOTSTRAP = (
+    "import sys; sys.path[:] = sys.argv[2].split('\\n'); "
+    "from resiliency.agent.server import main; sys.exit(main(sys.argv[3:]))"
+)
+
+
+def agent_command(config: AgentConfig, ready_fd: int) -> list[str]:
+    """The command line; the process writes one byte to ``ready_fd`` when ranks can connect."""
+    path = "\n".join(_import_path())
+    return [sys.executable, "-c", _BOOTSTRAP, AGENT_WORD, path, config_to_json(config), str(ready_fd)]
+
+
+def _import_path() -> list[str]:
+    """This process's, but the standard library and this copy of the package come before the user's files."""
+    package = str(Path(resiliency.__file__).resolve().parent.parent)
+    path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
+    return list(dict.fromkeys([*filter(_is_standard, path), package, *path]))
+
+
+def _is_standard(entry: str) -> bool:
+    folders = {os.path.dirname(os.__file__), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    zipped = {os.path.join(os.path.dirname(folder), os.path.basename(entry)) for folder in folders}
+    return (
+        entry in folders
+        or (os.path.basename(entry) == "lib-dynload" and os.path.dirname(entry) in folders)
+        or (entry.endswith(".zip") and os.path.basename(entry).startswith("python") and entry in zipped)
+    )

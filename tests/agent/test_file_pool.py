@@ -1,0 +1,247 @@
+"""Files for the next saves: prepared beforehand, and used a second time only with proof that nobody has them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.agent import file_pool
+from resiliency.agent.file_pool import FilePool
+from resiliency.agent.messages import FileReady
+from tests.agent.sealing import config_for
+
+SIZE = 2 << 20
+MARK = b"bytes of the deleted step"
+
+
+class Pool(FilePool):
+    """A pool that notes what it says, and can be waited for."""
+
+    def __init__(self, local: Path, **values: Any) -> None:
+        self.said: list[tuple[int, FileReady]] = []
+        super().__init__(config_for(local, **values), lambda rank, message: self.said.append((rank, message)))  # type: ignore[arg-type]
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(os.listdir(self._folder)) if os.path.isdir(self._folder) else []
+
+    def settle(self) -> None:
+        assert self._worker.wait_idle(time.monotonic() + 20)
+
+    def prepare(self, nbytes: int = SIZE, count: int = 2) -> None:
+        self.want(nbytes, count)
+        self.refill()
+        self.settle()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
+    made: list[Pool] = []
+
+    def new(**values: Any) -> Pool:
+        made.append(Pool(tmp_path / "local", **values))
+        return made[-1]
+
+    yield new
+    for pool in made:
+        pool.close()
+        assert pool.files == [], "files stay after close"
+
+
+def shard(tmp_path: Path, nbytes: int = SIZE) -> Path:
+    """The file of a step that is about to be deleted."""
+    path = tmp_path / "local" / "step" / "shard-00000.ckpt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(MARK.ljust(nbytes, b"."))
+    return path
+
+
+def holds_mark(message: FileReady) -> bool:
+    return Path(message.path).read_bytes().startswith(MARK)
+
+
+def test_files_are_prepared_up_to_two_and_announced_to_every_rank_of_the_host(make: Callable[..., Pool]) -> None:
+    pool = make(world_size=2, local_ranks=(0, 1))
+    pool.prepare(count=9)
+    assert len(pool.files) == 2
+    assert [rank for rank, _ in pool.said] == [0, 1, 0, 1]
+    for _, message in pool.said:
+        found = os.stat(message.path)
+        assert (found.st_ino, found.st_size, message.nbytes) == (message.inode, SIZE, SIZE)
+        assert found.st_blocks * 512 >= SIZE, "its blocks are not allocated: a full disk would be SIGBUS"
+
+
+def test_on_a_ramdisk_one_file_is_kept(make: Callable[..., Pool]) -> None:
+    pool = make(durable=False)
+    pool.prepare(count=9)
+    assert len(pool.files) == 1
+
+
+def test_small_files_are_not_prepared(make: Callable[..., Pool]) -> None:
+    pool = make()
+    pool.prepare(nbytes=1000)
+    assert pool.files == [] and pool.said == []
+
+
+def test_a_file_that_was_taken_is_replaced(make: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = make()
+    pool.prepare()
+    taken = tmp_path / "local" / "taken"
+    os.rename(pool.said[0][1].path, taken)
+    pool.refill()
+    pool.settle()
+    assert len(pool.files) == 2 and len(pool.said) == 3
+    pool.close()
+    assert taken.exists(), "a file that a save has taken is not the pool's any more"
+
+
+def test_a_rank_that_connects_late_is_told_of_the_files_that_are_ready(make: Callable[..., Pool]) -> None:
+    pool = make()
+    pool.prepare()
+    before = list(pool.said)
+    pool.announce(5)
+    pool.settle()
+    late = pool.said[len(before) :]
+    assert {rank for rank, _ in late} == {5}
+    assert [message for _, message in late] == [message for _, message in before]
+
+
+def test_a_file_that_nobody_has_is_used_again(make: Callable[..., Pool], tmp_path: Path) -> None:
+    pool, path = make(), shard(tmp_path)
+    pool.want(SIZE, 1)
+    inode = path.stat().st_ino
+    pool.use_again(str(path))
+    pool.settle()
+    ((_, message),) = pool.said
+    assert message.inode == inode and holds_mark(message) and not path.exists()
+
+
+HOLDERS = {
+    "open for reading": "fd = os.open(path, os.O_RDONLY); done(); wait()",
+    "open for writing": "fd = os.open(path, os.O_RDWR); done(); wait()",
+    "mapped, and closed": "fd = os.open(path, os.O_RDONLY); m = mmap.mmap(fd, 0, prot=mmap.PROT_READ); os.close(fd);"
+    " done(); wait()",
+    "stopped while writing": "fd = os.open(path, os.O_RDWR); done(); os.kill(os.getpid(), signal.SIGSTOP)",
+    "open in a forked child": "fd = os.open(path, os.O_RDONLY)\nif os.fork() == 0:\n    done(); wait()\n    os._exit(0)\nos._exit(0)",
+    "under another name": "os.link(path, path + '.copy'); done(); wait()",
+}
+
+
+@pytest.mark.parametrize("how", HOLDERS)
+def test_a_file_that_somebody_has_is_never_used_again(make: Callable[..., Pool], tmp_path: Path, how: str) -> None:
+    pool, path = make(), shard(tmp_path)
+    before = path.read_bytes()
+    script = (
+        "import mmap, os, signal, sys\npath = sys.argv[1]\n"
+        "def done(): os.write(1, b'x')\ndef wait(): os.read(0, 1)\n" + HOLDERS[how]
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-S", "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdin is not None and holder.stdout is not None
+    try:
+        assert holder.stdout.read(1) == b"x"
+        if how == "stopped while writing":
+            os.waitid(os.P_PID, holder.pid, os.WSTOPPED)
+        with open(path, "rb") if how == "under another name" else open(os.devnull, "rb") as reader:
+            pool.want(SIZE, 1)
+            pool.use_again(str(path))
+            pool.settle()
+            ((_, message),) = pool.said
+            assert not holds_mark(message), "a file that somebody has open was given to the next save"
+            if how == "under another name":
+                assert reader.read() == before
+    finally:
+        holder.send_signal(signal.SIGCONT)
+        holder.stdin.close()  # ends the waiting, of a forked child too
+        holder.stdout.close()
+        holder.wait(10)
+    if how == "under another name":
+        assert Path(f"{path}.copy").read_bytes() == before
+
+
+def test_a_file_that_this_process_has_open_is_never_used_again(make: Callable[..., Pool], tmp_path: Path) -> None:
+    """An embedded agent is in the trainer, which may read the step."""
+    pool, path = make(), shard(tmp_path)
+    with open(path, "rb") as reader:
+        pool.want(SIZE, 1)
+        pool.use_again(str(path))
+        pool.settle()
+        ((_, message),) = pool.said
+        assert not holds_mark(message)
+        assert reader.read(len(MARK)) == MARK
+
+
+@pytest.mark.parametrize("nbytes", [SIZE - 1, 2 * SIZE + 1])
+def test_a_file_of_another_size_is_deleted(make: Callable[..., Pool], tmp_path: Path, nbytes: int) -> None:
+    pool, path = make(), shard(tmp_path, nbytes)
+    pool.want(SIZE, 1)
+    pool.use_again(str(path))
+    pool.settle()
+    ((_, message),) = pool.said
+    assert not holds_mark(message) and len(pool.files) == 1
+
+
+def test_files_of_deleted_steps_are_not_hoarded(make: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = make()
+    pool.prepare()
+    for _ in range(4):
+        pool.use_again(str(shard(tmp_path)))
+    pool.settle()
+    assert len(pool.files) == 2
+
+
+def test_a_full_disk_leaves_no_file_and_the_next_call_tries_again(
+    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = file_pool.write_zeros
+
+    def full(fd: int, start: int, end: int, **_: Any) -> None:
+        real(fd, start, end // 2)
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(file_pool, "write_zeros", full)
+    pool = make()
+    pool.prepare()
+    assert pool.files == [] and pool.said == []
+    monkeypatch.setattr(file_pool, "write_zeros", real)
+    pool.prepare()
+    assert len(pool.files) == 2
+
+
+def test_what_earlier_attempts_of_this_host_left_is_deleted(make: Callable[..., Pool]) -> None:
+    pool = make(attempt=3)
+    pool.prepare()
+    folder = Path(pool._folder)
+    left = ["n-a0001-ffffff-0-000001.free", "n-a0002-eeeeee-4-000007.used"]
+    others = [
+        "m-a0001-ffffff-0-000001.free",  # another host's
+        "n-ab-a0001-ffffff-0-000001.free",  # of one whose name begins alike
+        "n-a0004-dddddd-0-000001.free",  # of a later attempt
+        "notes.txt",
+    ]
+    for name in (*left, *others):
+        (folder / name).write_text("x")
+    mine = {Path(message.path).name for _, message in pool.said}
+    pool.delete_leftovers()
+    assert set(pool.files) == mine | set(others)
+    for name in others:
+        (folder / name).unlink()
+
+
+def test_after_close_nothing_is_prepared(make: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = make()
+    pool.prepare()
+    pool.close()
+    pool.refill()
+    assert pool.files == []
+    pool.close()

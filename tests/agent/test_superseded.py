@@ -1,0 +1,185 @@
+"""An agent whose attempt is over, also one that was stopped in the middle of its work, changes nothing that a later
+attempt sees."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.agent.config import AgentConfig, TierSpec
+from resiliency.agent.core import HostAgent
+from resiliency.agent.messages import Committed, Complete, Delete, Durable, Failed, Notice, Recorded
+from resiliency.agent.protocol import config_to_json, pack
+from resiliency.events import EventWriter
+from resiliency.storage.attempts import read_attempt, write_attempt
+from resiliency.storage.names import read_name
+from resiliency.storage.stage import Stage
+from resiliency.storage.tiers.local import LocalTier
+from tests.agent.sealing import RUN, config_for, manifest_of, sealed, shard_path, snapshot, step_of
+
+LATER = {"attempt": 2, "token": "ffffff"}
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    return tmp_path / "local"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., tuple[HostAgent, list[Notice]]]]:
+    running: list[HostAgent] = []
+
+    def start(config: AgentConfig) -> tuple[HostAgent, list[Notice]]:
+        heard: list[Notice] = []
+        events = EventWriter(run=config.run, attempt=config.attempt, rank=-1, host="n", sinks=())
+        agent = HostAgent(config, lambda _, message: heard.append(message), events)
+        running.append(agent)
+        agent.start()
+        return agent, heard
+
+    yield start
+    for agent in running:
+        agent.close()
+
+
+def save(agent: HostAgent, step: int, **values: Any) -> None:
+    agent.handle(0, sealed(agent.config, step, **{"names": (f"step={step}.ckpt", "last.ckpt"), **values}))
+    assert agent.wait(Stage.DURABLE, timeout_s=20)
+
+
+def last(folder: Path) -> int | None:
+    found = read_name(LocalTier(folder), "last.ckpt")
+    return None if found is None else found.id.step
+
+
+def test_an_agent_ends_the_attempts_before_its_own_and_no_later_one(local: Path, start: Any) -> None:
+    start(config_for(local, **LATER))
+    assert read_attempt(str(local), RUN) == 2
+    start(config_for(local))  # a trainer of the earlier attempt went on, and started an agent
+    assert read_attempt(str(local), RUN) == 2
+
+
+def test_nothing_is_recorded_committed_named_or_deleted_after_a_later_attempt_began(
+    local: Path, tmp_path: Path, start: Any
+) -> None:
+    remote = tmp_path / "remote"
+    store = TierSpec(address=str(remote), name="store", keep=1)
+    spec = TierSpec(address=str(local), name="local", keep=1)
+    old, heard = start(config_for(local, local=spec, remotes=(store,)))
+    save(old, 1, tiers=("store",))
+    save(old, 2, tiers=("store",))
+    late = sealed(old.config, 3, names=("step=3.ckpt", "last.ckpt"), tiers=("store",))
+    write_attempt(str(local), RUN, 2)
+    before, sent = snapshot(local), snapshot(remote)
+    heard.clear()
+    old.handle(0, late)
+    old.handle(0, Complete(id=late.id))
+    old.handle(0, Delete(names=("step=1.ckpt", "step=2.ckpt"), after=step_of(old.config, 2)))
+    assert old.wait(Stage.DURABLE, timeout_s=20)
+    old.close()
+    assert snapshot(local) == before and snapshot(remote) == sent
+    assert {type(message) for message in heard} == {Failed}
+    assert all("attempt 2" in message.reason for message in heard if isinstance(message, Failed))
+
+
+def test_an_upload_in_progress_is_given_up_when_a_later_attempt_began(
+    local: Path, tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later attempt's agent sends the step; the name on the tier may be the later attempt's by then."""
+    from resiliency.agent import uploader
+
+    remote = LocalTier(tmp_path / "remote", name="store")
+    real = remote.put_file
+
+    def slow(key: str, path: str, **further: Any) -> None:
+        real(key, path, **further)
+        write_attempt(str(local), RUN, 2)  # meanwhile
+
+    monkeypatch.setattr(remote, "put_file", slow)
+    monkeypatch.setattr(uploader, "open_tier", lambda *_, **__: remote)
+    old, heard = start(config_for(local, remotes=(TierSpec(address=remote.root, name="store"),)))
+    save(old, 1, tiers=("store",))
+    assert [type(message) for message in heard if getattr(message, "tier", "") == "store"] == [Failed]
+    assert not (tmp_path / "remote" / "last.ckpt").exists()
+    assert not list((tmp_path / "remote").rglob("*.json"))
+
+
+def test_the_checkpoints_of_a_ramdisk_stay_when_a_later_attempt_uses_them(local: Path, start: Any) -> None:
+    from resiliency.agent.messages import Bye
+
+    old, _ = start(config_for(local, durable=False))
+    save(old, 1)
+    old.handle(0, Bye())
+    new, _ = start(config_for(local, durable=False, **LATER))
+    save(new, 1)
+    old.close()
+    assert manifest_of(new.config, 1) is not None and last(local) == 1
+
+
+#: A process that commits a sealed step, which makes the deletion of step 1 due, and stops itself at a point of the code.
+AGENT = """
+import sys
+from resiliency.agent.core import HostAgent
+from resiliency.agent.protocol import Framer, config_from_json
+from resiliency.events import EventWriter
+from resiliency.storage.stage import Stage
+config = config_from_json(sys.argv[1])
+agent = HostAgent(config, lambda *_: None, EventWriter(run=config.run, attempt=1, rank=-1, host="n", sinks=()))
+agent.start()
+(seal,) = Framer().feed(sys.argv[2].encode())
+agent.handle(0, seal)
+agent.wait(Stage.DURABLE, timeout_s=20)
+agent.close()
+"""
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "agent.record.write",
+        "agent.manifest.write",
+        "agent.name.write",
+        "agent.committed",
+        "agent.fsync",
+        "agent.durable",
+        "agent.prune.manifest",
+        "agent.prune.record",
+        "agent.prune.shard",
+    ],
+)
+def test_an_agent_stopped_anywhere_and_continued_in_a_later_attempt_changes_nothing(
+    local: Path, start: Any, point: str
+) -> None:
+    spec = TierSpec(address=str(local), name="local", keep=1)
+    first = config_for(local, local=spec)
+    agent, _ = start(first)
+    save(agent, 1, names=("old.ckpt",))
+    agent.close()
+    said = pack(sealed(first, 2, names=("step=2.ckpt", "last.ckpt"), supersedes=("old.ckpt",))).decode()
+    env = {**os.environ, "RESILIENCY_FAULTS": f"{point}:stop"}
+    old = subprocess.Popen([sys.executable, "-c", AGENT, config_to_json(first), said], env=env)
+    try:
+        found = os.waitid(os.P_PID, old.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert found is not None and found.si_code == os.CLD_STOPPED, "the point was not passed"
+        # A later attempt keeps everything it finds (keep=None), and saves its own step 2 under the same names.
+        new, heard = start(config_for(local, local=TierSpec(address=str(local), name="local"), **LATER))
+        save(new, 2)
+        assert {type(message) for message in heard} == {Recorded, Committed, Durable}
+        before = snapshot(local)
+        old.send_signal(signal.SIGCONT)
+        assert old.wait(30) == 0
+        after = snapshot(local)
+        assert after == before, sorted(set(after.items()) ^ set(before.items()))
+        assert last(local) == 2 and manifest_of(new.config, 2) is not None
+        assert os.path.samefile(local / "last.ckpt" / "shard-00000.ckpt", shard_path(new.config, 2))
+    finally:
+        if old.poll() is None:
+            old.kill()
+            old.wait(10)
