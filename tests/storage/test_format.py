@@ -245,7 +245,9 @@ def test_the_first_1024_bytes_say_whose_a_shard_is(run: str, step: int) -> None:
         assert identity(shard.identity) == identity(record)
         fields = ("run", "rank", "world_size", "replicated")
         assert [shard.identity[name] for name in fields] == [record[name] for name in fields]
-        assert next(iter(shard.entries)) == "resiliency/shard.json" and len(shard.entries["resiliency/shard.json"]) == 960
+        assert (
+            next(iter(shard.entries)) == "resiliency/shard.json" and len(shard.entries["resiliency/shard.json"]) == 960
+        )
 
 
 @pytest.mark.parametrize(("run", "step"), STEPS)

@@ -138,9 +138,9 @@ def test_a_later_step_takes_the_name_of_an_earlier_one_whatever_the_two_are(
     else:
         files = ["manifest.json", *(f"shard-{rank:05d}.ckpt" for rank in range(after))]
         assert below(tier, "last.ckpt") == [f"last.ckpt/{file}" for file in files]
-        assert all(
-            tier.read(f"last.ckpt/{file}") == tier.read(step_prefix("r", SECOND) + file) for file in files
-        ), "files of the earlier step are left"
+        assert all(tier.read(f"last.ckpt/{file}") == tier.read(step_prefix("r", SECOND) + file) for file in files), (
+            "files of the earlier step are left"
+        )
 
 
 @pytest.mark.parametrize("at", range(1, 4))
