@@ -1,4 +1,4 @@
-"""The zip archive in which torch stores a checkpoint: headers, directory, and where an entry's data are. Pure; no torch.
+"""The zip archive in which torch stores a checkpoint: headers, directory, where an entry's data are. Pure; no torch.
 
 ``torch.save`` writes a zip archive without compression: ``<prefix>/data.pkl`` is the pickled structure,
 ``<prefix>/data/<key>`` the bytes of each storage. This module computes headers and offsets, so that the bytes can be
@@ -71,7 +71,9 @@ def local_header(entry: ArchiveEntry) -> bytes:
     padding = entry.start - entry.at - _LOCAL_HEADER.size - len(name) - len(extra) - _PADDING.size
     extra += _PADDING.pack(_PADDING_ID, padding) + b"Z" * padding
     size = _LARGE if large else entry.nbytes
-    return _LOCAL_HEADER.pack(_LOCAL, 45 if large else 20, 0, 0, 0, 0, 0, size, size, len(name), len(extra)) + name + extra
+    return (
+        _LOCAL_HEADER.pack(_LOCAL, 45 if large else 20, 0, 0, 0, 0, 0, size, size, len(name), len(extra)) + name + extra
+    )
 
 
 def directory(entries: Sequence[ArchiveEntry], at: int) -> bytes:

@@ -75,9 +75,7 @@ def _readable_entry(tier: Tier, run: str, source: ShardSource, listing: StepList
         source=source,
         step=listing.id,
         world_size=next(iter(records.values())).world_size,
-        ranks=tuple(
-            sorted(rank for rank, record in records.items() if record.complete and record.file not in missing)
-        ),
+        ranks=tuple(sorted(rank for rank, record in records.items() if record.complete and record.file not in missing)),
         names=tuple(dict.fromkeys(name for record in records.values() for name in record.names)),
         exact=all(record.exact for record in records.values()),
         replicated=any(record.replicated for record in records.values()),

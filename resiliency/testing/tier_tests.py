@@ -286,9 +286,13 @@ class TierTests:
                 seen += 1
             return seen
 
+        def move() -> None:
+            for key in "baba":
+                tier.alias(key, "last")
+
         with ThreadPoolExecutor(4) as pool:
             readers = [pool.submit(read) for _ in range(2)]
-            writers = [pool.submit(lambda: [tier.alias(key, "last") for key in "baba"]) for _ in range(2)]
+            writers = [pool.submit(move) for _ in range(2)]
             try:
                 for writer in writers:
                     writer.result(DEADLINE_S)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import io
 import os
+import pickle
 import struct
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,14 +100,22 @@ def test_pythons_zipfile_reads_every_entry(wanted: dict[str, bytes]) -> None:
     with zipfile.ZipFile(io.BytesIO(build(wanted))) as file:
         assert file.namelist() == [PREFIX + name for name in wanted]
         for info, data in zip(file.infolist(), wanted.values(), strict=True):
-            assert (info.compress_type, info.file_size, info.compress_size) == (zipfile.ZIP_STORED, len(data), len(data))
+            assert (info.compress_type, info.file_size, info.compress_size) == (
+                zipfile.ZIP_STORED,
+                len(data),
+                len(data),
+            )
             del info.CRC  # zipfile would insist on it; it is 0, as in archives that torch writes without check sums
             assert file.read(info) == data
 
 
 def test_torch_load_reads_an_archive_with_entries_of_our_own(tmp_path: Path) -> None:
     """The pickle is torch's; the archive around it, and the order of its entries, are ours."""
-    state = {"weight": torch.arange(1000, dtype=torch.float32), "odd": [1, ("a", None)], "empty": torch.empty(0, 3)}
+    state: dict[str, Any] = {
+        "weight": torch.arange(1000, dtype=torch.float32),
+        "odd": [1, ("a", None)],
+        "empty": torch.empty(0, 3),
+    }
     stock = io.BytesIO()
     torch.save(state, stock)
     with zipfile.ZipFile(stock) as file:
@@ -159,9 +170,6 @@ def test_sizes_and_offsets_above_4_gib_stand_in_a_sparse_file(tmp_path: Path, si
 
 def test_torch_reads_a_checkpoint_whose_parts_lie_behind_4_gib(tmp_path: Path) -> None:
     """A storage of 4 GiB and one behind it; mapped, so that the holes of the file stay holes."""
-    import collections
-    import pickle
-
     sizes = {"0": (1 << 32) + 64, "1": 4}
 
     class Pickler(pickle.Pickler):
@@ -171,17 +179,16 @@ def test_torch_reads_a_checkpoint_whose_parts_lie_behind_4_gib(tmp_path: Path) -
                 return ("storage", torch.ByteStorage, key, "cpu", obj.nbytes())
             return None
 
-        def reducer_override(self, obj: object) -> object:
+        def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, torch.Tensor):
                 storage = obj.untyped_storage()
-                args = (storage, 0, tuple(obj.shape), (1,), False, collections.OrderedDict())
-                return torch._utils._rebuild_tensor_v2, args
+                hooks: Any = collections.OrderedDict()
+                return torch._utils._rebuild_tensor_v2, (storage, 0, tuple(obj.shape), (1,), False, hooks)
             return NotImplemented
 
     stream = io.BytesIO()
-    large = torch.empty(0, dtype=torch.uint8).set_(
-        torch.UntypedStorage.from_file(str(_holes(tmp_path / "holes", sizes["0"])), False, sizes["0"])
-    )
+    holes: Any = torch.UntypedStorage.from_file(str(_holes(tmp_path / "holes", sizes["0"])), False, sizes["0"])
+    large = torch.empty(0, dtype=torch.uint8).set_(holes)
     Pickler(stream, protocol=2).dump({"large": large, "small": torch.zeros(4, dtype=torch.uint8)})
     small = {"data.pkl": stream.getvalue(), "byteorder": b"little", "version": b"3\n"}
     entries = lay_out({**{f"data/{key}": n for key, n in sizes.items()}, **{k: len(v) for k, v in small.items()}})

@@ -13,7 +13,6 @@ from resiliency.storage.blocks import Blocks, block_digest, new_digest
 SETTINGS = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-
 @st.composite
 def divided(draw: st.DrawFn) -> Blocks:
     """A file with or without sections."""

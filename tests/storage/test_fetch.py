@@ -49,9 +49,7 @@ def test_what_arrives_is_what_was_there(source: LocalTier, tmp_path: Path) -> No
     prefix = step_prefix("run", step.id)
     fetch_shard(source, "run", step.id, 0, str(tmp_path / "to"), node="here")
     assert files(tmp_path / "to") == [f"{prefix}shard-00000.ckpt", f"{prefix}shard-00000.json"]
-    assert (tmp_path / "to" / prefix / "shard-00000.ckpt").read_bytes() == source.read(
-        f"{prefix}shard-00000.ckpt"
-    )
+    assert (tmp_path / "to" / prefix / "shard-00000.ckpt").read_bytes() == source.read(f"{prefix}shard-00000.ckpt")
 
 
 def test_damage_on_the_way_leaves_nothing(source: LocalTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,7 @@ def adds_up(manifest: Manifest) -> bool:
         )
         and len({s.plan for s in manifest.shards}) == 1
         and all(
-            s.complete and len(s.digests) == Blocks(s.nbytes, s.block_bytes, s.sections).count
-            for s in manifest.shards
+            s.complete and len(s.digests) == Blocks(s.nbytes, s.block_bytes, s.sections).count for s in manifest.shards
         )
     )
 
@@ -198,7 +197,7 @@ def test_any_bytes_are_refused(text: str | bytes) -> None:
 @given(st.binary(max_size=60), st.integers(0, 3000))
 def test_a_manifest_with_other_bytes_in_it(data: bytes, at: int) -> None:
     manifest = gather_records([record(0), record(1)])
-    assert manifest is not None
+    assert isinstance(manifest, Manifest)
     text = manifest.to_json().encode()
     try:
         got = Manifest.from_json(text[: at % len(text)] + data + text[at % len(text) + len(data) :], where="x")

@@ -138,9 +138,9 @@ def test_a_later_step_takes_the_name_of_an_earlier_one_whatever_the_two_are(
     else:
         files = ["manifest.json", *(f"shard-{rank:05d}.ckpt" for rank in range(after))]
         assert below(tier, "last.ckpt") == [f"last.ckpt/{file}" for file in files]
-        assert all(
-            tier.read(f"last.ckpt/{file}") == tier.read(step_prefix("r", SECOND) + file) for file in files
-        ), "files of the earlier step are left"
+        assert all(tier.read(f"last.ckpt/{file}") == tier.read(step_prefix("r", SECOND) + file) for file in files), (
+            "files of the earlier step are left"
+        )
 
 
 @pytest.mark.parametrize("at", range(1, 4))
@@ -252,15 +252,24 @@ def test_a_name_whose_step_is_gone_may_be_taken(tier: Tier, caplog: pytest.LogCa
     assert holder(tier, "best.ckpt") == ("b", 2) and not caplog.records
 
 
-def test_a_file_of_a_later_version_of_the_format_keeps_its_name(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
-    head = Identity(id=FIRST, run="r", rank=0, world_size=1, replicated=True).to_bytes()
-    theirs = head.replace(b'"version":%d' % FORMAT_VERSION, b'"version":9')
-    assert theirs != head
+LATER = (
+    Identity(id=FIRST, run="r", rank=0, world_size=1, replicated=True)
+    .to_bytes()
+    .replace(b'"version":%d' % FORMAT_VERSION, b'"version":9')
+)
+EARLIER = b'{\n "format": "resiliency-checkpoint",\n "version": 2,\n "run": "a",\n "step": 10\n}'
+
+
+@pytest.mark.parametrize(("theirs", "version"), [(LATER, 9), (EARLIER, 2)], ids=["later", "earlier"])
+def test_a_file_of_another_version_of_the_format_keeps_its_name(
+    tier: Tier, theirs: bytes, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
     tier.put_bytes("last.ckpt", theirs)
     with caplog.at_level(logging.WARNING):
         assert not give_name(tier, step(tier), "last.ckpt")
     assert tier.read("last.ckpt") == theirs
-    assert "has checkpoint format 9" in caplog.records[0].message
+    assert delete_names(tier, "r", ["last.ckpt"]) == [] and tier.read("last.ckpt") == theirs
+    assert f"has checkpoint format {version}" in caplog.records[0].message
 
 
 def test_two_jobs_in_one_folder_keep_their_own_files_to_the_end(tmp_path: Path) -> None:

@@ -60,11 +60,7 @@ HOLD = {
         "fd = os.open(path, os.O_RDONLY); held = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY); os.close(fd)"
     ),
     "open in a forked child only": (
-        "held = open(path, 'rb')\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    sys.stdin.read(); os._exit(0)\n"
-        "held.close()"
+        "held = open(path, 'rb')\nchild = os.fork()\nif child == 0:\n    sys.stdin.read(); os._exit(0)\nheld.close()"
     ),
     "mapped in a forked child only": (
         "fd = os.open(path, os.O_RDONLY); held = mmap.mmap(fd, 0, access=mmap.ACCESS_READ); os.close(fd)\n"
@@ -336,7 +332,7 @@ def test_a_full_disk_is_an_error() -> None:
 
 def test_zeros_are_written_until_all_are_when_a_write_is_short(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
-    monkeypatch.setattr(shared_files.os, "pwrite", lambda fd, data, at: real(fd, data[:1000], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:1000], at))
     path = folder / "zeros"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
