@@ -41,6 +41,7 @@ class Case:
         sync: reduce over the ranks.
         stop_on: what EarlyStopping monitors.
         patience: of EarlyStopping.
+        terminate_at: the batch of all validations in which SIGTERM arrives; 0 for none.
         fail_at: the batch of the whole run in whose ``on_train_batch_end`` the module raises; 0 for none.
     """
 
@@ -53,6 +54,7 @@ class Case:
     sync: bool = False
     stop_on: str = "loss_epoch"
     patience: int = 100
+    terminate_at: int = 0
     fail_at: int = 0
 
 
@@ -104,7 +106,7 @@ def make_module(case: Case) -> Any:
             self.val_mse = torchmetrics.MeanSquaredError()
             self.ran = 0
             self.rates: list[float] = []
-            self.validations = 0
+            self.validations = self.validated = 0
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             self.ran += 1
@@ -154,6 +156,9 @@ def make_module(case: Case) -> Any:
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.validations += batch_idx == 0
+            self.validated += 1
+            if self.validated == case.terminate_at:
+                self.trainer._signal_connector.received_sigterm = True
             found = self.net(batch[0][:, :4])
             self.val_mse(found, batch[0][:, 4:])
             self.log("val_mse", self.val_mse)

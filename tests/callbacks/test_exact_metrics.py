@@ -6,6 +6,7 @@ seeds.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import random
@@ -135,6 +136,26 @@ def test_a_resumed_run_runs_the_validations_that_were_left(sanity: int, tmp_path
     for step in range(1, 8):
         again = resumed(case, tmp_path / "batch" / f"step={step}.ckpt", tmp_path)
         assert again.validations == whole.validations - bool(sanity) - done[step]
+
+
+@pytest.mark.parametrize("every", [3, 7])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_terminated_within_a_validation_all_of_it_is_run_again(
+    every: int, batch: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the second validation, which is within an epoch or at its end."""
+    case = Case(monitor="val_mse", trainer={"num_sanity_val_steps": 0, "val_check_interval": every})
+    whole = train(case, tmp_path, callbacks=savers(case, tmp_path))
+    saving = {"filename": "{step}", "save_on_exception": True, "save_top_k": -1, "every_n_epochs": 100}
+    with pytest.raises(SystemExit):
+        train(
+            dataclasses.replace(case, terminate_at=len(loader()) + batch),
+            tmp_path,
+            callbacks=[ours(PL, tmp_path / "stopped", **saving)],
+        )
+    assert "exact resume" not in caplog.text
+    (path,) = (tmp_path / "stopped").glob("*.ckpt")
+    assert unequal(whole, resumed(case, path, tmp_path)) == []
 
 
 # -- the module's own hook --------------------------------------------------------------------------------------------

@@ -77,8 +77,6 @@ def capture_logged(trainer: Any, *, reset: Collection[int] = ()) -> tuple[dict[s
         caveats.append("saved by an exception at the end of an epoch, whose metrics are lost")
     first_batch = connector._first_loop_iter
     if trainer.validating:
-        if first_batch is not None:
-            caveats.append("saved in the middle of a validation, which a restart does not repeat as a whole")
         first_batch = epoch_loop.batch_progress.current.ready <= 1  # what Lightning sets after the validation
 
     if not over and first_batch is not None:

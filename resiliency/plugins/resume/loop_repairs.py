@@ -21,6 +21,7 @@ __all__ = [
     "finish_saved_batch",
     "has_stages",
     "is_between_batches",
+    "is_within_validation",
     "keep_epoch_open",
     "leaves_out_after_save",
     "note_plateau",
@@ -50,6 +51,11 @@ def is_between_batches(trainer: Any) -> bool:
     )
 
 
+def is_within_validation(trainer: Any) -> bool:
+    """True in ``on_exception`` when a validation within training has begun and not ended."""
+    return bool(trainer.validating and trainer._logger_connector._first_loop_iter is not None)
+
+
 def leaves_out_after_save(trainer: Any) -> str | None:
     """What a restart from a save here leaves out, None when nothing.
 
@@ -58,6 +64,15 @@ def leaves_out_after_save(trainer: Any) -> str | None:
     hook of a step a checkpoint was saved, so :func:`finish_saved_batch` cannot do what followed it.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
+    if is_within_validation(trainer):
+        begun = [
+            hook for hook in ("on_validation_start", "on_validation_epoch_start") if module_overrides(trainer, hook)
+        ]
+        if not has_stages(epoch_loop):
+            return "saved in the middle of a validation, of which Lightning before 2.5 runs only the rest then"
+        if begun:
+            return f"saved in the middle of a validation: a restart runs all of it, so the module's {begun[0]} again"
+        return None
     if trainer.validating and module_overrides(trainer, "on_validation_end"):
         return "saved before the module's own on_validation_end, which a restart does not run"
     epoch = trainer.fit_loop.epoch_progress.current
@@ -102,25 +117,29 @@ def keep_epoch_open(fit_loop: Any, reset: Callable[[], None]) -> None:
         progress.load_state_dict(before)
 
 
-def finish_saved_batch(trainer: Any, data_fetcher: Any, *, between_batches: bool) -> bool:
+def finish_saved_batch(trainer: Any, data_fetcher: Any, *, between_batches: bool, within_validation: bool) -> bool:
     """After a save in ``on_train_batch_end``: does what follows that hook, a validation that was due among it.
 
     Lightning leaves it out. After a save between two batches nothing is left to do, but Lightning repeats the update
-    of ``ReduceLROnPlateau`` that follows a validation. Call it right before the epoch goes on; then either the epoch is
-    over (``epoch_loop.done``), or call :func:`continue_epoch` at the loop's ``on_run_start``.
+    of ``ReduceLROnPlateau`` that follows a validation. A validation that an exception ended is run as a whole;
+    Lightning runs only the rest of it, or nothing, and its metrics miss what came before.
+
+    Call it right before the epoch goes on; then either the epoch is over (``epoch_loop.done``), or call
+    :func:`continue_epoch` at the loop's ``on_run_start``.
 
     Returns:
         True when this was one of these saves.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     inside = _saved_at_batch_end(epoch_loop)
-    if not (has_stages(epoch_loop) and epoch_loop.restarting and (inside or between_batches)):
+    if not (has_stages(epoch_loop) and epoch_loop.restarting and (inside or between_batches or within_validation)):
         return False
     epoch_loop.restarting = False
     epoch_loop.reset_restart_stage()
     epoch_loop.val_loop.reset_restart_stage()
     if inside:
         epoch_loop.batch_progress.increment_completed()
+    if inside or within_validation:
         epoch_loop.on_advance_end(data_fetcher)
         epoch_loop.on_iteration_done()
     if not epoch_loop.done:

@@ -155,6 +155,7 @@ class RankState:
         if (left_out := loop_repairs.leaves_out_after_save(trainer)) is not None:
             caveats.append(left_out)
         state["between_batches"] = loop_repairs.is_between_batches(trainer)
+        state["within_validation"] = loop_repairs.is_within_validation(trainer)
         state["logged"], lost = capture_logged(trainer, reset=self._validation_metrics(trainer))
         caveats += lost
         state["caveats"] = list(dict.fromkeys(caveats))
@@ -163,11 +164,12 @@ class RankState:
         return state
 
     def _validation_metrics(self, trainer: Any) -> set[int]:
-        """At a save in ``on_validation_end``: ids of metrics that the module's own hook of that name probably resets.
+        """At a save in or after a validation: ids of metrics that restored would count that validation twice.
 
-        They were updated in the validation. Restored, they would count it twice.
+        They were updated in it, and a restart runs it again, or the module's own ``on_validation_end`` resets them.
         """
-        if not (trainer.validating and module_overrides(trainer, "on_validation_end")):
+        ended_by_module = trainer.validating and module_overrides(trainer, "on_validation_end")
+        if not (ended_by_module or loop_repairs.is_within_validation(trainer)):
             return set()
         counts = update_counts(trainer.lightning_module)
         return {metric for metric, count in counts.items() if count != self._counts.get(metric)}
@@ -303,7 +305,10 @@ class RankState:
                 if not loop_repairs.has_stages(epoch_loop):
                     self._place_logged(self._pending)
                 self._finished_batch = loop_repairs.finish_saved_batch(
-                    self._trainer, data_fetcher, between_batches=self._pending.get("between_batches", False)
+                    self._trainer,
+                    data_fetcher,
+                    between_batches=self._pending.get("between_batches", False),
+                    within_validation=self._pending.get("within_validation", False),
                 )
                 if self._finished_batch:
                     self._pending["rng"] = rng.snapshot()

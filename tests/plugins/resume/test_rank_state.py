@@ -31,6 +31,7 @@ from tests.plugins.resume.resume_cases import (
     ShuffledBatches,
     SizedPositionStream,
     SizedStream,
+    Stopped,
     Stream,
     run,
     stateful_loader,
@@ -269,12 +270,38 @@ def test_plateau_scheduler_by_epoch(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "exact resume" not in caplog.text
 
 
-@pytest.mark.parametrize("when", [1, 2, 5])
-def test_terminated_right_after_a_validation_updates_no_scheduler_twice(when: int, tmp_path: Path) -> None:
-    case = Case(loaders=loader, scheduler="plateau_step", trainer={"val_check_interval": 2})
+class Failing(Items):
+    """Cannot be read any more after a number of samples."""
+
+    def __init__(self, good: int) -> None:
+        super().__init__()
+        self.good = good
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.reads == self.good:
+            raise Stopped
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("when", [1, 2, 3, 6])
+@pytest.mark.parametrize("scheduler", ["plateau_step", "plateau"])
+def test_terminated_within_a_validation_runs_all_of_it(
+    scheduler: str, when: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = Case(loaders=loader, scheduler=scheduler, trainer={"val_check_interval": 2, "num_sanity_val_steps": 0})
     whole = run(case, tmp_path)
     stopped = run(case, tmp_path, stop="sigterm", stop_at=when)
     assert stopped.losses == whole.losses[:when]
+    assert_equal_to(whole, case, tmp_path, stopped.saves)
+    assert "exact resume" not in caplog.text
+
+
+def test_stopped_right_after_a_validation_updates_no_scheduler_twice(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"scheduler": "plateau_step", "trainer": {"val_check_interval": 2}}
+    case = Case(loaders=loader, **settings)
+    whole = run(case, tmp_path)
+    stopped = run(Case(loaders=lambda: loader(Failing(8)), **settings), tmp_path)
+    assert stopped.losses == whole.losses[:2]
     assert_equal_to(whole, case, tmp_path, stopped.saves)
 
 
