@@ -176,7 +176,7 @@ def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:
 
 def _is_file(path: str, inode: int, nbytes: int) -> bool:
     try:
-        found = os.stat(path)
+        found = os.lstat(path)  # a link is not the file that was sealed
     except FileNotFoundError:
         return False
     return found.st_ino == inode and found.st_size == nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class Host:
     def __init__(self, root: Path, rank: int, world_size: int = 2) -> None:
         self.local, self.rank = root / f"host{rank}", rank
         self.reports: list[tuple[str, str]] = []
+        self.heard: list[tuple[int, str, str]] = []
         self.log = root / f"agent-{rank}.jsonl"
         events = EventWriter(run="r", attempt=1, rank=-1, host="h", sinks=(JsonlSink(self.log),))
         spec = TierSpec(address=str(root / "remote"), name="store", keep=1)
@@ -52,10 +54,18 @@ class Host:
             config,
             spec,
             lambda step, file: str(self.local / step_prefix("r", step) / file),
-            lambda s, i, outcome, why: self.reports.append((outcome, why)),
+            lambda _, step, outcome, why: self.hear(step, outcome, why),
             Reporter((rank,), lambda *_: None, events),
             Fence(config),
         )
+
+    def hear(self, step: StepId, outcome: str, why: str) -> None:
+        self.reports.append((outcome, why))
+        self.heard.append((step.step, outcome, why))
+
+    def outcomes(self) -> list[tuple[int, str]]:
+        """Step and outcome of each report so far."""
+        return [(step, outcome) for step, outcome, _ in list(self.heard)]
 
     def record(self, step: StepId = STEP, plan: str = "p") -> ShardRecord:
         data = f"{step} of {self.rank}".encode() * 50
@@ -87,6 +97,16 @@ class Host:
             self.uploader.submit(record.id, [record], **further)
         assert self.uploader.wait_idle(time.monotonic() + 20)
         return self.reports[before:][-1][0]
+
+
+def until(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
+    """Waits for what another thread does."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.01)
+    return True
 
 
 @pytest.fixture
@@ -208,3 +228,53 @@ def test_closing_ends_the_waiting_at_once(
     hosts[0].uploader.close()
     assert time.monotonic() - began < 3
     assert hosts[0].reports[-1][0] == "failed" and "next start" in hosts[0].reports[-1][1]
+
+
+def test_while_the_tier_is_down_only_the_newest_step_waits_for_it(
+    hosts: list[Host], remote: FaultyTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every step that waits is kept on the local tier, which may be memory."""
+    host = hosts[0]
+    remote.fail("put_file", Fault.BUSY, times=10**9)
+    first = host.record(StepId(1, 1, "0a0b0c"))
+    host.uploader.submit(first.id, [first])
+    assert until(lambda: (1, "retrying") in host.outcomes())
+    for step in range(2, 30):
+        record = host.record(StepId(step, 1, "0a0b0c"))
+        host.uploader.submit(record.id, [record])
+    assert until(lambda: len(host.outcomes()) == 29), "steps wait although newer ones do"
+    assert host.outcomes()[1:] == [(step, "failed") for step in range(1, 29)]
+    assert all("is newer" in reason for _, outcome, reason in host.heard if outcome == "failed")
+    assert len([entry for entry in caplog.records if "only the newest step" in entry.getMessage()]) == 1
+    failed = [event for event in host.events() if event[0] == "checkpoint_failed" and event[4] is False]
+    assert [event[1] for event in failed] == list(range(1, 29)), "what gave way is not in the event log"
+    remote.clear()
+    assert host.uploader.wait_idle(time.monotonic() + 20)
+    assert host.outcomes()[-1] == (29, "partial")
+    assert [listing.id.step for listing in scan(remote, "r") if listing.records] == [29]
+
+
+def test_steps_that_follow_quickly_are_all_sent_when_the_tier_works(hosts: list[Host], remote: FaultyTier) -> None:
+    host = hosts[0]
+    for step in range(1, 10):
+        record = host.record(StepId(step, 1, "0a0b0c"))
+        host.uploader.submit(record.id, [record])
+    assert host.uploader.wait_idle(time.monotonic() + 20)
+    assert host.outcomes() == [(step, "partial") for step in range(1, 10)]
+
+
+def test_a_step_that_comes_while_closing_is_not_waited_for(
+    hosts: list[Host], remote: FaultyTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploader_module, "_FIRST_PAUSE_S", 60.0)
+    remote.fail("put_file", Fault.BUSY, times=10**9)
+    host = hosts[0]
+    for step in (1, 2):
+        record = host.record(StepId(step, 1, "0a0b0c"))
+        host.uploader.submit(record.id, [record])
+        assert until(lambda step=step: any(known == step or known == 1 for known, _ in host.outcomes()))
+    assert until(lambda: (1, "failed") in host.outcomes()), "the older step waits for the end of the pause"
+    began = time.monotonic()
+    host.uploader.close()
+    assert time.monotonic() - began < 3
+    assert host.outcomes()[-1] == (2, "failed") and "next start" in host.heard[-1][2]
