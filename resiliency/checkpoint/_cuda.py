@@ -18,7 +18,8 @@ class DeviceCopies:
     """The GPU copies of one snapshot.
 
     Args:
-        pairs: (CUDA source, page-locked CPU target of the same shape and dtype). Sources stay referenced until the copies are done.
+        pairs: (CUDA source, page-locked CPU target of the same shape and dtype). Sources stay referenced until the
+            copies are done.
 
     Threads: constructor and :meth:`fence` on the training thread, :meth:`wait` on the copy thread.
     """

@@ -6,7 +6,7 @@ already (:mod:`resiliency.agent.file_pool`), and a save moves one into its step.
 together open it by its path in the step; the first makes it. Disk blocks are allocated before a file is mapped, because
 a store into a hole on a full disk raises SIGBUS.
 
-Threads: one at a time; the checkpointer uses the training thread.
+Threads: any.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import errno
 import logging
 import mmap
 import os
+import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -80,20 +81,23 @@ class Arena:
     """Makes the shard files of one rank on one local tier."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._prepared: deque[_Prepared] = deque(maxlen=8)
         self._small_pages = False
         self._in_memory: dict[int, bool] = {}  # by device of the file system
 
     def offer(self, path: str, inode: int, nbytes: int) -> None:
         """Notes a file that the agent has prepared; other ranks of the host may take it first."""
-        self._prepared.append(_Prepared(path, inode, nbytes))
+        with self._lock:
+            self._prepared.append(_Prepared(path, inode, nbytes))
 
     @property
     def prepared(self) -> int:
         """Number of prepared files that are still there."""
-        while self._prepared and not _is(self._prepared[0]):
-            self._prepared.popleft()
-        return sum(map(_is, self._prepared))
+        with self._lock:
+            while self._prepared and not _is(self._prepared[0]):
+                self._prepared.popleft()
+            return sum(map(_is, self._prepared))
 
     def open(self, path: str, nbytes: int) -> Slot:
         """The file of a save, of at least ``nbytes`` bytes, mapped.
@@ -105,7 +109,8 @@ class Arena:
             TierError: the disk is full or the folder cannot be written.
         """
         try:
-            return self._open(path, nbytes)
+            with self._lock:
+                return self._open(path, nbytes)
         except OSError as error:
             raise _tier_error(error, os.path.dirname(path), nbytes) from error
 

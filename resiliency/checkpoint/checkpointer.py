@@ -40,7 +40,7 @@ from resiliency.checkpoint.shard_writer import BouncePool, ShardPlan, WrittenFil
 from resiliency.checkpoint.snapshot import Copier, Job, Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
-from resiliency.errors import ConfigError, TierError
+from resiliency.errors import ConfigError
 from resiliency.events import EventKind, EventSink
 from resiliency.settings import environment
 from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest
@@ -128,9 +128,7 @@ class Checkpointer:
             )
             for r in self._remotes
         ]
-        self._planner = ShardPlanner(
-            rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes
-        )
+        self._planner = ShardPlanner(rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes)
         self._bounce = BouncePool()
         self._opened: _Parts | None = None
         self._closed = False
@@ -284,7 +282,8 @@ class Checkpointer:
                 may write a share of it; the first rank of a host writes the others. None: all are.
 
         Returns:
-            A ticket, or None when the save was skipped (counted in ``skipped``, with an event and a warning).
+            A ticket, or None when the save was skipped (counted in ``skipped``, with an event and a warning). A file
+            that cannot be made fails the ticket.
 
         Raises:
             ConfigError: a state that cannot be stored, or wrong arguments. Failures of storage do not raise: they are
@@ -311,10 +310,6 @@ class Checkpointer:
             lazy=lazy,
             replicated=replicated,
         )
-        slot = self._slot(parts, plan, save_id)
-        if isinstance(slot, TierError):
-            saves.skip(step, str(slot), failed=True)
-            return None
         due, undo_schedule = parts.schedule.due(step)
         ticket = Ticket(
             id=save_id,
@@ -338,7 +333,7 @@ class Checkpointer:
             exact=exact,
         )
         try:
-            lazy_bytes = self._start(parts, plan, slot, in_flight, seal)
+            lazy_bytes = self._start(parts, plan, in_flight, seal)
             faultpoints.hit("save.fill", rank=self.rank)
             if lazy is False:
                 self.fence()
@@ -348,8 +343,6 @@ class Checkpointer:
                 self.fence()
             elif saves.in_flight is in_flight:
                 saves.fail(in_flight, "the save was interrupted by an error")
-                if slot is not None:
-                    slot.close()
             raise
         parts.schedule.count_save()
         ticket.stall_s = time.monotonic() - began
@@ -362,7 +355,7 @@ class Checkpointer:
         )
         return ticket
 
-    def _start(self, parts: _Parts, plan: ShardPlan, slot: Slot | None, in_flight: InFlightSave, seal: Seal) -> int:
+    def _start(self, parts: _Parts, plan: ShardPlan, in_flight: InFlightSave, seal: Seal) -> int:
         """Starts the copies of a save, at whose end the copy thread sends ``seal`` with the files. Returns the bytes
         that may be copied late."""
         rank, save_id = self.rank, seal.id
@@ -380,19 +373,19 @@ class Checkpointer:
                 replicated=plan.replicated,
             )
 
-        def done(snapshot: Snapshot | None) -> None:
-            if snapshot is not None and snapshot.error is not None:
+        def done(snapshot: Snapshot) -> None:
+            if snapshot.error is not None:
                 in_flight.failure = snapshot.error  # reported by the training thread
                 return
             files: list[SealedFile] = []
             share = None
-            if snapshot is not None and file is not None and slot is not None:
+            if file is not None and snapshot.slot is not None:
                 if file.plan.index == 0:
                     files.append(
                         SealedFile(
                             shard=state_shard,
-                            path=slot.path,
-                            inode=slot.inode,
+                            path=snapshot.slot.path,
+                            inode=snapshot.slot.inode,
                             nbytes=written.nbytes,
                             block_bytes=file.plan.block_bytes,
                             sections=written.sections,
@@ -417,27 +410,26 @@ class Checkpointer:
             )
 
         faultpoints.hit("save.eager", rank=rank)
-        if file is None or slot is None:
-            in_flight.snapshot = parts.copier.start(Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=()), None, done)
+        if file is None:
+            in_flight.snapshot = parts.copier.start(Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=()), done)
             return 0
+
+        def open_file() -> Slot:
+            return parts.arena.open(self._shard_path(save_id, state_shard), file.plan.mapped_nbytes)
+
         job, lazy_bytes = state_job(
-            file, identity(state_shard), None if own_file else plan.own, slot.fd, written, self._bounce
+            file,
+            identity(state_shard),
+            None if own_file else plan.own,
+            written,
+            self._bounce,
+            open_file=open_file,
         )
-        in_flight.snapshot = parts.copier.start(job, slot, done)
+        in_flight.snapshot = parts.copier.start(job, done)
         return lazy_bytes
 
     def _shard_path(self, step: StepId, shard: int) -> str:
         return os.path.join(self._local.directory, step_prefix(self.run, step), shard_file(shard))
-
-    def _slot(self, parts: _Parts, plan: ShardPlan, step: StepId) -> Slot | TierError | None:
-        """The file of a save, mapped; None when this rank writes no part of the state; an error when none can be
-        made."""
-        if plan.file is None:
-            return None
-        try:
-            return parts.arena.open(self._shard_path(step, 0 if plan.replicated else self.rank), plan.file.plan.mapped_nbytes)
-        except TierError as error:
-            return error
 
     def _wait_for_previous(self, parts: _Parts, step: int) -> bool:
         """Waits until the rank's previous shard is recorded; skips this save when that takes too long."""
@@ -706,6 +698,4 @@ def _write_small(path: str, shard: int, data: bytes) -> SealedFile:
         inode = os.fstat(file.fileno()).st_ino
     blocks = Blocks(len(data), BLOCK_BYTES)
     digests = tuple(block_digest(memoryview(data)[slice(*blocks.bounds(index))]) for index in range(blocks.count))
-    return SealedFile(
-        shard=shard, path=path, inode=inode, nbytes=len(data), block_bytes=BLOCK_BYTES, digests=digests
-    )
+    return SealedFile(shard=shard, path=path, inode=inode, nbytes=len(data), block_bytes=BLOCK_BYTES, digests=digests)

@@ -31,6 +31,7 @@ from resiliency.storage.shard_file import Chunk
 
 __all__ = ["RankShare", "box_fields", "box_nbytes", "describe", "itemsize", "plan_writes"]
 
+
 def describe(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
     """This rank's boxes as plain data, to be exchanged between ranks, the largest first.
 

@@ -143,9 +143,7 @@ class Restorer:
         for entry in inventory:
             names[entry.step] = tuple(dict.fromkeys((*names.get(entry.step, ()), *entry.names)))
         return [
-            (step, names[step])
-            for step in sorted(names, reverse=True)
-            if self._plan(inventory, only=step) is not None
+            (step, names[step]) for step in sorted(names, reverse=True) if self._plan(inventory, only=step) is not None
         ]
 
     def _plan(

@@ -12,6 +12,7 @@ from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
+from resiliency.errors import TierError
 from resiliency.events import EventKind
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -65,6 +66,7 @@ class SaveTracker:
         self._outcomes: list[Outcome] = []
         self.in_flight: InFlightSave | None = None
         self.skipped = 0
+        self._last_failure = ""  # not warned of again while nothing else happens
 
     # -- saves of this rank ---------------------------------------------------------------------------------------
 
@@ -85,6 +87,8 @@ class SaveTracker:
         ticket.failed = reason
         if self.in_flight is in_flight:
             self.in_flight = None
+        if in_flight.undo_schedule is not None:
+            in_flight.undo_schedule()
         self._session.events.emit(
             EventKind.CHECKPOINT_FAILED,
             step=ticket.step,
@@ -94,14 +98,20 @@ class SaveTracker:
             will_retry=True,
         )
         self._outcomes.append(Outcome(id=ticket.id, tier=LOCAL, stage=None, reason=reason, names=ticket.names))
-        logger.warning("rank %d: checkpoint of step %d failed: %s; training goes on", self._rank, ticket.step, reason)
+        again = reason == self._last_failure
+        self._last_failure = reason
+        logger.log(
+            logging.DEBUG if again else logging.WARNING,
+            "rank %d: checkpoint of step %d failed: %s; training goes on, the next save tries again",
+            self._rank,
+            ticket.step,
+            reason,
+        )
 
-    def skip(self, step: int, reason: str, *, failed: bool = False) -> None:
+    def skip(self, step: int, reason: str) -> None:
         """Reports that no save was started: an event, an outcome, and a warning the first time."""
         self.skipped += 1
-        kind = EventKind.CHECKPOINT_FAILED if failed else EventKind.CHECKPOINT_SKIPPED
-        facts = {"will_retry": True, "stage": str(Stage.COPIED)} if failed else {}
-        self._session.events.emit(kind, step=step, reason=reason, tier=LOCAL, **facts)
+        self._session.events.emit(EventKind.CHECKPOINT_SKIPPED, step=step, reason=reason, tier=LOCAL)
         self._outcomes.append(Outcome(id=self.next_id(step), tier=LOCAL, stage=None, reason=reason))
         level = logging.WARNING if self.skipped == 1 else logging.DEBUG
         logger.log(
@@ -132,7 +142,9 @@ class SaveTracker:
     def process_messages(self) -> None:
         """Processes all messages received from the agent, and the failure of a copy. Blocks: no."""
         if self.in_flight is not None and self.in_flight.failure is not None:
-            self.fail(self.in_flight, f"copy failed: {self.in_flight.failure}")
+            failure = self.in_flight.failure
+            self.skipped += isinstance(failure, TierError)  # no file could be made, so nothing was copied
+            self.fail(self.in_flight, str(failure) if isinstance(failure, TierError) else f"copy failed: {failure}")
         for message in self._session.client.poll():
             self._process(message)
         for step in sorted(self._uncounted):
@@ -202,6 +214,7 @@ class SaveTracker:
         if ticket is None:
             return
         ticket.mark_reached(stage, tier)
+        self._last_failure = ""
         if tier == LOCAL:
             for old in sorted(self._tickets)[:-_TICKETS]:
                 del self._tickets[old]

@@ -164,7 +164,9 @@ def open_session(
         client.close()
         raise TierError("; ".join(problems), retryable=False)
     together = len(set(nodes)) == 1 and not any(answer.embedded for answer in answers)
-    return Session(attempt, token, nodes, node, local_ranks, together, events, client, _host_part(rank, local_ranks, shared))
+    return Session(
+        attempt, token, nodes, node, local_ranks, together, events, client, _host_part(rank, local_ranks, shared)
+    )
 
 
 def _host_part(rank: int, local_ranks: Sequence[int], shared: bool) -> HostPart:

@@ -174,7 +174,7 @@ class ShardPlanner:
         structure.reuse(cached.structure)
         extents = [structure.extents[index] for index in cached.order]
         late = None if lazy is False else cached.large
-        if late is not None and lazy is not True:
+        if late is not None and not isinstance(lazy, bool):
             late = tuple(
                 large and bool(lazy(structure.extents[index][0]))
                 for large, index in zip(late, cached.order, strict=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from resiliency.checkpoint._pages import view
+from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.snapshot import CopyTask, Job
 from resiliency.checkpoint.structure import Structure
 from resiliency.storage.blocks import Blocks, block_digest
@@ -185,7 +186,13 @@ class BouncePool:
 
 
 def state_job(
-    file: StateFile, identity: Identity, own: OwnState | None, fd: int, written: WrittenFile, bounce: BouncePool
+    file: StateFile,
+    identity: Identity,
+    own: OwnState | None,
+    written: WrittenFile,
+    bounce: BouncePool,
+    *,
+    open_file: Callable[[], Slot],
 ) -> tuple[Job, int]:
     """The copies that fill a rank's part of the state's file, and the number of bytes that may be copied late.
 
@@ -195,8 +202,8 @@ def state_job(
 
     Args:
         own: what only this rank has, for the file's tail; None: it is not in this file.
-        fd: of the file, open for writing until the job is done.
         written: filled in when the tail is written.
+        open_file: opens the file.
     """
     plan = file.plan
     first = torch.frombuffer(bytearray(identity.to_bytes()), dtype=torch.uint8)
@@ -208,7 +215,7 @@ def state_job(
     else:
         late_nbytes = _from_memory(file, copies)
 
-    def tail() -> list[str]:
+    def tail(fd: int) -> list[str]:
         if plan.index:
             return []
         entries = file.tail()
@@ -229,6 +236,7 @@ def state_job(
         device_copies=device_copies,
         blocks=plan.blocks,
         mine=plan.mine,
+        open=open_file if plan.mine else None,
         tail=tail,
         key_of=file.key_of,
     )

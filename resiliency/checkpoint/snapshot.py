@@ -140,8 +140,10 @@ class Job:
         device_copies: copies from a GPU into page-locked memory, from which some of ``copies`` come.
         blocks: the blocks of the file up to its tail.
         mine: numbers of the blocks this rank copies.
-        tail: called on the copy thread once this rank's blocks are copied; writes what follows them. Returns the
-            digests of the tail's blocks.
+        open: called on the copy thread before anything is copied; opens the file. None: there is nothing to copy. Not
+            on the training thread, because what makes a file waits while the file system commits its journal.
+        tail: called on the copy thread with the file's descriptor, once this rank's blocks are copied; writes what
+            follows them. Returns the digests of the tail's blocks.
         key_of: where in the state a storage is, for messages.
     """
 
@@ -149,7 +151,8 @@ class Job:
     device_copies: Sequence[tuple[Tensor, Tensor]] = ()
     blocks: Blocks
     mine: Sequence[int]
-    tail: Callable[[], list[str]] = list
+    open: Callable[[], Slot] | None = None
+    tail: Callable[[int], list[str]] = lambda fd: []
     key_of: Callable[[int], str] = str
 
 
@@ -159,8 +162,9 @@ class Snapshot:
 
     Attributes:
         sources: the copies from CPU memory; None once done.
-        slot: the file, used by this snapshot only until it is done; None: nothing to copy.
+        slot: the file, used by this snapshot only until it is done; None before it is open.
         digests: one per block of the file, "" for those of other ranks, once done.
+        opened: set when the file is open, or could not be opened.
         copied: set when nothing reads the sources any more, or the copy failed.
         done: set when every byte of this rank is in the file and digested, or the copy failed.
         error: why the copy failed, None if it did not.
@@ -168,10 +172,11 @@ class Snapshot:
     """
 
     job: Job
-    slot: Slot | None
     on_done: Callable[[Snapshot], None]
     device: DeviceCopies | None = None
+    slot: Slot | None = None
     digests: list[str] = field(default_factory=list)
+    opened: threading.Event = field(default_factory=threading.Event)
     copied: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -193,9 +198,9 @@ class Snapshot:
         if not self.copied.wait(_HELPER_S):
             with self._lock:
                 self.error = Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
-        if self.error is None:
+        if self.error is None and self.slot is not None:
             try:
-                self.digests += self.job.tail()
+                self.digests += self.job.tail(self.slot.fd)
             except Exception as failure:  # Boundary: as in work.
                 logger.exception("writing the end of a shard file failed")
                 self.error = failure
@@ -203,6 +208,17 @@ class Snapshot:
             self.slot.close()
         self.done.set()
         self.on_done(self)
+
+    def open_file(self) -> None:
+        """Opens the file. Thread: copy, first of all."""
+        if self.job.open is not None:
+            try:
+                self.slot = self.job.open()
+            except Exception as failure:  # Boundary: as in work.
+                with self._lock:
+                    self.error = failure
+        self.opened.set()
+        self._finish_if_last()
 
     def wait_device(self) -> None:
         """Waits for the copies from GPUs, if any. Thread: copy, before its first :meth:`work`."""
@@ -217,7 +233,13 @@ class Snapshot:
             self._finish_if_last()
 
     def work(self, *, helping: bool = False) -> bool:
-        """Copies one block. Returns False when none is left to start. Thread: any; only one with ``helping=False``."""
+        """Copies one block. Returns False when none is left to start. Thread: any; only one with ``helping=False``.
+
+        Blocks: until the file is open.
+        """
+        if not self.opened.wait(_HELPER_S):
+            with self._lock:
+                self.error = self.error or Timeout(f"the shard file was not opened within {_HELPER_S:.0f} s")
         with self._lock:
             if self._next == len(self.job.mine) or self.error is not None:
                 return False
@@ -317,21 +339,18 @@ class Copier:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def start(self, job: Job, slot: Slot | None, on_done: Callable[[Snapshot], None]) -> Snapshot:
+    def start(self, job: Job, on_done: Callable[[Snapshot], None]) -> Snapshot:
         """Queues copies and returns at once. Collective: no.
 
         Args:
             job: the copies; their sources must not change before :meth:`fence` has returned.
-            slot: the file; it is unmapped when the snapshot is done. None: the job has no copies.
             on_done: called once, with the snapshot, on the copy thread, after the last byte or an error.
         """
         with self._wake:
             # The previous save may be recorded while the thread still returns from telling so.
             if not self._wake.wait_for(lambda: self._current is None, _HELPER_S):
                 raise Timeout(f"the previous snapshot was not done within {_HELPER_S:.0f} s")
-            snapshot = Snapshot(job, slot, on_done, DeviceCopies(job.device_copies) if job.device_copies else None)
-            if not job.mine:
-                snapshot._finish_if_last()
+            snapshot = Snapshot(job, on_done, DeviceCopies(job.device_copies) if job.device_copies else None)
             self._current = snapshot
             self._wake.notify_all()
         return snapshot
@@ -372,6 +391,7 @@ class Copier:
                 if self._current is None:
                     return
                 snapshot = self._current
+            snapshot.open_file()
             snapshot.wait_device()
             while snapshot.work():
                 continue

@@ -41,6 +41,8 @@ __all__ = ["LEAF_PREFIX", "Structure", "dump", "harmless_classes", "load"]
 LEAF_PREFIX = "leaf-"
 
 _rebuild_tensor: Any = torch._utils._rebuild_tensor_v2
+_typed_storage: Any = TypedStorage  # torch does not annotate them
+_untyped_storage: Any = UntypedStorage
 _rebuild_parameter: Any = torch._utils._rebuild_parameter
 
 _STORAGES = frozenset({TypedStorage, UntypedStorage})
@@ -67,8 +69,9 @@ class Structure:
     """A pickled state tree without the bytes of its storages.
 
     Attributes:
-        extents: (tensor, address, bytes) of each storage. The tensor is a live one that uses these bytes, with the version counter of the tensor in the state, so that changes
-            in place are noticed. When it does not lie there in C order, the bytes are all of its storage.
+        extents: (tensor, address, bytes) of each storage. The tensor is a live one that uses these bytes, with the
+            version counter of the tensor in the state, so that changes in place are noticed. When it does not lie there
+            in C order, the bytes are all of its storage.
         leaves: the objects that ``is_leaf`` took; leaf ``i`` stands as an empty tensor of storage ``leaf-<i>``.
         signature: equal for two structures with the same storages and the same tensors in them, whatever the values:
             a description of each tensor, and (bytes, location) of each storage.
@@ -113,13 +116,13 @@ class Structure:
 
     def key_of(self, storage: int) -> str:
         """Where in the tree a tensor of this storage is; for messages. Thread: any; slow."""
-        wanted = UntypedStorage(0)
+        wanted = _untyped_storage(0)
         data = self.data_pickle()
         key = self._keys[storage] if self._keys else str(storage)
         tolerant = _TolerantUnpickler(io.BytesIO(data))
         tolerant.persistent_load = lambda reference: (  # type: ignore[method-assign]
-            TypedStorage(
-                wrap_storage=wanted if reference[2] == key else UntypedStorage(0), dtype=torch.uint8, _internal=True
+            _typed_storage(
+                wrap_storage=wanted if reference[2] == key else _untyped_storage(0), dtype=torch.uint8, _internal=True
             )
         )
         try:
@@ -259,7 +262,7 @@ class _Pickler(pickle.Pickler):
         #: and torch loads all tensors of a storage as one dtype.
         self.indices: dict[tuple[int, int, torch.dtype], int] = {}
         self._substitutes: dict[int, Any] = {}
-        self.reducer_override = _reducer(self, self._other_tensor)
+        self.reducer_override: Any = _reducer(self, self._other_tensor)
 
     def with_tables(self, value: Any, depth: int = 0) -> Any:
         """The tree with a marker in each dict of plain tensors, so that the pickler need not look at every tensor.
@@ -395,8 +398,12 @@ class _FullPickler(_Pickler):
         if isinstance(obj, _LeafStorage):
             return ("storage", torch.ByteStorage, obj.key, "cpu", 0)
         if isinstance(obj, TypedStorage):
-            index, kind = self._add_storage(obj._untyped_storage, obj.dtype), getattr(torch, obj._pickle_storage_type())
-            return ("storage", kind, f"x{index}", self.storages[index][1], obj._size())
+            typed: Any = obj
+            index, kind = (
+                self._add_storage(obj._untyped_storage, obj.dtype),
+                getattr(torch, typed._pickle_storage_type()),
+            )
+            return ("storage", kind, f"x{index}", self.storages[index][1], typed._size())
         if isinstance(obj, UntypedStorage):
             index = self._add_storage(obj, torch.uint8)
             return ("storage", torch.UntypedStorage, f"x{index}", self.storages[index][1], obj.nbytes())
@@ -435,8 +442,8 @@ class _FullPickler(_Pickler):
         last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
         if tensor.numel() and storage.nbytes() < (last + 1) * tensor.itemsize:
             raise ConfigError(
-                f"a tensor of shape {tuple(tensor.shape)} has no memory (its storage was freed or made smaller); store a"
-                " tensor that has"
+                f"a tensor of shape {tuple(tensor.shape)} has no memory (its storage was freed or made smaller); store"
+                " a tensor that has"
             )
         index = self._add_storage(storage, tensor.dtype, tensor)
         place = (tensor.storage_offset(), tensor.stride())
@@ -591,7 +598,7 @@ def load(data: bytes, storage: Callable[[str, int], UntypedStorage], *, allow_pi
             raise ConfigError(f"the structure refers to {reference!r}, which is no storage")
         _, kind, key, _, numel = reference
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind._dtype  # without the warning of ``dtype``
-        return TypedStorage(wrap_storage=storage(str(key), numel * dtype.itemsize), dtype=dtype, _internal=True)
+        return _typed_storage(wrap_storage=storage(str(key), numel * dtype.itemsize), dtype=dtype, _internal=True)
 
     unpickler: Any
     if allow_pickle:
@@ -653,7 +660,10 @@ def _harmless_with(numpy_is_there: bool) -> list[Any]:
         # Functions that numpy's own pickles name; their module is spelled in two ways.
         core = getattr(numpy, "_core", None) or numpy.core
         found += [numpy.ndarray, numpy.dtype, core.multiarray._reconstruct, core.multiarray.scalar]
-        if torch.__version__ >= (2, 6):  # before, a class could not be allowed under another name
+        if tuple(map(int, torch.__version__.split(".")[:2])) >= (
+            2,
+            6,
+        ):  # before, a class could not be allowed under another name
             found += [(core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct")]
             found += [(core.multiarray.scalar, "numpy.core.multiarray.scalar")]
         found += sorted({type(numpy.dtype(kind)) for kind in numpy.sctypeDict.values()}, key=repr)
