@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from resiliency.testing.checkpoints import (
     run_ranks,
     step_dirs,
 )
-from resiliency.testing.tier_doubles import RecordingTier
+from resiliency.testing.tier_doubles import Fault, FaultyTier, RecordingTier
 from tests.agent.sealing import config_for, sealed, shard_path
 
 SOON = timedelta(seconds=20)
@@ -72,6 +73,16 @@ def settle(checkpointer: Checkpointer) -> None:
     """Until the agent has nothing left to do, deletions included."""
     assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
     assert checkpointer.flush(Stage.DURABLE, tier="local", timeout=SOON)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
+    """Waits for what another thread does."""
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        pause.wait(0.02)
+    return True
 
 
 def numbers(tier: Path, run: str = RUN) -> list[int]:
@@ -473,6 +484,32 @@ def test_deleted_names_go_from_the_remote_tier_too(local: Path, tmp_path: Path) 
         settle(checkpointer)
         assert numbers(local) == [2, 3]
         assert numbers(remote) == [2, 3] and not (remote / "a.ckpt").exists()
+
+
+def test_a_remote_tier_that_is_down_does_not_fill_the_local_one(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step that waits for the tier is kept; on a ramdisk the host's memory would be full some day."""
+    from resiliency.agent import uploader
+
+    tier = FaultyTier(LocalTier(tmp_path / "remote", name="object_store"))
+    tier.fail("put_file", Fault.BUSY, times=10**9)
+    monkeypatch.setattr(uploader, "open_tier", lambda *_, **__: tier)
+    checkpointer = keeping(local, 1, remotes=[RemoteTierOptions(address=tier.root)])
+    try:
+        for step in range(1, 13):
+            ticket = checkpointer.save(step, make_state(step))
+            assert ticket is not None
+            assert checkpointer.flush(Stage.DURABLE, tier="local", timeout=SOON)
+        assert wait_until(lambda: len(numbers(local)) <= 3), f"steps {numbers(local)} stay although keep=1"
+        assert 12 in numbers(local)
+        began = time.monotonic()
+        assert not checkpointer.flush(Stage.DURABLE, timeout=timedelta(seconds=0.5))
+        assert time.monotonic() - began < 3, "the flush waited more than once"
+    finally:
+        began = time.monotonic()
+        checkpointer.close(flush=False)
+    assert time.monotonic() - began < 10
 
 
 def test_a_step_of_a_failed_interval_is_made_up_for(local: Path, tmp_path: Path) -> None:

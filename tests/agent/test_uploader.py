@@ -16,6 +16,7 @@ from resiliency.agent._fence import Fence
 from resiliency.agent._reporter import Reporter
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.uploader import Uploader
+from resiliency.errors import TierError
 from resiliency.events import EventWriter, JsonlSink
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import scan, step_prefix
@@ -231,11 +232,18 @@ def test_closing_ends_the_waiting_at_once(
 
 
 def test_while_the_tier_is_down_only_the_newest_step_waits_for_it(
-    hosts: list[Host], remote: FaultyTier, caplog: pytest.LogCaptureFixture
+    hosts: list[Host], remote: FaultyTier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step that waits is kept on the local tier, which may be memory."""
     host = hosts[0]
-    remote.fail("put_file", Fault.BUSY, times=10**9)
+    works, real = threading.Event(), remote.put_file
+
+    def put_file(key: str, path: str, **further: Any) -> None:
+        if not works.is_set():
+            raise TierError("the bucket is down", retryable=True)
+        real(key, path, **further)
+
+    monkeypatch.setattr(remote, "put_file", put_file)
     first = host.record(StepId(1, 1, "0a0b0c"))
     host.uploader.submit(first.id, [first])
     assert until(lambda: (1, "retrying") in host.outcomes())
@@ -248,7 +256,7 @@ def test_while_the_tier_is_down_only_the_newest_step_waits_for_it(
     assert len([entry for entry in caplog.records if "only the newest step" in entry.getMessage()]) == 1
     failed = [event for event in host.events() if event[0] == "checkpoint_failed" and event[4] is False]
     assert [event[1] for event in failed] == list(range(1, 29)), "what gave way is not in the event log"
-    remote.clear()
+    works.set()
     assert host.uploader.wait_idle(time.monotonic() + 20)
     assert host.outcomes()[-1] == (29, "partial")
     assert [listing.id.step for listing in scan(remote, "r") if listing.records] == [29]
