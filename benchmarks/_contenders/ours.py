@@ -33,7 +33,7 @@ class OursLazy(Contender):
     def _make(self, folder: Path) -> Checkpointer:
         from resiliency.checkpoint import Checkpointer, LocalTierOptions
 
-        # the newest step is kept, like every other contender's in this benchmark; the engine prunes and recycles
+        # the newest step is kept, like every other contender's in this benchmark; the engine prunes by itself
         return Checkpointer(LocalTierOptions(directory=str(folder), keep=1), rank=0, world_size=1)
 
     def warm_up(self, state: State) -> None:

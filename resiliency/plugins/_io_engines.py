@@ -82,16 +82,23 @@ class EngineUse:
         Blocks: up to ``timeout`` for each.
         """
         while self._held:
-            key = self._held.pop()
-            with _lock:
-                found = _engines.get(key)
-                if found is None or key[0] != os.getpid():
-                    continue
-                found.users.discard(self._number)
-                if found.users:
-                    continue
-                del _engines[key]
-            found.engine.close(timeout=timeout)
+            self._release(next(iter(self._held)), timeout)
+
+    def release_one(self, directory: str, run: str | None, timeout: timedelta) -> None:
+        """As :meth:`release`, for one folder."""
+        self._release(_key(directory, run), timeout)
+
+    def _release(self, key: tuple[int, str, str], timeout: timedelta) -> None:
+        self._held.discard(key)
+        with _lock:
+            found = _engines.get(key)
+            if found is None or key[0] != os.getpid():
+                return
+            found.users.discard(self._number)
+            if found.users:
+                return
+            del _engines[key]
+        found.engine.close(timeout=timeout)
 
 
 def _key(directory: str, run: str | None) -> tuple[int, str, str]:

@@ -71,7 +71,7 @@ class TieredIO:
         self._run = run
         self._options = options or CheckpointerOptions(agent="embedded")
         self._flush_timeout = flush_timeout
-        #: True after a teardown: no other will follow a save that comes now, so it closes its engine itself.
+        #: True after a teardown: no other may follow a save that comes now, so it closes its engine itself.
         self._torn_down = False
         self._failed: dict[str, str] = {}  # folder -> the save that failed there; none since
         self._postponed: dict[str, list[str]] = {}  # folder -> paths to remove once a save succeeds again
@@ -132,8 +132,8 @@ class TieredIO:
                     self._failed[directory] = str(path)
                     return
             finally:
-                if self._torn_down:
-                    self._engines.release(self._flush_timeout)
+                if self._is_last():
+                    self._engines.release_one(directory, self._run, self._flush_timeout)
             self._failed.pop(directory, None)
             for other in self._postponed.pop(directory, []):
                 if _place(other) != place:
@@ -156,6 +156,11 @@ class TieredIO:
         found = _identity(directory, name)
         if found is None or found.id != ticket.id:
             raise ResiliencyError(f"the step was saved, but its name was not given to it; see {directory}")
+
+    def _is_last(self) -> bool:
+        """True when no teardown may follow: after one, and under Lightning's AsyncCheckpointIO, which saves on a thread
+        of its own and tears down only itself."""
+        return self._torn_down or threading.current_thread() is not threading.main_thread()
 
     def _take(self, directory: str) -> FolderEngine:
         return self._engines.take(directory, self._run, self._options)
@@ -212,14 +217,16 @@ class TieredIO:
                 else:
                     _stock(self).remove_checkpoint(path)
                 return
+            held = self._engines.holds(directory, self._run)
             try:
-                if found.run == self._take(directory).engine.run:
-                    self._take(directory).engine.delete(name)
+                engine = self._take(directory).engine
+                if found.run == engine.run:
+                    engine.delete(name)
             except ResiliencyError as error:
                 logger.warning("%s is deleted, its step in %s is not: %s", path, directory, error)
             finally:
-                if self._torn_down:
-                    self._engines.release(self._flush_timeout)
+                if self._is_last() or not held:
+                    self._engines.release_one(directory, self._run, self._flush_timeout)
             _stock(self).remove_checkpoint(path)
 
     def teardown(self) -> None:
@@ -277,7 +284,7 @@ def _stock_load(io: TieredIO, path: Any, map_location: Any, weights_only: bool |
     return loaded
 
 
-_adapter = AdapterClass(__name__, "TieredCheckpointIO", TieredIO, base="plugins.io:CheckpointIO")
+_adapter = AdapterClass(__name__, "TieredCheckpointIO", TieredIO, base="plugins.io:TorchCheckpointIO")
 build = _adapter.build
 
 

@@ -408,13 +408,15 @@ def test_plugins_that_save_in_turns_share_the_engine(tmp_path: Path) -> None:
 
 
 def test_a_plugin_used_by_another_thread_saves_too(tmp_path: Path) -> None:
-    """As Lightning's AsyncCheckpointIO does."""
+    """As Lightning's AsyncCheckpointIO does, which never tears down the plugin it wraps."""
+    before = set(threading.enumerate())
     plugin = build("lightning.pytorch")(options=EMBEDDED)
     asynchronous = importlib.import_module("lightning.pytorch.plugins.io").AsyncCheckpointIO(plugin)
     for step in range(1, 4):
         asynchronous.save_checkpoint(checkpoint(step), tmp_path / f"{step}.ckpt")
+    asynchronous.remove_checkpoint(tmp_path / "none.ckpt")
     asynchronous.teardown()
-    plugin.teardown()
+    assert set(threading.enumerate()) <= before, "no thread is left"
     assert [torch.load(tmp_path / f"{step}.ckpt")["global_step"] for step in (1, 2, 3)] == [1, 2, 3]
 
 
