@@ -263,6 +263,8 @@ class Restorer:
                     )
             except (ConfigError, pickle.UnpicklingError) as error:
                 misfit = error  # the other ranks must not wait for this one
+            except CorruptShard as error:
+                problems = [self._shards.problem_with(plan, readers, error)]
             except Exception as error:  # Boundary: the caller's tensors and reads; as above.
                 misfit = ConfigError(
                     f"{plan.step} cannot be read into what was passed: {type(error).__name__}: {error}"

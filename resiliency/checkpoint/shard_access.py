@@ -96,6 +96,11 @@ class ShardAccess:
             problems.append(self._problem(self._copy(plan, rank), error))
         return problems
 
+    def problem_with(self, plan: RestorePlan, readers: Mapping[int, ShardReader], error: CorruptShard) -> CopyProblem:
+        """The bad copy that an error is about, by the path in it."""
+        rank = next((rank for rank, reader in readers.items() if reader.path == error.path), 0)
+        return self._problem(self._copy(plan, rank), error)
+
     def _source(self, plan: RestorePlan, rank: int) -> ShardSource:
         """The source a shard is read from in place: one on this host, or the local tier it was fetched into."""
         return plan.in_place(self._host, rank) or self._here

@@ -213,7 +213,7 @@ class ShardPlanner:
         shared_end = layout.storages[len(first) - 1].end if first else IDENTITY_BYTES
         # Small enough that the ranks of a host can share the work evenly.
         block_bytes = BLOCK_BYTES
-        while block_bytes > _MIN_BLOCK and shared_end < 4 * host.writers * block_bytes:
+        while host.writers > 1 and block_bytes > _MIN_BLOCK and shared_end < 4 * host.writers * block_bytes:
             block_bytes //= 2
         positions = {index: position for position, index in enumerate(first)}
         described = sorted(

@@ -377,7 +377,7 @@ def test_a_module_without_the_metric_says_what_is_lost(tmp_path: Path, caplog: p
     del module.own
     type(module).training_step = lambda self, batch, batch_idx: self.net(batch[0][:, :4]).square().mean()
     type(module).on_train_epoch_end = type(module).on_train_batch_end = lambda self, *args: None
-    callback = ours(PL, tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    callback = ours(PL, tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}", auto_resume=True)
     make_trainer(PL, [callback], root=tmp_path, max_steps=8, max_epochs=-1).fit(module, loader())
     assert "no longer the metrics ['own']" in caplog.text
 
