@@ -623,7 +623,9 @@ def harmless_classes() -> Iterator[None]:
         torch.serialization.add_safe_globals(_harmless())
         yield
         return
-    with safe_globals(_harmless()):
+    # Those that the user has allowed stay allowed afterwards.
+    known = torch.serialization.get_safe_globals()
+    with safe_globals([item for item in _harmless() if item not in known]):
         yield
 
 

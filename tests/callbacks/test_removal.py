@@ -146,18 +146,19 @@ def test_a_save_that_is_skipped_deletes_nothing(tmp_path: Path, monkeypatch: pyt
     """The best of before is owed to a checkpoint that was never taken: it stays until a later one is safe."""
     callback = ours(PL, tmp_path, **(NEWEST | {"save_top_k": 2}))
     seen: list[set[str]] = []
-    acquire = Arena.acquire
+    open_file = Arena.open
 
-    def full(arena: Arena, nbytes: int) -> None:
+    def full(arena: Arena, path: str, nbytes: int) -> None:
         raise TierError("no room", retryable=True)
 
     def fail_the_next() -> None:
-        monkeypatch.setattr(Arena, "acquire", full)
+        callback._saver.engine.flush(Stage.COMMITTED)
+        monkeypatch.setattr(Arena, "open", full)
 
     def look() -> None:
         callback._saver.engine.flush(Stage.DURABLE, tier="local")
         seen.append(names(tmp_path))
-        monkeypatch.setattr(Arena, "acquire", acquire)
+        monkeypatch.setattr(Arena, "open", open_file)
 
     callbacks = [at_batch_start(2, fail_the_next), at_batch_start(3, look), callback]
     make_trainer(PL, callbacks, root=tmp_path, max_steps=5, max_epochs=-1).fit(make_net(PL), loader())

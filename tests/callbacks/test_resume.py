@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import logging
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -209,16 +212,35 @@ def test_stock_checkpoints_still_load(weights_only: bool | None, tmp_path: Path)
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize("weights_only", [False, None])
-def test_hyper_parameters_with_paths_and_dataclasses_resume(weights_only: bool | None, tmp_path: Path) -> None:
-    """Where the stock class needs weights_only=False, ours needs it only to get foreign objects back."""
+def test_hyper_parameters_of_user_classes_are_refused_with_the_instruction_as_by_the_stock_class(tmp_path: Path) -> None:
     hparams = {"root": tmp_path, "settings": Settings(3)}
     fit(PL, tmp_path, ours(PL, tmp_path, **EVERY), max_steps=4, net=make_net(PL, hparams=hparams, dropout=0.3))
-    saved = content(tmp_path / "last.ckpt")["hyper_parameters"]
-    assert saved == hparams
+
+    def resume(**arguments: Any) -> int:
+        net = make_net(PL, hparams=hparams)
+        fit(PL, tmp_path, ours(PL, tmp_path, auto_resume=True, **EVERY), max_steps=5, net=net, **arguments)
+        return int(net.ran)
+
+    with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
+        resume()
+    assert resume(weights_only=False) == 1
+
+
+def test_hyper_parameters_of_user_classes_that_were_allowed_resume(tmp_path: Path) -> None:
+    hparams = {"settings": Settings(3)}
+    fit(PL, tmp_path, ours(PL, tmp_path, **EVERY), max_steps=4, net=make_net(PL, hparams=hparams, dropout=0.3))
     net = make_net(PL, hparams=hparams)
-    callback = ours(PL, tmp_path, auto_resume=True, **EVERY)
-    fit(PL, tmp_path, callback, max_steps=5, weights_only=weights_only, net=net)
+    with torch.serialization.safe_globals([Settings]):
+        fit(PL, tmp_path, ours(PL, tmp_path, auto_resume=True, **EVERY), max_steps=5, net=net)
+    assert net.ran == 1
+
+
+def test_hyper_parameters_with_paths_and_dates_resume(tmp_path: Path) -> None:
+    """Where the stock class needs weights_only=False: objects that only hold values are harmless."""
+    hparams = {"root": tmp_path, "day": datetime.date(2026, 1, 2), "rate": np.float64(0.5)}
+    fit(PL, tmp_path, ours(PL, tmp_path, **EVERY), max_steps=4, net=make_net(PL, hparams=hparams, dropout=0.3))
+    net = make_net(PL, hparams=hparams)
+    fit(PL, tmp_path, ours(PL, tmp_path, auto_resume=True, **EVERY), max_steps=5, net=net)
     assert net.ran == 1
 
 
