@@ -204,10 +204,10 @@ class Snapshot:
             except Exception as failure:  # Boundary: as in work.
                 logger.exception("writing the end of a shard file failed")
                 self.error = failure
-        if self.slot is not None:
-            self.slot.close()
         self.done.set()
         self.on_done(self)
+        if self.slot is not None:
+            self.slot.close()  # last, because it takes milliseconds per GiB
 
     def open_file(self) -> None:
         """Opens the file. Thread: copy, first of all."""

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 
 from resiliency.errors import CorruptShard
 
-__all__ = ["ALIGNMENT", "PREFIX", "ArchiveEntry", "data_start", "directory", "local_header", "read_directory"]
+__all__ = [
+    "ALIGNMENT",
+    "PREFIX",
+    "ArchiveEntry",
+    "data_start",
+    "directory",
+    "directory_part",
+    "local_header",
+    "read_directory",
+]
 
 #: Data of every entry begin at a multiple of this many bytes, as in archives that torch writes.
 ALIGNMENT = 64
@@ -76,19 +85,29 @@ def local_header(entry: ArchiveEntry) -> bytes:
     )
 
 
-def directory(entries: Sequence[ArchiveEntry], at: int) -> bytes:
-    """The directory and the end of an archive, to be written at offset ``at``, behind the last entry."""
-    listed = b"".join(map(_central_header, entries))
-    if at < _LARGE and len(entries) < 0xFFFF and len(listed) < _LARGE:
-        return listed + _END_RECORD.pack(_END, 0, 0, len(entries), len(entries), len(listed), at, 0)
+def directory(entries: Sequence[ArchiveEntry], at: int, *, listed: bytes = b"", count: int = 0) -> bytes:
+    """The directory and the end of an archive, to be written at offset ``at``, behind the last entry.
+
+    Args:
+        listed: what :func:`directory_part` returned for ``count`` entries that come first.
+    """
+    listed += directory_part(entries)
+    count += len(entries)
+    if at < _LARGE and count < 0xFFFF and len(listed) < _LARGE:
+        return listed + _END_RECORD.pack(_END, 0, 0, count, count, len(listed), at, 0)
     return b"".join(
         (
             listed,
-            _END64_RECORD.pack(_END64, 44, 45, 45, 0, 0, len(entries), len(entries), len(listed), at),
+            _END64_RECORD.pack(_END64, 44, 45, 45, 0, 0, count, count, len(listed), at),
             _LOCATOR_RECORD.pack(_LOCATOR, 0, at + len(listed), 1),
             _END_RECORD.pack(_END, 0, 0, 0xFFFF, 0xFFFF, _LARGE, _LARGE, 0),
         )
     )
+
+
+def directory_part(entries: Sequence[ArchiveEntry]) -> bytes:
+    """The lines of the directory for some entries."""
+    return b"".join(map(_central_header, entries))
 
 
 def _central_header(entry: ArchiveEntry) -> bytes:

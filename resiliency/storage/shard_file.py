@@ -16,13 +16,14 @@ of a host know them without talking; what follows the storages is written by one
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from resiliency.errors import CorruptShard
-from resiliency.storage.archive import ArchiveEntry, data_start, directory, local_header
+from resiliency.storage.archive import ArchiveEntry, data_start, directory, directory_part, local_header
 from resiliency.storage.format_version import FORMAT_VERSION, refuse_format
 from resiliency.storage.step_id import StepId
 
@@ -161,6 +162,11 @@ class StorageLayout:
     headers: tuple[bytes, ...]
     end: int
 
+    @functools.cached_property
+    def listed(self) -> bytes:
+        """The lines of the directory for the entries so far."""
+        return directory_part(self.entries)
+
 
 def lay_out_storages(storages: Sequence[tuple[str, int]], *, identity: bool = True) -> StorageLayout:
     """Places storages, given as (key, bytes), in their order. The same on every rank that passes the same.
@@ -182,13 +188,13 @@ def archive_tail(layout: StorageLayout, entries: Sequence[tuple[str, bytes]]) ->
     """Everything that follows the storages: these entries, what else torch wants, and the directory."""
     at = layout.end
     pieces: list[bytes] = []
-    placed = list(layout.entries)
+    placed = []
     for name, data in (*entries, *_STOCK_ENTRIES):
         entry = ArchiveEntry(name, at, len(data))
         pieces += [local_header(entry), data]
         placed.append(entry)
         at = entry.end
-    return b"".join((*pieces, directory(placed, at)))
+    return b"".join((*pieces, directory(placed, at, listed=layout.listed, count=len(layout.entries))))
 
 
 @dataclass(frozen=True)
