@@ -161,20 +161,27 @@ class CheckpointSaver:
         if (self.engine is not None or large) and self.open() and expected:
             self.session.warm_up(self.places.key, expected)
 
-    def settle(self, stage: Stage, timeout: timedelta) -> None:
-        """Waits until what was saved has reached ``stage`` and delivers the outcomes. Blocks: up to ``timeout``,
-        twice."""
+    def settle(self, stage: Stage, timeout: timedelta) -> timedelta:
+        """Waits until what was saved has reached ``stage`` and delivers the outcomes. Blocks: up to ``timeout``.
+
+        Returns:
+            What is left of ``timeout``.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        left = timeout
         if self.engine is None:
-            return
+            return left
         try:
             # First that this rank's shards are recorded, then that the other ranks' are.
             for _ in range(2):
-                self.engine.flush(stage, timeout=timeout)
+                self.engine.flush(stage, timeout=left)
+                left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
                 self.session.deliver_outcomes()
         except (OSError, RuntimeError):
             # Boundary: torch's store raises these when another rank has exited. Training is over, and the agent
             # finishes sealed saves.
             logger.warning("not every save was %s at the end; the next start finishes them", stage, exc_info=True)
+        return left
 
     def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
         """Ends this saver; ``close_engine`` is called when no other callback uses the engine."""

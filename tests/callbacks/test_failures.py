@@ -21,7 +21,9 @@ from torch.optim import optimizer as torch_optimizer
 from resiliency import faultpoints
 from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.checkpoint import session
+from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.storage.stage import Stage
 from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, steps
 
 PL = "lightning.pytorch"
@@ -56,7 +58,7 @@ def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("point", ["agent.record.write", "agent.manifest.write", "agent.shard.rename"])
+@pytest.mark.parametrize("point", ["agent.record.write", "agent.manifest.write"])
 def test_training_and_saves_go_on_after_a_full_disk(
     point: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -321,3 +323,22 @@ def test_steps_are_in_the_log_once_whatever_the_number_of_callbacks(
     trainer.fit(net, loader(), loader(batches=1))
     assert [event["step"] for event in events(tmp_path / "a", "train_started")] == [0, 6]
     assert [event["step"] for event in events(tmp_path / "a", "step")] == list(range(1, 13))
+
+
+def test_the_end_of_a_fit_waits_for_a_tier_that_hangs_once_and_no_longer_than_the_user_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for the commit at the end of training, once for the slower tiers at the end of the fit."""
+    allowed = timedelta(seconds=0.5)
+    waited: list[float] = []
+
+    def hangs(self: Checkpointer, stage: Stage = Stage.DURABLE, *, tier: Any = None, timeout: timedelta) -> bool:
+        if timeout <= allowed:  # not the wait before the last save
+            waited.append(timeout.total_seconds())
+            threading.Event().wait(timeout.total_seconds())
+        return False
+
+    monkeypatch.setattr(Checkpointer, "flush", hangs)
+    callback = ours(PL, tmp_path, flush_timeout=allowed, **EVERY)
+    make_trainer(PL, [callback], root=tmp_path, max_steps=2, max_epochs=-1).fit(make_net(PL), loader())
+    assert len(waited) >= 3 and sum(waited) <= 2 * allowed.total_seconds()
