@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import dataclasses
 import logging
 import os
 import threading
@@ -206,6 +207,9 @@ class Snapshot:
                 self.error = failure
         if self.slot is not None:
             self.slot.close()
+        # Whoever holds the snapshot must not hold the tensors.
+        self.job = dataclasses.replace(self.job, copies=(), device_copies=(), tail=lambda fd: [])
+        self.device = None
         self.done.set()
         self.on_done(self)
 
@@ -367,9 +371,10 @@ class Copier:
             Timeout: the other thread did not finish its block within ``deadline_s`` (a device that hangs).
         """
         began = time.monotonic()
-        if snapshot.device is not None:
+        device = snapshot.device
+        if device is not None:
             # Its other sources are private copies, see resiliency.checkpoint.shard_writer.
-            snapshot.device.fence()
+            device.fence()
             return time.monotonic() - began
         while snapshot.work(helping=True):
             if time.monotonic() - began > deadline_s:
