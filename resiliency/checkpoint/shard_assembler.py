@@ -87,6 +87,8 @@ class ShardAssembler:
             state = self._replicated = ReplicatedState(first, allow_pickle=allow_pickle)
             if planner is None:
                 self._read_storages(state, state.storages)
+                # Headers too, which torch goes by when it reads the file.
+                self._ranges[0].append((0, first.record.nbytes))
                 return
             places, hidden = state.place()
             self._read_storages(state, hidden)

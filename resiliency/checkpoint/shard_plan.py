@@ -11,6 +11,7 @@ boxes, as :mod:`resiliency.checkpoint.plan` assigns them.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -132,7 +133,7 @@ class ShardPlanner:
         Raises:
             ConfigError: a state that cannot be stored.
         """
-        own = OwnState.of(dump(per_rank))
+        own = OwnState.of(_dump_own(per_rank))
         if isinstance(state, WritePlan):
             if replicated is not None:
                 raise ConfigError("replicated= is for state trees; a WritePlan says what each rank holds")
@@ -233,7 +234,8 @@ class ShardPlanner:
             large=tuple(sizes[index] >= self._small_nbytes for index in order),
             on_cuda=any(location.startswith("cuda") for _, location in structure.signature[1]),
             plan=hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest(),
-            structure=structure,
+            # Without what keeps the tensors of this save in memory.
+            structure=dataclasses.replace(structure, extents=[], leaves=[], _template=b""),
         )
 
     # -- a state of which ranks hold parts --------------------------------------------------------------------------
@@ -354,6 +356,23 @@ def _paths(state: Any, structure: Structure) -> dict[int, str]:
             at[place] = min(at.get(place, key), key)
     found = ((index, at.get((address, nbytes))) for index, (_, address, nbytes) in enumerate(structure.extents))
     return {index: path for index, path in found if path is not None}
+
+
+def _dump_own(per_rank: Any) -> Structure:
+    """The structure of what only this rank has.
+
+    Raises:
+        ConfigError: a tensor of which this rank holds a part, which nobody could put together again.
+    """
+    structure = dump(per_rank, is_leaf=_is_sharded)
+    if structure.leaves:
+        first = structure.leaves[0]
+        keys = [key for key, leaf in keyed_leaves(per_rank).items() if leaf is first]
+        raise ConfigError(
+            f"per_rank holds tensor {keys[0] if keys else '?'!r}, a {type(first).__qualname__} of which this rank has a"
+            " part; put it into the state, or store its local tensor"
+        )
+    return structure
 
 
 def _is_sharded(class_: type) -> bool:

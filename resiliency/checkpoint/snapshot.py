@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import dataclasses
 import logging
 import os
 import threading
@@ -204,6 +205,9 @@ class Snapshot:
             except Exception as failure:  # Boundary: as in work.
                 logger.exception("writing the end of a shard file failed")
                 self.error = failure
+        # Whoever holds the snapshot must not hold the tensors.
+        self.job = dataclasses.replace(self.job, copies=(), device_copies=(), tail=lambda fd: [])
+        self.device = None
         self.done.set()
         self.on_done(self)
         if self.slot is not None:
@@ -367,9 +371,10 @@ class Copier:
             Timeout: the other thread did not finish its block within ``deadline_s`` (a device that hangs).
         """
         began = time.monotonic()
-        if snapshot.device is not None:
+        device = snapshot.device
+        if device is not None:
             # Its other sources are private copies, see resiliency.checkpoint.shard_writer.
-            snapshot.device.fence()
+            device.fence()
             return time.monotonic() - began
         while snapshot.work(helping=True):
             if time.monotonic() - began > deadline_s:

@@ -136,7 +136,8 @@ class Structure:
         tensors, storages = self.signature
         if not self._descriptions and tensors:
             keys = self._keys or self.set_keys(range(len(self.extents)))
-            self._descriptions = _describe_all(tensors, storages, keys, memo={})
+            # Into the same list, which later structures of this signature share.
+            self._descriptions += _describe_all(tensors, storages, keys, memo={})
         described = self._descriptions
         if len(self._template) >= _MEMO_FROM * _MEMO_BYTES:
             keys = self._keys or self.set_keys(range(len(self.extents)))

@@ -193,6 +193,8 @@ def children(item: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(item, Made) and as_tensor(item) is None and item.name not in _VALUES:
         yield from ((_key(key), value) for key, value in item.pairs)
         yield from ((str(at), value) for at, value in enumerate(item.items))
+        if item.name == "collections.OrderedDict":
+            return  # torch keeps the versions of modules as an attribute of a state_dict; it is no entry
         if isinstance(item.state, dict):
             yield from children(item.state)
         elif item.name in _OF_ONE and item.args and isinstance(item.args[0], list | tuple):

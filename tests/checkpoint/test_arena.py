@@ -1,15 +1,16 @@
-"""Shard files that are used again: same file, same pages, and nothing left behind when the disk is full."""
+"""Shard files belong to one step each: made where they are needed, shared by the ranks of a host, never written again."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from resiliency.checkpoint import arena as arena_module
 from resiliency.checkpoint.arena import Arena, Slot
 from resiliency.errors import TierError
 
@@ -17,283 +18,134 @@ PAGE = 4096
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "arena"
-
-
-@pytest.fixture
-def arena(folder: Path) -> Iterator[Arena]:
-    made = Arena(str(folder), 0)
+def slots() -> Iterator[list[Slot]]:
+    made: list[Slot] = []
     yield made
-    made.close()
+    for slot in made:
+        slot.close()
 
 
-def taken(arena: Arena, nbytes: int = PAGE) -> Slot:
-    slot = arena.acquire(nbytes)
-    assert slot is not None
-    return slot
+def prepared(folder: Path, nbytes: int, name: str = "free") -> Path:
+    path = folder / name
+    path.write_bytes(b"\xaa" * nbytes)
+    return path
 
 
-def write(slot: Slot, byte: bytes) -> None:
-    with slot.view() as view:
-        view[: slot.nbytes] = byte * slot.nbytes
+def offer(arena: Arena, path: Path) -> int:
+    inode = path.stat().st_ino
+    arena.offer(str(path), inode, path.stat().st_size)
+    return inode
 
 
-def test_acquire_gives_none_when_no_file_is_free(arena: Arena) -> None:
-    assert arena.acquire(10) is None and arena.free == 0 and arena.mapped_bytes == 0
-
-
-def test_a_slot_is_its_file(arena: Arena, folder: Path) -> None:
-    arena.grow(3 * PAGE)
-    slot = taken(arena, 3 * PAGE)
-    write(slot, b"x")
-    path = Path(slot.path)
-    assert path.parent == folder and path.read_bytes() == b"x" * 3 * PAGE and path.stat().st_ino == slot.inode
+def test_a_slot_is_its_file_and_has_all_its_blocks(tmp_path: Path, slots: list[Slot]) -> None:
+    path = tmp_path / "steps" / "1" / "shard"
+    slots.append(Arena().open(str(path), 3 * PAGE))
+    slots[0].map[:] = b"x" * 3 * PAGE
+    assert path.read_bytes() == b"x" * 3 * PAGE and path.stat().st_ino == slots[0].inode and slots[0].fresh
     assert path.stat().st_blocks * 512 >= 3 * PAGE, "a hole would be a SIGBUS on a full disk"
 
 
-def test_a_recycled_slot_keeps_its_file_and_mapping(arena: Arena, tmp_path: Path) -> None:
-    arena.grow(PAGE)
-    slot = taken(arena)
-    step = tmp_path / "step"
-    os.rename(slot.path, step)
-    assert arena.acquire(PAGE) is None
-    back = tmp_path / "arena" / f"shard-00000-i{slot.inode:08d}.slot"
-    os.rename(step, back)
-    arena.release(slot.inode, str(back))
-    again = taken(arena)
-    assert again is slot and again.path == str(back)
-    write(again, b"y")
-    assert back.read_bytes() == b"y" * PAGE
+def test_a_prepared_file_is_moved_into_the_step(tmp_path: Path, slots: list[Slot]) -> None:
+    arena = Arena()
+    inode = offer(arena, prepared(tmp_path, 8 * PAGE))
+    assert arena.prepared == 1
+    slots.append(arena.open(str(tmp_path / "s" / "shard"), 8 * PAGE))
+    assert slots[0].inode == inode and not slots[0].fresh and not (tmp_path / "free").exists()
+    assert arena.prepared == 0
 
 
-def test_released_twice_is_free_once(arena: Arena) -> None:
-    arena.grow(PAGE)
-    slot = taken(arena)
-    arena.release(slot.inode, slot.path)
-    arena.release(slot.inode, slot.path)
-    assert arena.free == 1
-    taken(arena)
-    assert arena.acquire(PAGE) is None, "two saves would share a file"
+@pytest.mark.parametrize("nbytes", [PAGE, 3 * PAGE])
+def test_a_prepared_file_of_another_size_fits_too(tmp_path: Path, slots: list[Slot], nbytes: int) -> None:
+    arena = Arena()
+    inode = offer(arena, prepared(tmp_path, nbytes))
+    slots.append(arena.open(str(tmp_path / "s" / "shard"), 2 * PAGE))
+    slot = slots[0]
+    assert slot.inode == inode and slot.nbytes == 2 * PAGE and slot.fresh is (nbytes < 2 * PAGE)
+    assert os.stat(slot.path).st_size == max(nbytes, 2 * PAGE)
 
 
-def test_a_file_takes_steps_shorter_and_longer_than_its_last(arena: Arena) -> None:
-    arena.grow(4 * PAGE)
-    for nbytes, fresh in ((4 * PAGE, False), (PAGE, False), (3 * PAGE + 5, True), (17, False), (4 * PAGE, True)):
-        slot = taken(arena, nbytes)
-        assert slot.fresh is fresh, "what is longer than before has pages that are not in memory"
-        slot.fresh = False
-        assert slot.nbytes == nbytes == os.stat(slot.path).st_size
-        write(slot, b"z")
-        assert Path(slot.path).read_bytes() == b"z" * nbytes
-        arena.release(slot.inode, slot.path)
-    larger = taken(arena, 9 * PAGE)
-    write(larger, b"w")
-    assert Path(larger.path).read_bytes() == b"w" * 9 * PAGE and larger.capacity == 9 * PAGE
+def test_a_prepared_file_that_is_gone_is_passed_over(tmp_path: Path, slots: list[Slot]) -> None:
+    arena = Arena()
+    offer(arena, prepared(tmp_path, PAGE, "gone"))
+    inode = offer(arena, prepared(tmp_path, PAGE, "there"))
+    (tmp_path / "gone").unlink()
+    assert arena.prepared == 1
+    slots.append(arena.open(str(tmp_path / "s" / "shard"), PAGE))
+    assert slots[0].inode == inode
 
 
-def test_the_best_fit_is_taken(arena: Arena) -> None:
-    for nbytes in (8 * PAGE, 2 * PAGE, 4 * PAGE):
-        arena.grow(nbytes)
-    assert [taken(arena, 2 * PAGE).capacity, taken(arena, 3 * PAGE).capacity] == [2 * PAGE, 4 * PAGE]
+def test_ranks_of_a_host_open_the_same_file_whoever_comes_first(tmp_path: Path, slots: list[Slot]) -> None:
+    """Both were told of the same prepared files; only one file is used."""
+    ranks = [Arena(), Arena()]
+    for name in ("first", "second"):
+        path = prepared(tmp_path, 4 * PAGE, name)
+        for arena in ranks:
+            offer(arena, path)
+    for arena, nbytes in zip(ranks, (2 * PAGE, 4 * PAGE), strict=True):
+        slots.append(arena.open(str(tmp_path / "s" / "shard"), nbytes))
+    assert slots[0].inode == slots[1].inode and not slots[1].fresh
+    slots[0].map[:4], slots[1].map[-4:] = b"head", b"tail"
+    data = (tmp_path / "s" / "shard").read_bytes()
+    assert data[:4] == b"head" and data[-4:] == b"tail"
+    assert [arena.prepared for arena in ranks] == [1, 1]
+    for arena in ranks:
+        slots.append(arena.open(str(tmp_path / f"other{id(arena)}" / "shard"), PAGE))
+    assert slots[2].inode != slots[3].inode, "two steps share a file"
 
 
-def test_the_next_attempt_takes_over_the_files(folder: Path) -> None:
-    first = Arena(str(folder), 0)
-    first.grow(PAGE)
-    first.grow(2 * PAGE)
-    first.close()
-    other = Arena(str(folder), 1)
-    other.grow(PAGE)
-    other.close()
-    (folder / "notes.txt").write_text("mine")
-    (folder / "shard-00000-0009.slot").write_bytes(b"")
-    (folder / "shard-00000-0008.slot").mkdir()
-    second = Arena(str(folder), 0)
-    try:
-        second.adopt()
-        assert second.free == 2
-        second.grow(PAGE)
-        assert len({taken(second).path for _ in range(3)}) == 3
-        assert (folder / "notes.txt").exists() and not (folder / "shard-00000-0009.slot").exists()
-    finally:
-        second.close()
+def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_bytes(b"mine")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "shard").symlink_to(tmp_path / "mine")
+    with pytest.raises(TierError):
+        Arena().open(str(tmp_path / "s" / "shard"), PAGE)
+    assert (tmp_path / "mine").read_bytes() == b"mine"
 
 
-def test_adopting_a_file_whose_blocks_are_missing(folder: Path) -> None:
-    folder.mkdir()
-    with open(folder / "shard-00000-0000.slot", "wb") as file:
-        file.truncate(8 * PAGE)
-    arena = Arena(str(folder), 0)
-    try:
-        arena.adopt()
-        slot = taken(arena, 8 * PAGE)
-        assert os.stat(slot.path).st_blocks * 512 >= 8 * PAGE
-    finally:
-        arena.close()
+def test_closing_leaves_no_mapping_and_no_descriptor(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    slot = Arena().open(str(tmp_path / "s" / "shard"), PAGE)
+    slot.close()
+    slot.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
-def test_what_was_touched_is_not_fresh(arena: Arena, folder: Path, tmp_path: Path) -> None:
-    """Fresh pages are made once more by the copy: too often costs time, not at all costs more on a disk."""
-    arena.grow(3 * PAGE)
-    touched = taken(arena, 3 * PAGE)
-    assert not touched.fresh and Path(touched.path).read_bytes() == bytes(3 * PAGE)
-    arena.grow(PAGE, populate=False)
-    assert taken(arena).fresh
-    arena.release(touched.inode, touched.path)
-    assert taken(arena, 5 * PAGE).fresh, "its further pages are not in memory yet"
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.write_bytes(b"x" * PAGE)
-    arena.release(elsewhere.stat().st_ino, str(elsewhere))
-    assert not taken(arena).fresh, "a file that was filled a while ago and unmapped since would be filled at every save"
-    again = Arena(str(folder), 0)
-    again.adopt()
-    assert again.free == 2 and taken(again, 5 * PAGE).fresh
-    again.close()
-
-
-def test_a_disk_that_fails_while_pages_are_touched_leaves_nothing(
-    arena: Arena, folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("code", "advice", "retryable"),
+    [(errno.ENOSPC, "free space", True), (errno.EDQUOT, "quota", True), (errno.EROFS, "read-only", False)],
+)
+def test_no_room_leaves_no_descriptor_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, advice: str, retryable: bool
 ) -> None:
-    def broken(fd: int, start: int, end: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+    def fails(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("resiliency.checkpoint.arena.fill", broken)
-    monkeypatch.setattr("resiliency.checkpoint.arena.on_ramdisk", lambda path: False)
-    before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(TierError, match="Input/output error"):
-        arena.grow(PAGE)
-    assert list(folder.iterdir()) == [] and set(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_forgotten_file_is_unmapped_and_not_used_again(arena: Arena) -> None:
-    arena.grow(PAGE)
-    slot = taken(arena)
-    os.unlink(slot.path)
-    arena.forget(slot.inode)
-    arena.forget(slot.inode)
-    assert arena.mapped_bytes == 0
-    arena.release(slot.inode, slot.path)
-    assert arena.free == 0
-
-
-def test_forgetting_a_file_whose_number_went_to_a_new_one(arena: Arena) -> None:
-    """File systems give the number of a deleted file to the next one made; the news of the deletion may come after that."""
-    arena.grow(PAGE)
-    old = taken(arena)
-    arena.trim(0)
-    os.unlink(old.path)
-    arena.grow(PAGE)
-    filling = taken(arena)
-    arena._slots[old.inode] = arena._slots.pop(
-        filling.inode
-    )  # the same number, also where this file system gave another
-    arena.forget(old.inode)
-    assert not filling.map.closed, "the mapping of the save in progress is gone"
-
-
-def test_trim_unmaps_the_oldest_in_use_and_never_a_free_one(arena: Arena) -> None:
-    slots = []
-    for _ in range(5):
-        arena.grow(PAGE)
-        slots.append(taken(arena))
-    arena.release(slots[0].inode, slots[0].path)
-    arena.trim(3)
-    assert arena.mapped_bytes == 3 * PAGE and arena.free == 1
-    write(slots[4], b"x")
-    again = taken(arena)
-    assert again is slots[0]
-
-
-def test_trim_never_unmaps_what_is_being_filled(arena: Arena) -> None:
-    """A recycled file is old as a file but the newest in use: unmapping it under the copy thread is a segmentation fault."""
-    slots = []
-    for _ in range(4):
-        arena.grow(PAGE)
-        slots.append(taken(arena))
-    arena.release(slots[0].inode, slots[0].path)
-    filling = taken(arena)
-    assert filling is slots[0]
-    arena.trim(3)
-    assert not filling.map.closed, "the mapping of the save in progress is gone"
-    assert arena.mapped_bytes == 3 * PAGE
-
-
-def test_a_slot_of_another_size_is_mapped_again_after_trim(arena: Arena) -> None:
-    arena.grow(PAGE)
-    slot = taken(arena)
-    arena.trim(0)
-    assert arena.mapped_bytes == 0
-    arena.release(slot.inode, slot.path)
-    assert taken(arena).inode == slot.inode
-
-
-def test_closing_leaves_no_mapping_and_no_descriptor(folder: Path) -> None:
+    monkeypatch.setattr(arena_module.os, "posix_fallocate", fails)
     before = len(os.listdir("/proc/self/fd"))
-    arena = Arena(str(folder), 0)
-    for _ in range(3):
-        arena.grow(PAGE)
-    taken(arena)
-    arena.close()
-    arena.close()
+    with pytest.raises(TierError, match=advice) as caught:
+        Arena().open(str(tmp_path / "s" / "shard"), PAGE)
+    assert caught.value.retryable is retryable and str(tmp_path) in str(caught.value)
     assert len(os.listdir("/proc/self/fd")) == before
-    assert str(folder) not in Path("/proc/self/maps").read_text()
-    assert len(list(folder.iterdir())) == 3
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True, timeout=20)
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True, timeout=20)
+def test_a_file_system_that_cannot_allocate_ahead_gets_a_longer_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: list[Slot]
+) -> None:
+    def fails(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(arena_module.os, "posix_fallocate", fails)
+    slots.append(Arena().open(str(tmp_path / "s" / "shard"), 2 * PAGE))
+    assert os.stat(slots[0].path).st_size == 2 * PAGE
 
 
-def used(disk: Path) -> int:
-    info = os.statvfs(disk)
-    return (info.f_blocks - info.f_bfree) * info.f_frsize
-
-
-def test_no_room_to_grow_leaves_nothing(small: Path) -> None:
-    arena = Arena(str(small / "arena"), 0)
-    try:
-        with pytest.raises(TierError, match="free space") as caught:
-            arena.grow(1 << 20)
-        assert caught.value.retryable and str(small) in str(caught.value)
-        assert used(small) == 0 and list((small / "arena").iterdir()) == []
-        arena.grow(64 * 1024)
-        assert arena.free == 1
-    finally:
-        arena.close()
-
-
-@pytest.mark.parametrize("how", ["longer than ever", "long again"])
-def test_no_room_to_lengthen_a_slot_does_not_lose_it(small: Path, how: str) -> None:
-    arena = Arena(str(small / "arena"), 0)
-    try:
-        arena.grow(160 * 1024)
-        if how == "long again":
-            slot = taken(arena, 8 * 1024)
-            arena.release(slot.inode, slot.path)
-            (small / "filler").write_bytes(b"x" * 200 * 1024)
-        with pytest.raises(TierError):
-            arena.acquire(160 * 1024 if how == "long again" else 400 * 1024)
-        (small / "filler").unlink(missing_ok=True)
-        if arena.free == 0:
-            arena.grow(160 * 1024)
-        slot = taken(arena, 160 * 1024)
-        write(slot, b"x")
-        files = list((small / "arena").iterdir())
-        assert [str(path) for path in files] == [slot.path], "an orphan keeps its blocks"
-    finally:
-        arena.close()
-
-
-def test_read_only_is_permanent(small: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True, timeout=20)
-    with pytest.raises((TierError, OSError), match="ead-only") as caught:
-        Arena(str(small / "arena"), 0).grow(PAGE)
-    assert isinstance(caught.value, TierError) and not caught.value.retryable
+def test_what_a_copy_learned_about_pages_goes_on_to_the_next_file(tmp_path: Path, slots: list[Slot]) -> None:
+    arena = Arena()
+    slots.append(arena.open(str(tmp_path / "1" / "shard"), PAGE))
+    assert not slots[0].small_pages
+    slots[0].small_pages = True
+    arena.learn(slots[0])
+    slots.append(arena.open(str(tmp_path / "2" / "shard"), PAGE))
+    assert slots[1].small_pages

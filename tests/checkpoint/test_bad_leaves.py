@@ -15,7 +15,7 @@ from resiliency.checkpoint.leaf_kinds import Box, LeafDescription, register_leaf
 from resiliency.checkpoint.read_plan import Read
 from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
 from resiliency.errors import ConfigError
-from resiliency.storage.layout import Chunk
+from resiliency.storage.shard_file import Chunk
 from resiliency.testing.checkpoints import make_checkpointer, run_ranks
 
 FULL = torch.arange(24.0).reshape(6, 4)

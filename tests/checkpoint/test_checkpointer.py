@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import threading
@@ -19,7 +18,6 @@ from resiliency import faultpoints
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, snapshot
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.shard_plan import ShardPlanner
 from resiliency.errors import ConfigError, NoCheckpointFound, ResiliencyError, Timeout
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
@@ -122,8 +120,8 @@ def test_info_that_is_not_json_is_refused(checkpointer: Checkpointer, info: Any)
 
 @pytest.mark.parametrize(
     "state",
-    [{"f": lambda: 0}, {"lock": threading.Lock()}, {"x": torch.empty(1, device="meta")}],
-    ids=["function", "lock", "meta"],
+    [{"f": lambda: 0}, {"lock": threading.Lock()}],
+    ids=["function", "lock"],
 )
 @pytest.mark.parametrize("where", ["state", "per_rank"])
 def test_states_that_cannot_be_stored(checkpointer: Checkpointer, state: Any, where: str) -> None:
@@ -317,10 +315,11 @@ def test_the_state_may_change_right_after_an_eager_save(checkpointer: Checkpoint
 def test_lazy_tensors_may_change_after_the_fence_and_the_rest_at_once(checkpointer: Checkpointer) -> None:
     for step in range(1, 6):
         state = make_state(step)
+        weight = state["model"]["weight"]
         ticket = checkpointer.save(
             step,
             state,
-            lazy=lambda tensor: tensor.shape == (96, 16),
+            lazy=lambda tensor, weight=weight: tensor is weight,
             per_rank={"x": torch.full((4000,), step)},
         )
         assert ticket is not None
@@ -441,30 +440,6 @@ def test_python_objects_that_grow_between_saves(checkpointer: Checkpointer) -> N
         assert restored.state["w"][0] == step
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_memory_for_gpus_is_locked_once_per_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
-) -> None:
-    """A stand-in for CUDA. What the driver refused once is not asked for, and warned of, at every save."""
-    locked, freed = [], []
-    monkeypatch.setattr(
-        "resiliency.checkpoint.checkpointer.pin", lambda address, nbytes: (locked.append(address), allowed)[1]
-    )
-    monkeypatch.setattr("resiliency.checkpoint.arena.unpin", freed.append)
-    real = ShardPlanner.plan
-    monkeypatch.setattr(
-        ShardPlanner, "plan", lambda *args, **further: dataclasses.replace(real(*args, **further), on_cuda=True)
-    )
-    with make_checkpointer(LocalTierOptions(directory=str(tmp_path), keep=1)) as checkpointer:
-        for step in range(1, 7):
-            save(checkpointer, step)
-            assert checkpointer.flush(timeout=SOON)
-        slots = list(checkpointer._parts().arena._slots.values())
-        assert sorted(locked) == sorted(slot.address for slot in slots)
-        assert not any(slot.fresh for slot in slots), "a GPU would write to pages that are not there"
-    assert sorted(freed) == (sorted(locked) if allowed else [])
-
-
 def test_another_dtype_is_converted_and_said(checkpointer: Checkpointer, caplog: pytest.LogCaptureFixture) -> None:
     save(checkpointer, 1, {"a": torch.arange(4.0), "b": torch.ones(2, dtype=torch.int64)})
     into = {"a": torch.zeros(4, dtype=torch.bfloat16), "b": torch.zeros(2, dtype=torch.int64)}
@@ -506,12 +481,13 @@ def test_outcomes_say_what_happened_to_each_save(tmp_path: Path) -> None:
 
 def test_warming_up_makes_the_files_the_first_save_uses(tmp_path: Path) -> None:
     with make_checkpointer(tmp_path) as checkpointer:
-        checkpointer.warm_up(make_state(1), slots=2)
-        slots = {path.stat().st_ino for path in tmp_path.glob(".resiliency/*/arena/*.slot")}
-        assert len(slots) == 2
-        save(checkpointer, 1)
+        large = {"w": torch.ones(600_000)}  # the agent prepares no small ones
+        checkpointer.warm_up(large, slots=2)
+        files = {path.stat().st_ino for path in tmp_path.glob(".resiliency/*/files/*.free")}
+        assert files
+        save(checkpointer, 1, large)
         (folder,) = step_dirs(tmp_path).values()
-        assert (folder / "shard-00000.ckpt").stat().st_ino in slots
+        assert (folder / "shard-00000.ckpt").stat().st_ino in files
         checkpointer.warm_up(nbytes=100, slots=1)
         with pytest.raises(ConfigError, match="nbytes"):
             checkpointer.warm_up()
@@ -545,10 +521,11 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 def test_small_and_unreplicated_tensors_come_from_rank_0(tmp_path: Path) -> None:
     def work(rank: int, coordinator: Coordinator) -> Any:
         with make_checkpointer(tmp_path, coordinator) as checkpointer:
+            own = torch.full((2000,), float(rank))
             state = {
                 "small": torch.tensor(float(rank)),
                 "same": torch.ones(2000),
-                "own": torch.full((2000,), float(rank)),
+                "own": own,
                 "python": rank,
             }
             ticket = checkpointer.save(1, state, replicated=lambda tensor: tensor is not own)

@@ -19,12 +19,11 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from resiliency.checkpoint import plan
+from resiliency.checkpoint import shard_plan
 from resiliency.checkpoint.checkpointer import Restored
 from resiliency.errors import CorruptShard, NoCheckpointFound, ResiliencyError
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.storage.catalog import scan
-from resiliency.storage.layout import header_length
 from resiliency.storage.manifest import MANIFEST, ShardRecord
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import RUN, Series, flip_bits, make_series, step_dirs
@@ -91,13 +90,19 @@ def test_without_damage_the_newest_step_is_restored(copy: Series) -> None:
     assert restored_from(copy) == 30
 
 
+def _flip_at(path: Path, mark: bytes, further: int = 0) -> None:
+    at = path.read_bytes().index(mark) + further
+    flip_bits(path, [(at, at + 4)])
+
+
 SHARD_DAMAGE: dict[str, Callable[[Path], None]] = {
     "first byte": lambda path: flip_bits(path, [(0, 1)]),
-    "header": lambda path: flip_bits(path, [(200, 210)]),
-    "stamp": lambda path: flip_bits(
-        path, [(path.read_bytes().index(b'"stamp":"') + 20, path.read_bytes().index(b'"stamp":"') + 28)]
-    ),
-    "first tensor byte": lambda path: flip_bits(path, [(header_length(path.read_bytes()[:8], where=""), None)]),  # type: ignore[list-item]
+    "identity": lambda path: flip_bits(path, [(200, 210)]),
+    "padding of the identity": lambda path: flip_bits(path, [(1000, 1010)]),
+    "from the storages on": lambda path: flip_bits(path, [(1100, 1 << 40)]),
+    "pickle": lambda path: _flip_at(path, b"data.pkl", 60),
+    "directory": lambda path: _flip_at(path, b"PK\x01\x02"),
+    "state of the rank": lambda path: _flip_at(path, b"resiliency/rank.pt", 200),
     "last byte": lambda path: flip_bits(path, [(-1, 1 << 40)]),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]) and None,
     "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]) and None,
@@ -234,7 +239,7 @@ def test_a_world_size_that_is_too_small_never_gives_half_a_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large tensors are cut between ranks: without rank 1's rows the rest would be whatever was in memory."""
-    monkeypatch.setattr(plan, "_CUT_BYTES", 512)
+    monkeypatch.setattr(shard_plan, "_MIN_BLOCK", 1024)
     series = make_series(tmp_path / "s", steps=(10,), remote=False)
     folder = folder_of(series.local_dir, 10)
     (folder / MANIFEST).unlink()
@@ -311,7 +316,7 @@ def test_records_of_another_step_are_not_even_listed(copy: Series) -> None:
 
 
 def test_a_shard_of_another_step_is_refused_even_when_its_record_agrees(copy: Series) -> None:
-    """A bug in a writer (a recycled file that was not stamped) gives right digests of wrong data; the stamp tells."""
+    """A bug in a writer gives right digests of wrong data; the identity tells."""
     source, target = folder_of(copy.local_dir, 20), folder_of(copy.local_dir, 30)
     (target / MANIFEST).unlink()
     for rank in (0, 1):
@@ -368,7 +373,9 @@ def test_junk_beside_the_steps_is_passed_over(copy: Series) -> None:
 
 
 def test_a_name_file_that_lies_is_not_what_a_restart_goes_by(copy: Series) -> None:
-    (copy.local_dir / "step=30.ckpt").write_text((copy.local_dir / "step=10.ckpt").read_text())
+    data = (copy.local_dir / "step=10.ckpt").read_bytes()
+    (copy.local_dir / "step=30.ckpt").unlink()  # it is the file of step 30 itself
+    (copy.local_dir / "step=30.ckpt").write_bytes(data)
     assert restored_from(copy) == 30
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -336,3 +338,23 @@ def test_a_writer_that_dies_in_the_middle_leaves_no_step(tmp_path: Path) -> None
     job.run(work)
     assert not (tmp_path / "shared" / "two.ckpt").exists(), "a step without rank 1's part was committed"
     assert [restored and restored.step for restored in job.run(lambda rank, made: made.load())] == [1, 1]
+
+
+def test_no_tensor_of_an_earlier_save_is_kept_in_memory(tmp_path: Path) -> None:
+    """What is kept from save to save must not keep a copy of the model."""
+    job = Job(tmp_path, 2)
+
+    def work(rank: int, checkpointer: Checkpointer) -> None:
+        for step in (1, 2, 3):
+            state = {"w": large(step), "odd": torch.ones(300, 40).t(), "p": torch.nn.Parameter(large(step))}
+            alive = [weakref.ref(tensor) for tensor in state.values()]
+            ticket = checkpointer.save(step, state, lazy=True)
+            assert ticket is not None
+            checkpointer.fence()
+            ticket.wait(timeout=SOON)
+            assert checkpointer._parts().copier.wait_idle(10)
+            del state
+            gc.collect()
+            assert [reference() is None for reference in alive] == [True] * 3
+
+    job.run(work)

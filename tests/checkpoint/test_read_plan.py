@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.agent import commit
-from resiliency.checkpoint import snapshot
+from resiliency.checkpoint import shard_plan
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.read_plan import Read
 from resiliency.errors import ConfigError, CorruptShard
-from resiliency.storage.layout import Chunk, parse_header
+from resiliency.storage.shard_file import Chunk
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import make_checkpointer, run_ranks
 
@@ -27,9 +26,8 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Steps 1 and 2, written by two ranks, in blocks so small that none holds two tensors and the header has its own."""
-    for module in (snapshot, commit):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 512)
+    """Steps 1 and 2, written by two ranks, in small blocks."""
+    monkeypatch.setattr(shard_plan, "_MIN_BLOCK", 512)
 
     def work(rank: int, coordinator: Coordinator) -> None:
         with make_checkpointer(tmp_path, coordinator) as checkpointer:
@@ -44,11 +42,11 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def damage(directory: Path, step: int, key: str) -> None:
     """Flips a bit in the middle of the shard file that holds a tensor."""
-    for path in directory.glob(f".resiliency/*/steps/{step:010d}-*/*.safetensors"):
+    for path in directory.glob(f".resiliency/*/steps/{step:010d}-*/shard-00000.ckpt"):
         data = bytearray(path.read_bytes())
-        for placed in parse_header(bytes(data), where=str(path)).placed:
-            if placed.chunk.key == key:
-                data[(placed.start + placed.end) // 2] ^= 1
+        wanted = state(step)[key].numpy().tobytes()
+        assert data.count(wanted) == 1
+        data[data.index(wanted) + len(wanted) // 2] ^= 1
         with open(path, "r+b") as file:
             file.write(data)
 
@@ -76,7 +74,7 @@ def test_only_what_was_asked_for_is_read_and_into_the_callers_memory(saved: Path
 
     with make_checkpointer(saved) as checkpointer:
         restored = checkpointer.load(reads=reads)
-    assert restored is not None and not any(chunk.per_rank for stored in seen for chunk in stored)
+    assert restored is not None and {chunk.key for stored in seen for chunk in stored} == {"table", "other"}
     step = restored.step
     assert step == 2, "damage in what nobody wants was looked at"
     assert torch.equal(targets[1], (TABLE + step)[:, 1:2])

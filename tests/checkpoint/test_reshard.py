@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import multiprocessing
 import os
 import socket
@@ -15,21 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.checkpoint import plan as plan_module
+from resiliency.checkpoint import shard_plan
 from resiliency.checkpoint.checkpointer import Restored
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.read_plan import Read
 from resiliency.checkpoint.state import dtype_from_name
 from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
-from resiliency.storage.layout import Chunk
+from resiliency.storage.shard_file import Chunk
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, run_ranks
 
 SOON = timedelta(seconds=30)
-
-
-@pytest.fixture(autouse=True)
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "_CUT_BYTES", 512)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """World size -> directory with step 7 of it."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "_CUT_BYTES", 512)
+        patch.setattr(shard_plan, "_MIN_BLOCK", 1024)
         for world_size in (1, 2, 3, 4):
             directory = tmp_path_factory.mktemp(f"world{world_size}") / "c"
 
@@ -84,8 +80,11 @@ def test_a_checkpoint_loads_in_any_world_size(saved: dict[int, Path], before: in
 
 @pytest.mark.parametrize("before", [2, 4])
 def test_every_rank_wrote_its_share(saved: dict[int, Path], before: int) -> None:
-    sizes = [path.stat().st_size for path in saved[before].glob(".resiliency/*/steps/*/*.safetensors")]
-    assert len(sizes) == before and max(sizes) < 2 * min(sizes)
+    shares = []
+    for path in saved[before].glob(".resiliency/*/steps/*/shard-*.json"):
+        record = json.loads(path.read_text())
+        shares.append(sum(map(bool, record["digests"])) if not record["rank"] else len(record["share"]["digests"]))
+    assert len(shares) == before and max(shares) < 2 * min(shares) + 4
 
 
 def test_into_tensors_with_other_strides(saved: dict[int, Path]) -> None:
