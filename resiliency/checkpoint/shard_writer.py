@@ -96,7 +96,8 @@ class FilePlan:
         sections = (shared_end,) if shared_end < layout.end else ()
         blocks = Blocks(layout.end, block_bytes, sections)
         shared = len(blocks.within(0, shared_end))
-        mine: Sequence[int] = range(shared * index // writers, shared * (index + 1) // writers)
+        # Rounded up, so that the first rank, which writes the rest, has a block if there are fewer than ranks.
+        mine: Sequence[int] = range(-(-shared * index // writers), -(-shared * (index + 1) // writers))
         if index == 0:
             mine = [*mine, *range(shared, blocks.count)]
         chosen = set(mine)
@@ -236,7 +237,7 @@ def state_job(
         device_copies=device_copies,
         blocks=plan.blocks,
         mine=plan.mine,
-        open=open_file if plan.mine else None,
+        open=open_file if plan.mine or plan.index == 0 else None,
         tail=tail,
         key_of=file.key_of,
     )

@@ -209,7 +209,10 @@ class Snapshot:
         self.job = dataclasses.replace(self.job, copies=(), device_copies=(), tail=lambda fd: [])
         self.device = None
         self.done.set()
-        self.on_done(self)
+        try:
+            self.on_done(self)
+        except Exception:  # Boundary: the copy thread must go on; the agent did not take the message.
+            logger.exception("the end of a save could not be reported")
         if self.slot is not None:
             self.slot.close()  # last, because it takes milliseconds per GiB
 

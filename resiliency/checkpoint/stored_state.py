@@ -15,11 +15,12 @@ from torch.storage import UntypedStorage
 
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.checkpoint.state import dtype_name, keyed_leaves, replace_leaves
-from resiliency.checkpoint.structure import LEAF_PREFIX, harmless_classes, load
+from resiliency.checkpoint.structure import harmless_classes, load
 from resiliency.errors import CorruptShard
 from resiliency.storage.shard_file import (
     CHUNKS,
     DATA_PICKLE,
+    LEAF_PREFIX,
     RANK_STATE,
     STRUCTURE,
     Chunk,

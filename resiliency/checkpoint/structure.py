@@ -34,11 +34,9 @@ from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
 from resiliency.errors import ConfigError
+from resiliency.storage.shard_file import LEAF_PREFIX
 
-__all__ = ["LEAF_PREFIX", "Structure", "dump", "harmless_classes", "load"]
-
-#: Storages that stand for leaves which are stored elsewhere have keys that begin so.
-LEAF_PREFIX = "leaf-"
+__all__ = ["Structure", "dump", "harmless_classes", "load"]
 
 _rebuild_tensor: Any = torch._utils._rebuild_tensor_v2
 _typed_storage: Any = TypedStorage  # torch does not annotate them

@@ -16,6 +16,7 @@ from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.shard_file import (
     CHUNKS,
     DATA_PICKLE,
+    LEAF_PREFIX,
     RANK_STATE,
     STRUCTURE,
     Placed,
@@ -278,6 +279,8 @@ def _count(tree: Any) -> tuple[int, int]:
 def _text(item: Any, width: int = 60) -> str:
     """What is not a container, in words."""
     tensor = as_tensor(item)
+    if tensor is not None and (tensor.storage or "").startswith(LEAF_PREFIX):
+        return "tensor"  # of a sharded step; the table of chunks says what it is
     if tensor is not None:
         return f"{tensor.dtype or tensor.kind} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
     if isinstance(item, bytes | bytearray):

@@ -32,6 +32,7 @@ __all__ = [
     "DATA_PICKLE",
     "IDENTITY",
     "IDENTITY_BYTES",
+    "LEAF_PREFIX",
     "RANK_STATE",
     "STRUCTURE",
     "Chunk",
@@ -51,6 +52,8 @@ DATA_PICKLE = "data.pkl"
 RANK_STATE = "resiliency/rank.pt"
 STRUCTURE = "resiliency/structure.pkl"
 CHUNKS = "resiliency/chunks.json"
+#: In STRUCTURE, keys of the storages that stand for leaves begin so.
+LEAF_PREFIX = "leaf-"
 #: Bytes of the first entry with its header: the storages begin here.
 IDENTITY_BYTES = 1024
 

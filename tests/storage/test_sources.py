@@ -80,7 +80,7 @@ GOOD = to_jsonable(BadCopy(source=LOCAL, step=STEP, rank=3))
     [
         ([], "BadCopy must be an object, not list"),
         ({}, "BadCopy lacks the field 'source'"),
-        ({**GOOD, "source": "local"}, "ShardSource must be an object, not str"),
+        ({**GOOD, "source": "local"}, "BadCopy.source must be an object, not str"),
         ({**GOOD, "source": {"tier": "local", "cost": "LOCAL"}}, "ShardSource lacks the field 'host'"),
         ({**GOOD, "source": {"tier": "local", "cost": "LOCAL", "host": None}}, "pass a host with LOCAL"),
         (

@@ -50,19 +50,19 @@ def test_trained_parameters_and_their_moments_are_late_and_replicated_buffers_ar
     trainer = SimpleNamespace(lightning_module=net, optimizers=[optimizer])
     rules = ReplicatedAdapter().tensor_rules(trainer)
 
-    def judged(key: str, tensor: torch.Tensor) -> tuple[bool, bool]:
-        return rules.may_copy_late(key, tensor), rules.is_replicated(key, tensor)
+    def judged(tensor: torch.Tensor) -> tuple[bool, bool]:
+        return rules.may_copy_late(tensor), rules.is_replicated(tensor)
 
     state = net.state_dict()
-    assert judged("state_dict/0.weight", state["0.weight"]) == (True, True)
-    assert judged("state_dict/2.weight", state["2.weight"]) == (False, True)
-    assert judged("state_dict/1.running_mean", state["1.running_mean"]) == (False, False)
+    assert judged(state["0.weight"]) == (True, True)
+    assert judged(state["2.weight"]) == (False, True)
+    assert judged(state["1.running_mean"]) == (False, False)
     moment = optimizer.state[net[0].weight]["exp_avg"]
-    assert judged("optimizer_states/0/state/0/exp_avg", moment) == (True, True)
-    assert judged("callbacks/Average/weight", state["0.weight"]) == (False, False)
+    assert judged(moment) == (True, True)
+    assert judged(state["0.weight"].clone()) == (False, False)  # what a callback keeps for itself
 
     net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)  # an optimizer may run in there
-    assert not ReplicatedAdapter().tensor_rules(trainer).may_copy_late("state_dict/0.weight", state["0.weight"])
+    assert not ReplicatedAdapter().tensor_rules(trainer).may_copy_late(state["0.weight"])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ class MadeUpAdapter:
 
     def tensor_rules(self, trainer: Any) -> TensorRules:
         self.asked.append("rules")
-        return TensorRules(may_copy_late=lambda key, tensor: False, is_replicated=lambda key, tensor: False)
+        return TensorRules(may_copy_late=lambda tensor: False, is_replicated=lambda tensor: False)
 
     def expected_tensors(self, trainer: Any) -> dict[str, torch.Tensor]:
         self.asked.append("expected")
