@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import dataclasses
 import logging
 import os
 import threading
@@ -208,10 +207,11 @@ class Snapshot:
         if self.slot is not None:
             self.slot.close()
         # Whoever holds the snapshot must not hold the tensors.
-        self.job = dataclasses.replace(self.job, copies=(), device_copies=(), tail=lambda fd: [])
+        self.job = Job(copies=(), blocks=self.job.blocks, mine=self.job.mine)
         self.device = None
         self.done.set()
-        self.on_done(self)
+        on_done, self.on_done = self.on_done, _done_already
+        on_done(self)
 
     def open_file(self) -> None:
         """Opens the file. Thread: copy, first of all."""
@@ -328,6 +328,10 @@ def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, dig
             else:
                 ctypes.memmove(base + offset + at, address + at, len(stride))
     return stored, faults
+
+
+def _done_already(snapshot: Snapshot) -> None:
+    """In place of a callback that was called."""
 
 
 class Copier:
