@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import dataclasses
 import logging
 import os
 import threading
@@ -206,11 +205,12 @@ class Snapshot:
                 logger.exception("writing the end of a shard file failed")
                 self.error = failure
         # Whoever holds the snapshot must not hold the tensors.
-        self.job = dataclasses.replace(self.job, copies=(), device_copies=(), tail=lambda fd: [])
+        self.job = Job(copies=(), blocks=self.job.blocks, mine=self.job.mine)
         self.device = None
         self.done.set()
+        on_done, self.on_done = self.on_done, _done_already
         try:
-            self.on_done(self)
+            on_done(self)
         except Exception:  # Boundary: the copy thread must go on; the agent did not take the message.
             logger.exception("the end of a save could not be reported")
         if self.slot is not None:
@@ -331,6 +331,10 @@ def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, dig
             else:
                 ctypes.memmove(base + offset + at, address + at, len(stride))
     return stored, faults
+
+
+def _done_already(snapshot: Snapshot) -> None:
+    """In place of a callback that was called."""
 
 
 class Copier:

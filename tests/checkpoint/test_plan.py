@@ -158,8 +158,12 @@ def test_reads_fill_every_element(rows: int, columns: int, world_size: int, data
 
 def test_reads_with_a_piece_missing_are_refused() -> None:
     """Otherwise the rest of the tensor would be whatever was in memory."""
-    stored = [chunk for chunks in chunks_of({"w": meta((40, 4))}, 2) for chunk in chunks]
-    assert len(stored) > 1
+    stored = [
+        chunk
+        for rank in (0, 1)
+        for chunk in plan_writes([boxes("w", [(0, 15)], 40), boxes("w", [(15, 40)], 40)], rank=rank).chunks
+    ]
+    assert len(stored) == 2
     with pytest.raises(ConfigError, match="'w'"):
         plan_reads({"w": torch.zeros(40, 4)}, stored[:-1])
 
