@@ -296,6 +296,13 @@ class Restorer:
             from_world_size=plan.world_size,
         )
         record = readers[0].record
+        if self.rank < plan.world_size and self.rank not in readers:
+            logger.warning(
+                "rank %d: no good copy is left of what this rank alone had at step %d (random state, place in the data);"
+                " it goes on without, so that the resume is not exact",
+                self.rank,
+                plan.step.step,
+            )
         return Restored(plan.step, state, per_rank, plan.world_size, record.names, record.info, duration_s, nbytes)
 
 

@@ -21,6 +21,7 @@ from resiliency.checkpoint import snapshot
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
+from resiliency.checkpoint.ticket import Ticket
 from resiliency.errors import CorruptShard, ResiliencyError, TierError
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.base import Tier
@@ -155,16 +156,15 @@ def test_a_copy_that_fails_fails_its_save_only(local: Path, monkeypatch: pytest.
     assert loads(local) == 3
 
 
-def test_files_removed_behind_our_back(local: Path) -> None:
-    """A cleaner takes the free shard files: at most one save pays for it."""
+def test_prepared_files_removed_behind_our_back(local: Path) -> None:
+    """A cleaner takes them: the save makes its own file."""
     with make_checkpointer(LocalTierOptions(directory=str(local), keep=1)) as checkpointer:
-        for step in range(1, 6):
-            assert saved(checkpointer, step)
-        slots = list(local.glob(".resiliency/*/arena/*.slot"))
-        assert slots, "nothing was recycled"
-        for slot in slots:
-            slot.unlink()
-        assert any([saved(checkpointer, step) for step in (6, 7, 8)])
+        checkpointer.warm_up(nbytes=2 << 20)
+        files = list(local.glob(".resiliency/*/files/*.free"))
+        assert files, "nothing was prepared"
+        for file in files:
+            file.unlink()
+        assert all([saved(checkpointer, step) for step in (6, 7, 8)])
     assert loads(local) == 8
 
 
@@ -234,13 +234,20 @@ def test_a_full_disk_loses_nothing_that_was_committed(disk: Path) -> None:
     assert restored is not None and restored >= 2
 
 
+def _failed(ticket: Ticket) -> bool:
+    with pytest.raises(ResiliencyError, match="free space"):
+        ticket.wait(timeout=SOON)
+    return True
+
+
 def test_a_disk_full_from_the_start(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     filler = fill(disk)
     filler.write_bytes(b"x" * (4 * 1024 * 1024 - 64 * 1024))  # room for folders and the attempt file
     with make_checkpointer(LocalTierOptions(directory=str(disk))) as checkpointer:
         state = {"w": torch.zeros(1 << 18)}
         checkpointer.warm_up(state)
-        assert checkpointer.save(1, state) is None
+        ticket = checkpointer.save(1, state)
+        assert ticket is None or _failed(ticket)
         assert [outcome.failed for outcome in checkpointer.poll()] == [True]
         assert any("free space" in text for text in warnings(caplog))
         filler.unlink()
@@ -258,7 +265,8 @@ def test_state_that_outgrows_the_disk_leaves_no_orphan(disk: Path) -> None:
             ticket.wait(Stage.COMMITTED, timeout=SOON)
         assert checkpointer.flush(timeout=SOON)
         for step in (4, 5, 6):
-            assert checkpointer.save(step, {"w": torch.zeros(1 << 21)}) is None  # 8 MiB on a disk of 4
+            ticket = checkpointer.save(step, {"w": torch.zeros(1 << 21)})  # 8 MiB on a disk of 4
+            assert ticket is None or _failed(ticket)
         ticket = checkpointer.save(7, {"w": torch.full((1 << 16,), 7.0)})
         assert ticket is not None
         ticket.wait(Stage.COMMITTED, timeout=SOON)
@@ -350,7 +358,9 @@ def test_a_store_that_is_down_is_tried_again(
         told = [outcome for outcome in checkpointer.poll() if outcome.tier == "object_store"]
         assert (told[-1].step, told[-1].stage) == (2, Stage.DURABLE)
         failed = [outcome for outcome in told if outcome.failed]
-        assert failed and all(outcome.retrying for outcome in failed), "what is tried again was told as final"
+        # An older step that waits gives way to a newer one, for good.
+        tried_again = [outcome for outcome in failed if "is newer" not in outcome.reason]
+        assert failed and all(outcome.retrying for outcome in tried_again), "what is tried again was told as final"
     down = [text for text in warnings(caplog) if "failed at step" in text]
     assert len(down) == 1, warnings(caplog)
     assert loads(Path(remote.root)) == 2
