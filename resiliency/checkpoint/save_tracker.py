@@ -81,8 +81,9 @@ class SaveTracker:
         self.in_flight = InFlightSave(ticket, supersedes=list(supersedes))
         return self.in_flight
 
-    def fail(self, in_flight: InFlightSave, reason: str) -> None:
-        """Reports that the save failed in this process: a warning, an event, an outcome."""
+    def fail(self, in_flight: InFlightSave, reason: str, *, kind: str = "") -> None:
+        """Reports that the save failed in this process: an event, an outcome, and a warning, unless the save before it
+        failed for the same ``kind`` of reason."""
         ticket = in_flight.ticket
         ticket.failed = reason
         if self.in_flight is in_flight:
@@ -98,8 +99,8 @@ class SaveTracker:
             will_retry=True,
         )
         self._outcomes.append(Outcome(id=ticket.id, tier=LOCAL, stage=None, reason=reason, names=ticket.names))
-        again = reason == self._last_failure
-        self._last_failure = reason
+        again = kind != "" and kind == self._last_failure
+        self._last_failure = kind
         logger.log(
             logging.DEBUG if again else logging.WARNING,
             "rank %d: checkpoint of step %d failed: %s; training goes on, the next save tries again",
@@ -144,7 +145,8 @@ class SaveTracker:
         if self.in_flight is not None and self.in_flight.failure is not None:
             failure = self.in_flight.failure
             self.skipped += isinstance(failure, TierError)  # no file could be made, so nothing was copied
-            self.fail(self.in_flight, str(failure) if isinstance(failure, TierError) else f"copy failed: {failure}")
+            reason = str(failure) if isinstance(failure, TierError) else f"copy failed: {failure}"
+            self.fail(self.in_flight, reason, kind=type(failure).__name__)
         for message in self._session.client.poll():
             self._process(message)
         for step in sorted(self._uncounted):
