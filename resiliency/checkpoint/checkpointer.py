@@ -412,9 +412,16 @@ class Checkpointer:
                 dataclasses.replace(seal, files=tuple(files), share=share, supersedes=tuple(in_flight.supersedes))
             )
 
+        def done_or_failed(snapshot: Snapshot) -> None:
+            try:
+                done(snapshot)
+            except Exception as failure:  # Boundary: the copy thread must go on; the training thread reports it.
+                logger.exception("a shard that was copied could not be told to the agent")
+                in_flight.failure = failure
+
         faultpoints.hit("save.eager", rank=rank)
         if file is None:
-            in_flight.snapshot = parts.copier.start(Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=()), done)
+            in_flight.snapshot = parts.copier.start(Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=()), done_or_failed)
             return 0
 
         def open_file() -> Slot:
@@ -428,7 +435,7 @@ class Checkpointer:
             self._bounce,
             open_file=open_file,
         )
-        in_flight.snapshot = parts.copier.start(job, done)
+        in_flight.snapshot = parts.copier.start(job, done_or_failed)
         return lazy_bytes
 
     def _shard_path(self, step: StepId, shard: int) -> str:

@@ -46,16 +46,19 @@ def committed(checkpointer: Checkpointer, step: int, state: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["state", "per_rank"])
-def test_a_tensor_without_memory_of_its_own_is_refused_with_its_key(tmp_path: Path, where: str) -> None:
+def test_a_tensor_without_memory_of_its_own_is_stored_as_torch_stores_it(tmp_path: Path, where: str) -> None:
     """Copied from address 0 it would end the process."""
-    wrapped = {"layer": {"weight": Wrapper(torch.zeros(1 << 16))}}
+    wrapped = {"layer": {"weight": Wrapper(torch.arange(1 << 16))}}
     with make_checkpointer(tmp_path) as checkpointer:
-        with pytest.raises(ConfigError, match="'layer/weight' is a Wrapper without memory of its own"):
-            if where == "state":
-                checkpointer.save(1, wrapped)
-            else:
-                checkpointer.save(1, {"a": FULL}, per_rank=wrapped)
-        committed(checkpointer, 2, {"a": FULL})
+        state, per_rank = (wrapped, None) if where == "state" else ({"a": FULL}, wrapped)
+        ticket = checkpointer.save(1, state, per_rank=per_rank)
+        assert ticket is not None
+        ticket.wait()
+        restored = checkpointer.load(allow_pickle=True)
+    assert restored is not None
+    found = restored.state if where == "state" else restored.per_rank
+    assert type(found["layer"]["weight"]) is Wrapper
+    assert torch.equal(found["layer"]["weight"].inner, torch.arange(1 << 16))
 
 
 def test_a_chunk_without_memory_is_refused() -> None:

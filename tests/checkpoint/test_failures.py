@@ -589,3 +589,13 @@ def test_a_remote_that_cannot_be_listed_does_not_hide_the_local_step(local: Path
         assert restored is not None and restored.step == 1
     finally:
         checkpointer.close(flush=False)
+
+
+def test_an_error_after_the_copy_fails_this_save_only(local: Path) -> None:
+    """It comes on the copy thread, which must live on."""
+    with make_checkpointer(local) as checkpointer:
+        assert saved(checkpointer, 1)
+        faultpoints.arm("save.sealed:error")
+        assert not saved(checkpointer, 2)
+        assert saved(checkpointer, 3)
+    assert loads(local) == 3
