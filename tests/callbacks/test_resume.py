@@ -212,7 +212,9 @@ def test_stock_checkpoints_still_load(weights_only: bool | None, tmp_path: Path)
     assert file.read_bytes() == before
 
 
-def test_hyper_parameters_of_user_classes_are_refused_with_the_instruction_as_by_the_stock_class(tmp_path: Path) -> None:
+def test_hyper_parameters_of_user_classes_are_refused_with_the_instruction_as_by_the_stock_class(
+    tmp_path: Path,
+) -> None:
     hparams = {"root": tmp_path, "settings": Settings(3)}
     fit(PL, tmp_path, ours(PL, tmp_path, **EVERY), max_steps=4, net=make_net(PL, hparams=hparams, dropout=0.3))
 
