@@ -421,7 +421,9 @@ class Checkpointer:
 
         faultpoints.hit("save.eager", rank=rank)
         if file is None:
-            in_flight.snapshot = parts.copier.start(Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=()), done_or_failed)
+            in_flight.snapshot = parts.copier.start(
+                Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=()), done_or_failed
+            )
             return 0
 
         def open_file() -> Slot:
