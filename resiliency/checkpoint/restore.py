@@ -298,8 +298,8 @@ class Restorer:
         record = readers[0].record
         if self.rank < plan.world_size and self.rank not in readers:
             logger.warning(
-                "rank %d: no good copy is left of what this rank alone had at step %d (random state, place in the data);"
-                " it goes on without, so that the resume is not exact",
+                "rank %d: no good copy is left of what this rank alone had at step %d (random state, place in the"
+                " data); it goes on without, so that the resume is not exact",
                 self.rank,
                 plan.step.step,
             )
