@@ -218,6 +218,7 @@ def _pickled(kind: type[_Pickler], tree: Any, is_leaf: Callable[[type], bool] | 
     file = io.BytesIO()
     pickler = kind(file, is_leaf)
     pickler.dump(pickler.with_tables(tree))
+    del pickler.reducer_override  # a closure over the pickler: the cycle would keep every tensor until the next gc
     signature = (pickler.tensors, pickler.storages)
     described = frozenset(pickler.torch_described)
     return Structure(pickler.extents, pickler.leaves, signature, described, file.getvalue(), pickler.nonce)

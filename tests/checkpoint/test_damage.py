@@ -618,5 +618,5 @@ def test_loading_by_path_is_right_or_refused(
                 assert str(tier) in str(error)
                 continue
             event("restored")
-            assert copy.problems(Restored(located.listing.id, state, per_rank, 2, (), {}, 0.0, 0), 1) == []
+            assert problems(copy, Restored(located.listing.id, state, per_rank, 2, (), {}, 0.0, 0), 1) == []
             assert located.listing.id.step == step

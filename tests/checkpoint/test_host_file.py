@@ -342,7 +342,7 @@ def test_a_writer_that_dies_in_the_middle_leaves_no_step(tmp_path: Path) -> None
 
 def test_no_tensor_of_an_earlier_save_is_kept_in_memory(tmp_path: Path) -> None:
     """What is kept from save to save must not keep a copy of the model."""
-    job = Job(tmp_path, 2)
+    job = Job(tmp_path, 1)
 
     def work(rank: int, checkpointer: Checkpointer) -> None:
         for step in (1, 2, 3):
