@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import signal
 from contextlib import suppress
 
 __all__ = ["is_ours_alone", "move_without_replacing", "write_zeros"]
@@ -81,6 +82,9 @@ def is_ours_alone(path: str) -> bool:
         if os.fstat(fd).st_nlink != 1:
             return False
         try:
+            # Who opens the file now makes the kernel tell the holder of the lease, by default with a signal that ends
+            # the process. This one is ignored unless somebody handles it.
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(fd, _F_SETLEASE, fcntl.F_WRLCK)
         except OSError:
             return False  # somebody has it open, it is another user's, or the file system has no leases
