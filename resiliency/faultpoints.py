@@ -108,7 +108,7 @@ def hit(name: str, *, rank: int | None = None) -> None:
     if point.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif point.action == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # to the process, this thread might go on
     elif point.action == "error":
         raise OSError(errno.EIO, f"fault injected at {name}")
     elif point.action == "full":

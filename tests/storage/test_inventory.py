@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from resiliency.checkpoint.rank_messages import CopyProblem, InventoryReport, ProblemReport
 from resiliency.errors import ConfigError
 from resiliency.storage.inventory import StepInventory, list_inventory
+from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.sources import BadCopy, Cost, ShardSource
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
@@ -54,14 +55,17 @@ def test_records_without_a_manifest_count_on_a_host_and_not_in_remote_storage(
 
 
 def test_shard_0_counts_only_with_the_records_of_all_ranks_that_wrote_it(series: Series) -> None:
-    """Rank 1 wrote blocks of it; without their digests nothing says that they are there."""
+    """Without the digests of a block nothing says that its rank has written it."""
     (folder,) = step_dirs(series.local_dir).values()
     (folder / "manifest.json").unlink()
     (found,) = listed(series, HERE)
     assert found.ranks == (0, 1) and found.replicated
-    (folder / "shard-00001.json").unlink()
+    path = folder / "shard-00000.json"
+    record = ShardRecord.from_dict(json.loads(path.read_text()), where="")
+    others = replace(record, digests=("", *record.digests[1:]))  # the first block is another rank's
+    path.write_text(json.dumps(others.to_dict()))
     (found,) = listed(series, HERE)
-    assert found.ranks == () and found.replicated
+    assert found.ranks == (1,) and found.replicated
 
 
 def test_a_shard_that_is_cut_is_reported_with_its_path(series: Series) -> None:
