@@ -201,7 +201,7 @@ class TieredIO:
         """
         place = _place(path)
         if place is None:
-            _stock(self).remove_checkpoint(path)
+            self._remove_file(path)
             return
         directory, name = place
         full = os.path.join(directory, name)
@@ -227,7 +227,14 @@ class TieredIO:
             finally:
                 if self._is_last() or not held:
                     self._engines.release_one(directory, self._run, self._flush_timeout)
+            self._remove_file(path)
+
+    def _remove_file(self, path: Any) -> None:
+        try:
             _stock(self).remove_checkpoint(path)
+        except FileNotFoundError:
+            # The stock class looks first and then removes; the agent may have deleted the name in between.
+            logger.debug("%s was deleted already", path)
 
     def teardown(self) -> None:
         """Waits until all saves are durable and closes the engines that no other plugin uses.
