@@ -374,6 +374,7 @@ def test_an_error_is_reported_and_the_copier_lives_on(copier: Copier, monkeypatc
     file = File(40_000)
     snapshot = file.start(copier, [copy_of(torch.ones(10_000), 0)])
     copier.fence(snapshot, deadline_s=10)
+    assert copier.wait_idle(10)  # the copy thread tells the end after the fence
     assert isinstance(snapshot.error, RuntimeError) and file.finished == [snapshot]
     monkeypatch.setattr(snapshot_module, "_copy", real)
     again = file.start(copier, [copy_of(torch.ones(10_000), 0)])
