@@ -207,12 +207,12 @@ class Snapshot:
         # Whoever holds the snapshot must not hold the tensors.
         self.job = Job(copies=(), blocks=self.job.blocks, mine=self.job.mine)
         self.device = None
-        self.done.set()
         on_done, self.on_done = self.on_done, _done_already
         try:
             on_done(self)
         except Exception:  # Boundary: the copy thread must go on; the agent did not take the message.
             logger.exception("the end of a save could not be reported")
+        self.done.set()
         if self.slot is not None:
             self.slot.close()  # last, because it takes milliseconds per GiB
 
