@@ -45,7 +45,7 @@ __all__ = ["HostPart", "ShardPlanner", "Wanted"]
 #: True or False for all tensors, or a function of the tensor.
 Wanted = bool | Callable[[Tensor], bool]
 
-_MIN_BLOCK = 1024 * 1024
+_MIN_BLOCK = 256 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
