@@ -77,9 +77,14 @@ class FilePool:
     def use_again(self, path: str) -> None:
         """Takes the shard file of a deleted step out of its folder; it is prepared again, or deleted.
 
+        A small one is never prepared, so it is deleted at once: its place is free when the step is.
+
         Raises:
-            OSError: it cannot be moved.
+            OSError: it cannot be moved or deleted.
         """
+        if os.stat(path).st_size < _SMALL:
+            os.unlink(path)
+            return
         os.makedirs(self._folder, exist_ok=True)
         target = self._new_path("used")
         os.rename(path, target)

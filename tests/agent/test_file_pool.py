@@ -181,6 +181,13 @@ def test_a_file_that_this_process_has_open_is_never_used_again(make: Callable[..
         assert reader.read(len(MARK)) == MARK
 
 
+def test_the_place_of_a_small_file_is_free_at_once(make: Callable[..., Pool], tmp_path: Path) -> None:
+    """It is never used again, so it does not wait for the thread of low priority."""
+    pool, path = make(), shard(tmp_path, (1 << 20) - 1)
+    pool.use_again(str(path))
+    assert not path.exists() and pool.files == [] and pool.idle
+
+
 @pytest.mark.parametrize("nbytes", [SIZE - 1, 2 * SIZE + 1])
 def test_a_file_of_another_size_is_deleted(make: Callable[..., Pool], tmp_path: Path, nbytes: int) -> None:
     pool, path = make(), shard(tmp_path, nbytes)
