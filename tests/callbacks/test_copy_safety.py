@@ -117,7 +117,7 @@ def test_batchnorm_and_adam_are_saved_exactly_by_every_kind_of_optimisation(
         net.on_train_batch_start = lambda batch, batch_idx: setattr(net, "seen", getattr(net, "seen", 0) + 1)
         callback = every_step(tmp_path, namespace)
         callback.__class__ = type(
-            "ModelCheckpoint",
+            "SavesEveryBatch",
             (type(callback),),
             {"on_train_batch_end": lambda self, trainer, module, *a: _save_now(self, trainer, f"step={net.seen}.ckpt")},
         )
@@ -192,7 +192,7 @@ def test_a_raw_optimizer_with_a_closure_is_saved_exactly(tmp_path: Path) -> None
     net.training_step = training_step
     callback = every_step(tmp_path)
     callback.__class__ = type(
-        "ModelCheckpoint",
+        "SavesEveryBatch",
         (type(callback),),
         {"on_train_batch_end": lambda self, trainer, module, *a: _save_now(self, trainer, f"step={net.seen}.ckpt")},
     )
