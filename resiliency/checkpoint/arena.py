@@ -21,7 +21,6 @@ import weakref
 from collections import deque
 from dataclasses import dataclass
 
-from resiliency.checkpoint._pages import page_faults
 from resiliency.errors import TierError
 from resiliency.storage.shared_files import move_without_replacing
 from resiliency.storage.tiers.local import on_ramdisk
@@ -30,7 +29,6 @@ __all__ = ["Arena", "Slot"]
 
 logger = logging.getLogger(__name__)
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module of every Python we support
 _MADV_DONTFORK = 10
 
 
@@ -189,14 +187,6 @@ def _is(file: _Prepared) -> bool:
         return os.stat(file.path).st_ino == file.inode
     except OSError:
         return False
-
-
-def populate(slot: Slot) -> None:
-    """Maps all pages of a file whose pages are in memory. Blocks: up to 0.3 s per GiB. Thread: any."""
-    try:
-        slot.map.madvise(_MADV_POPULATE_WRITE)
-    except (OSError, ValueError):
-        logger.debug("the kernel cannot populate mappings; %d faults so far", page_faults())
 
 
 def _allocate(fd: int, nbytes: int) -> None:

@@ -1,8 +1,7 @@
 """Write plans: a save planned by the caller, as boxes of tensors with the memory they are copied from.
 
 For callers that know which rank holds which part of each tensor: torch DCP's planners, Megatron's sharded state dicts,
-    a
-strategy. :meth:`Checkpointer.save` takes a :class:`WritePlan` instead of a state tree::
+or a strategy. :meth:`Checkpointer.save` takes a :class:`WritePlan` instead of a state tree::
 
     rows = WriteChunk(key="table", tensor=my_rows, offsets=(1000 * rank, 0), shape=(1000 * world_size, 64))
     checkpointer.save(step, WritePlan(chunks=[rows], objects={"epoch": 3}))
