@@ -394,21 +394,6 @@ def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callab
 class _FullPickler(_Pickler):
     """Also pickles tensors of any other kind, as torch describes them, and lets leaves stand for themselves."""
 
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, _LeafStorage):
-            return ("storage", torch.ByteStorage, obj.key, "cpu", 0)
-        if isinstance(obj, TypedStorage):
-            typed: Any = obj
-            index, kind = (
-                self._add_storage(obj._untyped_storage, obj.dtype),
-                getattr(torch, typed._pickle_storage_type()),
-            )
-            return ("storage", kind, f"x{index}", self.storages[index][1], typed._size())
-        if isinstance(obj, UntypedStorage):
-            index = self._add_storage(obj, torch.uint8)
-            return ("storage", torch.UntypedStorage, f"x{index}", self.storages[index][1], obj.nbytes())
-        return None
-
     def __init__(self, file: io.BytesIO, is_leaf: Callable[[type], bool] | None) -> None:
         super().__init__(file, is_leaf)
         self._whole: dict[tuple[int, torch.dtype], int] = {}
@@ -422,6 +407,19 @@ class _FullPickler(_Pickler):
             return NotImplemented if type(obj) in _STORAGES else plain(obj)
 
         self.reducer_override = reduce
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _LeafStorage):
+            return ("storage", torch.ByteStorage, obj.key, "cpu", 0)
+        if isinstance(obj, TypedStorage):
+            typed: Any = obj
+            index = self._add_storage(obj._untyped_storage, obj.dtype)
+            kind = getattr(torch, typed._pickle_storage_type())
+            return ("storage", kind, f"x{index}", self.storages[index][1], typed._size())
+        if isinstance(obj, UntypedStorage):
+            index = self._add_storage(obj, torch.uint8)
+            return ("storage", torch.UntypedStorage, f"x{index}", self.storages[index][1], obj.nbytes())
+        return None
 
     def with_tables(self, value: Any, depth: int = 0) -> Any:
         return value if self.is_leaf is not None else super().with_tables(value, depth)
@@ -662,10 +660,8 @@ def _harmless_with(numpy_is_there: bool) -> list[Any]:
         # Functions that numpy's own pickles name; their module is spelled in two ways.
         core = getattr(numpy, "_core", None) or numpy.core
         found += [numpy.ndarray, numpy.dtype, core.multiarray._reconstruct, core.multiarray.scalar]
-        if tuple(map(int, torch.__version__.split(".")[:2])) >= (
-            2,
-            6,
-        ):  # before, a class could not be allowed under another name
+        torch_version = tuple(map(int, torch.__version__.split(".")[:2]))
+        if torch_version >= (2, 6):  # before, a class could not be allowed under another name
             found += [(core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct")]
             found += [(core.multiarray.scalar, "numpy.core.multiarray.scalar")]
         found += sorted({type(numpy.dtype(kind)) for kind in numpy.sctypeDict.values()}, key=repr)
