@@ -78,5 +78,5 @@ def test_a_long_log_is_read_quickly_in_little_memory(tmp_path: Path) -> None:
     assert found["lines"] >= 200_000
     assert found["steps"] > 170_000
     assert found["rss_mib"] < 80
-    # The benchmark shows about 300,000; the bound leaves room for a machine that is busy or slow.
-    assert found["lines"] / found["cpu_s"] > 60_000
+    # The benchmark shows 1.0; both are measured in one process, one after the other.
+    assert found["cpu_s"] < 3 * found["json_s"]
