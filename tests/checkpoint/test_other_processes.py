@@ -245,9 +245,8 @@ def test_a_fork_in_the_middle_of_a_save_changes_nothing(tmp_path: Path, monkeypa
 # ---- a rank of yesterday
 
 OLD = """
-import os, signal, sys, threading
+import signal, sys, threading
 from resiliency.checkpoint import snapshot
-from resiliency.checkpoint import arena, snapshot
 from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.errors import ConfigError
@@ -258,7 +257,7 @@ def stopping(*arguments):
     passed.append(1)
     if len(passed) == 2 and point == "copy":
         print("stopping", flush=True)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # to the process, this thread might go on
     return real(*arguments)
 checkpointer = make_checkpointer(LocalTierOptions(directory=folder, keep=2))
 checkpointer.open()
@@ -270,7 +269,7 @@ def stop_before(message):
     if point == "seal" and type(message).__name__ == "Seal" and "seal" not in passed:
         passed.append("seal")
         print("stopping", flush=True)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # to the process, this thread might go on
     send(message)
 checkpointer._parts().session.client.send = stop_before
 passed.append(1)
