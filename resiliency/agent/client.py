@@ -298,6 +298,7 @@ class AgentClient:
             remotes=config.remotes,
             events=config.events,
             drain_s=config.drain_s,
+            only_files=config.only_files,
         )
         # A log of its own, as in the agent process: its events are written on its threads, not on the training thread.
         sink = JsonlSink(config.events) if config.events else NullSink()

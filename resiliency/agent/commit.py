@@ -50,26 +50,7 @@ def records_of(config: AgentConfig, rank: int, seal: Seal) -> list[ShardRecord]:
     for file in seal.files:
         _check_file(rank, file, shared=seal.replicated and file.shard == 0)
         records.append(
-            ShardRecord(
-                id=seal.id,
-                run=config.run,
-                rank=file.shard,
-                world_size=config.world_size,
-                node=config.node,
-                nbytes=file.nbytes,
-                block_bytes=file.block_bytes,
-                sections=file.sections,
-                digests=file.digests,
-                share=seal.share if file.shard == rank else None,
-                replicated=seal.replicated,
-                plan=seal.plan,
-                names=seal.names,
-                supersedes=seal.supersedes,
-                created=seal.created,
-                info=seal.info,
-                tiers=seal.tiers,
-                exact=seal.exact,
-            )
+            seal.record(file, run=config.run, node=config.node, world_size=config.world_size, own=file.shard == rank)
         )
     return records
 

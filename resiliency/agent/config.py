@@ -44,6 +44,8 @@ class AgentConfig:
         remotes: tiers to upload to.
         events: path of the agent's event log, None for none.
         drain_s: seconds that the agent may take to finish sealed saves after the last rank has disconnected.
+        only_files: leave nothing but the checkpoints' files when the job has ended in order, see
+            :mod:`resiliency.storage.single_files`.
     """
 
     run: str
@@ -58,6 +60,7 @@ class AgentConfig:
     remotes: tuple[TierSpec, ...] = ()
     events: str | None = None
     drain_s: float = 60.0
+    only_files: bool = False
 
     @property
     def address(self) -> str:

@@ -39,8 +39,9 @@ from resiliency.events import EventWriter
 from resiliency.storage.attempts import attempt_file, write_attempt
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.fetch import remove_dead_fetches
-from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, UnfinishedStep, gather_records
+from resiliency.storage.manifest import MANIFEST, META_DIR, Manifest, ShardRecord, UnfinishedStep, gather_records
 from resiliency.storage.retention import DeleteRequest
+from resiliency.storage.single_files import drop_folders
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
@@ -83,6 +84,7 @@ class HostAgent:
             Uploader(config, spec, self._path, self._uploaded, self._report, self._fence) for spec in config.remotes
         ]
         self._finished: set[int] = set()
+        self._left: set[int] = set()
         self._closed = False
         self._files = FilePool(config, notify)
         self._remover = Remover(config, self._tier, self._files, self._fence)
@@ -169,7 +171,8 @@ class HostAgent:
         return self._commits.idle and self._syncs.idle and all(uploader.idle for uploader in self._uploaders)
 
     def close(self) -> None:
-        """Stops all threads and frees memory on a ramdisk; the next start resumes unfinished uploads. Idempotent."""
+        """Stops all threads, frees memory on a ramdisk, or leaves only the checkpoints' files, as configured; the next
+        start resumes unfinished uploads. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -178,7 +181,9 @@ class HostAgent:
         for worker in (self._syncs, self._commits):
             worker.close()
         self._files.close()
-        if not self.config.durable:
+        if self.config.only_files:
+            self._leave_only_files()
+        elif not self.config.durable:
             try:
                 self._free_ramdisk()
             except AgentError as error:
@@ -190,6 +195,26 @@ class HostAgent:
                     self.config.local.address,
                     exc_info=True,
                 )
+
+    def _leave_only_files(self) -> None:
+        """Removes the run's folder when all ranks have left in order and the steps are files that need nothing else."""
+        if not self._only_agent or not self._left.issuperset(self.config.local_ranks):
+            return
+        committed = self._steps.select(lambda step: step.committed is not None)
+        where = self.config.local.address
+        try:
+            self._fence.check()
+            if not all(step.durable and step.pins == 0 for step in committed):
+                reason = "not every step is durable yet"
+            else:
+                reason = drop_folders(self._tier, self.config.run)
+            if reason:
+                logger.info("%s/%s/%s stays: %s", where, META_DIR, self.config.run, reason)
+        except AgentError as error:
+            logger.info("%s/%s/%s stays: %s", where, META_DIR, self.config.run, error)
+        except (OSError, TierError):
+            # Boundary: the end of the agent; what stays is used or removed by the next start.
+            logger.warning("%s/%s/%s could not be removed", where, META_DIR, self.config.run, exc_info=True)
 
     def _free_ramdisk(self) -> None:
         """Deletes the checkpoints when the job has finished and a slower tier has the newest."""
@@ -225,7 +250,9 @@ class HostAgent:
         elif isinstance(message, Rescan):
             self._commits.submit(self._rescan)
         elif isinstance(message, Bye):
-            self._finished.add(rank)
+            self._left.add(rank)
+            if message.finished:
+                self._finished.add(rank)
 
     def _check_attempt(self, rank: int, step: StepId) -> None:
         if not self._is_of_this_attempt(step):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.agent.config import AgentConfig
-from resiliency.storage.manifest import BlockShare
+from resiliency.storage.manifest import BlockShare, ShardRecord
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 
@@ -99,6 +99,29 @@ class Seal:
     tiers: tuple[str, ...] = ()
     exact: bool = True
 
+    def record(self, file: SealedFile, *, run: str, node: str, world_size: int, own: bool = True) -> ShardRecord:
+        """The record of one of its files. ``own``: it is the shard of the rank that sealed, not its host's shard 0."""
+        return ShardRecord(
+            id=self.id,
+            run=run,
+            rank=file.shard,
+            world_size=world_size,
+            node=node,
+            nbytes=file.nbytes,
+            block_bytes=file.block_bytes,
+            sections=file.sections,
+            digests=file.digests,
+            share=self.share if own else None,
+            replicated=self.replicated,
+            plan=self.plan,
+            names=self.names,
+            supersedes=self.supersedes,
+            created=self.created,
+            info=self.info,
+            tiers=self.tiers,
+            exact=self.exact,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare:
@@ -159,7 +182,13 @@ class Flush:
 
 @dataclass(frozen=True, kw_only=True)
 class Bye:
-    """The rank's job has finished; the rank will not connect again."""
+    """The rank is about to disconnect in order, and will not connect again.
+
+    Attributes:
+        finished: its job has come to its end; False after an exception.
+    """
+
+    finished: bool = True
 
 
 # -- agent to trainer -------------------------------------------------------------------------------------------------

@@ -87,11 +87,15 @@ class AgentServer:
                     "uploads were not finished %.0f s after the last rank disconnected; the next start resumes them",
                     self.config.drain_s,
                 )
-            with self._starting, self._lock:
+            with self._starting:
                 # A new attempt may have connected meanwhile, or be connecting: stop listening only without clients.
-                if not self._clients:
-                    _shut(self._listener)
-                    return
+                with self._lock:
+                    if self._clients:
+                        continue
+                if self._agent is not None:
+                    self._agent.close()  # while the address is held: what it does at its end is done alone
+                _shut(self._listener)
+                return
 
     def _accept(self) -> None:
         while True:

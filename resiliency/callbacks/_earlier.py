@@ -11,6 +11,7 @@ from resiliency.callbacks._places import CheckpointPlaces
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.settings import environment
 from resiliency.storage.catalog import StepListing, scan, step_folders
+from resiliency.storage.single_files import SingleFile, find_single_files
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
@@ -41,7 +42,7 @@ def look(trainer: Any, places: CheckpointPlaces) -> Found:
     steps = unsupported = False
     for tier in _tiers(trainer, places):
         try:
-            steps = bool(step_folders(tier, places.key.run)) or steps
+            steps = bool(step_folders(tier, places.key.run) or _single_files(tier, places.key.run)) or steps
         except UnsupportedFormat:
             unsupported = True
         except (TierError, OSError) as error:
@@ -66,7 +67,15 @@ def continues_writer(trainer: Any, places: CheckpointPlaces, step: StepId) -> bo
 
 def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
     """The newest complete step that this rank sees. Collective: no."""
-    return max((listing.id for listing in _listings(trainer, places) if listing.manifest is not None), default=None)
+    found = [listing.id for listing in _listings(trainer, places) if listing.manifest is not None]
+    for tier in _tiers(trainer, places):
+        found += [file.manifest.id for file in _single_files(tier, places.key.run)]
+    return max(found, default=None)
+
+
+def _single_files(tier: Tier, run: str) -> list[SingleFile]:
+    """Steps of a run whose folders went at the end of their job."""
+    return find_single_files(tier.root, run) if tier.is_local else []
 
 
 def _listings(trainer: Any, places: CheckpointPlaces) -> Iterator[StepListing]:

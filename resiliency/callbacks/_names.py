@@ -12,8 +12,9 @@ from resiliency.storage.manifest import META_DIR, shard_file
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.tiers import open_tier
+from resiliency.storage.tiers._keys import partial_name
 
-__all__ = ["engine_name", "is_stock", "names_on_disk"]
+__all__ = ["engine_name", "is_stock", "link_symbolically", "names_on_disk"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,3 +61,13 @@ def is_stock(path: str) -> bool:
         return META_DIR not in path and not os.path.exists(os.path.join(path, shard_file(0)))
     with open(path, "rb") as file:
         return read_identity(file.read(IDENTITY_BYTES), where=path) is None
+
+
+def link_symbolically(linkpath: str, path: str) -> None:
+    """Replaces a second hard link of a local file by a relative symbolic link to it; does nothing for anything else."""
+    if "://" in path or os.path.islink(linkpath) or not (os.path.isfile(linkpath) and os.path.isfile(path)):
+        return
+    if os.path.samefile(linkpath, path):
+        temp = os.path.join(os.path.dirname(linkpath), partial_name())
+        os.symlink(os.path.relpath(path, os.path.dirname(linkpath)), temp)
+        os.replace(temp, linkpath)

@@ -53,19 +53,20 @@ def choose_places(
     remotes: Sequence[RemoteTierOptions],
     run: str | None,
     weights_only: bool,
+    only_files: bool = False,
 ) -> CheckpointPlaces:
     """The places for ``dirpath``. Arguments that are None come from :func:`resiliency.settings.environment`.
 
     With a ``local_dir``, ``dirpath`` is a tier that the agent uploads to. When ``dirpath`` is an address, ``local_dir``
     defaults to a folder on the ramdisk. Checkpoints of weights only get a run of their own, because no fit can resume
-    from them.
+    from them. ``only_files``: as in :class:`LocalTierOptions`, where ``dirpath`` is the local tier.
     """
     settings = environment()
     text = str(dirpath)
     run = (run or settings.run) + ("-weights" if weights_only else "")
     local_dir = local_dir or settings.local_dir
     if local_dir is None and "://" not in text:
-        local = LocalTierOptions(directory=text)
+        local = LocalTierOptions(directory=text, only_files=only_files)
         return CheckpointPlaces(text, EngineKey(local.directory, run), local, tuple(remotes), announced_tier="local")
     if local_dir is None:
         local_dir = f"/dev/shm/resiliency-{os.getuid()}/{text.replace('://', '-').replace('/', '-')}"

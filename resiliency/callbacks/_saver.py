@@ -16,7 +16,7 @@ from weakref import proxy
 from torch import Tensor
 
 from resiliency.callbacks._earlier import JOB_INFO
-from resiliency.callbacks._names import engine_name, is_stock, names_on_disk
+from resiliency.callbacks._names import engine_name, is_stock, link_symbolically, names_on_disk
 from resiliency.callbacks._places import CheckpointPlaces
 from resiliency.callbacks._trainer_session import TrainerSession
 from resiliency.checkpoint.checkpointer import Checkpointer
@@ -92,6 +92,8 @@ class CheckpointSaver:
         #: name -> number of the save of this fit that it points to.
         self._save_numbers: dict[str, int] = {}
         self._saves = 0
+        #: Paths that are to be symbolic links to others in the end, as the stock class makes them.
+        self._links: dict[str, str] = {}
         #: name -> the save it will point to, for names that may not be there yet.
         self._tickets: dict[str, Ticket] = {}
 
@@ -189,6 +191,9 @@ class CheckpointSaver:
         self.engine = None
         try:
             self.session.release(self, close=close_engine)
+            if self._trainer.is_global_zero:
+                for linkpath, path in self._links.items():
+                    link_symbolically(linkpath, path)
         except (OSError, RuntimeError):  # Boundary: as in settle.
             logger.warning(
                 "the checkpoint engine did not close cleanly; the agent finishes the saves it has", exc_info=True
@@ -315,7 +320,11 @@ class CheckpointSaver:
         self._carry_out_unless_collecting()
 
     def link(self, path: str, linkpath: str) -> None:
-        """Makes ``linkpath`` another name of the step of ``path``; saves again if that was saved in an earlier hook."""
+        """Makes ``linkpath`` another name of the step of ``path``; saves again if that was saved in an earlier hook.
+
+        While training it is a hard link, which outlives ``path``; at the end it becomes a symbolic one.
+        """
+        self._links[linkpath] = path
         if path not in self._save_paths:
             number = self._save_numbers.get(self.name_of(path) or "")
             if number is not None and number == self._save_numbers.get(self.name_of(linkpath) or ""):

@@ -72,7 +72,8 @@ class EngineModelCheckpoint(StockModelCheckpoint):
     """Adds the engine to a stock ``ModelCheckpoint``; see the module docstring.
 
     A checkpoint whose path is not below ``dirpath``, or hidden there, is written by the stock class, as are all when
-    the engine does not support the strategy.
+    the engine does not support the strategy, or the Trainer has a CheckpointIO plugin that is not of this library, or
+    ``torch.save`` is not torch's: the stock class calls those.
 
     Args:
         *args, **kwargs: those of the stock class.
@@ -186,6 +187,15 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         """
         require_trainer_of(self.namespace, trainer, "ModelCheckpoint", __name__)
         super().setup(trainer, pl_module, stage)
+        other = _lightning.other_writer(trainer)
+        if other:
+            if stage == "fit" and self._is_new_fit(trainer):
+                logger.warning(
+                    "checkpoints are written by %s, as with the stock ModelCheckpoint: training waits for each save,"
+                    " and auto_resume is off. Without it the checkpoint engine writes them",
+                    other,
+                )
+            return
         _lightning.patch_load_checkpoint(trainer, partial(load_in_session, trainer))
         if stage != "fit" or trainer.fast_dev_run or not self._is_new_fit(trainer):
             return
@@ -224,19 +234,19 @@ class EngineModelCheckpoint(StockModelCheckpoint):
 
     def _use_engine(self, trainer: Any, adapter: StrategyAdapter) -> None:
         session = trainer_session(trainer)
-        places = self._places(self.dirpath)
+        places = self._places(self.dirpath, only_files=not _wants_log(trainer))
         saver = CheckpointSaver(self, session, adapter, places, options=self._engine_options, lazy=self._lazy)
         session.register(saver)
         self._saver = saver
         if self._exact_resume:
             session.resume.keep_rank_state()
-        if session.resume.found(places.key).unsupported or _wants_log_from_the_start(trainer):
+        if session.resume.found(places.key).unsupported or _wants_log(trainer):
             saver.open()  # for an unsupported format this raises what it is
         session.resume.intercept()
         if self._auto_resume is not False and not self.save_weights_only and trainer.global_step == 0:
             session.resume.offer(places.key, asked=self._auto_resume)
 
-    def _places(self, dirpath: str | os.PathLike[str] | None) -> CheckpointPlaces:
+    def _places(self, dirpath: str | os.PathLike[str] | None, *, only_files: bool = False) -> CheckpointPlaces:
         return choose_places(
             str(dirpath),
             local_dir=self._local_dir,
@@ -244,6 +254,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             remotes=self._remotes,
             run=self._run_name,
             weights_only=self.save_weights_only,
+            only_files=only_files,
         )
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
@@ -435,8 +446,9 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             saver.close(close_engine)
 
 
-def _wants_log_from_the_start(trainer: Any) -> bool:
-    """True for a job of a launcher and where the user asked for events: their log has the start of the process too."""
+def _wants_log(trainer: Any) -> bool:
+    """True for a job of a launcher and where the user asked for events: their log has the start of the process, and
+    stays when the job has ended."""
     settings = environment()
     asked = settings.events_dir is not None or any(getattr(other, "reads_events", False) for other in trainer.callbacks)
     return asked or bool(settings.launch.job)

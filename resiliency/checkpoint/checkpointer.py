@@ -45,7 +45,7 @@ from resiliency.events import EventKind, EventSink
 from resiliency.settings import environment
 from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.manifest import BlockShare, shard_file
+from resiliency.storage.manifest import BlockShare, ShardRecord, shard_file
 from resiliency.storage.shard_file import Chunk, Identity
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -429,6 +429,11 @@ class Checkpointer:
         def open_file() -> Slot:
             return parts.arena.open(self._shard_path(save_id, state_shard), file.plan.mapped_nbytes)
 
+        def record() -> ShardRecord:
+            now = dataclasses.replace(seal, supersedes=tuple(in_flight.supersedes))
+            nothing = SealedFile(shard=rank, path="", inode=0, nbytes=0, block_bytes=BLOCK_BYTES, digests=())
+            return now.record(nothing, run=self.run, node=parts.session.node, world_size=self.world_size)
+
         job, lazy_bytes = state_job(
             file,
             identity(state_shard),
@@ -436,6 +441,7 @@ class Checkpointer:
             written,
             self._bounce,
             open_file=open_file,
+            record=record if plan.replicated and self.world_size == 1 else None,
         )
         in_flight.snapshot = parts.copier.start(job, done_or_failed)
         return lazy_bytes
@@ -605,8 +611,7 @@ class Checkpointer:
         finally:
             session.events.emit(EventKind.JOB_TERMINATED, reason=reason)
             parts.copier.close()
-            if reason == "finished":
-                session.client.send(Bye())
+            session.client.send(Bye(finished=reason == "finished"))
             session.client.close()
             parts.saves.process_messages()
             session.events.close()

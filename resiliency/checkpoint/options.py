@@ -25,6 +25,9 @@ class LocalTierOptions:
             ``keep=1``: it then holds the newest step and the one being written, whatever their names.
         durable: fsync before anything older is deleted. Always False on a ramdisk, where nothing survives a power loss.
         shared: True when all hosts of the job see the same folder; None: determined at start.
+        only_files: when the job has ended in order, leave nothing in the folder but the checkpoints: the folder
+            ``.resiliency``, with the event log of the run, is removed. The next start makes it again from the files.
+            Without effect on a job with several ranks or tiers, and while a step has no name directly in the folder.
     """
 
     directory: str
@@ -32,6 +35,7 @@ class LocalTierOptions:
     keep_named: bool = True
     durable: bool = True
     shared: bool | None = None
+    only_files: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.directory, (str, os.PathLike)) or not os.fspath(self.directory):

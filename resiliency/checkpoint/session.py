@@ -19,8 +19,10 @@ from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_attempt_of_steps, read_attempt
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
+from resiliency.storage.single_files import restore_folders
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.base import Tier
+from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["Session", "open_session"]
 
@@ -61,7 +63,7 @@ def open_session(
     local: LocalTierOptions,
     remotes: Sequence[RemoteTierOptions],
     remote_tiers: Sequence[Tier],
-    local_tier: Tier,
+    local_tier: LocalTier,
     run: str,
     coordinator: Coordinator,
     options: CheckpointerOptions,
@@ -84,6 +86,7 @@ def open_session(
     try:
         os.makedirs(meta, exist_ok=True)
         _try_writing(os.path.join(meta, f".write-{rank:05d}"))
+        restore_folders(local_tier, run)
         largest = max(read_attempt(local.directory, run), largest_attempt_of_steps(local_tier, run))
     except UnsupportedFormat as error:
         unsupported, largest = str(error), 0
@@ -148,6 +151,7 @@ def open_session(
         ),
         events=os.path.join(events_dir, f"agent-{node}.jsonl"),
         drain_s=options.drain_timeout.total_seconds(),
+        only_files=local.only_files and not remotes and world_size == 1,
     )
     client = AgentClient(config, rank, events, embedded=options.agent == "embedded")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.snapshot import CopyTask, Job
 from resiliency.checkpoint.structure import Structure
 from resiliency.storage.blocks import Blocks, block_digest
+from resiliency.storage.manifest import ShardRecord
+from resiliency.storage.own_record import tail_with_record
 from resiliency.storage.shard_file import (
     DATA_PICKLE,
     RANK_STATE,
@@ -194,6 +197,7 @@ def state_job(
     bounce: BouncePool,
     *,
     open_file: Callable[[], Slot],
+    record: Callable[[], ShardRecord] | None = None,
 ) -> tuple[Job, int]:
     """The copies that fill a rank's part of the state's file, and the number of bytes that may be copied late.
 
@@ -205,6 +209,8 @@ def state_job(
         own: what only this rank has, for the file's tail; None: it is not in this file.
         written: filled in when the tail is written.
         open_file: opens the file.
+        record: of a file that is the whole step, what its record says except of the file itself; called when the tail
+            is written, in which the record goes. None: it is not the whole step.
     """
     plan = file.plan
     first = torch.frombuffer(bytearray(identity.to_bytes()), dtype=torch.uint8)
@@ -216,14 +222,24 @@ def state_job(
     else:
         late_nbytes = _from_memory(file, copies)
 
-    def tail(fd: int) -> list[str]:
+    def tail(fd: int, digests: Sequence[str]) -> list[str]:
         if plan.index:
             return []
         entries = file.tail()
         if own is not None:
             entries.append((RANK_STATE, own.to_bytes()))
-        data = archive_tail(plan.layout, entries)
         end = plan.layout.end
+        if record is None:
+            data = archive_tail(plan.layout, entries)
+        else:
+            so_far = dataclasses.replace(
+                record(),
+                nbytes=end,
+                block_bytes=plan.block_bytes,
+                sections=plan.blocks.sections,
+                digests=tuple(digests),
+            )
+            data = tail_with_record(plan.layout, entries, so_far)
         done = 0
         while done < len(data):
             done += os.pwrite(fd, memoryview(data)[done:], end + done)

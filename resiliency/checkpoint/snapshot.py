@@ -142,8 +142,8 @@ class Job:
         mine: numbers of the blocks this rank copies.
         open: called on the copy thread before anything is copied; opens the file. None: there is nothing to copy. Not
             on the training thread, because what makes a file waits while the file system commits its journal.
-        tail: called on the copy thread with the file's descriptor, once this rank's blocks are copied; writes what
-            follows them. Returns the digests of the tail's blocks.
+        tail: called on the copy thread with the file's descriptor and the digests of its blocks, once this rank's are
+            copied; writes what follows them. Returns the digests of the tail's blocks.
         key_of: where in the state a storage is, for messages.
     """
 
@@ -152,7 +152,7 @@ class Job:
     blocks: Blocks
     mine: Sequence[int]
     open: Callable[[], Slot] | None = None
-    tail: Callable[[int], list[str]] = lambda fd: []
+    tail: Callable[[int, Sequence[str]], list[str]] = lambda fd, digests: []
     key_of: Callable[[int], str] = str
 
 
@@ -200,7 +200,7 @@ class Snapshot:
                 self.error = Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
         if self.error is None and self.slot is not None:
             try:
-                self.digests += self.job.tail(self.slot.fd)
+                self.digests += self.job.tail(self.slot.fd, self.digests)
             except Exception as failure:  # Boundary: as in work.
                 logger.exception("writing the end of a shard file failed")
                 self.error = failure

@@ -32,10 +32,11 @@ from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, Tier
 from resiliency.inspection import survey
 from resiliency.storage.archive import read_directory
 from resiliency.storage.blocks import BLOCK_BYTES
-from resiliency.storage.catalog import StepListing, find_runs, scan, step_prefix
+from resiliency.storage.catalog import StepListing
 from resiliency.storage.fetch import copy_checked
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, shard_file
 from resiliency.storage.names import read_name
+from resiliency.storage.own_record import read_own_record
 from resiliency.storage.shard_file import RANK_STATE, Identity
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
@@ -96,12 +97,12 @@ def locate(path: str, *, run: str | None = None) -> Located | None:
         target = survey.find(path)
     except (ConfigError, NoCheckpointFound):
         return _copy_elsewhere(path, run)
-    if target.run is None and not find_runs(target.tier):
+    if target.run is None and not survey.runs_in(target.tier):
         return None
     if run is not None and target.run not in (None, run):
         raise NoCheckpointFound(f"{path} is a checkpoint of run {target.run!r}, not of {run!r}")
     name, step = survey.one_step(target, run=run)
-    listing = next((listing for listing in scan(target.tier, name) if listing.id == step), None)
+    listing = next((listing for listing in survey.listings(target.tier, name) if listing.id == step), None)
     if target.name is not None:
         return _named(target.tier, target.name, listing)
     if listing is None or listing.manifest is None:
@@ -113,7 +114,7 @@ def locate(path: str, *, run: str | None = None) -> Located | None:
         listing=listing,
         world_size=listing.manifest.world_size,
         replicated=listing.manifest.replicated,
-        files=_in_folder(name, listing),
+        files=_files_of(listing),
     )
 
 
@@ -131,8 +132,8 @@ def _copy_elsewhere(path: str, run: str | None) -> Located | None:
     return _named(tier, name, None)
 
 
-def _in_folder(run: str, listing: StepListing) -> dict[int, str]:
-    return {rank: step_prefix(run, listing.id) + record.file for rank, record in listing.records.items()}
+def _files_of(listing: StepListing) -> dict[int, str]:
+    return {rank: listing.key(record) for rank, record in listing.records.items()}
 
 
 def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
@@ -153,6 +154,8 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
         listing = StepListing(identity.id)
         if in_folder:
             listing.records = _records_of(tier, f"{name}/{MANIFEST}", identity)
+        elif identity.replicated and identity.world_size == 1:
+            listing.records = {0: _own_record(tier, name, identity)}
     files = {rank: key for rank, key in in_folder.items() if rank is not None} or {0: name}
     record = listing.records.get(0)
     facts = identity if record is None else record  # what the file says of itself may be damaged
@@ -162,7 +165,7 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
         listing=listing,
         world_size=facts.world_size,
         replicated=facts.replicated,
-        files={**_in_folder(identity.run, listing), **files},
+        files={**_files_of(listing), **files},
     )
     if identity.rank != 0 or not (located.replicated or located.is_checked):
         raise NoCheckpointFound(
@@ -170,6 +173,20 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
             " step they make together is not there"
         )
     return located
+
+
+def _own_record(tier: Tier, name: str, identity: Identity) -> ShardRecord:
+    """The record in a file that is a whole step.
+
+    Raises:
+        CorruptShard: it is damaged or missing.
+        NoCheckpointFound: the file is gone.
+    """
+    where = f"{tier.root}/{name}"
+    nbytes = next((info.nbytes for info in tier.list(name) if info.key == name), None)
+    if nbytes is None:
+        raise NoCheckpointFound(f"{where} is gone")
+    return read_own_record(identity, lambda start, end: tier.read_range(name, start, end), nbytes, where=where)
 
 
 def _rank_of(key: str) -> int | None:

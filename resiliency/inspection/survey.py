@@ -19,6 +19,7 @@ from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest,
 from resiliency.storage.names import read_name
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import Identity
+from resiliency.storage.single_files import find_single_files
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
@@ -33,6 +34,8 @@ __all__ = [
     "is_committed",
     "one_step",
     "label_tiers",
+    "listings",
+    "runs_in",
     "runs_of",
     "survey",
     "unreadable",
@@ -160,7 +163,7 @@ def _find(path: str, opening: Callable[[str], Tier]) -> Target:
         return _inside(path, opening(root or "/"), rest.rstrip("/"))
     identity = _identity(address, opening)
     if identity is None:
-        if os.path.isdir(address) if tier.is_local else find_runs(tier):
+        if os.path.isdir(address) if tier.is_local else runs_in(tier):
             return Target(path, tier)
         if tier.is_local and os.path.exists(address):
             raise ConfigError(
@@ -168,7 +171,7 @@ def _find(path: str, opening: Callable[[str], Tier]) -> Target:
             )
     for folder, name in _above(address):
         above = opening(folder)
-        if identity is not None and next(iter(above.list(run_prefix(identity.run))), None) is not None:
+        if identity is not None and _is_step_of(above, identity, name):
             return Target(path, above, identity.run, identity.id, name)
         if identity is None:
             named = _named_step(above, name)
@@ -211,6 +214,13 @@ def _above(address: str) -> Iterator[tuple[str, str]]:
         name = f"{last}/{name}"
 
 
+def _is_step_of(tier: Tier, identity: Identity, name: str) -> bool:
+    """True when the step of a file is one of the tier's."""
+    if next(iter(tier.list(run_prefix(identity.run))), None) is not None:
+        return True
+    return any(listing.id == identity.id and listing.single == name for listing in _single(tier, identity.run))
+
+
 def _identity(address: str, opening: Callable[[str], Tier]) -> Identity | None:
     """What the file or folder at an address says that it is."""
     for folder, name in _above(address):
@@ -220,8 +230,8 @@ def _identity(address: str, opening: Callable[[str], Tier]) -> Identity | None:
 
 def _named_step(tier: Tier, name: str) -> tuple[str, StepId] | None:
     """(run, step) that a name means by the manifests, though there is no file of that name."""
-    for run in find_runs(tier):
-        names = live_names([found.manifest for found in scan(tier, run) if found.manifest is not None])
+    for run in runs_in(tier):
+        names = live_names([found.manifest for found in listings(tier, run) if found.manifest is not None])
         if name in names:
             return run, names[name]
     return None
@@ -244,7 +254,35 @@ def runs_of(targets: Sequence[Target]) -> list[str]:
         TierError: a tier cannot be listed.
     """
     named = {target.run for target in targets if target.run is not None}
-    return sorted(named or {run for target in targets for run in find_runs(target.tier)})
+    return sorted(named or {run for target in targets for run in runs_in(target.tier)})
+
+
+def runs_in(tier: Tier) -> list[str]:
+    """Names of the runs with steps on a tier, in folders or as single files.
+
+    Raises:
+        TierError: the tier cannot be listed.
+    """
+    runs = set(find_runs(tier))
+    if tier.is_local:
+        runs |= {file.manifest.run for file in find_single_files(tier.root)}
+    return sorted(runs)
+
+
+def listings(tier: Tier, run: str) -> list[StepListing]:
+    """A run's steps on a tier, oldest first: those in folders, and those that are single files.
+
+    Raises:
+        UnsupportedFormat: the run holds steps that another version of the format wrote.
+        TierError: the tier cannot be listed.
+    """
+    found = scan(tier, run)
+    known = {listing.id for listing in found}
+    return sorted([*found, *(one for one in _single(tier, run) if one.id not in known)], key=lambda one: one.id)
+
+
+def _single(tier: Tier, run: str) -> list[StepListing]:
+    return [file.listing for file in find_single_files(tier.root, run)] if tier.is_local else []
 
 
 def is_committed(listing: StepListing) -> bool:
@@ -260,7 +298,7 @@ def survey(tiers: Sequence[LabeledTier], run: str) -> list[StepView]:
     """
     views: dict[StepId, StepView] = {}
     for labeled in tiers:
-        for listing in scan(labeled.tier, run):
+        for listing in listings(labeled.tier, run):
             views.setdefault(listing.id, StepView(run, listing.id)).copies.append(
                 StoredCopy(labeled.label, labeled.tier, listing)
             )

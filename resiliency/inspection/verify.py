@@ -57,17 +57,17 @@ def bytes_to_check(view: StepView) -> int:
 def _readable(view: StepView, copy: StoredCopy) -> list[tuple[ShardRecord, str]]:
     """Shards whose bytes can be compared with their digests (those of full size), each with the key of its file; and
     the files that bear the step's names, except for those that are the same file under another name."""
-    listing, prefix = copy.listing, step_prefix(view.run, view.id)
+    listing = copy.listing
     records = sorted(listing.records.values(), key=lambda record: record.rank)
     whole = [record for record in records if record.complete and listing.sizes.get(record.file) == record.nbytes]
-    found = [(record, prefix + record.file) for record in whole]
+    found = [(record, listing.key(record)) for record in whole]
     for name in view.names:
         sizes = {info.key: info.nbytes for info in copy.tier.list(name)}
         for record in whole:
             key = f"{name}/{record.file}" if not record.replicated else name
             if record.replicated and record.rank != 0:
                 continue
-            if sizes.get(key) == record.nbytes and not _is_same(copy.tier, key, prefix + record.file):
+            if sizes.get(key) == record.nbytes and not _is_same(copy.tier, key, listing.key(record)):
                 found.append((record, key))
     return found
 
@@ -99,6 +99,8 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
     def finding(bad: bool, file: str, text: str) -> Finding:
         return Finding(view.run, view.id, copy.label, bad, folder + file, (), text)
 
+    if listing.single:
+        return []  # it has been read, or it would not be here
     found = []
     for text in unreadable(copy, view.run):
         file, _, rest = text.partition(": ")

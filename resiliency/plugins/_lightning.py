@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 __all__ = [
     "about_to_end",
     "after_batch_end_hooks",
@@ -23,6 +25,7 @@ __all__ = [
     "intercept_resume",
     "module_overrides",
     "next_is_another_batch",
+    "other_writer",
     "patch_load_checkpoint",
     "save_is_wrapped",
     "suppress_mid_epoch_warning",
@@ -185,6 +188,25 @@ def intercept_resume(trainer: Any, decide: Callable[[Any], Any]) -> Callable[[],
 
     connector.resume_start = resume_start
     return undo
+
+
+def other_writer(trainer: Any) -> str:
+    """What else is to write this trainer's checkpoints, in words; "" for nothing.
+
+    A CheckpointIO that the user passed may encrypt or upload; so may a function that was put in the place of
+    ``torch.save``.
+    """
+    io = trainer.strategy.checkpoint_io
+    stock = type(io).__name__ == "TorchCheckpointIO" and type(io).__module__.startswith(_FABRICS)
+    if not stock and not type(io).__module__.startswith("resiliency."):
+        return f"the CheckpointIO plugin {type(io).__name__} of this Trainer"
+    if torch.save is not torch.serialization.save:
+        return f"a function that other code has put in the place of torch.save ({torch.save!r})"
+    return ""
+
+
+#: Where Lightning's packages have the stock CheckpointIO.
+_FABRICS = ("lightning.fabric.", "lightning_fabric.", "lightning.pytorch.", "pytorch_lightning.")
 
 
 def patch_load_checkpoint(trainer: Any, load: Callable[[str, bool | None], dict[str, Any] | None]) -> None:

@@ -60,6 +60,8 @@ class StepListing:
         committed: True when the manifest is on the tier.
         sizes: file name -> bytes, of all files in the folder.
         problems: an error text for each file that could not be read.
+        single: key of the file that is the whole step, when it has no folder; see
+            :mod:`resiliency.storage.single_files`.
     """
 
     id: StepId
@@ -68,6 +70,11 @@ class StepListing:
     committed: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    single: str = ""
+
+    def key(self, record: ShardRecord) -> str:
+        """Key of a shard of the step."""
+        return self.single or step_prefix(record.run, self.id) + record.file
 
     def missing_files(self) -> list[str]:
         """Shard files that have a record, but are missing from the folder or of another size."""

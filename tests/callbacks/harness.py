@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resiliency.callbacks.model_checkpoint import build
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.inspection.by_path import load_path, locate
-from resiliency.storage.catalog import scan
+from resiliency.inspection.survey import listings
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.tiers.local import LocalTier
 
@@ -139,7 +139,7 @@ def steps(directory: Path, run: str = "default") -> list[int]:
     """Complete steps of a run, oldest first."""
     return [
         listing.id.step
-        for listing in scan(LocalTier(str(directory), durable=False), run)
+        for listing in listings(LocalTier(str(directory), durable=False), run)
         if listing.manifest is not None
     ]
 

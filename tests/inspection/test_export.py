@@ -187,11 +187,23 @@ def test_a_checkpoint_is_never_replaced(one: Path) -> None:
     assert (one / "step=10.ckpt").read_bytes() == before
 
 
-def test_a_copy_that_cannot_be_checked_is_not_exported(one: Path, tmp_path: Path) -> None:
-    shutil.copy(one / "step=10.ckpt", tmp_path / "copy.ckpt")
+def test_a_copy_that_cannot_be_checked_is_not_exported(tmp_path: Path) -> None:
+    save_steps(tmp_path / "two", 10, world_size=2)
+    (tmp_path / "copy").mkdir()
+    shutil.copy(tmp_path / "two" / "step=10.ckpt", tmp_path / "copy" / "copy.ckpt")
     with pytest.raises(NoCheckpointFound, match="cannot be checked; torch.load reads it"):
-        export(tmp_path / "copy.ckpt", tmp_path / "out.ckpt")
-    assert os.listdir(tmp_path) == ["copy.ckpt"]
+        export(tmp_path / "copy" / "copy.ckpt", tmp_path / "copy" / "out.ckpt")
+    assert os.listdir(tmp_path / "copy") == ["copy.ckpt"]
+
+
+def test_a_copy_of_a_step_that_is_one_file_is_exported(one: Path, tmp_path: Path) -> None:
+    shutil.copy(one / "step=10.ckpt", tmp_path / "copy.ckpt")
+    export(tmp_path / "copy.ckpt", tmp_path / "out.ckpt")
+    assert differences(torch.load(tmp_path / "out.ckpt"), torch.load(one / "step=10.ckpt")) == []
+    flip_bits(tmp_path / "copy.ckpt", [(5000, 5001)])
+    with pytest.raises(CorruptShard):
+        export(tmp_path / "copy.ckpt", tmp_path / "out2.ckpt")
+    assert sorted(os.listdir(tmp_path)) == ["copy.ckpt", "out.ckpt"]
 
 
 @pytest.mark.parametrize("suffix", ["ckpt", "safetensors"])

@@ -1,0 +1,192 @@
+"""Steps that are one file each: their folders can go when a job has ended, and be made again from the files. No torch.
+
+A step of one rank is one file, which holds its own record (:mod:`resiliency.storage.own_record`). When all steps of a
+run are such files and have names, a run's folder holds nothing that they do not, and :func:`drop_folders` removes it: a
+folder with checkpoints then looks as stock Lightning leaves it. :func:`restore_folders` is the inverse.
+
+Files that the user has renamed, or copied here from somewhere else, are not taken for steps: a file is one only under a
+name that its record lists. Only names without a folder count.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import stat
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
+from resiliency.storage.catalog import StepListing, scan, step_folders, step_prefix
+from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, record_file, shard_file
+from resiliency.storage.own_record import read_own_record
+from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
+from resiliency.storage.tiers.local import LocalTier
+
+__all__ = ["SingleFile", "drop_folders", "find_single_files", "read_single_file", "restore_folders"]
+
+logger = logging.getLogger(__name__)
+
+#: Folders of this name are being removed.
+_DROPPED = "dropped-"
+
+
+@dataclass(frozen=True)
+class SingleFile:
+    """A step that is one file: its name in the folder, and what its record says."""
+
+    name: str
+    manifest: Manifest
+
+    @property
+    def listing(self) -> StepListing:
+        """The step, as a listing of the folder has it."""
+        (record,) = self.manifest.shards
+        return StepListing(
+            id=self.manifest.id,
+            records={0: record},
+            manifest=self.manifest,
+            committed=True,
+            sizes={record.file: record.nbytes, record_file(0): 0, MANIFEST: 0},
+            single=self.name,
+        )
+
+
+def read_single_file(path: str) -> ShardRecord | None:
+    """The record of a step that is this one file; None when the file is anything else.
+
+    Blocks: two or three small reads.
+
+    Raises:
+        CorruptShard: it is such a step, and its record is damaged or missing.
+        UnsupportedFormat: another version of the format wrote it.
+        OSError: it cannot be read.
+    """
+    # O_NONBLOCK, or a fifo would block.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        identity = read_identity(os.pread(fd, IDENTITY_BYTES, 0), where=path)
+        if identity is None:
+            return None
+        if not identity.replicated or identity.world_size != 1:
+            return None
+        return read_own_record(identity, lambda start, end: os.pread(fd, end - start, start), found.st_size, where=path)
+    finally:
+        os.close(fd)
+
+
+def find_single_files(root: str, run: str | None = None) -> list[SingleFile]:
+    """The steps (of ``run``) that are files in a folder, each once, oldest first. Damaged ones are warned of.
+
+    Blocks: a small read for each file in the folder.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    found: dict[tuple[str, object], SingleFile] = {}
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name) if os.path.isdir(root) else ():
+        if entry.name.startswith(".") or not entry.is_file(follow_symlinks=False):
+            continue
+        try:
+            record = read_single_file(entry.path)
+        except (CorruptShard, OSError) as error:
+            if not isinstance(error, UnsupportedFormat):
+                logger.warning("%s is not counted as a checkpoint: %s", entry.path, error)
+            continue
+        if record is not None and run in (None, record.run) and entry.name in record.names:
+            manifest = Manifest(id=record.id, run=record.run, world_size=1, shards=(record,))
+            found.setdefault((record.run, record.id), SingleFile(entry.name, manifest))
+    return sorted(found.values(), key=lambda file: (file.manifest.run, file.manifest.id))
+
+
+def restore_folders(tier: LocalTier, run: str) -> int:
+    """Makes the step folders of a run again from its files, where they are missing. Returns how many.
+
+    Several processes may call it at once. Blocks: as :func:`find_single_files`, and three small writes for each step.
+
+    Raises:
+        OSError, TierError: the tier cannot be read or written.
+    """
+    folder = os.path.join(tier.root, META_DIR, run)
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        if name.startswith(_DROPPED):
+            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+    known = step_folders(tier, run)
+    made = 0
+    for file in find_single_files(tier.root, run):
+        manifest = file.manifest
+        if MANIFEST in known.get(manifest.id, {}):
+            continue
+        prefix = step_prefix(run, manifest.id)
+        shard = tier.path(prefix + shard_file(0))
+        os.makedirs(os.path.dirname(shard), exist_ok=True)
+        try:
+            with suppress(FileExistsError):
+                os.link(os.path.join(tier.root, file.name), shard)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be taken up as a checkpoint of run %r (%s): pass its path as ckpt_path= to load it",
+                os.path.join(tier.root, file.name),
+                run,
+                error,
+            )
+            with suppress(OSError):
+                os.removedirs(os.path.dirname(shard))
+            continue
+        tier.put_bytes(prefix + record_file(0), json.dumps(manifest.shards[0].to_dict()).encode())
+        tier.put_bytes(prefix + MANIFEST, manifest.to_json().encode())
+        made += 1
+    return made
+
+
+def drop_folders(tier: LocalTier, run: str) -> str:
+    """Removes the folder of a run when its steps are files that need nothing else. Nothing may be writing to the run.
+
+    Unfinished steps go with it. Killed meanwhile: the steps are all there or all dropped, and
+    :func:`restore_folders` makes them again.
+
+    Returns:
+        Why it stays; "" when it is gone.
+
+    Raises:
+        OSError, TierError: the tier cannot be read or written.
+    """
+    folder = os.path.join(tier.root, META_DIR, run)
+    for listing in scan(tier, run):
+        if listing.problems:
+            return f"{listing.id}: {listing.problems[0]}"
+        if listing.manifest is not None and not _has_a_file(tier, listing.manifest):
+            return f"{listing.id} has no name, or has parts in other files"
+    steps = os.path.join(folder, STEPS_DIR)
+    if os.path.isdir(steps):
+        os.rename(steps, os.path.join(folder, _DROPPED + secrets.token_hex(4)))
+    shutil.rmtree(folder)
+    with suppress(OSError):  # other runs are there
+        os.rmdir(os.path.dirname(folder))
+    return ""
+
+
+def _has_a_file(tier: LocalTier, manifest: Manifest) -> bool:
+    """True when the step is one file, and a name of it in the folder is that file."""
+    if manifest.world_size != 1 or not manifest.replicated:
+        return False
+    shard = os.stat(tier.path(step_prefix(manifest.run, manifest.id) + shard_file(0)))
+    for name in manifest.names:
+        try:
+            found = os.lstat(tier.path(name))
+        except (OSError, TierError):
+            continue
+        if "/" not in name and os.path.samestat(found, shard):
+            return _same(read_single_file(tier.path(name)), manifest.shards[0])
+    return False
+
+
+def _same(own: ShardRecord | None, record: ShardRecord) -> bool:
+    """True when a file's own record says what the record says. Names may still be superseded after it was written."""
+    return own is not None and replace(own, supersedes=()) == replace(record, supersedes=())

@@ -1,0 +1,155 @@
+"""After a fit the folder holds what the stock class would have left there, and nothing else; and nothing is lost by it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resiliency.callbacks.goodput import build as build_goodput
+from resiliency.callbacks.model_checkpoint import build
+from tests.callbacks.harness import (
+    NAMESPACES,
+    content,
+    differences,
+    loader,
+    make_net,
+    make_trainer,
+    ours,
+    steps,
+    stock,
+    weights,
+)
+
+PL = "lightning.pytorch"
+ROOT = Path(__file__).parents[2]
+
+
+def everything(folder: Path) -> list[str]:
+    return sorted(os.path.relpath(os.path.join(at, name), folder) for at, _, files in os.walk(folder) for name in files)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "top 2 and last": {"monitor": "wave", "save_top_k": 2, "save_last": True, "every_n_train_steps": 2},
+    "all": {"save_top_k": -1, "every_n_train_steps": 3},
+    "last as a link": {"save_last": "link"},
+    "weights only": {"save_weights_only": True, "save_top_k": -1},
+    "none": {"save_top_k": 0},
+}
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_looks_as_stock_leaves_it(namespace: str, case: str, tmp_path: Path) -> None:
+    for kind, made in (("stock", stock(namespace)), ("ours", build(namespace))):
+        folder = tmp_path / kind
+        callback = made(dirpath=folder / "ckpts", **CASES[case])
+        make_trainer(namespace, [callback], root=folder).fit(make_net(namespace), loader())
+    assert everything(tmp_path / "ours") == everything(tmp_path / "stock")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_also_after_an_exception(error: type[BaseException], tmp_path: Path) -> None:
+    net = make_net(PL)
+
+    def fail(*_: Any) -> None:
+        if net.global_step == 5:
+            raise error("enough")
+
+    net.on_train_batch_start = fail
+    callback = build(PL)(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1)
+    with pytest.raises((error, SystemExit)):
+        make_trainer(PL, [callback], root=tmp_path).fit(net, loader())
+    assert everything(tmp_path) == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
+
+
+@pytest.mark.parametrize("agent", ["process", "embedded"])
+def test_the_next_fit_goes_on_from_the_files_bit_for_bit(agent: str, tmp_path: Path) -> None:
+    def fit(folder: Path, epochs: int, **arguments: Any) -> Any:
+        kind = build(PL) if agent == "process" else None
+        given = {"dirpath": folder, "save_top_k": -1, **arguments}
+        callback = kind(**given) if kind else ours(PL, given.pop("dirpath"), **given)
+        net = make_net(PL, dropout=0.3)
+        torch.manual_seed(7)
+        make_trainer(PL, [callback], root=folder, max_epochs=epochs).fit(net, loader(shuffle=True))
+        return net
+
+    whole = fit(tmp_path / "whole", 3)
+    fit(tmp_path / "cut", 2)
+    assert everything(tmp_path / "cut") == ["epoch=0-step=6.ckpt", "epoch=1-step=12.ckpt"]
+    resumed = fit(tmp_path / "cut", 3, auto_resume=True)
+    assert resumed.ran == 6
+    assert differences(weights(resumed), weights(whole)) == []
+    assert everything(tmp_path / "cut") == everything(tmp_path / "whole")
+    assert steps(tmp_path / "cut") == [6, 12, 18]
+
+
+def test_last_resumes_from_the_newest_file(tmp_path: Path) -> None:
+    def fit(epochs: int, **settings: Any) -> Any:
+        net = make_net(PL)
+        callback = ours(PL, tmp_path, save_last=True)
+        make_trainer(PL, [callback], root=tmp_path, max_epochs=epochs).fit(net, loader(), **settings)
+        return net
+
+    fit(2)
+    assert fit(3, ckpt_path="last").ran == 6
+
+
+KEPT: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "a launcher's job, whose log is wanted": ({"TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_RESTART_COUNT": "0"}, {}),
+    "a goodput callback": ({}, {"goodput": True}),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_the_event_log_is_kept_where_somebody_reads_it(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables, extra = KEPT[case]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    callbacks = [ours(PL, tmp_path / "ckpts"), *([build_goodput(PL)(log=False)] if extra else [])]
+    make_trainer(PL, callbacks, root=tmp_path).fit(make_net(PL), loader())
+    assert (tmp_path / "ckpts/.resiliency/default/events/rank-00000.jsonl").stat().st_size > 100
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from resiliency.callbacks.model_checkpoint import build
+from tests.callbacks.harness import loader, make_net, make_trainer
+net, folder = make_net("lightning.pytorch"), Path(sys.argv[1])
+callback = build("lightning.pytorch")(dirpath=folder, every_n_train_steps=2, save_top_k=-1)
+def kill(*_):
+    if net.global_step == 5:
+        callback.best_model_path  # waits until it is there
+        os.kill(os.getpid(), signal.SIGKILL)
+net.on_train_batch_start = kill
+make_trainer("lightning.pytorch", [callback], root=folder).fit(net, loader())
+"""
+
+
+def test_a_killed_job_keeps_its_folder_and_the_next_one_tidies_up(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        timeout=120,
+        start_new_session=True,
+        capture_output=True,
+    )
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert (tmp_path / ".resiliency").is_dir()
+    net = make_net(PL)
+    callback = build(PL)(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1, auto_resume=True)
+    make_trainer(PL, [callback], root=tmp_path, max_epochs=1).fit(net, loader())
+    assert net.ran == 2
+    assert everything(tmp_path) == [f"epoch=0-step={step}.ckpt" for step in (2, 4, 6)]
+    assert content(tmp_path / "epoch=0-step=4.ckpt")["global_step"] == 4
