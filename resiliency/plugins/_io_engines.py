@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions
 from resiliency.settings import environment
 
 __all__ = ["EngineUse", "FolderEngine"]
@@ -70,7 +70,10 @@ class EngineUse:
             found = _engines.get(key)
             if found is None:
                 # Lightning calls the plugin on one rank with the whole state: for the engine, a job of one rank.
-                engine = Checkpointer(directory, run=run, rank=0, world_size=1, options=options)
+                settings = environment()
+                wants_log = bool(settings.launch.job) or settings.events_dir is not None
+                local = LocalTierOptions(directory=directory, only_files=not wants_log)
+                engine = Checkpointer(local, run=run, rank=0, world_size=1, options=options)
                 found = _engines[key] = FolderEngine(directory, engine)
             found.users.add(self._number)
         self._held.add(key)

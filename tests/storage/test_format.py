@@ -1,6 +1,7 @@
 """docs/format.md is enough to read a checkpoint: nothing here imports this library.
 
-The sample is a run "pretrain" of two ranks with replicated steps 10 and 20, and a run "sharded" with a sharded step 10.
+The sample is a run "pretrain" of two ranks with replicated steps 10 and 20, a run "sharded" with a sharded step 10, and a
+single file of a run of one rank.
 """
 
 from __future__ import annotations
@@ -329,6 +330,26 @@ def test_the_name_of_a_sharded_step_is_a_folder_with_its_shards_and_manifest() -
     assert all((SAMPLE / "sharded=10.ckpt" / file).read_bytes() == (folder / file).read_bytes() for file in files)
     flat = torch.load(SAMPLE / "sharded=10.ckpt" / "shard-00001.ckpt", weights_only=True)
     assert torch.equal(flat["model/weight@10,0"], torch.arange(40.0, 64.0).reshape(6, 4) + 10)
+
+
+def test_a_step_of_one_rank_is_a_single_file_that_holds_its_record() -> None:
+    data = (SAMPLE / "alone=10.ckpt").read_bytes()
+    shard = read_shard(data)
+    assert (shard.identity["run"], shard.identity["world_size"], shard.identity["replicated"]) == ("alone", 1, True)
+    own = json.loads(shard.entries["resiliency/record.json"])
+    record = own["record"]
+    assert record["check"] == check(record) and identity(record) == identity(shard.identity)
+    assert record["nbytes"] == len(data) and record["names"] == ["alone=10.ckpt"]
+    tail = record["sections"][-1]
+    for (start, end), digest in zip(blocks_of(record), record["digests"], strict=True):
+        assert digest == (xxhash.xxh3_64_hexdigest(data[start:end]) if end <= tail else "")
+    with zipfile.ZipFile(SAMPLE / "alone=10.ckpt") as file:
+        at = file.getinfo("archive/resiliency/record.json").header_offset
+    entry = data.index(shard.entries["resiliency/record.json"], at)
+    rest = data[tail:entry] + data[entry + len(shard.entries["resiliency/record.json"]) :]
+    assert own["rest"] == xxhash.xxh3_64_hexdigest(rest)
+    check_tree(StructureReader(shard.entries["data.pkl"], storages_of(shard)).load(), 10)
+    assert not (SAMPLE / ".resiliency" / "alone").exists()
 
 
 def test_this_reader_uses_nothing_of_the_library() -> None:

@@ -15,6 +15,7 @@ import torch
 from resiliency.checkpoint import shard_plan
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.leaf_kinds import Box, LeafDescription, box_of, register_leaf_kind
+from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, make_checkpointer, run_ranks
 
@@ -102,6 +103,9 @@ def write(directory: Path) -> None:
                 checkpointer.flush()
 
     run_ranks(2, work)
+    local = LocalTierOptions(directory=str(directory), only_files=True)
+    with make_checkpointer(local, run="alone", options=replace(QUICK, lazy_bytes=64)) as checkpointer:
+        checkpointer.save(10, state(10), per_rank=per_rank(10, 0), names=["alone=10.ckpt"])
     for run in ("pretrain", "sharded"):
         for folder in ("files", "events", "logs", "fetch"):
             shutil.rmtree(directory / ".resiliency" / run / folder, ignore_errors=True)
