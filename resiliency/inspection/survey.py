@@ -276,9 +276,12 @@ def listings(tier: Tier, run: str) -> list[StepListing]:
         UnsupportedFormat: the run holds steps that another version of the format wrote.
         TierError: the tier cannot be listed.
     """
-    found = scan(tier, run)
-    known = {listing.id for listing in found}
-    return sorted([*found, *(one for one in _single(tier, run) if one.id not in known)], key=lambda one: one.id)
+    found = {listing.id: listing for listing in scan(tier, run)}
+    for one in _single(tier, run):
+        # A folder that is going just now may still have been listed.
+        if one.id not in found or found[one.id].manifest is None:
+            found[one.id] = one
+    return sorted(found.values(), key=lambda one: one.id)
 
 
 def _single(tier: Tier, run: str) -> list[StepListing]:

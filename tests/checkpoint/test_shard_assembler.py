@@ -12,17 +12,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from resiliency.checkpoint import shard_assembler, shard_plan
+from resiliency.checkpoint import shard_assembler, shard_plan, stored_state
 from resiliency.checkpoint.read_plan import ReadPlanner, plan_into, plan_new
 from resiliency.checkpoint.shard_assembler import ShardAssembler, _ByteRange, _read_block
 from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
+from resiliency.checkpoint.structure import load
 from resiliency.errors import CorruptShard
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import read_record
 from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
-from resiliency.testing.checkpoints import RUN, bytes_of, make_checkpointer, step_dirs
+from resiliency.testing.checkpoints import RUN, bytes_of, differences, make_checkpointer, step_dirs
 
 SETTINGS = settings(deadline=None, database=None, max_examples=80, suppress_health_check=list(HealthCheck))
 NBYTES, BLOCK = 1000, 300
@@ -269,3 +270,26 @@ def test_a_disk_that_fails_is_damage_and_no_end(
     assert len(bad) > 20
     assert "cannot be read at bytes (" in caplog.text
     reader.close()
+
+
+@pytest.mark.parametrize(("extra", "times"), [({}, 1), ({"object": Path("x")}, 2)], ids=["plain", "with an object"])
+def test_a_plain_structure_is_unpickled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], times: int
+) -> None:
+    """An object may look at the values of its tensors while it is made, so it is made again when they are there."""
+    state = {"a": torch.arange(5.0), "b": [torch.ones(3), {"c": 1}], **extra}
+    calls = []
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        return load(*arguments, **named)
+
+    with make_checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.flush()
+        monkeypatch.setattr(stored_state, "load", counted)
+        into = {"a": torch.zeros(5), "b": [torch.zeros(3), {"c": 0}], **extra}
+        restored = checkpointer.load(into=into)
+    assert restored is not None and differences(restored.state, state) == []
+    assert torch.equal(into["a"], state["a"])
+    assert len(calls) == times
