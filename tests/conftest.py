@@ -12,9 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    from resiliency.testing.zygote import Zygote
 
 # Must be set before anything imports gcsfs (Lightning does): it probes buckets in a way no emulator answers, for a minute each.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
@@ -79,6 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.stash[NOT_RUN][marker] = len(marked)
             config.hook.pytest_deselected(items=marked)
             items[:] = [item for item in items if item not in marked]
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # long ones first, else as they were
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -111,13 +116,23 @@ def _threads() -> set[threading.Thread]:
 
 def _children() -> set[psutil.Process]:
     found = set()
-    for child in psutil.Process().children():
+    for pid in _child_pids():
         try:
+            child = psutil.Process(pid)
             if not any(helper in " ".join(child.cmdline()) for helper in SESSION_HELPERS):
                 found.add(child)
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def _child_pids() -> list[int]:
+    """From the kernel's own lists: psutil reads every process of the machine, which cost half a minute a run."""
+    try:
+        lists = [Path("/proc/self/task", task, "children").read_text() for task in os.listdir("/proc/self/task")]
+        return [int(pid) for pids in lists for pid in pids.split()]
+    except (FileNotFoundError, ProcessLookupError):  # a kernel without these lists, or a thread that ended just now
+        return [child.pid for child in psutil.Process().children()]
 
 
 def _shm() -> set[Path]:
@@ -186,3 +201,14 @@ def _cmdline(process: psutil.Process) -> list[str]:
         return process.cmdline() or [process.name()]
     except psutil.NoSuchProcess:
         return ["(just ended)"]
+
+
+# ---- what costs seconds to start and is shared
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    from tests.zygote import make_zygote  # only here: few tests need torch before they begin
+
+    with make_zygote(tmp_path_factory.mktemp("zygote") / "log") as made:
+        yield made

@@ -13,6 +13,7 @@ restart a job hundreds of times. The forking process itself runs no thread and n
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -146,6 +147,7 @@ class Zygote:
 def _serve(preload: Sequence[str]) -> None:
     for name in preload:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a worker would write to, and so copy, every page of what was imported here
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)

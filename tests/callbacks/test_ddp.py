@@ -4,31 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import content, differences, names, rank_state
 from tests.e2e.driver import free_port
-
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "lightning.pytorch",
-    "tests.callbacks.ddp_job",
-    "resiliency.checkpoint.checkpointer",
-    "asyncio",
-]
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    log = tmp_path_factory.mktemp("zygote") / "log"
-    with Zygote(PRELOAD, log=str(log), path=[str(Path(__file__).parents[2])]) as started:
-        yield started
 
 
 def run(

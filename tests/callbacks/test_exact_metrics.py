@@ -11,7 +11,6 @@ import io
 import json
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -383,21 +382,6 @@ def test_a_module_without_the_metric_says_what_is_lost(tmp_path: Path, caplog: p
 
 
 # -- two ranks --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    log = tmp_path_factory.mktemp("zygote") / "log"
-    preload = [
-        "torch",
-        "torch.distributed",
-        "lightning.pytorch",
-        "torchmetrics",
-        "tests.callbacks.epoch_job",
-        "asyncio",
-    ]
-    with Zygote(preload, log=str(log), path=[str(Path(__file__).parents[2])]) as started:
-        yield started
 
 
 def ranks(zygote: Zygote, directory: Path, *, ckpt: Path | None = None, **case: Any) -> list[Outcome]:

@@ -17,19 +17,6 @@ from resiliency.storage.catalog import scan
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.zygote import WorkerProcess, Zygote
 
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "lightning.pytorch",
-    "tests.e2e.job",
-    "resiliency.checkpoint.checkpointer",
-    "asyncio",
-]
-
-
-def make_zygote(log: Path) -> Zygote:
-    return Zygote(PRELOAD, log=str(log), path=[str(Path(__file__).parents[2])])
-
 
 def free_port() -> int:
     with socket.socket() as probe:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from resiliency import faultpoints
 from resiliency.testing.zygote import Zygote
-from tests.e2e.driver import Job, make_zygote
+from tests.e2e.driver import Job
 
 IN_RANK = [name for name in faultpoints.KNOWN if name.startswith("save.")]
 IN_AGENT = [name for name in faultpoints.KNOWN if name.startswith("agent.") and "upload" not in name]
@@ -17,12 +16,6 @@ IN_UPLOAD = [name for name in faultpoints.KNOWN if name.startswith("agent.upload
 IN_RESTORE = [name for name in faultpoints.KNOWN if name.startswith("restore.")]
 
 STEPS = 21
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with make_zygote(tmp_path_factory.mktemp("zygote") / "log") as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,15 +13,9 @@ import pytest
 
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.testing.zygote import Zygote
-from tests.e2e.driver import Job, make_zygote
+from tests.e2e.driver import Job
 
 STEPS = 15
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with make_zygote(tmp_path_factory.mktemp("zygote") / "log") as made:
-        yield made
 
 
 def _belonging_to(directory: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,9 @@ from resiliency.storage.catalog import scan
 from resiliency.storage.tiers import open_tier
 from resiliency.testing.gcs_server import FakeGcs
 from resiliency.testing.zygote import Zygote
-from tests.e2e.driver import Job, make_zygote
+from tests.e2e.driver import Job
 
 STEPS = 21
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with make_zygote(tmp_path_factory.mktemp("zygote") / "log") as made:
-        yield made
 
 
 @pytest.mark.kill

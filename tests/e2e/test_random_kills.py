@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.driver import Job, chance, kill_agents, make_zygote, wait_ended
+from resiliency.testing.zygote import Zygote
+from tests.e2e.driver import Job, chance, kill_agents, wait_ended
 
 #: Of each of the two jobs that run side by side; the issue asks for at least 200 in one run.
 KILLS = 104
-#: Long enough that most attempts are killed before they end, and the next one goes on from there.
-STEPS = 300
+#: Long enough that most attempts are killed before they end, and the next one goes on from there; short enough that a
+#: good part of the kills falls into a start or a restore. A save every second or third step is under way most of the time.
+STEPS = 120
 
 
 class _Tally:
@@ -90,24 +92,24 @@ def _check_attempt(job: _KilledJob, before: int, tally: _Tally) -> None:
 
 
 @pytest.mark.kill
+@pytest.mark.long
 @pytest.mark.timeout(600)
-def test_hundreds_of_kills_do_not_change_the_weights(tmp_path: Path) -> None:
-    with make_zygote(tmp_path / "log") as zygote:
-        reference_job = Job(zygote, tmp_path / "reference", steps=STEPS)
-        began = time.monotonic()
-        reference = reference_job.run_to_end()["hash"]
-        # Kills fall anywhere in an attempt, whatever the speed of this machine (two jobs run at once below).
-        window_s = 0.6 * (time.monotonic() - began)
-        tallies, threads = [], []
-        for seed in (1, 2):
-            job = _KilledJob(zygote, tmp_path / f"job{seed}", steps=STEPS)
-            job.reference = reference
-            tallies.append(_Tally())
-            threads.append(threading.Thread(target=_torment, args=(job, seed, window_s, tallies[-1])))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+def test_hundreds_of_kills_do_not_change_the_weights(zygote: Zygote, tmp_path: Path) -> None:
+    reference_job = Job(zygote, tmp_path / "reference", steps=STEPS)
+    began = time.monotonic()
+    reference = reference_job.run_to_end()["hash"]
+    # Kills fall anywhere in an attempt, whatever the speed of this machine (two jobs run at once below).
+    window_s = 0.6 * (time.monotonic() - began)
+    tallies, threads = [], []
+    for seed in (1, 2):
+        job = _KilledJob(zygote, tmp_path / f"job{seed}", steps=STEPS)
+        job.reference = reference
+        tallies.append(_Tally())
+        threads.append(threading.Thread(target=_torment, args=(job, seed, window_s, tallies[-1])))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     problems = [problem for tally in tallies for problem in tally.problems]
     kills = sum(tally.kills for tally in tallies)
     print(f"{kills} kills in {sum(tally.attempts for tally in tallies)} attempts")

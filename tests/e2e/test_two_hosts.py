@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from resiliency.testing.zygote import Zygote
-from tests.e2e.driver import Job, make_zygote
+from tests.e2e.driver import Job
 
 STEPS = 21
 HOSTS = {0: {"RESILIENCY_NODE": "host-a"}, 1: {"RESILIENCY_NODE": "host-b"}}
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    with make_zygote(tmp_path_factory.mktemp("zygote") / "log") as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
