@@ -246,5 +246,3 @@ class _Training:
 def zygote_preload() -> list[str]:
     """Modules to import before the first trainer is forked."""
     return ["torch", "torch.distributed", "torch.optim", "asyncio", __name__, "tests.e2e.chaos.reader"]
-
-

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class World:
             if action.starts and not self._processes.running():
                 job = self._start(action)
                 if action.size < 0.7:  # else the next action comes while it is starting
-                    self._wait_for(lambda: self._loaded[job.name] >= len(job.ranks) or not job.alive, _SOON_S)
+                    self._wait_for(partial(self._is_done_starting, job), _SOON_S)
             self._look()
         if not self.problems and not self._stop_all.is_set():
             self._processes.wake_all()
@@ -145,8 +146,14 @@ class World:
             self._processes.kill(self._processes.agents())
         job = self._start(action)
         job.disturbed = False
-        self._wait_until(lambda: self._loaded[job.name] >= len(job.ranks), job)
+        self._wait_until(partial(self._has_loaded, job), job)
         return True
+
+    def _has_loaded(self, job: RunningJob) -> bool:
+        return self._loaded[job.name] >= len(job.ranks)
+
+    def _is_done_starting(self, job: RunningJob) -> bool:
+        return self._has_loaded(job) or not job.alive
 
     def _wait_until(self, condition: Callable[[], bool], job: RunningJob) -> None:
         there = self._wait_for(lambda: condition() or not job.alive, _START_S) and condition()
@@ -278,7 +285,7 @@ class World:
         if self._files.is_away or not self._files.move(place, keys, put_file=put_file):
             return False
         for job in self._processes.jobs:
-            job.disturbed |= self._loaded[job.name] < len(job.ranks)
+            job.disturbed |= not self._has_loaded(job)
         if not action.stays:
             self._pause.wait(action.size * 0.3)
             self._files.put_back()
@@ -298,5 +305,3 @@ class World:
     def _read(self, action: Action) -> bool:
         self._processes.start_reader(action.seed, 2 + int(action.size * 12))
         return True
-
-

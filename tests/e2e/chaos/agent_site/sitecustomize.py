@@ -1,6 +1,8 @@
-"""A wall clock that can be set for all processes of a folder: Python imports this file at the start of each agent.
+"""What is different in the processes of a chaos run. Python imports this file at the start of each agent.
 
-The machine's clock stays as it is. The offset is a float in a small file, which every process maps.
+A wall clock that can be set for all processes of a folder: the machine's stays as it is, the offset is a float in a
+small file that every process maps. And agents run at the priority of the trainers, because on a busy machine a low one
+makes their start take seconds, of which a run has many.
 """
 
 from __future__ import annotations
@@ -29,3 +31,4 @@ def use_clock(path: str) -> None:
 
 if os.environ.get("CHAOS_CLOCK"):
     use_clock(os.environ["CHAOS_CLOCK"])
+    os.nice = lambda increment: 0
