@@ -45,7 +45,7 @@ class Action:
         kind: a key of :data:`WEIGHTS`.
         pick: 0 to 1: which process, step, file.
         size: 0 to 1: how much, where in the file.
-        pause_s: seconds to wait after it.
+        pause: the next action comes after so many more saves and commits, so that a busy machine changes little.
         stays: a move is not undone at once.
         starts: a job is started afterwards where none runs.
         seed: for what processes draw that this action starts.
@@ -54,7 +54,7 @@ class Action:
     kind: str
     pick: float
     size: float
-    pause_s: float
+    pause: int
     stays: bool
     starts: bool
     seed: int
@@ -69,7 +69,7 @@ def actions(seed: int, *, roll_back: bool = False) -> Iterator[Action]:
             kind=chance.choices(list(weights), list(weights.values()))[0],
             pick=chance.random(),
             size=chance.random(),
-            pause_s=chance.choice([0.0, 0.05, 0.2, 0.2, 0.5]),
+            pause=chance.choice([0, 1, 4, 8, 16]),
             stays=chance.random() < 0.5,
             starts=chance.random() < 0.85,
             seed=chance.randrange(1 << 30),

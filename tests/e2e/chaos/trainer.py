@@ -245,4 +245,12 @@ class _Training:
 
 def zygote_preload() -> list[str]:
     """Modules to import before the first trainer is forked."""
-    return ["torch", "torch.distributed", "torch.optim", "asyncio", __name__, "tests.e2e.chaos.reader"]
+    return [
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "torch.profiler",
+        "asyncio",
+        __name__,
+        "tests.e2e.chaos.reader",
+    ]

@@ -23,10 +23,12 @@ from tests.e2e.chaos.trainer import REFUSED
 #: A job must have loaded so soon after its start when nothing is in its way; the machine may be busy.
 _START_S = 60.0
 #: How long a job is left alone that starts among other actions.
-_SOON_S = 3.0
+_SOON_S = 10.0
+#: How long an action waits for the saves that are to come before the next; what is stopped or away makes none.
+_PAUSE_S = 1.0
 #: Jobs that may be there at once, stopped ones included.
 _JOBS = 3
-FIRST = Action("start afresh", 0.0, 0.0, 0.0, False, False, 1)
+FIRST = Action("start afresh", 0.0, 0.0, 0, False, False, 1)
 _HOSTS = [f"host-{letter}" for letter in "abcdef"]
 
 
@@ -71,12 +73,11 @@ class World:
             self._ledger.write("action", **vars(action))
             if self._carry_out(action):
                 self.done[action.kind] += 1
-            self._pause.wait(action.pause_s)
             if action.starts and not self._processes.running():
                 job = self._start(action)
                 if action.size < 0.7:  # else the next action comes while it is starting
                     self._wait_for(partial(self._is_done_starting, job), _SOON_S)
-            self._look()
+            self._wait_for(partial(self._has_gone_on, self._progress() + action.pause), _PAUSE_S)
         if not self.problems and not self._stop_all.is_set():
             self._processes.wake_all()
             self._start_afresh(FIRST, everything=True)
@@ -149,6 +150,12 @@ class World:
         self._wait_until(partial(self._has_loaded, job), job)
         return True
 
+    def _progress(self) -> int:
+        return self.judge.counts["saves"] + self.judge.counts["commits"]
+
+    def _has_gone_on(self, progress: int) -> bool:
+        return self._progress() >= progress or not self._processes.running()
+
     def _has_loaded(self, job: RunningJob) -> bool:
         return self._loaded[job.name] >= len(job.ranks)
 
@@ -164,6 +171,7 @@ class World:
     def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Reads the ledger until the condition holds; False when ``seconds`` pass first. Returns at once on problems."""
         deadline = time.monotonic() + seconds
+        self._look()
         while not condition() and not self.problems:
             if time.monotonic() > deadline:
                 return False
