@@ -26,7 +26,16 @@ from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import fsync_dir, fsync_file
 
-__all__ = ["fsync_step", "read_records_here", "read_records_of_others", "records_of", "write_commit", "write_record"]
+__all__ = [
+    "check_in_place",
+    "check_share",
+    "fsync_step",
+    "read_records_here",
+    "read_records_of_others",
+    "records_of",
+    "write_commit",
+    "write_record",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +94,32 @@ def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target:
         raise FileNotFoundError(errno.ENOENT, "the sealed shard file is gone or was changed", path)
     key = step_prefix(record.run, record.id) + record_file(record.rank)
     tier.put_bytes(key, json.dumps(record.to_dict()).encode())
+
+
+def check_share(seal: Seal, shard0: str) -> None:
+    """Ranks write shard 0 together by its path. Where the folder was exchanged meanwhile (moved, mounted over), two of
+    them have two files, and neither is whole.
+
+    Raises:
+        FileNotFoundError: the file at the path is not the one that this rank wrote its share into.
+    """
+    if seal.share is not None and not _is_file(shard0, seal.share_inode):
+        raise FileNotFoundError(errno.ENOENT, "the file that the ranks write together is gone or was changed", shard0)
+
+
+def check_in_place(tier: Tier, step: Manifest | UnfinishedStep) -> None:
+    """Looks whether the files of a step that is about to be committed are still there: the records may have been
+    written into a folder that has been exchanged since.
+
+    Raises:
+        FileNotFoundError: one is gone, or of another size.
+    """
+    folder = os.path.join(tier.root, step_prefix(step.run, step.id))
+    for record in step.shards:
+        for file, nbytes in ((record_file(record.rank), None), (record.file, record.nbytes)):
+            path = os.path.join(folder, file)
+            if not os.path.isfile(path) or (nbytes is not None and os.path.getsize(path) != nbytes):
+                raise FileNotFoundError(errno.ENOENT, "it was gone before the step was whole", path)
 
 
 def read_records_of_others(
@@ -155,9 +190,9 @@ def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:
     faultpoints.hit("agent.durable")
 
 
-def _is_file(path: str, inode: int, nbytes: int) -> bool:
+def _is_file(path: str, inode: int, nbytes: int | None = None) -> bool:
     try:
         found = os.lstat(path)  # a link is not the file that was sealed
     except FileNotFoundError:
         return False
-    return found.st_ino == inode and found.st_size == nbytes
+    return found.st_ino == inode and nbytes in (None, found.st_size)

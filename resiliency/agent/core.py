@@ -21,6 +21,8 @@ from resiliency.agent._removal import Remover
 from resiliency.agent._reporter import Notify, Reporter
 from resiliency.agent._worker import Worker
 from resiliency.agent.commit import (
+    check_in_place,
+    check_share,
     fsync_step,
     read_records_here,
     read_records_of_others,
@@ -39,7 +41,15 @@ from resiliency.events import EventWriter
 from resiliency.storage.attempts import attempt_file, write_attempt
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.fetch import remove_dead_fetches
-from resiliency.storage.manifest import MANIFEST, META_DIR, Manifest, ShardRecord, UnfinishedStep, gather_records
+from resiliency.storage.manifest import (
+    MANIFEST,
+    META_DIR,
+    Manifest,
+    ShardRecord,
+    UnfinishedStep,
+    gather_records,
+    shard_file,
+)
 from resiliency.storage.retention import DeleteRequest
 from resiliency.storage.single_files import drop_folders
 from resiliency.storage.stage import Stage
@@ -278,6 +288,7 @@ class HostAgent:
     def _commit(self, rank: int, seal: Seal, records: list[ShardRecord]) -> None:
         """Writes the records of what a rank has sealed; with the last record of a step it commits the step."""
         try:
+            check_share(seal, self._path(seal.id, shard_file(0)))
             for record, file in zip(records, seal.files, strict=True):
                 target = self._path(record.id, record.file)
                 write_record(self._tier, record, file.path, file.inode, target, self._fence)
@@ -328,6 +339,7 @@ class HostAgent:
         elif isinstance(found, UnfinishedStep):
             return
         try:
+            check_in_place(self._tier, found)
             write_commit(self._tier, found, self._fence)
         except (OSError, TierError, AgentError) as error:
             tier = self.config.local.name

@@ -83,6 +83,7 @@ class Seal:
     Attributes:
         id: the save.
         files: the files this rank has written, or whose last part it has written; the one of its own shard is last.
+        share_inode: of the file that ``share`` is in, shard 0 of the step; 0 without a share.
         share, replicated, plan, names, supersedes, created, info, tiers, exact: as in
             :class:`~resiliency.storage.manifest.ShardRecord`.
     """
@@ -91,6 +92,7 @@ class Seal:
     files: tuple[SealedFile, ...]
     plan: str
     share: BlockShare | None = None
+    share_inode: int = 0
     replicated: bool = False
     names: tuple[str, ...] = ()
     supersedes: tuple[str, ...] = ()

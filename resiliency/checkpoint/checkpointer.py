@@ -381,7 +381,7 @@ class Checkpointer:
                 in_flight.failure = snapshot.error  # reported by the training thread
                 return
             files: list[SealedFile] = []
-            share = None
+            share, share_inode = None, 0
             if file is not None and snapshot.slot is not None:
                 if file.plan.index == 0:
                     files.append(
@@ -398,6 +398,7 @@ class Checkpointer:
                 elif file.plan.mine:
                     first, last = file.plan.mine[0], file.plan.mine[-1]
                     share = BlockShare(first=first, digests=tuple(snapshot.digests[first : last + 1]))
+                    share_inode = snapshot.slot.inode
             try:
                 if own_file:
                     path = self._shard_path(save_id, rank)
@@ -409,7 +410,13 @@ class Checkpointer:
             in_flight.sealed_at = time.monotonic()
             in_flight.ticket.mark_reached(Stage.COPIED)
             parts.session.client.send(
-                dataclasses.replace(seal, files=tuple(files), share=share, supersedes=tuple(in_flight.supersedes))
+                dataclasses.replace(
+                    seal,
+                    files=tuple(files),
+                    share=share,
+                    share_inode=share_inode,
+                    supersedes=tuple(in_flight.supersedes),
+                )
             )
 
         def done_or_failed(snapshot: Snapshot) -> None:

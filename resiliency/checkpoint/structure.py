@@ -652,6 +652,7 @@ def _harmless_with(numpy_is_there: bool) -> list[Any]:
         int,
         float,
         str,
+        bytes,  # empty ones are pickled as a call of their class
     ]
     found += [pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath]
     if numpy_is_there:

@@ -28,6 +28,7 @@ from resiliency.checkpoint.read_plan import plan_new
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.checkpoint.state import keyed_leaves, replace_leaves
+from resiliency.checkpoint.structure import harmless_classes
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.inspection import survey
 from resiliency.storage.archive import read_directory
@@ -274,8 +275,9 @@ def _load_unchecked(
     )
     path = where if located.tier.is_local else _download(located.tier, key, os.path.join(scratch, "copy.ckpt"))
     try:
-        state = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
-        own = _own_state(path, allow_pickle) if rank == 0 else None
+        with harmless_classes():
+            state = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
+            own = _own_state(path, allow_pickle) if rank == 0 else None
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise CorruptShard(f"{where}: cannot be read ({error})", path=where) from error
     if keys is not None:

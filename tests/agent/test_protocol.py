@@ -35,7 +35,7 @@ from resiliency.agent.messages import (
     SealedFile,
     Welcome,
 )
-from resiliency.agent.protocol import Framer, config_from_json, config_to_json, pack
+from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, config_from_json, config_to_json, pack
 from resiliency.errors import AgentError
 from resiliency.storage.manifest import BlockShare
 from resiliency.storage.stage import Stage
@@ -68,6 +68,7 @@ SEAL = Seal(
     ),
     plan="p",
     share=BlockShare(first=1, digests=("2" * 16,)),
+    share_inode=14,
     replicated=True,
     names=("a.ckpt", "b/c.ckpt"),
     supersedes=("old",),
@@ -79,7 +80,7 @@ SEAL = Seal(
 FILE = json.loads(pack(SEAL))["files"][0]
 #: At least one of each kind.
 MESSAGES: list[Message] = [
-    Hello(version=3, rank=1, config=CONFIG),
+    Hello(version=PROTOCOL_VERSION, rank=1, config=CONFIG),
     SEAL,
     Prepare(nbytes=5, count=2),
     Complete(id=STEP),

@@ -142,16 +142,16 @@ def parts(config: AgentConfig, step: int, *, writers: int, **values: Any) -> lis
     seals = []
     for index, rank in enumerate(config.local_ranks[:writers]):
         start, end = count * index // writers, count * (index + 1) // writers
-        share: BlockShare | None = None
+        share, inode = None, 0
         files: list[SealedFile] = []
         if index == 0:
             own = tuple(digest if start <= at < end else "" for at, digest in enumerate(whole.digests))
             files.append(dataclasses.replace(whole, digests=own))
         else:
-            share = BlockShare(first=start, digests=whole.digests[start:end])
+            share, inode = BlockShare(first=start, digests=whole.digests[start:end]), whole.inode
         if rank:
             files.append(write_shard(config, step, rank, replicated=True))
-        seals.append(seal_of(config, step, *files, share=share, replicated=True, **values))
+        seals.append(seal_of(config, step, *files, share=share, share_inode=inode, replicated=True, **values))
     return seals
 
 
@@ -208,6 +208,33 @@ def test_a_share_that_never_comes_leaves_the_step_unfinished(local: Path, start:
     assert manifest_of(config, 1) is None
     (listing,) = scan(LocalTier(local), config.run)
     assert not listing.committed and listing.manifest is None
+
+
+def test_ranks_that_wrote_into_two_files_of_one_path_commit_nothing(local: Path, start: Start) -> None:
+    config = config_for(local, world_size=2, local_ranks=(0, 1))
+    agent, heard = start(config)
+    first, second = parts(config, 1, writers=2)
+    agent.handle(0, first)
+    agent.handle(1, dataclasses.replace(second, share_inode=second.share_inode + 1))
+    settle(agent)
+    assert manifest_of(config, 1) is None
+    assert [rank for rank, message in heard if isinstance(message, Failed)] == [1]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_step_is_not_committed_when_its_folder_was_exchanged_between_two_records(
+    local: Path, start: Start, order: tuple[int, int]
+) -> None:
+    """As when the folder is moved away, or something is mounted over it: the second rank makes it anew."""
+    config = config_for(local, world_size=2, local_ranks=(0, 1))
+    agent, heard = start(config)
+    agent.handle(order[0], parts(config, 1, writers=2)[order[0]])
+    settle(agent)
+    local.rename(local.with_name("away"))
+    agent.handle(order[1], parts(config, 1, writers=2)[order[1]])
+    settle(agent)
+    assert manifest_of(config, 1) is None
+    assert any(isinstance(message, Failed) for _, message in heard)
 
 
 # ---- two hosts with a folder of their own

@@ -420,6 +420,14 @@ def test_objects_of_any_class_come_back(trip: Round) -> None:
     assert weights.data_ptr() == owned.data_ptr(), "a module and its state_dict no longer share weights"
 
 
+def test_empty_values_load_as_they_were_without_trust(trip: Round) -> None:
+    """An empty bytes object is pickled in another way than others, namely as a call of its class."""
+    tree = {"bytes": [b"", b"x", bytearray(), bytearray(b"x")], "rest": ["", (), [], {}, set(), frozenset(), range(0)]}
+    trip.save(tree)
+    restored = trip.checkpointer.load()
+    assert restored is not None and restored.state == tree
+
+
 def test_an_object_that_looks_at_its_tensor_while_it_is_made_sees_its_values(trip: Round) -> None:
     generator = torch.Generator().manual_seed(5)
     tree = {"reading": Reading(torch.arange(40.0)), "generator": generator}

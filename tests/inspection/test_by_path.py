@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import pickle
 import shutil
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
@@ -105,6 +106,23 @@ def test_a_copy_elsewhere_is_recognised_and_said_to_be_unchecked(
     state, _ = load_path(located, keys=lambda key: key == "model/half")
     assert state["model"]["weight"].numel() == 0
     assert differences(state["model"]["half"], make_state(10)["model"]["half"]) == []
+
+
+def test_a_copy_elsewhere_may_hold_what_a_checkpoint_may_hold(tmp_path: Path) -> None:
+    """Dates, paths and the like, which torch's restricted unpickler refuses where nobody allows them."""
+    state = {"path": PurePosixPath("a/b"), "date": datetime.date(2024, 2, 29), "x": torch.ones(3)}
+    own = {"began": datetime.timedelta(hours=1)}
+    with make_checkpointer(tmp_path / "c") as checkpointer:
+        ticket = checkpointer.save(1, state, per_rank=own, names=["1.ckpt"])
+        assert ticket is not None
+        ticket.wait()
+        restored = checkpointer.load()
+        assert restored is not None and restored.per_rank == own
+    shutil.copy(tmp_path / "c" / "1.ckpt", tmp_path / "copy.ckpt")
+    located = locate(str(tmp_path / "copy.ckpt"))
+    assert located is not None and not located.is_checked
+    found, found_own = load_path(located)
+    assert differences(found, state) == [] and found_own == own
 
 
 def test_a_copy_beside_its_step_is_checked(series: Series, caplog: pytest.LogCaptureFixture) -> None:

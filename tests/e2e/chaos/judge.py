@@ -1,0 +1,203 @@
+"""What follows from the ledger: was everything that was loaded a committed state, bit for bit, and the newest there was?
+
+*Newest* is the committed save that was begun last, by the order of the ledger, whatever numbers the library gives to
+steps and attempts. A load must not give an older one than the newest whose commit somebody had noticed before the load
+began, unless we spoiled that one before the load was over, or the library deleted it for one that is newer still.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class _Save:
+    """A save, from the lines of the ranks that took part.
+
+    Attributes:
+        number: place in the order in which saves were begun.
+        state: digest of what all ranks have.
+        own: rank -> digest of what that rank has for itself.
+        committed: a rank was told so.
+        spoiled: damaged or taken away for good by us.
+        unsure: something was away while it was being committed, so parts of it may lie where it is not looked for.
+    """
+
+    number: int
+    state: str
+    own: dict[int, str] = field(default_factory=dict)
+    committed: bool = False
+    spoiled: bool = False
+    unsure: bool = False
+
+
+@dataclass
+class _Load:
+    """A load in progress.
+
+    Attributes:
+        candidates: saves that were known to be committed when it began, and were in their place.
+        excused: those of them that we spoiled or moved meanwhile.
+    """
+
+    line: dict[str, Any]
+    candidates: set[str]
+    excused: set[str] = field(default_factory=set)
+
+
+class Judge:
+    """Takes the lines of one folder in order.
+
+    Attributes:
+        problems: what was wrong, in words.
+        counts: what was judged: "loads", those "excused" (nothing could be demanded), "commits", "refusals", ...
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self._saves: dict[str, _Save] = {}
+        self._loads: dict[str, _Load] = {}
+        self._away: dict[str, list[str] | None] = {}
+        self._head_damaged = False
+        self._readers: dict[str, Callable[[dict[str, Any]], None]] = {
+            "save": self._save,
+            "committed": self._committed,
+            "damage": self._damage,
+            "gone": self._gone,
+            "away": self._moved_away,
+            "back": self._moved_back,
+            "loading": self._loading,
+            "loaded": self._loaded,
+            "refused": self._refused,
+            "wrong": self._wrong,
+        }
+
+    def read(self, line: dict[str, Any]) -> None:
+        self._readers.get(line["what"], self._other)(line)
+
+    # -- saves ----------------------------------------------------------------------------------------------------
+
+    def _save(self, line: dict[str, Any]) -> None:
+        save = self._saves.setdefault(line["key"], _Save(len(self._saves), line["state"], unsure=bool(self._away)))
+        if save.state != line["state"]:
+            self._problem(line, f"two ranks saved different states as {line['key']}")
+        save.own[line["rank"]] = line["own"]
+        self.counts["saves"] += 1
+
+    def _committed(self, line: dict[str, Any]) -> None:
+        save = self._saves[line["key"]]
+        self.counts["commits"] += not save.committed
+        save.committed = True
+
+    # -- what we do to files --------------------------------------------------------------------------------------
+
+    def _damage(self, line: dict[str, Any]) -> None:
+        self._head_damaged |= line.get("head", False)
+        self._spoil(line["keys"])
+
+    def _gone(self, line: dict[str, Any]) -> None:
+        self._spoil(line["keys"])
+
+    def _spoil(self, keys: list[str]) -> None:
+        for key in keys:
+            if key in self._saves:
+                self._saves[key].spoiled = True
+        self._excuse(keys)
+
+    def _moved_away(self, line: dict[str, Any]) -> None:
+        keys = line["keys"]  # None: all
+        self._away[line["id"]] = keys
+        for save in self._saves.values():
+            save.unsure |= not save.committed
+        self._excuse(list(self._saves) if keys is None else keys)
+
+    def _moved_back(self, line: dict[str, Any]) -> None:
+        del self._away[line["id"]]
+
+    def _excuse(self, keys: list[str]) -> None:
+        for load in self._loads.values():
+            load.excused.update(keys)
+
+    # -- loads ----------------------------------------------------------------------------------------------------
+
+    def _loading(self, line: dict[str, Any]) -> None:
+        known = {key for key, save in self._saves.items() if save.committed}
+        if line["scope"] == "newest":
+            known |= set(line["seen"]) & self._saves.keys()
+        elif line["scope"] == "one":
+            known = set()
+        usable = {key for key in known if not self._saves[key].spoiled and not self._saves[key].unsure}
+        for keys in self._away.values():
+            usable = set() if keys is None else usable - set(keys)
+        self._loads[line["load"]] = _Load(line, usable)
+
+    def _loaded(self, line: dict[str, Any]) -> None:
+        load = self._loads.pop(line["load"])
+        self.counts["loads"] += 1
+        self.counts[f"loads: {load.line['how']}"] += 1
+        self._check_bytes(load, line)
+        expected = self._expected(load, line)
+        if expected is None:
+            self.counts["excused"] += 1
+            return
+        number = self._saves[line["key"]].number if line["key"] in self._saves else -1
+        if number < self._saves[expected].number:
+            self._problem(line, f"{load.line['how']} gave {line['key']}, although {expected} was committed before")
+
+    def _check_bytes(self, load: _Load, line: dict[str, Any]) -> None:
+        key, rank = line["key"], line["rank"]
+        if key is None:
+            return
+        if key not in self._saves:
+            if line["checked"] or not self._head_damaged:
+                self._problem(line, f"{load.line['how']} gave {key}, which nobody saved")
+            return
+        save = self._saves[key]
+        if line["state"] != save.state:
+            if line["checked"] or not save.spoiled:
+                self._problem(line, f"{load.line['how']} gave other bytes than were saved as {key}")
+            return
+        if line["own"] is None and (save.spoiled or save.unsure or key in load.excused or not line["checked"]):
+            return  # the shard of this rank is damaged or away
+        if line["own"] != save.own.get(rank):
+            self._problem(line, f"{load.line['how']} gave rank {rank} other bytes of its own than it saved as {key}")
+
+    def _refused(self, line: dict[str, Any]) -> None:
+        load = self._loads.pop(line["load"])
+        self.counts["refusals"] += 1
+        expected = self._expected(load, line)
+        if expected is None or (load.line["scope"] == "newest" and expected not in line["still"]):
+            return
+        if not load.line["falls_back"] and self._damaged_after(expected):
+            return  # who asks for one checkpoint gets that one or the name of the damaged file
+        self._problem(line, f"{load.line['how']} failed, although {expected} was committed: {line['error']}")
+
+    def _damaged_after(self, key: str) -> bool:
+        return any(save.spoiled and save.number > self._saves[key].number for save in self._saves.values())
+
+    def _expected(self, load: _Load, line: dict[str, Any]) -> str | None:
+        """The oldest save that the load may give; None when nothing can be demanded."""
+        still = line["still"]
+        demanded = sorted(load.candidates - load.excused, key=lambda key: self._saves[key].number)
+        if not demanded:
+            return None
+        newest_there = max((self._saves[key].number for key in still if key in self._saves), default=-1)
+        if load.line["scope"] == "newest":  # a name moves on before what it meant is deleted
+            while demanded and demanded[-1] not in still and newest_there > self._saves[demanded[-1]].number:
+                demanded.pop()
+        return demanded[-1] if demanded else None
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+
+    def _wrong(self, line: dict[str, Any]) -> None:
+        self._problem(line, line["text"])
+
+    def _other(self, line: dict[str, Any]) -> None:
+        self.counts[line["what"]] += 1
+
+    def _problem(self, line: dict[str, Any], text: str) -> None:
+        self.problems.append(f"{text} [{line}]")

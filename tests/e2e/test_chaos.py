@@ -1,0 +1,73 @@
+"""Chaos: processes stopped, woken, killed and forked, clocks turned, jobs started beside each other, folders moved and
+files damaged, in any order; and whatever is loaded meanwhile is a committed state, bit for bit, and the newest there is.
+
+The order of the actions follows from a seed, which is printed. A longer run, or one that failed again::
+
+    RESILIENCY_CHAOS_ACTIONS=3000 RESILIENCY_CHAOS_SEED=17 pytest -m kill tests/e2e/test_chaos.py -s
+
+What happened is in the folder that a failure names: ``ledger.jsonl`` has a line for every save, load and action.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from resiliency.testing.zygote import Zygote
+from tests.e2e.chaos.models import MODELS
+from tests.e2e.chaos.script import actions
+from tests.e2e.chaos.trainer import zygote_preload
+from tests.e2e.chaos.world import World
+
+#: Actions that have an effect, of all models together.
+ACTIONS = int(os.environ.get("RESILIENCY_CHAOS_ACTIONS", "330"))
+SEED = int(os.environ.get("RESILIENCY_CHAOS_SEED", "1"))
+#: Also jobs that go back to an older step by themselves.
+ROLL_BACK = bool(os.environ.get("RESILIENCY_CHAOS_ROLL_BACK"))
+
+
+def _torment(world: World, seed: int, count: int, stop: threading.Event) -> None:
+    try:
+        world.torment(actions(seed, roll_back=ROLL_BACK), count)
+    except Exception:  # Boundary: a thread's failure must reach the test.
+        world.problems.append(traceback.format_exc())
+    finally:
+        if world.problems:
+            stop.set()
+        left = world.close()
+        if left:
+            world.problems.append(f"processes {left} cannot be ended")
+
+
+@pytest.mark.kill
+@pytest.mark.timeout(180 + 2 * ACTIONS)
+def test_whatever_happens_what_is_loaded_is_the_newest_committed_state(tmp_path: Path) -> None:
+    share = -(-ACTIONS // len(MODELS))
+    stop = threading.Event()  # a problem in one folder ends the others too
+    root = str(Path(__file__).parents[2])
+    with Zygote(zygote_preload(), log=str(tmp_path / "log"), path=[root]) as zygote:
+        worlds = {model: World(zygote, tmp_path / model, model, stop=stop) for model in MODELS}
+        threads = [
+            threading.Thread(target=_torment, args=(world, SEED * len(MODELS) + number, share, stop))
+            for number, world in enumerate(worlds.values())
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    done, counts = Counter[str](), Counter[str]()
+    for world in worlds.values():
+        done += world.done
+        counts += world.judge.counts
+    print(f"seed {SEED}: {done.total()} actions {dict(done)}; {dict(counts)}")
+    problems = [f"{model}: {problem}" for model, world in worlds.items() for problem in world.problems]
+    assert not problems, f"seed {SEED}, in {tmp_path}:\n" + "\n".join(problems)
+    assert done.total() >= ACTIONS
+    # Otherwise the run has shown little.
+    assert counts["loads"] - counts["excused"] >= ACTIONS // 6, counts
+    assert counts["commits"] >= ACTIONS, counts
