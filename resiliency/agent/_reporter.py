@@ -1,4 +1,8 @@
-"""Reports the outcomes of saves: events in the agent's log, messages to the ranks of the host, warnings in the log."""
+"""Reports the outcomes of saves: events in the agent's log, messages to the ranks of the host, warnings in the log.
+
+Failures that a rank is notified of are warned of there (:mod:`resiliency.checkpoint.save_health`), where the user looks;
+in the agent's log they are information.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +64,19 @@ class Reporter:
         )
 
     def notify_failed(
-        self, step: StepId, tier: str, reason: str, *, retrying: bool = False, ranks: Iterable[int] | None = None
+        self,
+        step: StepId,
+        tier: str,
+        reason: str,
+        *,
+        retrying: bool = False,
+        gave_way: bool = False,
+        ranks: Iterable[int] | None = None,
     ) -> None:
         """Notifies ranks (None: all of this host) that a save failed to reach its next stage on a tier."""
+        failed = Failed(id=step, tier=tier, reason=reason, retrying=retrying, gave_way=gave_way)
         for rank in self._ranks if ranks is None else ranks:
-            self.notify(rank, Failed(id=step, tier=tier, reason=reason, retrying=retrying))
+            self.notify(rank, failed)
 
     def log_failed(
         self, step: StepId, stage: Stage, tier: str, reason: str, *, will_retry: bool, **facts: object

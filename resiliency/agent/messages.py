@@ -209,12 +209,14 @@ class Failed:
     Attributes:
         reason: text for the log.
         retrying: the agent tries again; a later message has the outcome.
+        gave_way: it was not sent to a remote tier, because a newer save is to go there.
     """
 
     id: StepId
     tier: str
     reason: str
     retrying: bool = False
+    gave_way: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

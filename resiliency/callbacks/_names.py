@@ -12,6 +12,7 @@ from resiliency.storage.manifest import META_DIR, shard_file
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.tiers import open_tier
+from resiliency.storage.tiers._regular_file import NotAFile, opened
 
 __all__ = ["engine_name", "is_stock", "names_on_disk"]
 
@@ -58,5 +59,8 @@ def is_stock(path: str) -> bool:
         return False
     if os.path.isdir(path):
         return META_DIR not in path and not os.path.exists(os.path.join(path, shard_file(0)))
-    with open(path, "rb") as file:
-        return read_identity(file.read(IDENTITY_BYTES), where=path) is None
+    try:
+        with opened(path) as file:
+            return read_identity(file.read(IDENTITY_BYTES), where=path) is None
+    except NotAFile:
+        return True

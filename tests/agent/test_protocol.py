@@ -35,7 +35,7 @@ from resiliency.agent.messages import (
     SealedFile,
     Welcome,
 )
-from resiliency.agent.protocol import Framer, config_from_json, config_to_json, pack
+from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, config_from_json, config_to_json, pack
 from resiliency.errors import AgentError
 from resiliency.storage.manifest import BlockShare
 from resiliency.storage.stage import Stage
@@ -79,7 +79,7 @@ SEAL = Seal(
 FILE = json.loads(pack(SEAL))["files"][0]
 #: At least one of each kind.
 MESSAGES: list[Message] = [
-    Hello(version=3, rank=1, config=CONFIG),
+    Hello(version=PROTOCOL_VERSION, rank=1, config=CONFIG),
     SEAL,
     Prepare(nbytes=5, count=2),
     Complete(id=STEP),
@@ -93,7 +93,7 @@ MESSAGES: list[Message] = [
     Recorded(id=STEP),
     Committed(id=STEP, tier="local"),
     Durable(id=STEP, tier="store"),
-    Failed(id=STEP, tier="store", reason="down", retrying=True),
+    Failed(id=STEP, tier="store", reason="down", retrying=True, gave_way=True),
     FileReady(path="/x", inode=1, nbytes=5),
     Flushed(ticket=1, done=False),
 ]
