@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from resiliency.agent.messages import Committed, Durable, Failed, Notice
+from resiliency.agent.messages import Committed, Durable, Failed, NameRefused, Notice
 from resiliency.events import EventKind, EventWriter
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -95,6 +95,15 @@ class Reporter:
             will_retry=will_retry,
             **facts,
         )
+
+    def report_refused(self, step: StepId, tier: str, name: str, reason: str) -> None:
+        """Writes the event of a name that a step does not get, and notifies the ranks."""
+        self._events.emit(
+            EventKind.CHECKPOINT_NAME_REFUSED, step=step.step, tier=tier, name=name, reason=reason
+        )
+        logger.info("step %d has not got the name %r on %s: %s", step.step, name, tier, reason)
+        for rank in self._ranks:
+            self.notify(rank, NameRefused(id=step, tier=tier, name=name, reason=reason))
 
     def log_deleted(self, step: StepId, tier: str) -> None:
         """Writes the event of a step that was deleted from a tier."""

@@ -295,7 +295,7 @@ class HostAgent:
         elif isinstance(found, UnfinishedStep):
             return
         try:
-            write_commit(self._tier, found, self._fence)
+            refused = write_commit(self._tier, found, self._fence)
         except (OSError, TierError, AgentError) as error:
             tier = self.config.local.name
             self._report.log_failed(step_id, Stage.COMMITTED, tier, str(error), will_retry=True)
@@ -311,6 +311,8 @@ class HostAgent:
             nbytes=found.nbytes,
             names=found.names,
         )
+        for name, reason in refused.items():
+            self._report.report_refused(step_id, self.config.local.name, name, reason)
         faultpoints.hit("agent.committed")
         self._after_commit(step)
 

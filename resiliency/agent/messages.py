@@ -27,6 +27,7 @@ __all__ = [
     "Flushed",
     "Hello",
     "Message",
+    "NameRefused",
     "Notice",
     "Prepare",
     "Recorded",
@@ -220,6 +221,20 @@ class Failed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NameRefused:
+    """The save does not get one of its names on a tier; it is committed without it.
+
+    Attributes:
+        reason: text for the log: another run has the name, or something stands there that is not ours.
+    """
+
+    id: StepId
+    tier: str
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileReady:
     """A prepared file, whose pages are in memory: the next save may move it into its step.
 
@@ -241,5 +256,5 @@ class Flushed:
 
 
 Request = Seal | Prepare | Complete | Delete | Rescan | Flush | Bye
-Notice = Recorded | Committed | Durable | Failed | FileReady | Flushed
+Notice = Recorded | Committed | Durable | Failed | NameRefused | FileReady | Flushed
 Message = Hello | Request | Welcome | Refused | Notice

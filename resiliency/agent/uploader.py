@@ -204,6 +204,7 @@ class Uploader:
             world_size=self._config.world_size,
             path=partial(self._path, upload.step),
             fence=self._fence,
+            refused=partial(self._reporter.report_refused, upload.step, self.spec.name),
         )
         self._report_up()
         self._report_sent(upload.step, upload.records, committed, time.monotonic() - began)

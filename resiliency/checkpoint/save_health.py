@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 #: The spell of fsyncs that fail.
 _FSYNC = "fsync"
 _FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+#: So many names that were refused are warned of; a name may differ from save to save.
+_MOST_NAMES = 20
 #: So many steps are named in one message.
 _NAMED = 5
 
@@ -48,6 +50,7 @@ class SaveHealth:
         self._rank, self._speaks = rank, speaks
         self._spells: dict[str, _Spell] = {}
         self._skipped = self._too_slow = False
+        self._refused: set[tuple[str, str]] = set()
         # By tier:
         self._saves: Counter[str] = Counter()
         self._given_up: Counter[str] = Counter()
@@ -117,6 +120,13 @@ class SaveHealth:
             return
         self._warn(tier, "lost", False, text)
         self._spells[tier].lost.append(step)
+
+    def refuse_name(self, tier: str, step: int, name: str, reason: str) -> None:
+        """A save does not get one of its names on a tier. Said once for each name."""
+        if self._speaks and (tier, name) not in self._refused and len(self._refused) < _MOST_NAMES:
+            self._refused.add((tier, name))
+            text = "rank %d: step %d has not got the name %r on %s: %s"
+            logger.warning(text, self._rank, step, name, tier, reason)
 
     def reach(self, tier: str, step: int, stage: Stage) -> None:
         """A save has reached a stage on a tier, COMMITTED or DURABLE: a spell ends."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from resiliency.agent.messages import Committed, Complete, Durable, Failed, FileReady, Notice, Recorded
+from resiliency.agent.messages import Committed, Complete, Durable, Failed, FileReady, NameRefused, Notice, Recorded
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.save_health import SaveHealth
@@ -186,6 +186,8 @@ class SaveTracker:
             self._reached(message.id, Stage.DURABLE, message.tier)
         elif isinstance(message, Failed):
             self._failed(message)
+        elif isinstance(message, NameRefused):
+            self._health.refuse_name(message.tier, message.id.step, message.name, message.reason)
 
     def _land(self, step: StepId) -> InFlightSave | None:
         """Ends the flight of a save. Returns it, None when it was not in flight."""
