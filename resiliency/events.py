@@ -7,9 +7,11 @@ A line is a superset of the older goodput library's (``timestamp``, ``job_name``
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -55,6 +57,8 @@ class EventKind:
     CHECKPOINT_DELETED = "checkpoint_deleted"  # step, tier, name
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"  # path, ranges
     CHECKPOINT_REPAIRED = "checkpoint_repaired"  # path, source
+    CHECKPOINT_PASSED_OVER = "checkpoint_passed_over"  # a damaged step; taken: the step loaded instead, reasons
+    CHECKPOINT_NAME_REFUSED = "checkpoint_name_refused"  # step, tier, name, reason: the step has not got that name
     RESTORE_STARTED = "restore_started"
     AGENT_STARTED = "agent_started"
     AGENT_LOST = "agent_lost"
@@ -122,12 +126,14 @@ class NullSink:
 class JsonlSink:
     """Appends JSON lines to one local file; the file is opened at the first event.
 
-    Thread: any. A failing write is reported once through logging and then counted in ``dropped``.
+    Thread: any. Events that cannot be written are dropped and counted in ``dropped``. The first of a spell is reported
+    through logging, and so is the end of the spell.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self.dropped = 0
+        self._reported = 0  # of those dropped
         self._fd: int | None = None
         self._closed = False
 
@@ -137,16 +143,21 @@ class JsonlSink:
         try:
             if self._fd is None:
                 os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-                self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                self._fd = _open_log(self.path)
                 self._heal_torn_tail(self._fd)
             os.write(self._fd, event.to_json().encode() + b"\n")
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError) as error:
             # Boundary: training goes on without its event log (disk full, read-only, odd field values).
             self.dropped += 1
-            if self.dropped == 1:
-                logger.warning(
-                    "event log %s cannot be written; events are dropped from now on", self.path, exc_info=True
-                )
+            if self.dropped == self._reported + 1:
+                logger.warning("an event is not in the log %s, which cannot be written: %s", self.path, error)
+        else:
+            self._report_end()
+
+    def _report_end(self) -> None:
+        count, self._reported = self.dropped - self._reported, self.dropped
+        if count:
+            logger.warning("the event log %s is written again; %d events before are not in it", self.path, count)
 
     def _heal_torn_tail(self, fd: int) -> None:
         """A writer killed inside write(2) can leave half a line; start a new line, so that only that one is lost."""
@@ -165,10 +176,24 @@ class JsonlSink:
         os.write(fd, b"\n")
 
     def close(self) -> None:
+        if not self._closed and self.dropped > self._reported:
+            count = self.dropped - self._reported
+            logger.warning("the last %d events are not in the log %s, which could not be written", count, self.path)
         self._closed = True
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _open_log(path: str) -> int:
+    """Opens a log to append to. Readable and writable for whom the umask allows: users may share a folder."""
+    # Not blocking, and no other than a regular file: a fifo would hang the writer.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    fd = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "something else stands where the log belongs", path)
+    return fd
 
 
 class BackgroundSink:

@@ -1,11 +1,15 @@
-"""Reports the outcomes of saves: events in the agent's log, messages to the ranks of the host, warnings in the log."""
+"""Reports the outcomes of saves: events in the agent's log, messages to the ranks of the host, warnings in the log.
+
+Failures that a rank is notified of are warned of there (:mod:`resiliency.checkpoint.save_health`), where the user looks;
+in the agent's log they are information.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from resiliency.agent.messages import Committed, Durable, Failed, Notice
+from resiliency.agent.messages import Committed, Durable, Failed, NameRefused, Notice
 from resiliency.events import EventKind, EventWriter
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -60,11 +64,19 @@ class Reporter:
         )
 
     def notify_failed(
-        self, step: StepId, tier: str, reason: str, *, retrying: bool = False, ranks: Iterable[int] | None = None
+        self,
+        step: StepId,
+        tier: str,
+        reason: str,
+        *,
+        retrying: bool = False,
+        gave_way: bool = False,
+        ranks: Iterable[int] | None = None,
     ) -> None:
         """Notifies ranks (None: all of this host) that a save failed to reach its next stage on a tier."""
+        failed = Failed(id=step, tier=tier, reason=reason, retrying=retrying, gave_way=gave_way)
         for rank in self._ranks if ranks is None else ranks:
-            self.notify(rank, Failed(id=step, tier=tier, reason=reason, retrying=retrying))
+            self.notify(rank, failed)
 
     def log_failed(
         self, step: StepId, stage: Stage, tier: str, reason: str, *, will_retry: bool, **facts: object
@@ -83,6 +95,15 @@ class Reporter:
             will_retry=will_retry,
             **facts,
         )
+
+    def report_refused(self, step: StepId, tier: str, name: str, reason: str) -> None:
+        """Writes the event of a name that a step does not get, and notifies the ranks."""
+        self._events.emit(
+            EventKind.CHECKPOINT_NAME_REFUSED, step=step.step, tier=tier, name=name, reason=reason
+        )
+        logger.info("step %d has not got the name %r on %s: %s", step.step, name, tier, reason)
+        for rank in self._ranks:
+            self.notify(rank, NameRefused(id=step, tier=tier, name=name, reason=reason))
 
     def log_deleted(self, step: StepId, tier: str) -> None:
         """Writes the event of a step that was deleted from a tier."""

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import get_args
+from typing import IO, get_args
 
 from resiliency.agent._command import AGENT_WORD, agent_command
 from resiliency.agent._peer import Peer
@@ -45,6 +45,7 @@ from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
+from resiliency.storage.tiers._regular_file import open_regular
 
 __all__ = ["AgentClient"]
 
@@ -61,6 +62,10 @@ _CLAIM_S = 20.0
 _STOPPED_S = 3.0
 #: How often an agent that is waited for is looked at: the kernel does not notify when a process is stopped.
 _LOOK_S = 0.5
+
+
+#: Agents that outlive their clients in this process: one day somebody must ask for their exit status.
+_still_running: list[subprocess.Popen[bytes]] = []
 
 
 class _GreetingClosed(ConnectionError):
@@ -248,7 +253,7 @@ class AgentClient:
         log.parent.mkdir(parents=True, exist_ok=True)
         ready, ready_child = os.pipe()
         try:
-            with open(log, "ab") as output:
+            with _log_file(log) as output:
                 process = subprocess.Popen(
                     agent_command(self.config, ready_child),
                     stdin=subprocess.DEVNULL,
@@ -477,16 +482,19 @@ class AgentClient:
     def flush(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
         """Waits until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`.
 
-        Blocks: up to ``timeout_s``. Returns False when that passes first.
+        Blocks: up to ``timeout_s``, and a second for the agent's answer; the agent is asked once also with 0. Returns
+        False when it passes first.
         """
         deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
+        while True:
+            left = max(0.0, deadline - time.monotonic())
             if self._embedded is not None:
                 return self._embedded.wait(stage, tier=tier, timeout_s=left)
             answer = self._ask_flush(stage, tier, left)
             if answer is not None:
                 return answer
-        return False
+            if time.monotonic() >= deadline:
+                return False
 
     def _ask_flush(self, stage: Stage, tier: str | None, left: float) -> bool | None:
         """Sends one Flush and waits for the answer; None when the link broke meanwhile: send it again."""
@@ -516,6 +524,7 @@ class AgentClient:
 
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Disconnects; the agent exits when every rank has disconnected. Idempotent. Blocks: up to ``timeout_s``."""
+        _still_running[:] = [agent for agent in _still_running if agent.poll() is None]
         with self._lock:
             self._closing = True
             connection, embedded, process = self._socket, self._embedded, self._process
@@ -539,7 +548,17 @@ class AgentClient:
                 logger.info(
                     "the checkpoint agent (pid %d) is still uploading; it exits when it has finished", process.pid
                 )
+                _still_running.append(process)
             self._process = None
+
+
+def _log_file(path: Path) -> IO[bytes]:
+    """The agent's log; nothing where it cannot be written."""
+    try:
+        return os.fdopen(open_regular(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+    except OSError as error:
+        logger.warning("the agent's log %s cannot be written, so it has none: %s", path, error)
+        return open(os.devnull, "ab")
 
 
 class _StopWatch:

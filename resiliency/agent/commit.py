@@ -21,7 +21,7 @@ from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.storage.blocks import Blocks
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, UnfinishedStep, record_file
-from resiliency.storage.names import give_name
+from resiliency.storage.names import give_names
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import fsync_dir, fsync_file
@@ -155,8 +155,11 @@ def read_records_here(tier: Tier, run: str, step: StepId, records: dict[int, Sha
             records.setdefault(record.rank, record)
 
 
-def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence) -> None:
+def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence) -> dict[str, str]:
     """Writes the manifest, then the names. For one host's part of a step only the names: no folder has the whole step.
+
+    Returns:
+        For each name that the step does not get, why.
 
     Raises:
         TierError: the tier refused.
@@ -167,9 +170,7 @@ def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence) -> N
     if isinstance(step, Manifest):
         tier.put_bytes(step_prefix(step.run, step.id) + MANIFEST, step.to_json().encode())
     faultpoints.hit("agent.name.write")
-    for name in step.names:
-        fence.check()
-        give_name(tier, step, name)
+    return give_names(tier, step, step.names, before_each=fence.check)
 
 
 def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:

@@ -306,13 +306,7 @@ class HostAgent:
         tier = self.config.local.name
         self._report.notify_failed(step, tier, reason, ranks=(rank,))
         self._report.log_failed(step, Stage.RECORDED, tier, reason, will_retry=True, shard=rank)
-        self._report.warn_once(
-            "commit",
-            "checkpoint of step %d failed on rank %d: %s; training goes on, the next save tries again",
-            step.step,
-            rank,
-            reason,
-        )
+        logger.info("checkpoint of step %d failed on rank %d: %s", step.step, rank, reason)
 
     def _complete(self, step_id: StepId, *, all_recorded: bool = False) -> None:
         """Commits the step when every shard has a record: as seen in this folder, or as ``all_recorded`` says."""
@@ -340,20 +334,14 @@ class HostAgent:
             return
         try:
             check_in_place(self._tier, found)
-            write_commit(self._tier, found, self._fence)
+            refused = write_commit(self._tier, found, self._fence)
         except (OSError, TierError, AgentError) as error:
             tier = self.config.local.name
             self._report.log_failed(step_id, Stage.COMMITTED, tier, str(error), will_retry=True)
-            self._report.warn_once(
-                "commit",
-                "checkpoint of step %d failed: %s; training goes on, the next save tries again",
-                step_id.step,
-                error,
-            )
+            logger.info("checkpoint of step %d failed: %s", step_id.step, error)
             self._report.notify_failed(step_id, tier, str(error))
             return
         self._steps.commit(step, found)
-        self._report.recovered("commit")
         self._report.log_reached(
             step_id,
             Stage.COMMITTED,
@@ -362,6 +350,8 @@ class HostAgent:
             nbytes=found.nbytes,
             names=found.names,
         )
+        for name, reason in refused.items():
+            self._report.report_refused(step_id, self.config.local.name, name, reason)
         faultpoints.hit("agent.committed")
         self._after_commit(step)
 
@@ -387,7 +377,7 @@ class HostAgent:
         tier = self.config.local.name
         self._report.notify_failed(step_id, tier, reason)
         self._report.log_failed(step_id, Stage.COMMITTED, tier, reason, will_retry=False)
-        self._report.warn_once("plan", "checkpoint of step %d cannot be committed: %s", step_id.step, reason)
+        logger.info("checkpoint of step %d cannot be committed: %s", step_id.step, reason)
 
     def _sent_records(self, step: LocalStep) -> list[ShardRecord]:
         """What this host uploads: not its copy of shard 0, which rank 0's host sends."""
@@ -412,9 +402,7 @@ class HostAgent:
                 reason = f"fsync of {folder} failed: {error}"
                 tier = self.config.local.name
                 self._report.log_failed(step.id, Stage.DURABLE, tier, reason, will_retry=True)
-                self._report.warn_once(
-                    "sync", "step %d is committed but may not survive a power loss: %s", step.id.step, reason
-                )
+                logger.info("step %d is committed but may not survive a power loss: %s", step.id.step, reason)
                 self._report.notify_failed(step.id, tier, reason)
                 return
         with self._steps.lock:
@@ -445,9 +433,14 @@ class HostAgent:
             self._steps.pin(step_id, -1)
         if outcome is UploadOutcome.DURABLE:
             self._report.notify_reached(step_id, Stage.DURABLE, spec.name)
-        elif outcome is not UploadOutcome.PARTIAL:
-            retrying = outcome is UploadOutcome.RETRYING
-            self._report.notify_failed(step_id, spec.name, reason, retrying=retrying)
+        elif outcome not in (UploadOutcome.PARTIAL, UploadOutcome.INTERRUPTED):
+            self._report.notify_failed(
+                step_id,
+                spec.name,
+                reason,
+                retrying=outcome is UploadOutcome.RETRYING,
+                gave_way=outcome is UploadOutcome.GAVE_WAY,
+            )
         if outcome is not UploadOutcome.RETRYING:
             self._commits.submit(self._prune)
 

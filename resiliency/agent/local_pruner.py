@@ -71,6 +71,7 @@ class LocalPruner:
                 deleted=due,
                 busy={step.id for step in kept},
             )
+        failed = False
         for step_id in to_delete:
             try:
                 step = self._steps.get(step_id)
@@ -83,26 +84,32 @@ class LocalPruner:
                     tier.address,
                     error,
                 )
-                return
+                failed = True  # this one stays, and must not hold up the others
+                continue
             self._steps.remove(step_id)
             self._report.log_deleted(step_id, tier.name)
-        try:
-            self._delete_dangling_names(newest, due)
-        except TierError as error:
-            self._report.warn_once("prune", "a name could not be removed from %s: %s", tier.address, error)
+        if self._delete_dangling_names(newest, due) and not failed:
+            self._report.recovered("prune")
 
-    def _delete_dangling_names(self, newest: StepId, due: Mapping[str, StepId]) -> None:
+    def _delete_dangling_names(self, newest: StepId, due: Mapping[str, StepId]) -> bool:
         """Deletes name files that were requested to be deleted while their step is kept (pinned, or under another
-        name), and forgets requests that are done."""
+        name), and forgets requests that are done. False when a name could not be deleted."""
+        worked = True
         committed = [step for step in self._steps.select() if step.committed is not None]
         durable = [step.committed for step in committed if step.durable and step.committed is not None]
         live = live_names(durable, deleted=due)
         for name in {name for step in durable for name in step.names} - live.keys():
-            pointer = read_name(self._tier, name)
-            if pointer is not None and pointer.run == self._config.run and pointer.id < newest:
-                self._fence.check()
-                delete_names(self._tier, self._config.run, [name])
+            try:
+                pointer = read_name(self._tier, name)
+                if pointer is not None and pointer.run == self._config.run and pointer.id < newest:
+                    self._fence.check()
+                    delete_names(self._tier, self._config.run, [name])
+            except TierError as error:
+                where = self._config.local.address
+                self._report.warn_once("prune", "a name could not be removed from %s: %s", where, error)
+                worked = False
         with self._lock:
             for name, upto in due.items():
                 if not any(step.committed and name in step.committed.names and step.id <= upto for step in committed):
                     self._requests.pop(name, None)
+        return worked

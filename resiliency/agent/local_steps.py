@@ -71,6 +71,8 @@ class LocalSteps:
                 if step.id not in found:
                     del self._steps[step.id]
             for listing in found.values():
+                if not listing.readable:
+                    continue  # what is known of it may still be right; what is not known is not deleted
                 known = self._steps.setdefault(listing.id, LocalStep(listing.id))
                 known.records.update(listing.records)
                 if listing.manifest is not None and known.committed is None:

@@ -27,6 +27,7 @@ __all__ = [
     "Flushed",
     "Hello",
     "Message",
+    "NameRefused",
     "Notice",
     "Prepare",
     "Recorded",
@@ -240,12 +241,28 @@ class Failed:
     Attributes:
         reason: text for the log.
         retrying: the agent tries again; a later message has the outcome.
+        gave_way: it was not sent to a remote tier, because a newer save is to go there.
     """
 
     id: StepId
     tier: str
     reason: str
     retrying: bool = False
+    gave_way: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameRefused:
+    """The save does not get one of its names on a tier; it is committed without it.
+
+    Attributes:
+        reason: text for the log: another run has the name, or something stands there that is not ours.
+    """
+
+    id: StepId
+    tier: str
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,5 +287,5 @@ class Flushed:
 
 
 Request = Seal | Prepare | Complete | Delete | Rescan | Flush | Bye
-Notice = Recorded | Committed | Durable | Failed | FileReady | Flushed
+Notice = Recorded | Committed | Durable | Failed | NameRefused | FileReady | Flushed
 Message = Hello | Request | Welcome | Refused | Notice

@@ -77,7 +77,7 @@ class RemotePruner:
             if newest is not None and request.is_due(newest)
         }
         # Unfinished steps newer than every committed one stay: another host may still be sending its part.
-        unfinished = [found.id for found in by_id.values() if not found.committed]
+        unfinished = [found.id for found in by_id.values() if not found.committed and found.readable]
         steps = steps_to_delete(
             committed, unfinished, keep=self._spec.keep, keep_named=self._spec.keep_named, deleted=requested
         )

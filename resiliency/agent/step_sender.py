@@ -15,7 +15,7 @@ from resiliency.errors import CorruptShard
 from resiliency.storage.blocks import new_digest
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, gather_records, record_file
-from resiliency.storage.names import give_name
+from resiliency.storage.names import give_names
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
@@ -31,6 +31,7 @@ def send_step(
     world_size: int,
     path: Callable[[str], str],
     fence: Fence,
+    refused: Callable[[str, str], None],
 ) -> bool:
     """Sends shards and records, then the manifest and the names if no other host's record is missing.
 
@@ -41,6 +42,7 @@ def send_step(
         world_size: shards of the step, used when ``records`` is empty.
         path: local path of a shard file, by file name.
         fence: of this attempt.
+        refused: called with each name that the step does not get, and why.
 
     Returns:
         True when the step is committed on the tier, False while other hosts are still sending.
@@ -71,9 +73,8 @@ def send_step(
     faultpoints.hit("agent.upload.manifest")
     fence.check()
     tier.put_bytes(prefix + MANIFEST, manifest.to_json().encode())
-    for name in manifest.names:
-        fence.check()
-        give_name(tier, manifest, name)
+    for name, reason in give_names(tier, manifest, manifest.names, before_each=fence.check).items():
+        refused(name, reason)
     faultpoints.hit("agent.upload.done")
     return True
 

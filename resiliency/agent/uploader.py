@@ -1,8 +1,9 @@
-"""Decides what to send to one remote tier and when: a queue, retries with growing pauses, giving up.
+"""Decides what to send to one remote tier and when: one step that waits, retries with growing pauses, giving up.
 
 :mod:`resiliency.agent.step_sender` sends a step, :mod:`resiliency.agent.remote_pruner` deletes old ones. A tier that is
-down is tried again for as long as the agent runs; training never waits for it. Meanwhile only the newest due step waits
-for it, and older ones give way: each waiting step is kept on the local tier, which may be memory.
+down is tried again for as long as the agent runs; training never waits for it. Each step that is to be sent is kept on
+the local tier, which may be memory. So besides the step that is being sent only the newest one waits, whether the tier
+is down, slow or hangs; older ones give way to it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -51,6 +51,10 @@ class UploadOutcome(str, Enum):
     RETRYING = "retrying"
     #: Given up.
     FAILED = "failed"
+    #: Not sent, because a newer step is to go to the tier.
+    GAVE_WAY = "gave way"
+    #: The agent exits; the next start resumes the upload of the newest step.
+    INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class _Upload:
     only_if_missing: bool
 
 
-#: Called with ``(tier, step, outcome, reason)`` on the uploader's thread; must not block. The reason is a log text.
+#: Called with ``(tier, step, outcome, reason)`` on any thread; must not block. The reason is a log text. What went wrong
+#: is told to the ranks, who warn where the user looks; the agent's own log has it as information.
 Report = Callable[[TierSpec, StepId, UploadOutcome, str], None]
 
 
@@ -98,7 +103,7 @@ class Uploader:
         self._worker = Worker(f"resiliency-agent-upload-{spec.name}")
         self._closing = threading.Event()
         self._lock = threading.Condition()
-        self._waiting: deque[_Upload] = deque()
+        self._waiting: _Upload | None = None
         self._tier: Tier | None = None
         self._down_since: float | None = None
         self._pruner = RemotePruner(config, spec, reporter, fence)
@@ -125,15 +130,24 @@ class Uploader:
     def submit(self, step: StepId, records: Sequence[ShardRecord], *, only_if_missing: bool = False) -> None:
         """Queues this host's shards of a committed step. The step must stay on the local tier until its last outcome.
 
-        While the tier is down, older steps give way to this one: their outcome is FAILED.
+        One step waits at most: of two the older gives way.
 
         Args:
             only_if_missing: send nothing when the step is already committed on the tier.
         """
+        upload = _Upload(step, records, only_if_missing)
         with self._lock:
-            self._waiting.append(_Upload(step, records, only_if_missing))
+            before = self._waiting
+            # An agent may learn late of a step that another one has committed.
+            self._waiting = upload if before is None or before.step <= step else before
+            newest = self._waiting.step
             self._lock.notify_all()
-        self._worker.submit(self._upload_next)
+        if before is None:
+            self._worker.submit(self._upload_next)
+        elif before.step == step:
+            self._report(self.spec, step, UploadOutcome.PARTIAL, "")  # queued already
+        else:
+            self._give_way(min(before.step, step), newest)
 
     def delete(self, requests: Mapping[str, DeleteRequest]) -> None:
         """Adds names to delete on this tier, see :meth:`RemotePruner.request`."""
@@ -169,11 +183,12 @@ class Uploader:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         if upload is not None:
             reason = "the agent is exiting; the next start resumes the upload"
-            self._report(self.spec, upload.step, UploadOutcome.FAILED, reason)
+            self._report(self.spec, upload.step, UploadOutcome.INTERRUPTED, reason)
 
     def _take(self) -> _Upload | None:
         with self._lock:
-            return self._waiting.popleft() if self._waiting else None
+            taken, self._waiting = self._waiting, None
+        return taken
 
     def _send(self, upload: _Upload) -> None:
         began = time.monotonic()
@@ -189,6 +204,7 @@ class Uploader:
             world_size=self._config.world_size,
             path=partial(self._path, upload.step),
             fence=self._fence,
+            refused=partial(self._reporter.report_refused, upload.step, self.spec.name),
         )
         self._report_up()
         self._report_sent(upload.step, upload.records, committed, time.monotonic() - began)
@@ -200,12 +216,12 @@ class Uploader:
         deadline = time.monotonic() + pause
         while True:
             with self._lock:
-                if not self._waiting and not self._closing.is_set():
+                if self._waiting is None and not self._closing.is_set():
                     self._lock.wait(max(0.0, deadline - time.monotonic()))
-                newer, self._waiting = self._waiting, deque()
-            for following in newer:
-                self._give_way(upload.step, following.step)
-                upload = following
+            newer = self._take()
+            if newer is not None:
+                older, upload = sorted((upload, newer), key=lambda one: one.step)
+                self._give_way(older.step, upload.step)
             if self._closing.is_set() or time.monotonic() >= deadline:
                 return upload
 
@@ -228,21 +244,15 @@ class Uploader:
 
     def _give_up(self, step: StepId, reason: str) -> None:
         self._reporter.log_failed(step, Stage.DURABLE, self.spec.name, reason, will_retry=False)
-        logger.error("step %d is not stored on %s: %s; the local copy stays", step.step, self.spec.address, reason)
+        logger.info("step %d is not stored on %s: %s; the local copy stays", step.step, self.spec.address, reason)
         self._report(self.spec, step, UploadOutcome.FAILED, reason)
 
     def _give_way(self, step: StepId, newer: StepId) -> None:
-        reason = f"{self.spec.address} is down, and step {newer.step} is newer: only the newest step waits for it"
+        why = "is down" if self._down_since is not None else "is still busy with an earlier step"
+        reason = f"{self.spec.address} {why}, and step {newer.step} is newer: only the newest step waits for it"
         self._reporter.log_failed(step, Stage.DURABLE, self.spec.name, reason, will_retry=False)
-        self._reporter.warn_once(
-            f"gave way on {self.spec.name}",
-            "step %d is not stored on %s, which is down: while it is, only the newest step (now %d) waits for it, so"
-            " that waiting steps do not fill the local tier",
-            step.step,
-            self.spec.address,
-            newer.step,
-        )
-        self._report(self.spec, step, UploadOutcome.FAILED, reason)
+        logger.info("step %d is not stored on %s: %s", step.step, self.spec.name, reason)
+        self._report(self.spec, step, UploadOutcome.GAVE_WAY, reason)
 
     def _report_down(self, step: StepId, error: Exception, pause: float) -> None:
         """Reports a failure that will be retried; once, until the tier works again."""
@@ -250,7 +260,7 @@ class Uploader:
             return
         self._down_since = time.monotonic()
         self._reporter.log_failed(step, Stage.DURABLE, self.spec.name, str(error), will_retry=True)
-        logger.warning(
+        logger.info(
             "tier %s failed at step %d: %s; it is tried again in %.0f s and then with growing pauses",
             self.spec.address,
             step.step,
@@ -261,10 +271,8 @@ class Uploader:
 
     def _report_up(self) -> None:
         if self._down_since is not None:
-            down_s = time.monotonic() - self._down_since
-            logger.warning("tier %s answers again after %.0f s", self.spec.address, down_s)
+            logger.info("tier %s answers again after %.0f s", self.spec.address, time.monotonic() - self._down_since)
             self._down_since = None
-            self._reporter.recovered(f"gave way on {self.spec.name}")
 
 
 def _is_temporary(error: Exception) -> bool:

@@ -13,6 +13,7 @@ from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._keys import partial_name
+from resiliency.storage.tiers._regular_file import NotAFile, opened
 
 __all__ = ["engine_name", "is_stock", "link_symbolically", "names_on_disk"]
 
@@ -59,8 +60,11 @@ def is_stock(path: str) -> bool:
         return False
     if os.path.isdir(path):
         return META_DIR not in path and not os.path.exists(os.path.join(path, shard_file(0)))
-    with open(path, "rb") as file:
-        return read_identity(file.read(IDENTITY_BYTES), where=path) is None
+    try:
+        with opened(path) as file:
+            return read_identity(file.read(IDENTITY_BYTES), where=path) is None
+    except NotAFile:
+        return True
 
 
 def link_symbolically(linkpath: str, path: str) -> None:

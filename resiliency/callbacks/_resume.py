@@ -180,7 +180,10 @@ class Resume:
         shared = self._open(key)
         if shared is not None:
             steps = shared.engine.steps()
-            return steps[0][0] if steps else None
+            if not steps:
+                shared.engine.load()  # raises when there are checkpoints and all are damaged; otherwise it says why not
+                return None
+            return steps[0][0]
         # The run cannot be written, but perhaps read. Rank 0 decides for all ranks.
         found = None
         if self._trainer.is_global_zero:

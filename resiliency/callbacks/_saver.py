@@ -164,26 +164,34 @@ class CheckpointSaver:
             self.session.warm_up(self.places.key, expected)
 
     def settle(self, stage: Stage, timeout: timedelta) -> timedelta:
-        """Waits until what was saved has reached ``stage`` and delivers the outcomes. Blocks: up to ``timeout``.
+        """Waits until what was saved has reached ``stage`` and delivers the outcomes.
+
+        Blocks: up to ``timeout``, less what this fit has waited so before, for this callback or another one: a tier
+        that is down costs the end of a fit its timeout once.
 
         Returns:
             What is left of ``timeout``.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
-        left = timeout
+        began = time.monotonic()
+        deadline = began + timeout.total_seconds() - self.session.waited_at_end
+
+        def left() -> timedelta:
+            return timedelta(seconds=max(0.0, deadline - time.monotonic()))
+
         if self.engine is None:
-            return left
+            return left()
         try:
             # First that this rank's shards are recorded, then that the other ranks' are.
             for _ in range(2):
-                self.engine.flush(stage, timeout=left)
-                left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
+                self.engine.flush(stage, timeout=left())
                 self.session.deliver_outcomes()
         except (OSError, RuntimeError):
             # Boundary: torch's store raises these when another rank has exited. Training is over, and the agent
             # finishes sealed saves.
             logger.warning("not every save was %s at the end; the next start finishes them", stage, exc_info=True)
-        return left
+        finally:
+            self.session.waited_at_end += time.monotonic() - began
+        return left()
 
     def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
         """Ends this saver; ``close_engine`` is called when no other callback uses the engine."""

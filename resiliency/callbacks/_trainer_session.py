@@ -56,6 +56,8 @@ class TrainerSession:
         self.names: dict[str, set[str]] = {}
         #: Training has begun in this fit.
         self.training = False
+        #: Seconds that the end of this fit has waited for saves.
+        self.waited_at_end = 0.0
         #: False once something has changed tensors while they were copied late.
         self.lazy = True
         self.resume = Resume(trainer, self.engines, self.users)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from resiliency.errors import TierError
 from resiliency.storage.shared_files import move_without_replacing
+from resiliency.storage.tiers._regular_file import open_regular
 from resiliency.storage.tiers.local import on_ramdisk
 
 __all__ = ["Arena", "Slot"]
@@ -141,7 +142,7 @@ class Arena:
                 break
             if not os.path.lexists(path):
                 self._prepared.popleft()  # taken by another rank for another step, or it cannot be moved here
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             found = os.fstat(fd)
             prepared = next((file for file in self._prepared if file.inode == found.st_ino), None)

@@ -62,6 +62,8 @@ _HUNG_S = 60.0
 _PREPARE_S, _PREPARE_BYTES_PER_S = 10.0, 100e6
 #: How long a flush waits for other ranks to record their shards once this one is done.
 _OTHERS_S = 30.0
+#: How long the end waits for an agent to exit that still has uploads to finish.
+_BUSY_AGENT_S = 0.5
 
 
 class Checkpointer:
@@ -586,7 +588,7 @@ class Checkpointer:
         deadline = time.monotonic() + timeout_s
         if parts.saves.in_flight is not None and parts.saves.in_flight.ticket is ticket:
             self.fence()
-        while not ticket.has_reached(stage, tier=tier) and ticket.failed is None:
+        while not ticket.has_reached(stage, tier=tier) and not ticket.is_hopeless(stage, tier=tier):
             left = deadline - time.monotonic()
             if left <= 0:
                 return
@@ -608,19 +610,26 @@ class Checkpointer:
         if parts is None:
             return
         session = parts.session
+        done = not flush
         try:
-            if flush and not self.flush(Stage.DURABLE, timeout=timeout):
-                logger.warning(
-                    "rank %d: not every save was durable within %s; the next start resumes uploads", self.rank, timeout
-                )
+            if flush:
+                done = self.flush(Stage.DURABLE, timeout=timeout)
             else:
                 self.fence()
+            if not done:
+                logger.warning(
+                    "rank %d: not every save was durable in time; the agent goes on for up to %s, and the next start"
+                    " resumes uploads",
+                    self.rank,
+                    self.options.drain_timeout,
+                )
         finally:
             session.events.emit(EventKind.JOB_TERMINATED, reason=reason)
             parts.copier.close()
             session.client.send(Bye(finished=reason == "finished"))
-            session.client.close()
+            session.client.close(**({} if done else {"timeout_s": _BUSY_AGENT_S}))
             parts.saves.process_messages()
+            parts.saves.summarise()
             session.events.close()
 
     def __enter__(self) -> Checkpointer:

@@ -27,6 +27,7 @@ from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError, UnsupportedFormat
 from resiliency.events import EventKind
 from resiliency.storage.inventory import StepInventory, list_inventory
+from resiliency.storage.passed_over import steps_passed_over
 from resiliency.storage.restore_plan import RestorePlan, plan_restore
 from resiliency.storage.sources import BadCopy, Cost, Opener, ShardSource, open_source
 from resiliency.storage.step_id import StepId
@@ -130,6 +131,8 @@ class Restorer:
             if not found:
                 restored, found = self._read(plan, request)
                 if restored is not None:
+                    if step is None:
+                        self._tell_passed_over(inventory, problems, restored.id)
                     self._session.client.send(Rescan())
                     return restored
             problems += found
@@ -145,6 +148,32 @@ class Restorer:
         return [
             (step, names[step]) for step in sorted(names, reverse=True) if self._plan(inventory, only=step) is not None
         ]
+
+    def _tell_passed_over(
+        self, inventory: Sequence[StepInventory], problems: Sequence[CopyProblem], taken: StepId
+    ) -> None:
+        """Says which damaged steps are newer than the one that is restored: one warning, and an event for each."""
+        if self.rank or not (problems or any(entry.lost for entry in inventory)):
+            return
+        passed = steps_passed_over(inventory, taken, lambda entries: self._plan(entries, only=None))
+        for step in passed:
+            reasons = [problem.reason for problem in problems if problem.copy.step == step]
+            reasons += [text for entry in inventory if entry.step == step for text in entry.lost]
+            reasons = list(dict.fromkeys(reasons))
+            self._session.events.emit(
+                EventKind.CHECKPOINT_PASSED_OVER, step=step.step, taken=taken.step, reasons=reasons
+            )
+            more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+            others = f"; so are {len(passed) - 1} other steps newer than that" if len(passed) > 1 else ""
+            if step == passed[0]:
+                logger.warning(
+                    "%s is damaged: %s%s; %s is restored instead%s",
+                    step,
+                    reasons[0] if reasons else "no whole copy is left",
+                    more,
+                    taken,
+                    others,
+                )
 
     def _plan(
         self, inventory: Sequence[StepInventory], bad: Collection[BadCopy] = (), *, only: StepId | None
@@ -208,9 +237,15 @@ class Restorer:
             )
         if step is not None:
             raise NoCheckpointFound(f"{step} of run {self._run!r} is not committed on any tier: {places}")
-        if inventory:
+        if inventory and self.rank == 0:
+            bare = {entry.step for entry in inventory if not entry.world_size}
             logger.warning(
-                "only unfinished checkpoints of run %r were found in %s; starting from scratch", self._run, places
+                "no checkpoint of run %r in %s is whole (%d steps lack records or shards, %d of them have shards and no"
+                " record): their saves were cut off, or files were deleted; nothing is restored",
+                self._run,
+                places,
+                len({entry.step for entry in inventory}),
+                len(bare),
             )
 
     # -- fetching ---------------------------------------------------------------------------------------------------

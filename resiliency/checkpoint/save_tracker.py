@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from resiliency.agent.messages import Committed, Complete, Durable, Failed, FileReady, Notice, Recorded
+from resiliency.agent.messages import Committed, Complete, Durable, Failed, FileReady, NameRefused, Notice, Recorded
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
+from resiliency.checkpoint.save_health import SaveHealth
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
@@ -66,7 +67,8 @@ class SaveTracker:
         self._outcomes: list[Outcome] = []
         self.in_flight: InFlightSave | None = None
         self.skipped = 0
-        self._last_failure = ""  # not warned of again while nothing else happens
+        speaks = self._rank == session.local_ranks[0] or session.client.embedded
+        self._health = SaveHealth(self._rank, speaks=speaks)
 
     # -- saves of this rank ---------------------------------------------------------------------------------------
 
@@ -78,12 +80,13 @@ class SaveTracker:
         """Registers a started save as the one in flight."""
         self._tickets[ticket.id] = ticket
         self._serials[ticket.step] = ticket.id.serial + 1
+        self._health.begin(ticket.tiers)
         self.in_flight = InFlightSave(ticket, supersedes=list(supersedes))
         return self.in_flight
 
     def fail(self, in_flight: InFlightSave, reason: str, *, kind: str = "") -> None:
-        """Reports that the save failed in this process: an event, an outcome, and a warning, unless the save before it
-        failed for the same ``kind`` of reason."""
+        """Reports that the save failed in this process: an event, an outcome, and a warning, unless a save before it
+        failed for the same ``kind`` of reason and none succeeded since."""
         ticket = in_flight.ticket
         ticket.failed = reason
         if self.in_flight is in_flight:
@@ -99,29 +102,18 @@ class SaveTracker:
             will_retry=True,
         )
         self._outcomes.append(Outcome(id=ticket.id, tier=LOCAL, stage=None, reason=reason, names=ticket.names))
-        again = kind != "" and kind == self._last_failure
-        self._last_failure = kind
-        logger.log(
-            logging.DEBUG if again else logging.WARNING,
-            "rank %d: checkpoint of step %d failed: %s; training goes on, the next save tries again",
-            self._rank,
-            ticket.step,
-            reason,
-        )
+        self._health.fail(ticket.step, reason, kind=kind)
 
     def skip(self, step: int, reason: str) -> None:
         """Reports that no save was started: an event, an outcome, and a warning the first time."""
         self.skipped += 1
         self._session.events.emit(EventKind.CHECKPOINT_SKIPPED, step=step, reason=reason, tier=LOCAL)
         self._outcomes.append(Outcome(id=self.next_id(step), tier=LOCAL, stage=None, reason=reason))
-        level = logging.WARNING if self.skipped == 1 else logging.DEBUG
-        logger.log(
-            level,
-            "rank %d: no checkpoint at step %d: %s; training goes on, the next save tries again",
-            self._rank,
-            step,
-            reason,
-        )
+        self._health.skip(step, reason)
+
+    def summarise(self) -> None:
+        """Says how many saves were given up; call at the end."""
+        self._health.summarise()
 
     @property
     def newest(self) -> StepId | None:
@@ -194,6 +186,8 @@ class SaveTracker:
             self._reached(message.id, Stage.DURABLE, message.tier)
         elif isinstance(message, Failed):
             self._failed(message)
+        elif isinstance(message, NameRefused):
+            self._health.refuse_name(message.tier, message.id.step, message.name, message.reason)
 
     def _land(self, step: StepId) -> InFlightSave | None:
         """Ends the flight of a save. Returns it, None when it was not in flight."""
@@ -216,7 +210,7 @@ class SaveTracker:
         if ticket is None:
             return
         ticket.mark_reached(stage, tier)
-        self._last_failure = ""
+        self._health.reach(tier, ticket.step, stage)
         if tier == LOCAL:
             for old in sorted(self._tickets)[:-_TICKETS]:
                 del self._tickets[old]
@@ -224,17 +218,28 @@ class SaveTracker:
 
     def _failed(self, message: Failed) -> None:
         ticket = self._tickets.get(message.id)
-        if ticket is not None and message.tier == LOCAL:
-            ticket.failed = message.reason
+        step, reason = message.id.step, message.reason
+        if message.tier != LOCAL:
+            if ticket is not None and not message.retrying:
+                ticket.given_up[message.tier] = reason
+            self._health.fail_remote(
+                message.tier, step, reason, retrying=message.retrying, gave_way=message.gave_way
+            )
+        elif ticket is not None:
+            ticket.failed = reason
             in_flight = self._land(message.id)
             if in_flight is not None and in_flight.undo_schedule is not None:
                 in_flight.undo_schedule()
+            if ticket.has_reached(Stage.COMMITTED, tier=LOCAL):
+                self._health.not_durable(step, reason)
+            else:
+                self._health.fail(step, reason, kind="agent", own=in_flight is not None)
         self._outcomes.append(
             Outcome(
                 id=message.id,
                 tier=message.tier,
                 stage=None,
-                reason=message.reason,
+                reason=reason,
                 names=ticket.names if ticket is not None else (),
                 retrying=message.retrying,
             )

@@ -21,6 +21,7 @@ from resiliency.storage.attempts import largest_attempt_of_steps, read_attempt
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.single_files import restore_folders
 from resiliency.storage.tiers._address import local_path
+from resiliency.storage.tiers._regular_file import open_regular
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 
@@ -54,8 +55,8 @@ class Session:
 
 
 def _try_writing(path: str) -> None:
-    with open(path, "wb"):
-        os.unlink(path)
+    os.close(open_regular(path, os.O_WRONLY | os.O_CREAT))
+    os.unlink(path)
 
 
 def open_session(

@@ -18,6 +18,7 @@ from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.shard_file import IDENTITY_BYTES, Placed, read_identity
+from resiliency.storage.tiers._regular_file import open_regular
 
 __all__ = ["ShardReader", "shard_reader"]
 
@@ -34,8 +35,7 @@ class ShardReader:
         self.record = record
         self._map: mmap.mmap | None = None
         try:
-            # Not blocking: what is there may be a fifo.
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._fd = open_regular(path)
         except OSError as error:
             raise CorruptShard(f"{path}: {error.strerror}", path=path) from error
         try:

@@ -14,6 +14,7 @@ import decimal
 import fractions
 import functools
 import io
+import logging
 import os
 import pathlib
 import pickle
@@ -37,6 +38,8 @@ from resiliency.errors import ConfigError
 from resiliency.storage.shard_file import LEAF_PREFIX
 
 __all__ = ["Structure", "dump", "harmless_classes", "load"]
+
+logger = logging.getLogger(__name__)
 
 _rebuild_tensor: Any = torch._utils._rebuild_tensor_v2
 _typed_storage: Any = TypedStorage  # torch does not annotate them
@@ -126,6 +129,7 @@ class Structure:
         try:
             tree = tolerant.load()
         except Exception:  # Boundary: an object that does not unpickle must not hide the message this is for.
+            logger.info("the place of storage %d in the state cannot be named", storage, exc_info=True)
             return f"storage {storage}"
         return _path_of(tree, wanted._cdata) or f"storage {storage}"
 

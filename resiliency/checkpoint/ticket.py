@@ -57,6 +57,7 @@ class Ticket:
         can_be_durable: those of them on which a save can survive a power loss (not a ramdisk).
         stall_s: seconds the call to ``save`` took.
         failed: reason of a failure on the local tier, or None.
+        given_up: for each remote tier that the save will not reach, why.
     """
 
     id: StepId
@@ -66,6 +67,7 @@ class Ticket:
     can_be_durable: tuple[str, ...]
     stall_s: float = 0.0
     failed: str | None = None
+    given_up: dict[str, str] = field(default_factory=dict)
     _wait: Callable[[Ticket, Stage, str | None, float], None]
     _stages: dict[str, Stage] = field(default_factory=dict)
 
@@ -82,6 +84,14 @@ class Ticket:
         one."""
         places = tuple(self._stages) if tier is None and stage is Stage.DURABLE else (tier or LOCAL,)
         return any(place in self._stages and stage.reached_by(self._stages[place]) for place in places)
+
+    def is_hopeless(self, stage: Stage, *, tier: str | None = None) -> bool:
+        """True when the save will not reach ``stage`` on ``tier`` any more; None as in :meth:`has_reached`."""
+        if self.failed is not None:
+            return True
+        if tier is not None or stage is not Stage.DURABLE:
+            return tier in self.given_up
+        return bool(self.can_be_durable) and set(self.can_be_durable) <= self.given_up.keys()
 
     def mark_reached(self, stage: Stage, tier: str = LOCAL) -> None:
         """Sets the stage reached on a tier, unless it has reached a later one. Called by the checkpointer."""
@@ -112,6 +122,10 @@ class Ticket:
         if not self.has_reached(stage, tier=tier):
             if self.failed is not None:
                 raise ResiliencyError(f"the checkpoint of step {self.step} failed: {self.failed}")
+            if self.is_hopeless(stage, tier=tier):
+                reasons = self.given_up if tier is None else {tier: self.given_up[tier]}
+                where = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+                raise ResiliencyError(f"the checkpoint of step {self.step} will not be {stage} on {where}")
             where = f" on {tier}" if tier is not None else ""
             raise Timeout(
                 f"the checkpoint of step {self.step} was not {stage}{where} within {timeout}; see the agent's log"

@@ -178,6 +178,8 @@ _SURVIVED = {
     EventKind.CHECKPOINT_FAILED: "Save failed",
     EventKind.CHECKPOINT_CORRUPT: "Corrupt checkpoint found",
     EventKind.CHECKPOINT_REPAIRED: "Checkpoint repaired",
+    EventKind.CHECKPOINT_PASSED_OVER: "Damaged checkpoint passed over",
+    EventKind.CHECKPOINT_NAME_REFUSED: "Checkpoint without its name",
     EventKind.AGENT_LOST: "Host agent lost",
 }
 

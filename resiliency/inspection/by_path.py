@@ -41,6 +41,7 @@ from resiliency.storage.own_record import read_own_record
 from resiliency.storage.shard_file import RANK_STATE, Identity
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
+from resiliency.storage.tiers._regular_file import opened
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["Located", "load_path", "locate"]
@@ -288,7 +289,7 @@ def _load_unchecked(
 
 
 def _own_state(path: str, allow_pickle: bool) -> Any:
-    with open(path, "rb") as file:
+    with opened(path) as file:
         size = file.seek(0, os.SEEK_END)
 
         def read(start: int, end: int) -> bytes:

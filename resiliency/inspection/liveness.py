@@ -21,6 +21,7 @@ from resiliency.agent.config import agent_address
 from resiliency.events import EventKind
 from resiliency.settings import environment
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
+from resiliency.storage.tiers._regular_file import opened
 
 __all__ = ["Evidence", "evidence_of_use"]
 
@@ -119,7 +120,7 @@ def _last(log: Path, run: str, *, only: str | None = None) -> dict[str, Any] | N
 def _backwards(log: Path, word: bytes) -> Iterator[bytes]:
     """Lines that contain ``word``, last one first; reads only as far back as the caller iterates."""
     try:
-        with open(log, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        with opened(str(log)) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             end = len(view)
             while end > 0:
                 start = view.rfind(b"\n", 0, end - 1) + 1

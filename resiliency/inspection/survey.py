@@ -6,6 +6,7 @@ copies. It is committed when every shard has a copy of full size on some tier, e
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +41,8 @@ __all__ = [
     "survey",
     "unreadable",
 ]
+
+logger = logging.getLogger(__name__)
 
 State = Literal["committed", "damaged", "unfinished"]
 
@@ -375,9 +378,20 @@ def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
     if len(runs) > 1:
         raise ConfigError(f"{target.path} holds several runs ({', '.join(runs)}); choose one with --run")
     for run in runs:
-        committed = [view.id for view in survey(label_tiers([target]), run) if view.state == "committed"]
+        views = survey(label_tiers([target]), run)
+        committed = [view.id for view in views if view.state == "committed"]
         if committed:
+            _tell_damaged(views, committed[-1])
             return run, committed[-1]
     raise NoCheckpointFound(
         f"{target.path}: no committed checkpoint; `resiliency ckpt ls {target.tier.root}` shows what is there"
     )
+
+
+def _tell_damaged(views: Sequence[StepView], taken: StepId) -> None:
+    """Warns when a newer step than the one that is taken is damaged."""
+    damaged = [view for view in views if view.id > taken and view.state == "damaged"]
+    if damaged:
+        newest = damaged[-1]
+        what = newest.notes[0] if newest.notes else "files are missing"
+        logger.warning("%s of run %r is damaged: %s; %s is taken instead", newest.id, newest.run, what, taken)

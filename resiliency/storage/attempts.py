@@ -7,7 +7,11 @@ import os
 from resiliency.storage.catalog import step_folders
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.tiers._keys import partial_name
+from resiliency.storage.tiers._regular_file import opened
 from resiliency.storage.tiers.base import Tier
+
+#: Of a number; what is longer is none.
+_MOST_BYTES = 64
 
 __all__ = ["attempt_file", "largest_attempt_of_steps", "read_attempt", "write_attempt"]
 
@@ -20,8 +24,8 @@ def attempt_file(directory: str, run: str) -> str:
 def read_attempt(directory: str, run: str) -> int:
     """The last attempt started in a local tier, also if it saved nothing; 0 when unknown."""
     try:
-        with open(attempt_file(directory, run), encoding="ascii") as file:
-            return int(file.read())
+        with opened(attempt_file(directory, run)) as file:
+            return int(file.read(_MOST_BYTES))
     except (OSError, ValueError):
         return 0
 

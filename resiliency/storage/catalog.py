@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
@@ -23,7 +24,7 @@ from resiliency.storage.manifest import (
     record_file,
 )
 from resiliency.storage.step_id import StepId
-from resiliency.storage.tiers.base import Tier
+from resiliency.storage.tiers.base import ObjectInfo, Tier, UnreadableFolders
 
 __all__ = [
     "StepListing",
@@ -59,7 +60,8 @@ class StepListing:
         manifest: the manifest on the tier, or else one made from the records; None while records are missing.
         committed: True when the manifest is on the tier.
         sizes: file name -> bytes, of all files in the folder.
-        problems: an error text for each file that could not be read.
+        problems: an error text for each file or folder that could not be read.
+        readable: False when the folder cannot be listed; then nothing is known of the step, and nobody deletes it.
         single: key of the file that is the whole step, when it has no folder; see
             :mod:`resiliency.storage.single_files`.
     """
@@ -70,6 +72,7 @@ class StepListing:
     committed: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    readable: bool = True
     single: str = ""
 
     def key(self, record: ShardRecord) -> str:
@@ -87,40 +90,72 @@ def find_runs(tier: Tier) -> list[str]:
     Raises:
         TierError: the tier cannot be listed.
     """
-    runs = {info.key.split("/")[1] for info in tier.list(f"{META_DIR}/") if f"/{STEPS_DIR}/" in info.key}
-    return sorted(runs)
+    keys, unreadable = _list(tier, f"{META_DIR}/")
+    named = [*(info.key for info in keys), *(f"{folder}/" for folder in unreadable)]
+    return sorted({key.split("/")[1] for key in named if f"/{STEPS_DIR}/" in key})
+
+
+def _list(tier: Tier, prefix: str) -> tuple[Sequence[ObjectInfo], Mapping[str, str]]:
+    """The objects below a prefix, and why folders below it cannot be read.
+
+    Raises:
+        TierError: the tier cannot be listed.
+    """
+    try:
+        return list(tier.list(prefix)), {}
+    except UnreadableFolders as error:
+        if any(not folder.startswith(prefix) for folder in error.folders):
+            raise  # the folder of the prefix itself
+        return error.found, error.folders
 
 
 def step_folders(tier: Tier, run: str) -> dict[StepId, dict[str, int]]:
-    """Step folders of a run: for each the sizes of its files by name, in bytes.
+    """Step folders of a run: for each the sizes of its files by name, in bytes; of a folder that cannot be read none.
 
     Raises:
         UnsupportedFormat: the run holds steps that another version of the format wrote.
         TierError: the tier cannot be listed.
     """
+    return {listing.id: listing.sizes for listing in _list_steps(tier, run)}
+
+
+def _list_steps(tier: Tier, run: str) -> list[StepListing]:
+    """The steps of a run with the sizes of their files, oldest first."""
     prefix = run_prefix(run)
+    infos, unreadable = _list(tier, prefix)
     folders: dict[str, dict[str, int]] = {}
-    for info in tier.list(prefix):
+    problems: dict[str, list[str]] = {}
+    for info in infos:
         folder, _, name = info.key.removeprefix(prefix).partition("/")
         if name:
             folders.setdefault(folder, {})[name] = info.nbytes
+    for key, why in unreadable.items():
+        folder = key.removeprefix(prefix).partition("/")[0]
+        folders.setdefault(folder, {})
+        problems.setdefault(folder, []).append(why)
     for folder, files in folders.items():
         version = earlier_format(folder, files)
         if version is not None:
             raise refuse_format(version, f"{tier.root}/{prefix}{folder}")
-    parsed = {folder: StepId.parse(folder) for folder in folders}
-    return {step: folders[folder] for folder, step in parsed.items() if step is not None}
+    parsed = {folder: step for folder in folders if (step := StepId.parse(folder)) is not None}
+    listings = [
+        StepListing(step, sizes=folders[folder], problems=problems.get(folder, []), readable=folder not in problems)
+        for folder, step in parsed.items()
+    ]
+    return sorted(listings, key=lambda listing: listing.id)
 
 
 def scan(tier: Tier, run: str) -> list[StepListing]:
     """Lists a run's steps on a tier, oldest first. Reads manifests and records, not shards.
 
+    A step whose folder cannot be read is a listing with a problem and without records.
+
     Raises:
         UnsupportedFormat: the run holds steps that another version of the format wrote.
         TierError: the tier cannot be listed.
     """
-    found = step_folders(tier, run)
-    return [_read_step(tier, run, StepListing(step, sizes=found[step])) for step in sorted(found)]
+    listings = _list_steps(tier, run)
+    return [_read_step(tier, run, listing) if listing.readable else listing for listing in listings]
 
 
 def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
@@ -168,17 +203,22 @@ def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
     """
     prefix = step_prefix(run, step)
     where = f"{tier.root}/{prefix}{record_file(rank)}"
+    why = "it is the record of another shard"
     try:
         record = ShardRecord.from_dict(json.loads(tier.read(prefix + record_file(rank))), where=where)
         if record.id == step and record.rank == rank and record.run == run:
             return record if record.complete else _read_shares(tier, record, where)
-        logger.warning("%s is the record of another shard; using the manifest's copy", where)
-    except (FileNotFoundError, ValueError, RecursionError, CorruptShard) as error:
-        logger.warning("%s cannot be read (%s); using the manifest's copy", where, error)
+    except FileNotFoundError:
+        why = "it is missing"
+    except (TierError, ValueError, RecursionError, CorruptShard) as error:
+        if isinstance(error, TierError) and error.retryable and not tier.is_local:
+            raise  # the store is down: the manifest is out of reach too
+        why = str(error).removeprefix(f"{where}: ")
     try:
         manifest = Manifest.from_json(tier.read(prefix + MANIFEST), where=f"{tier.root}/{prefix}{MANIFEST}")
     except FileNotFoundError:
-        raise CorruptShard(f"{where}: no readable record and no manifest", path=where) from None
+        raise CorruptShard(f"{where}: {why}, and there is no manifest to take it from", path=where) from None
+    logger.warning("%s: %s; using the manifest's copy", where, why)
     if manifest.id != step or rank >= len(manifest.shards):
         raise CorruptShard(f"{tier.root}/{prefix}{MANIFEST}: manifest of another step", path=where)
     return manifest.shards[rank]

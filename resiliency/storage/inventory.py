@@ -22,7 +22,7 @@ class StepInventory:
     Attributes:
         source: the source.
         step: the step.
-        world_size: number of shards of the step; 0 when nothing of the step can be read there.
+        world_size: number of shards of the step; 0 when no record of it can be read there.
         ranks: ranks whose record is there, with all digests, and whose shard has its full size there.
         replicated: the whole state is in shard 0; the other shards hold only what their ranks have for themselves.
         names: names of the step.
@@ -64,6 +64,9 @@ def _entries(tier: Tier, run: str, source: ShardSource, listing: StepListing) ->
         found.append(StepInventory(source=source, step=listing.id, world_size=0, ranks=(), lost=lost))
     if listing.records and (listing.committed or source.host is not None):
         found.append(_readable_entry(tier, run, source, listing))
+    if not listing.records and not found and listing.sizes:
+        # A save that was cut off, or a step whose records were deleted: nobody can tell, but it is not nothing.
+        found.append(StepInventory(source=source, step=listing.id, world_size=0, ranks=()))
     return found
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from resiliency.errors import UnsupportedFormat
+from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import MANIFEST, StepRecords, record_file, shard_file
 from resiliency.storage.shard_file import IDENTITY_BYTES, Identity, read_identity
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["delete_names", "give_name", "read_name"]
+__all__ = ["delete_names", "give_name", "give_names", "read_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,24 +62,60 @@ def give_name(tier: Tier, step: StepRecords, name: str) -> bool:
         TierError: the tier refused, or something stands there that is not ours to replace (a folder of a stock
             sharded checkpoint, a file where a folder is needed).
     """
+    refusal = _give(tier, step, name)
+    if refusal:
+        _warn_once(refusal)
+    return not refusal
+
+
+def give_names(
+    tier: Tier, step: StepRecords, names: Iterable[str], *, before_each: Callable[[], None] = lambda: None
+) -> dict[str, str]:
+    """Gives a step several names, see :func:`give_name`. One that it cannot have does not keep it from the others.
+
+    Args:
+        before_each: called before each name; when it raises, no further name is given.
+
+    Returns:
+        For each name that the step does not get, why: another run has it, or something stands there that is not ours.
+
+    Raises:
+        TierError: the tier failed, and trying again may help; raised after all names were tried.
+    """
+    refused: dict[str, str] = {}
+    failure: TierError | None = None
+    for name in names:
+        before_each()
+        try:
+            refusal = _give(tier, step, name)
+        except TierError as error:
+            failure = failure or (error if error.retryable else None)
+            refusal = "" if error.retryable else str(error)
+        if refusal:
+            refused[name] = refusal
+    if failure is not None:
+        raise failure
+    return refused
+
+
+def _give(tier: Tier, step: StepRecords, name: str) -> str:
+    """Gives a step a name. Returns why not, "" when it has it now; raises as :func:`give_name`."""
     prefix = step_prefix(step.run, step.id)
     try:
         holder = read_name(tier, name)
     except UnsupportedFormat as error:
-        _warn_once(f"the name {name!r} is not given to {step.id} of run {step.run!r}: {error}")
-        return False
+        return f"the name {name!r} is not given to {step.id} of run {step.run!r}: {error}"
     if holder is not None and holder.run != step.run and _is_committed(tier, holder):
-        _warn_once(
+        return (
             f"the name {name!r} in {tier.root} belongs to a checkpoint of run {holder.run!r} and is not given to those"
             f" of run {step.run!r}; they are kept without it. Save the two runs in different folders, or under"
             " different names"
         )
-        return False
     if step.replicated:
         if holder is not None and not holder.replicated:
             _delete_folder(tier, name)
         tier.alias(prefix + shard_file(0), name)
-        return True
+        return ""
     if holder is not None and holder.replicated:
         tier.delete(name)
     if holder is not None and (holder.run, holder.id) != (step.run, step.id):
@@ -94,7 +130,7 @@ def give_name(tier: Tier, step: StepRecords, name: str) -> bool:
     # Last, as in the step itself: a name without a manifest is being written.
     if len(files) == step.world_size:
         tier.alias(prefix + MANIFEST, f"{name}/{MANIFEST}")
-    return True
+    return ""
 
 
 def _is_committed(tier: Tier, found: Identity) -> bool:
@@ -127,7 +163,7 @@ def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | N
         step: delete a name only when it is this step's; None: any step's of the run.
 
     Raises:
-        TierError: the tier refused.
+        TierError: the tier refused. Something that is no file, or cannot be read, is not this run's, and stays.
     """
     gone = []
     for name in names:
@@ -135,6 +171,11 @@ def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | N
             found = read_name(tier, name)
         except UnsupportedFormat:
             continue  # another version wrote it
+        except TierError as error:
+            if error.retryable:
+                raise
+            logger.info("%s/%s stays: %s", tier.root, name, error)  # it must not hold up the deletion of the step
+            continue
         if found is None or found.run != run or step not in (None, found.id):
             continue
         if found.replicated:

@@ -14,6 +14,8 @@ import os
 import signal
 from contextlib import suppress
 
+from resiliency.storage.tiers._regular_file import open_regular
+
 __all__ = ["is_ours_alone", "move_without_replacing", "write_zeros"]
 
 _AT_FDCWD = -100
@@ -77,7 +79,7 @@ def is_ours_alone(path: str) -> bool:
     Raises:
         OSError: the file cannot be opened.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         if os.fstat(fd).st_nlink != 1:
             return False

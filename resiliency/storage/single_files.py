@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import shutil
-import stat
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -24,6 +23,7 @@ from resiliency.storage.catalog import StepListing, scan, step_folders, step_pre
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, record_file, shard_file
 from resiliency.storage.own_record import read_own_record
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
+from resiliency.storage.tiers._regular_file import open_regular
 from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["SingleFile", "drop_folders", "find_single_files", "read_single_file", "restore_folders"]
@@ -65,18 +65,15 @@ def read_single_file(path: str) -> ShardRecord | None:
         UnsupportedFormat: another version of the format wrote it.
         OSError: it cannot be read.
     """
-    # O_NONBLOCK, or a fifo would block.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = open_regular(path)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            return None
         identity = read_identity(os.pread(fd, IDENTITY_BYTES, 0), where=path)
         if identity is None:
             return None
         if not identity.replicated or identity.world_size != 1:
             return None
-        return read_own_record(identity, lambda start, end: os.pread(fd, end - start, start), found.st_size, where=path)
+        nbytes = os.fstat(fd).st_size
+        return read_own_record(identity, lambda start, end: os.pread(fd, end - start, start), nbytes, where=path)
     finally:
         os.close(fd)
 

@@ -27,6 +27,7 @@ from resiliency.agent.messages import (
     Flushed,
     Hello,
     Message,
+    NameRefused,
     Prepare,
     Recorded,
     Refused,
@@ -94,7 +95,8 @@ MESSAGES: list[Message] = [
     Recorded(id=STEP),
     Committed(id=STEP, tier="local"),
     Durable(id=STEP, tier="store"),
-    Failed(id=STEP, tier="store", reason="down", retrying=True),
+    Failed(id=STEP, tier="store", reason="down", retrying=True, gave_way=True),
+    NameRefused(id=STEP, tier="local", name="last.ckpt", reason="it is another run's"),
     FileReady(path="/x", inode=1, nbytes=5),
     Flushed(ticket=1, done=False),
 ]

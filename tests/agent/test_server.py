@@ -201,10 +201,10 @@ def test_a_new_attempt_joins_an_agent_that_is_still_sending(
         b'{"type":"Hello"}\n',
         b'{"type":"Bye"}\n',
         b'{"type":"Welcome","pid":1}\n',
-        b'{"type":"Hello","version":4,"rank":0,"config":{}}\n',
-        b'{"type":"Hello","version":4,"rank":0,"config":5}\n',
-        b'{"type":"Hello","version":4,"rank":"x","config":[]}\n',
-        b'{"type":"Hello","version":4,"rank":0,"config":{"local_ranks":[0],"local":{},"remotes":[]}}\n',
+        b'{"type":"Hello","version":%d,"rank":0,"config":{}}\n' % PROTOCOL_VERSION,
+        b'{"type":"Hello","version":%d,"rank":0,"config":5}\n' % PROTOCOL_VERSION,
+        b'{"type":"Hello","version":%d,"rank":"x","config":[]}\n' % PROTOCOL_VERSION,
+        b'{"type":"Hello","version":%d,"rank":0,"config":{"local_ranks":[0],"local":{},"remotes":[]}}\n' % PROTOCOL_VERSION,
     ],
 )
 def test_garbage_on_the_socket_harms_nobody(

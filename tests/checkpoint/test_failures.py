@@ -361,7 +361,7 @@ def test_a_store_that_is_down_is_tried_again(
         # An older step that waits gives way to a newer one, for good.
         tried_again = [outcome for outcome in failed if "is newer" not in outcome.reason]
         assert failed and all(outcome.retrying for outcome in tried_again), "what is tried again was told as final"
-    down = [text for text in warnings(caplog) if "failed at step" in text]
+    down = [text for text in warnings(caplog) if "is tried again" in text]
     assert len(down) == 1, warnings(caplog)
     assert loads(Path(remote.root)) == 2
     assert any(event["will_retry"] for event in events(local, "checkpoint_failed"))
@@ -428,7 +428,9 @@ def test_damage_on_the_local_disk_is_not_sent_on(
     assert loads_nothing(remote)
 
 
-def test_a_slow_store_does_not_slow_training(local: Path, remote: LocalTier, opened: Callable[[Tier], None]) -> None:
+def test_a_slow_store_neither_slows_training_nor_fills_the_local_tier(
+    local: Path, remote: LocalTier, opened: Callable[[Tier], None], caplog: pytest.LogCaptureFixture
+) -> None:
     free = threading.Event()
     opened(SlowTier(remote, delay=timedelta(seconds=60), pause=lambda seconds: free.wait(seconds) and False))
     checkpointer = with_remote(local, remote)
@@ -438,7 +440,13 @@ def test_a_slow_store_does_not_slow_training(local: Path, remote: LocalTier, ope
             assert saved(checkpointer, step)
         assert time.monotonic() - began < 10
         assert loads_nothing(remote)
-        assert len(step_dirs(local)) == 5, "a step that is still to be sent was deleted"
+        # The first is being sent, the last waits for it; the others must not fill the local tier meanwhile.
+        assert checkpointer.flush(Stage.DURABLE, tier="local", timeout=SOON)
+        assert {step.step for step in step_dirs(local)} == {1, 5}
+        told = [text for text in warnings(caplog) if "will not be stored on object_store" in text]
+        assert len(told) == 1 and "step 2 " in told[0], warnings(caplog)
+        given_up = [event for event in events(local, "checkpoint_failed") if event["tier"] == "object_store"]
+        assert [(event["step"], event["will_retry"]) for event in given_up] == [(2, False), (3, False), (4, False)]
         free.set()
         assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
         # What is sent may go.
@@ -447,7 +455,28 @@ def test_a_slow_store_does_not_slow_training(local: Path, remote: LocalTier, ope
     finally:
         free.set()
         checkpointer.close(timeout=timedelta(seconds=5))
+    assert any("3 of 5 saves to object_store were given up" in text for text in warnings(caplog))
     assert loads(Path(remote.root)) == 5
+
+
+def test_who_waits_for_a_save_that_gave_way_hears_of_it_at_once(
+    local: Path, remote: LocalTier, opened: Callable[[Tier], None]
+) -> None:
+    free = threading.Event()
+    opened(SlowTier(remote, delay=timedelta(seconds=60), pause=lambda seconds: free.wait(seconds) and False))
+    with with_remote(local, remote) as checkpointer:
+        tickets = []
+        for step in (1, 2, 3):
+            tickets.append(checkpointer.save(step, make_state(step)))
+            assert tickets[-1] is not None
+            tickets[-1].wait(Stage.COMMITTED, timeout=SOON)
+        began = time.monotonic()
+        with pytest.raises(ResiliencyError, match="will not be durable on object_store: .*step 3 is newer"):
+            tickets[1].wait(Stage.DURABLE, tier="object_store", timeout=SOON)
+        assert time.monotonic() - began < 10
+        tickets[1].wait(Stage.DURABLE, timeout=SOON)  # on the local disk it is
+        free.set()
+        tickets[2].wait(Stage.DURABLE, tier="object_store", timeout=SOON)
 
 
 def test_an_upload_cut_off_is_resumed_at_the_next_start(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 from resiliency.errors import TierError
+from resiliency.storage.tiers._regular_file import NotAFile
 
 __all__ = ["tier_error"]
 
@@ -52,7 +53,7 @@ def tier_error(error: OSError, *, where: str, action: str, key: str, path: str) 
         path: the file or folder, in case the error does not name it.
     """
     code = error.errno or 0
-    advice = _ADVICE.get(code, "look at the kernel log of this host")
+    advice = "move it away" if isinstance(error, NotAFile) else _ADVICE.get(code, "look at the kernel log of this host")
     return TierError(
         f"{where}: cannot {action} {key!r}: {error.strerror or error} ({errno.errorcode.get(code, code)},"
         f" path {error.filename or path}); {advice}",

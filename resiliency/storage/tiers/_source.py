@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import BinaryIO
 
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.tiers._os_errors import tier_error
+from resiliency.storage.tiers._regular_file import opened
 
-__all__ = ["Source", "opened"]
-
-
-def opened(path: str) -> BinaryIO:
-    """``path`` for reading, left open."""
-    return open(path, "rb")
+__all__ = ["Source"]
 
 
 class Source:

@@ -6,11 +6,13 @@ nothing of steps, ranks or manifests; what keys mean and in which order they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-__all__ = ["ObjectInfo", "Tier"]
+from resiliency.errors import TierError
+
+__all__ = ["ObjectInfo", "Tier", "UnreadableFolders"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,31 @@ class ObjectInfo:
 
     key: str
     nbytes: int
+
+
+class UnreadableFolders(TierError):
+    """A listing is not complete: some folders cannot be read (permissions, a failing disk).
+
+    One such folder must not hide the rest, so what could be listed is here too.
+
+    Attributes:
+        folders: for each of them, by its key without "/" at the end, why.
+        found: all objects that could be listed.
+    """
+
+    def __init__(self, folders: Mapping[str, str], found: Sequence[ObjectInfo], *, retryable: bool) -> None:
+        super().__init__("; ".join(folders.values()), retryable=retryable)
+        self.folders = dict(folders)
+        self.found = tuple(found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_listing_error, (self.folders, self.found, self.retryable)
+
+
+def _rebuild_listing_error(
+    folders: Mapping[str, str], found: Sequence[ObjectInfo], retryable: bool
+) -> UnreadableFolders:
+    return UnreadableFolders(folders, found, retryable=retryable)
 
 
 class Tier(Protocol):
@@ -79,7 +106,11 @@ class Tier(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every object whose key starts with ``prefix`` (a folder ends in "/"), recursively, in any order."""
+        """Every object whose key starts with ``prefix`` (a folder ends in "/"), recursively, in any order.
+
+        Raises:
+            UnreadableFolders: some folders cannot be read. A listing is never incomplete without an error.
+        """
         ...
 
     def delete(self, key: str) -> None:

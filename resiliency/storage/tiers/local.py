@@ -11,15 +11,16 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import BinaryIO
 
 from resiliency.storage.tiers._keys import check_key, check_prefix, check_range, is_partial, partial_name
 from resiliency.storage.tiers._os_errors import tier_error
-from resiliency.storage.tiers._source import Source, opened
-from resiliency.storage.tiers.base import ObjectInfo
+from resiliency.storage.tiers._regular_file import open_regular, opened
+from resiliency.storage.tiers._source import Source
+from resiliency.storage.tiers.base import ObjectInfo, UnreadableFolders
 
 __all__ = ["LocalTier", "fsync_dir", "fsync_file", "on_ramdisk"]
 
@@ -47,7 +48,7 @@ def fsync_file(path: str) -> None:
     Raises:
         OSError: as ``open(2)`` and ``fsync(2)``.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path)
     try:
         os.fsync(fd)
     finally:
@@ -198,7 +199,7 @@ class LocalTier:
         """Every object whose key starts with ``prefix``, in any order; files that vanish meanwhile are left out.
 
         Raises:
-            TierError: a folder cannot be read; a listing is never incomplete without an error.
+            UnreadableFolders: some folders cannot be read; raised last, after all that can be read.
         """
         check_prefix(prefix, tier=self._where)
         folder, _, start = prefix.rpartition("/")
@@ -241,12 +242,15 @@ class LocalTier:
         """
         limit = time.time() - older_than.total_seconds()
         removed = 0
-        for entry, key in self._entries(""):
+        unreadable: dict[str, OSError] = {}
+        for entry, key in self._entries("", unreadable):
             if is_partial(entry.name):
                 with self._errors("sweep", key), suppress(FileNotFoundError):
                     if entry.stat(follow_symlinks=False).st_mtime <= limit:
                         os.unlink(entry.path)
                         removed += 1
+        if unreadable:
+            raise self._unreadable(unreadable, ())
         return removed
 
     def close(self) -> None:
@@ -331,35 +335,62 @@ class LocalTier:
             yield file
 
     def _walk(self, folder: str, start: str) -> Iterator[ObjectInfo]:
-        for entry, key in self._entries(folder, start):
+        unreadable: dict[str, OSError] = {}
+        found: list[ObjectInfo] = []
+        for entry, key in self._entries(folder, unreadable, start):
             if is_partial(entry.name):
                 continue
-            with self._errors("list", key):
-                try:
-                    nbytes = entry.stat().st_size if entry.is_file() else None
-                except FileNotFoundError:
-                    continue
+            try:
+                nbytes = entry.stat().st_size if entry.is_file() else None
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                unreadable[key.rpartition("/")[0]] = error
+                continue
             if nbytes is not None:
-                yield ObjectInfo(key, nbytes)
+                found.append(ObjectInfo(key, nbytes))
+                yield found[-1]
+        if unreadable:
+            raise self._unreadable(unreadable, found)
 
-    def _entries(self, folder: str, start: str = "") -> Iterator[tuple[os.DirEntry[str], str]]:
-        """All files below ``folder``, with their keys; directly in ``folder`` only names that begin with ``start``."""
+    def _unreadable(self, folders: Mapping[str, OSError], found: Sequence[ObjectInfo]) -> UnreadableFolders:
+        """The error of a listing that is not complete."""
+        errors = {
+            folder: tier_error(error, where=self._where, action="list", key=folder, path=os.path.join(self.root, folder))
+            for folder, error in folders.items()
+        }
+        retryable = any(error.retryable for error in errors.values())
+        return UnreadableFolders({folder: str(error) for folder, error in errors.items()}, found, retryable=retryable)
+
+    def _entries(
+        self, folder: str, unreadable: dict[str, OSError], start: str = ""
+    ) -> Iterator[tuple[os.DirEntry[str], str]]:
+        """All files below ``folder``, with their keys; directly in ``folder`` only names that begin with ``start``.
+
+        Args:
+            unreadable: folders that cannot be read, or not whole, are added here.
+        """
         pending = [folder]
         while pending:
             current = pending.pop()
-            with self._errors("list", current):
-                try:
-                    with os.scandir(os.path.join(self.root, current)) as scan:
-                        entries = list(scan)
-                except (FileNotFoundError, NotADirectoryError):
-                    continue
+            try:
+                with os.scandir(os.path.join(self.root, current)) as scan:
+                    entries = list(scan)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                unreadable[current] = error
+                continue
             for entry in entries:
                 if current == folder and not entry.name.startswith(start):
                     continue
                 key = f"{current}/{entry.name}" if current else entry.name
-                with self._errors("list", key):
+                try:
                     # Links to folders are not followed: they may form a circle or lead out of the root.
                     is_folder = entry.is_dir(follow_symlinks=False)
+                except OSError as error:
+                    unreadable[current] = error
+                    continue
                 if is_folder:
                     pending.append(key)
                 else:

@@ -1,0 +1,163 @@
+"""Says where the user looks how a rank's saves fare: one warning at the start of a spell of failures, one when saves
+work again, and at the end of the job how many were given up.
+
+A spell is of one tier. The agent notifies the rank of what went wrong on its side; its own log is a file nobody reads.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from resiliency.checkpoint.ticket import LOCAL
+from resiliency.storage.stage import Stage
+
+__all__ = ["SaveHealth"]
+
+logger = logging.getLogger(__name__)
+
+#: The spell of fsyncs that fail.
+_FSYNC = "fsync"
+_FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+#: So many names that were refused are warned of; a name may differ from save to save.
+_MOST_NAMES = 20
+#: So many steps are named in one message.
+_NAMED = 5
+
+
+@dataclass
+class _Spell:
+    """Failures in a row on one tier: their kinds, the steps that were given up, and whether this rank warned."""
+
+    kinds: set[str] = field(default_factory=set)
+    lost: list[int] = field(default_factory=list)
+    told: bool = False
+
+
+class SaveHealth:
+    """Counts and warns for one rank. Thread: training.
+
+    Args:
+        rank: of this process.
+        speaks: whether this rank warns of what all ranks of its host are notified of; one of them does.
+    """
+
+    def __init__(self, rank: int, *, speaks: bool) -> None:
+        self._rank, self._speaks = rank, speaks
+        self._spells: dict[str, _Spell] = {}
+        self._skipped = self._too_slow = False
+        self._refused: set[tuple[str, str]] = set()
+        # By tier:
+        self._saves: Counter[str] = Counter()
+        self._given_up: Counter[str] = Counter()
+        self._reasons: dict[str, str] = {}  # the last one
+
+    def begin(self, tiers: Iterable[str]) -> None:
+        """A save to these tiers was started."""
+        self._saves.update(tiers)
+
+    def skip(self, step: int, reason: str) -> None:
+        """No save was started, because the one before it was not recorded. Now and then that does no harm."""
+        self._saves[LOCAL] += 1
+        self._count(LOCAL, reason)
+        level = logging.DEBUG if self._skipped else logging.WARNING
+        self._skipped = True
+        text = "rank %d: no checkpoint at step %d: %s; training goes on, the next save tries again"
+        logger.log(level, text, self._rank, step, reason)
+
+    def fail(self, step: int, reason: str, *, kind: str, own: bool = True) -> None:
+        """A save failed on the local tier.
+
+        Args:
+            kind: failures of one kind are warned of once in a spell. A full disk is one kind, wherever it shows.
+            own: it is a failure of this rank's part; otherwise all ranks of the host are notified.
+        """
+        self._count(LOCAL, reason)
+        self._warn(
+            LOCAL,
+            "full" if any(text in reason for text in _FULL) else kind,
+            own,
+            f"rank {self._rank}: checkpoint of step {step} failed: {reason}; training goes on, the next save tries again",
+        )
+        self._spells[LOCAL].lost.append(step)
+
+    def not_durable(self, step: int, reason: str) -> None:
+        """A save was committed on the local tier, and its fsync failed."""
+        self._warn(
+            _FSYNC,
+            "fsync",
+            False,
+            f"rank {self._rank}: step {step} is committed but may not survive a power loss: {reason}",
+        )
+
+    def fail_remote(self, tier: str, step: int, reason: str, *, retrying: bool, gave_way: bool) -> None:
+        """A save did not reach a remote tier."""
+        if retrying:
+            self._warn(
+                tier,
+                "down",
+                False,
+                f"rank {self._rank}: step {step} is not stored on {tier} yet: {reason}; it is tried again with growing"
+                " pauses, training goes on, and meanwhile only the newest step waits for it",
+            )
+            return
+        self._count(tier, reason)
+        text = f"rank {self._rank}: step {step} will not be stored on {tier}: {reason}; the local copy stays"
+        if gave_way:
+            text = (
+                f"rank {self._rank}: step {step} will not be stored on {tier}: {reason}, so that waiting steps do not"
+                " fill the local tier"
+            )
+        if gave_way and tier not in self._spells:
+            # The tier works, but takes longer than the time between two saves. That is no spell that ends.
+            if self._speaks and not self._too_slow:
+                logger.warning("%s. Save to it less often; this is said once", text)
+            self._too_slow = True
+            return
+        self._warn(tier, "lost", False, text)
+        self._spells[tier].lost.append(step)
+
+    def refuse_name(self, tier: str, step: int, name: str, reason: str) -> None:
+        """A save does not get one of its names on a tier. Said once for each name."""
+        if self._speaks and (tier, name) not in self._refused and len(self._refused) < _MOST_NAMES:
+            self._refused.add((tier, name))
+            text = "rank %d: step %d has not got the name %r on %s: %s"
+            logger.warning(text, self._rank, step, name, tier, reason)
+
+    def reach(self, tier: str, step: int, stage: Stage) -> None:
+        """A save has reached a stage on a tier, COMMITTED or DURABLE: a spell ends."""
+        synced = tier == LOCAL and stage is Stage.DURABLE
+        spell = self._spells.pop(_FSYNC if synced else tier, None)
+        if spell is None or not (self._speaks or spell.told):
+            return
+        given_up = f"; given up meanwhile: {_listed(spell.lost)}" if spell.lost else ""
+        what = "fsyncs work" if synced else "saves work" if tier == LOCAL else f"{tier} works"
+        logger.warning("rank %d: %s again, with step %d%s", self._rank, what, step, given_up)
+
+    def summarise(self) -> None:
+        """Says at the end how many saves were given up."""
+        for tier, count in self._given_up.items() if self._speaks else ():
+            where = "" if tier == LOCAL else f" to {tier}"
+            text = "rank %d: %d of %d saves%s were given up: %s"
+            logger.warning(text, self._rank, count, self._saves[tier], where, self._reasons[tier])
+
+    def _count(self, tier: str, reason: str) -> None:
+        self._given_up[tier] += 1
+        self._reasons[tier] = reason
+
+    def _warn(self, tier: str, kind: str, own: bool, text: str) -> None:
+        spell = self._spells.setdefault(tier, _Spell())
+        warns = kind not in spell.kinds and (own or self._speaks)
+        spell.kinds.add(kind)
+        spell.told = spell.told or warns
+        logger.log(logging.WARNING if warns else logging.DEBUG, "%s", text)
+
+
+def _listed(steps: list[int]) -> str:
+    named = ", ".join(map(str, steps[:_NAMED]))
+    more = f" and {len(steps) - _NAMED} more" if len(steps) > _NAMED else ""
+    return f"{'step' if len(steps) == 1 else 'steps'} {named}{more}"

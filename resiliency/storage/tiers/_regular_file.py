@@ -1,0 +1,60 @@
+"""Opens files that may be anything. A fifo in place of a file would hang whoever opens it, a device has no end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import BinaryIO
+
+__all__ = ["NotAFile", "open_regular", "opened"]
+
+_KINDS = {
+    stat.S_IFIFO: "fifo",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFDIR: "folder",
+}
+
+
+class NotAFile(OSError):
+    """Something else than a regular file stands where a file belongs."""
+
+    def __init__(self, path: str, kind: str) -> None:
+        super().__init__(errno.EINVAL, f"a {kind} stands where a file belongs", path)
+
+
+def open_regular(path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """As ``os.open``, for regular files only. Blocks: never for something else than a file.
+
+    Raises:
+        IsADirectoryError: it is a folder.
+        NotAFile: it is a fifo, a socket or a device.
+        OSError: as ``open(2)``.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, mode)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a fifo that nobody reads
+            raise NotAFile(path, "fifo or a socket") from error
+        raise
+    try:
+        kind = os.fstat(fd).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(kind):
+            raise NotAFile(path, _KINDS.get(stat.S_IFMT(kind), "special file"))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def opened(path: str) -> BinaryIO:
+    """``path`` for reading, left open.
+
+    Raises:
+        OSError: as :func:`open_regular`.
+    """
+    return os.fdopen(open_regular(path), "rb")
