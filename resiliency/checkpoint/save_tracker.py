@@ -12,7 +12,7 @@ from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
-from resiliency.errors import TierError
+from resiliency.errors import TierError, TornSnapshot
 from resiliency.events import EventKind
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -66,6 +66,8 @@ class SaveTracker:
         self._outcomes: list[Outcome] = []
         self.in_flight: InFlightSave | None = None
         self.skipped = 0
+        #: Saves given up because tensors changed while they were copied.
+        self.torn = 0
         self._last_failure = ""  # not warned of again while nothing else happens
 
     # -- saves of this rank ---------------------------------------------------------------------------------------
@@ -144,6 +146,7 @@ class SaveTracker:
         """Processes all messages received from the agent, and the failure of a copy. Blocks: no."""
         if self.in_flight is not None and self.in_flight.failure is not None:
             failure = self.in_flight.failure
+            self.torn += isinstance(failure, TornSnapshot)
             self.skipped += isinstance(failure, TierError)  # no file could be made, so nothing was copied
             reason = str(failure) if isinstance(failure, TierError) else f"copy failed: {failure}"
             self.fail(self.in_flight, reason, kind=type(failure).__name__)
