@@ -368,10 +368,7 @@ class CheckpointSaver:
             self._postponed_removals += removed
             return
         assert self.engine is not None
-        discarded = self.session.engines[self.places.key].take_discarded_names() if names else ()
-        removed = [
-            name for name in dict.fromkeys([*self._postponed_removals, *discarded, *removed]) if name not in names
-        ]
+        removed = [name for name in dict.fromkeys([*self._postponed_removals, *removed]) if name not in names]
         self._postponed_removals = []
         if names and not self._take_checkpoint(self.engine, paths[0], names, removed, dumped):
             # Removals wait for the next save that succeeds.
@@ -409,14 +406,6 @@ class CheckpointSaver:
         # For example in the middle of gradient accumulation; a resume then prefers another save of this step.
         exact = per_rank is None or not per_rank["rank_state"]["caveats"]
         rules = self._adapter.tensor_rules(trainer)
-        copied_late: list[Tensor] = []
-
-        def lazy(tensor: Tensor) -> bool:
-            if not rules.may_copy_late(tensor):
-                return False
-            copied_late.append(tensor)
-            return True
-
         try:
             ticket = engine.save(
                 trainer.global_step,
@@ -426,7 +415,7 @@ class CheckpointSaver:
                 supersedes=supersedes,
                 info=info,
                 exact=exact,
-                lazy=lazy if self._lazy and self._overlap and self.session.lazy else False,
+                lazy=rules.may_copy_late if self._lazy and self._overlap and self.session.lazy else False,
                 replicated=rules.is_replicated,
             )
         except OSError:
@@ -447,7 +436,6 @@ class CheckpointSaver:
         self.session.register_save(self.places.key, ticket, self)
         if engine.pending:
             self.session.fence_before_steps()
-            self.session.engines[self.places.key].watch_late_copies(copied_late, names)
         return True
 
     def _not_saved(self, names: list[str]) -> None:

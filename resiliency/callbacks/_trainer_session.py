@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from resiliency.callbacks._early_changes import EarlyChanges
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.callbacks._resume import EngineUser, Resume
 from resiliency.callbacks._shared_engine import SharedEngine
@@ -58,8 +59,9 @@ class TrainerSession:
         self.training = False
         #: Seconds that the end of this fit has waited for saves.
         self.waited_at_end = 0.0
-        #: False once something has changed tensors while they were copied late.
+        #: False once something has changed tensors while they were copied late, or would have.
         self.lazy = True
+        self._early_changes = EarlyChanges()
         self.resume = Resume(trainer, self.engines, self.users)
         self._optimizer_hook: Any = None
         self._hook_end: Any = None
@@ -196,6 +198,12 @@ class TrainerSession:
     def fence(self) -> float:
         """Waits until no pending copy of any engine reads live tensors. Returns seconds."""
         waited = 0.0
+        if self._early_changes.end() and self.lazy:
+            self.lazy = False
+            logger.info(
+                "parameters change between the end of a batch and the optimizer step (as with"
+                " torch.nn.Embedding(max_norm=...)): checkpoints are copied at once, not during the next step"
+            )
         for shared in self.engines.values():
             seconds, unchanged = shared.fence()
             waited += seconds
@@ -203,6 +211,12 @@ class TrainerSession:
         if waited:
             self.steps.stall(waited)
         return waited
+
+    def batch_ended(self) -> None:
+        """Call it at the end of a batch after all that may change parameters there."""
+        # A raw optimizer that the module steps by itself is not fenced before the first late copy.
+        if self.lazy and self.trainer.lightning_module.automatic_optimization:
+            self._early_changes.begin(self.trainer)
 
     def fence_before_steps(self) -> None:
         """Fences also before optimizer steps of which Lightning's hooks do not tell. Idempotent; undone at the end."""

@@ -389,6 +389,8 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             return
         with self._collect(overlap=_lightning.next_is_another_batch(trainer)):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._lazy:
+            self._saver.session.batch_ended()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._fence()

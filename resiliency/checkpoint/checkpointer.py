@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import logging
 import os
@@ -208,6 +209,11 @@ class Checkpointer:
     def skipped(self) -> int:
         """Number of saves not started because the previous one was not recorded or no shard file could be made."""
         return 0 if self._opened is None else self._opened.saves.skipped
+
+    @property
+    def torn(self) -> int:
+        """Number of saves given up because a tensor changed before the fence, while it was being copied."""
+        return 0 if self._opened is None else self._opened.saves.torn
 
     def warm_up(self, state: Any = None, *, nbytes: int | None = None, slots: int = 2) -> None:
         """Lets the agent prepare shard files and bring their pages into memory, so that the first save is as fast as
@@ -451,6 +457,7 @@ class Checkpointer:
             self._bounce,
             open_file=open_file,
             record=record if plan.replicated and self.world_size == 1 else None,
+            discard=lambda: _remove(self._shard_path(save_id, state_shard)),
         )
         in_flight.snapshot = parts.copier.start(job, done_or_failed)
         return lazy_bytes
@@ -485,6 +492,9 @@ class Checkpointer:
     def fence(self) -> float:
         """Waits until no pending copy reads live tensors; call before anything changes them.
 
+        A save that was copied late is committed only once this thread has seen that nothing changed meanwhile: here, in
+        :meth:`poll`, or, on the main thread, by itself soon after the copy. When something did, it is given up.
+
         Collective: no. Blocks: for the rest of the copy, which this thread helps with; not when nothing is pending.
 
         Returns:
@@ -500,8 +510,8 @@ class Checkpointer:
         waited = parts.copier.fence(snapshot, deadline_s=self.options.fence_timeout.total_seconds())
         if snapshot.slot is not None:
             parts.arena.learn(snapshot.slot)
-        if snapshot.error is not None:
-            in_flight.failure = snapshot.error
+        if snapshot.failure is not None:
+            in_flight.failure = snapshot.failure
             parts.saves.process_messages()
         elif waited > 1e-3:
             parts.session.events.emit(EventKind.CHECKPOINT_FENCED, step=in_flight.ticket.step, stall_s=round(waited, 6))
@@ -517,8 +527,11 @@ class Checkpointer:
         """Outcomes of earlier saves since the last call. Collective: no. Blocks: no."""
         if self._opened is None:
             return []
-        self._opened.saves.process_messages()
-        return self._opened.saves.outcomes()
+        saves = self._opened.saves
+        if saves.in_flight is not None and saves.in_flight.snapshot is not None and self._pid == os.getpid():
+            saves.in_flight.snapshot.settle()
+        saves.process_messages()
+        return saves.outcomes()
 
     def delete(self, *names: str) -> None:
         """Requests the deletion of names, and of the steps left without one, once the newest save so far is durable.
@@ -725,6 +738,20 @@ def _default_coordinator(rank: int, world_size: int) -> Coordinator:
 
 
 _counter = itertools.count()
+
+
+def _remove(path: str) -> None:
+    """Removes the file of a save that was given up, and the step's folder when nothing else is in it.
+
+    Raises:
+        OSError: it stays until a later step is committed.
+    """
+    os.unlink(path)
+    try:
+        os.rmdir(os.path.dirname(path))
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # files of other ranks
+            raise
 
 
 def _write_small(path: str, shard: int, data: bytes) -> SealedFile:

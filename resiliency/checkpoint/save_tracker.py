@@ -13,7 +13,7 @@ from resiliency.checkpoint.save_health import SaveHealth
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
-from resiliency.errors import TierError
+from resiliency.errors import TierError, TornSnapshot
 from resiliency.events import EventKind
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -69,6 +69,8 @@ class SaveTracker:
         self.skipped = 0
         speaks = self._rank == session.local_ranks[0] or session.client.embedded
         self._health = SaveHealth(self._rank, speaks=speaks)
+        #: Saves given up because tensors changed while they were copied.
+        self.torn = 0
 
     # -- saves of this rank ---------------------------------------------------------------------------------------
 
@@ -136,6 +138,7 @@ class SaveTracker:
         """Processes all messages received from the agent, and the failure of a copy. Blocks: no."""
         if self.in_flight is not None and self.in_flight.failure is not None:
             failure = self.in_flight.failure
+            self.torn += isinstance(failure, TornSnapshot)
             self.skipped += isinstance(failure, TierError)  # no file could be made, so nothing was copied
             reason = str(failure) if isinstance(failure, TierError) else f"copy failed: {failure}"
             self.fail(self.in_flight, reason, kind=type(failure).__name__)

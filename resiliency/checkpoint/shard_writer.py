@@ -197,6 +197,7 @@ def state_job(
     bounce: BouncePool,
     *,
     open_file: Callable[[], Slot],
+    discard: Callable[[], None],
     record: Callable[[], ShardRecord] | None = None,
 ) -> tuple[Job, int]:
     """The copies that fill a rank's part of the state's file, and the number of bytes that may be copied late.
@@ -209,6 +210,7 @@ def state_job(
         own: what only this rank has, for the file's tail; None: it is not in this file.
         written: filled in when the tail is written.
         open_file: opens the file.
+        discard: removes it when the save is given up.
         record: of a file that is the whole step, what its record says except of the file itself; called when the tail
             is written, in which the record goes. None: it is not the whole step.
     """
@@ -217,8 +219,9 @@ def state_job(
     copies = list(plan.tasks)
     copies[0] = CopyTask(first, 0, first.numel(), first.data_ptr())
     device_copies: list[tuple[Tensor, Tensor]] = []
+    watched: list[tuple[Tensor, int]] = []
     if file.on_cuda:
-        late_nbytes = _through_bounce(file, copies, device_copies, bounce)
+        late_nbytes = _through_bounce(file, copies, device_copies, watched, bounce)
     else:
         late_nbytes = _from_memory(file, copies)
 
@@ -251,10 +254,13 @@ def state_job(
     job = Job(
         copies=copies,
         device_copies=device_copies,
+        watched=watched,
         blocks=plan.blocks,
         mine=plan.mine,
         open=open_file if plan.mine or plan.index == 0 else None,
         tail=tail,
+        # The other ranks' blocks are in the file too: the rank that writes its end decides about it.
+        discard=discard if plan.index == 0 else lambda: None,
         key_of=file.key_of,
     )
     return job, late_nbytes
@@ -294,7 +300,11 @@ def _from_memory(file: StateFile, copies: list[CopyTask]) -> int:
 
 
 def _through_bounce(
-    file: StateFile, copies: list[CopyTask], device_copies: list[tuple[Tensor, Tensor]], bounce: BouncePool
+    file: StateFile,
+    copies: list[CopyTask],
+    device_copies: list[tuple[Tensor, Tensor]],
+    watched: list[tuple[Tensor, int]],
+    bounce: BouncePool,
 ) -> int:
     """Puts the sources of a state on a GPU into ``copies``, by way of page-locked memory. Returns the bytes that are
     copied late. What is in host memory is copied now, so that a fence need not wait for the CPU."""
@@ -313,6 +323,7 @@ def _through_bounce(
             source = staged[staged_at : staged_at + nbytes]
             staged_at += nbytes
             device_copies.append((_raw(tensor, address), source))
+            watched.append((tensor, file.storages[number]))
         else:
             source = _raw(tensor, address).clone()
         copies[2 + 2 * number] = CopyTask(source, start, nbytes, source.data_ptr())

@@ -4,6 +4,13 @@
 called before anything changes the tensors: the caller copies the remaining blocks together with that thread, so that
 waiting never takes longer than copying everything at once would have.
 
+A snapshot has two phases. *Copied* says that every byte was read once. *Agreed* says that none of them changed
+meanwhile, by torch's count of changes in place. Torch counts when a kernel ends, so the copy thread cannot tell: it may
+look while the kernel runs that changes what it has copied. Only the training thread knows that it is in no kernel: at
+the fence, in :meth:`Snapshot.settle`, and, if it is the main thread, at its next byte code, for which it is asked once
+the copy is done (:mod:`resiliency.checkpoint._quiet`). Whoever is first decides. So what changes after the end of the
+copy does not matter, and what is given up is given up before anybody is told of the file.
+
 The file is divided into blocks with a digest each. A block is read in strides that fit into a core's cache: each stride
 is digested, and copied while it is in the cache. That makes the digest nearly free (1 GiB on two cores: 63 ms with it,
 58 ms without; 95 ms when another process digested the file after the copy).
@@ -28,6 +35,7 @@ import bisect
 import ctypes
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +47,7 @@ from torch import Tensor
 from resiliency import faultpoints
 from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint._pages import has_small_pages, page_faults, view
+from resiliency.checkpoint._quiet import Question, can_ask
 from resiliency.checkpoint.arena import Slot
 from resiliency.errors import Timeout, TornSnapshot
 from resiliency.storage.blocks import Blocks, new_digest
@@ -52,6 +61,8 @@ logger = logging.getLogger(__name__)
 _STRIDE = 512 * 1024
 #: A block takes milliseconds; a thread that has not finished one after this time hangs.
 _HELPER_S = 60.0
+#: How often a copy that waits for the fence says so in the log.
+_AGREE_S = 600.0
 
 
 class CopyTask(NamedTuple):
@@ -80,9 +91,6 @@ class _Sources:
     def __init__(self, copies: Sequence[CopyTask]) -> None:
         self._copies = copies
         self._starts = [copy.start for copy in copies]
-        # The others are private copies, or headers.
-        self._live = [copy for copy in copies if copy.storage >= 0]
-        self._versions = _versions(self._live)
         self._ordered: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
@@ -104,11 +112,6 @@ class _Sources:
         if at < end:
             raise ValueError(f"no source fills bytes {at} to {end} of the file")  # no digest would cover them
 
-    def changed(self) -> list[int]:
-        """Numbers of the storages that were changed in place since construction."""
-        versions = zip(self._live, self._versions, _versions(self._live), strict=True)
-        return [copy.storage for copy, before, now in versions if before != now]
-
     def _address(self, index: int) -> int:
         """Address of the first byte of a copy; copies a tensor that is not in C order into C order, once."""
         copy = self._copies[index]
@@ -123,12 +126,30 @@ class _Sources:
         return tensor.data_ptr()
 
 
-def _versions(copies: Sequence[CopyTask]) -> list[int]:
-    """Torch's count of in-place changes to each source; 0 for inference tensors, which have no count."""
-    try:
-        return [copy.source._version for copy in copies]
-    except RuntimeError:
-        return [0 if copy.source.is_inference() else copy.source._version for copy in copies]
+class _Watch:
+    """Notices changes in place of live tensors, by torch's count of them. Thread: any.
+
+    Args:
+        sources: each with the number of its storage. Inference tensors have no count, and are not watched.
+    """
+
+    def __init__(self, sources: Sequence[tuple[Tensor, int]]) -> None:
+        self.tensors: list[Tensor] = []
+        self._before: list[int] = []
+        self._numbers = [number for _, number in sources]
+        try:
+            self._before = [tensor._version for tensor, _ in sources]
+            self.tensors = [tensor for tensor, _ in sources]
+        except RuntimeError:
+            counted = [(tensor, number) for tensor, number in sources if not tensor.is_inference()]
+            self.tensors, self._numbers = [tensor for tensor, _ in counted], [number for _, number in counted]
+            self._before = [tensor._version for tensor in self.tensors]
+
+    def changed(self, counts: Sequence[int] | None = None) -> list[int]:
+        """Numbers of the storages that were changed since construction, by these counts; None: by those of now."""
+        now = [tensor._version for tensor in self.tensors] if counts is None else counts
+        counts_of = zip(self._numbers, self._before, now, strict=True)
+        return [number for number, before, after in counts_of if before != after]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,21 +159,25 @@ class Job:
     Attributes:
         copies: in file order, without a gap between them where blocks of this rank are.
         device_copies: copies from a GPU into page-locked memory, from which some of ``copies`` come.
+        watched: sources on a GPU, each with the number of its storage.
         blocks: the blocks of the file up to its tail.
         mine: numbers of the blocks this rank copies.
         open: called on the copy thread before anything is copied; opens the file. None: there is nothing to copy. Not
             on the training thread, because what makes a file waits while the file system commits its journal.
         tail: called on the copy thread with the file's descriptor and the digests of its blocks, once this rank's are
             copied; writes what follows them. Returns the digests of the tail's blocks.
+        discard: called on the copy thread when the save is given up; removes the file.
         key_of: where in the state a storage is, for messages.
     """
 
     copies: Sequence[CopyTask]
     device_copies: Sequence[tuple[Tensor, Tensor]] = ()
+    watched: Sequence[tuple[Tensor, int]] = ()
     blocks: Blocks
     mine: Sequence[int]
     open: Callable[[], Slot] | None = None
     tail: Callable[[int, Sequence[str]], list[str]] = lambda fd, digests: []
+    discard: Callable[[], None] = lambda: None
     key_of: Callable[[int], str] = str
 
 
@@ -166,7 +191,8 @@ class Snapshot:
         digests: one per block of the file, "" for those of other ranks, once done.
         opened: set when the file is open, or could not be opened.
         copied: set when nothing reads the sources any more, or the copy failed.
-        done: set when every byte of this rank is in the file and digested, or the copy failed.
+        done: set when every byte of this rank is in the file and digested, and the training thread has agreed, or the
+            save is given up.
         error: why the copy failed, None if it did not.
         device: the copies from GPUs, None without any.
     """
@@ -182,6 +208,12 @@ class Snapshot:
     error: BaseException | None = None
     sources: _Sources | None = None
     _lock: threading.Condition = field(default_factory=threading.Condition)
+    # Why the save is given up, None: it is good. The first counts.
+    _verdicts: list[TornSnapshot | Timeout | None] = field(default_factory=list)
+    _decided: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+    _watch: _Watch | None = None
+    _question: Question | None = None
+    _by_main_thread: bool = field(default_factory=can_ask)
     _next: int = 0
     _blocks_left: int = 0
     _running: int = 0
@@ -190,11 +222,44 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         self.sources = _Sources(self.job.copies)
+        # The other copies are of private memory, or headers.
+        live = [(copy.source, copy.storage) for copy in self.job.copies if copy.storage >= 0]
+        self._watch = _Watch([*live, *self.job.watched])
+        if not live and not self.job.watched:
+            self._verdicts.append(None)  # nothing that it reads can change
         self._blocks_left = len(self.job.mine)
         self.digests = [""] * self.job.blocks.count
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the save is given up, as far as is known; after the fence, for good what the tensors are concerned."""
+        return self.error or next(iter(self._verdicts), None)
+
+    def settle(self) -> None:
+        """Decides whether the copy is good, if it is done. Thread: training, which is in no kernel then. Blocks: no."""
+        if self.copied.is_set():
+            self.decide()
+
+    def decide(self, given_up: Timeout | None = None) -> None:
+        """Agrees to the copy if no tensor has changed since its start. What was decided before stays.
+
+        Thread: training, once no later change can come into the copy; or any, once the main thread has answered.
+        Blocks: no.
+
+        Args:
+            given_up: do not agree, for this reason.
+        """
+        watch, question = self._watch, self._question
+        if watch is not None and not self._verdicts:
+            counts = question.answer if question is not None else None
+            self._verdicts.append(given_up or self._torn(watch.changed(counts)))
+        self._decided.put(None)
+
     def finish(self) -> None:
-        """Waits for the blocks, then writes the tail. Thread: copy, after its last :meth:`work`."""
+        """Waits for the blocks, writes the tail, and waits for the training thread to agree.
+
+        Thread: copy, after its last :meth:`work`. Blocks: until the fence, at most.
+        """
         if not self.copied.wait(_HELPER_S):
             with self._lock:
                 self.error = Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
@@ -204,6 +269,11 @@ class Snapshot:
             except Exception as failure:  # Boundary: as in work.
                 logger.exception("writing the end of a shard file failed")
                 self.error = failure
+        if self.error is None:
+            self.error = self._await_verdict()
+        if self.error is not None and self.slot is not None:
+            self._discard()
+        self._watch = None
         # Whoever holds the snapshot must not hold the tensors.
         self.job = Job(copies=(), blocks=self.job.blocks, mine=self.job.mine)
         self.device = None
@@ -215,6 +285,26 @@ class Snapshot:
         self.done.set()
         if self.slot is not None:
             self.slot.close()  # last, because it takes milliseconds per GiB
+
+    def _await_verdict(self) -> BaseException | None:
+        watch = self._watch
+        if self._by_main_thread and watch is not None and not self._verdicts:
+            self._question = Question(watch.tensors, self._decided.put)
+        while not self._verdicts:
+            try:
+                self._decided.get(timeout=_AGREE_S)
+            except queue.Empty:
+                logger.info("a checkpoint that is copied waits for the fence; call Checkpointer.fence or poll")
+            if self._question is not None and self._question.answer is not None:
+                self.decide()
+        self._question = None
+        return self._verdicts[0]
+
+    def _discard(self) -> None:
+        try:
+            self.job.discard()
+        except OSError as failure:
+            logger.info("the file of a save that was given up stays until the next one is committed: %s", failure)
 
     def open_file(self) -> None:
         """Opens the file. Thread: copy, first of all."""
@@ -269,7 +359,9 @@ class Snapshot:
             self._faults += faults
             self._running -= 1
             self._blocks_left -= 1
-            self.error = self.error or error or (self._torn() if self._blocks_left == 0 else None)
+            self.error = self.error or error
+            if self.error is None and self._blocks_left == 0 and self._watch is not None:
+                self.error = self._torn(self._watch.changed())  # certainly; whether it is not, the fence says
             self._lock.notify_all()
         self._finish_if_last()
         return error is None
@@ -287,9 +379,8 @@ class Snapshot:
         self.digests[index] = digest.hexdigest()
         return cost
 
-    def _torn(self) -> TornSnapshot | None:
-        """An error when a source was changed in place meanwhile: the file may have bytes from before and after."""
-        changed = self.sources.changed() if self.sources is not None else []
+    def _torn(self, changed: list[int]) -> TornSnapshot | None:
+        """An error when sources were changed in place meanwhile: the file may have bytes from before and after."""
         if not changed:
             return None
         key = self.job.key_of(changed[0])
@@ -340,7 +431,7 @@ def _done_already(snapshot: Snapshot) -> None:
 class Copier:
     """Copies snapshots, one at a time, on one background thread.
 
-    Threads: ``start`` and ``fence`` from the training thread; ``on_done`` runs on the thread that finishes last.
+    Threads: ``start``, ``fence`` and ``close`` from the training thread; ``on_done`` runs on the copy thread.
     """
 
     def __init__(self, *, name: str = "resiliency-copy") -> None:
@@ -367,7 +458,7 @@ class Copier:
         return snapshot
 
     def fence(self, snapshot: Snapshot, *, deadline_s: float) -> float:
-        """Returns when nothing reads the sources any more; helps copying until then.
+        """Returns when nothing reads the sources any more, and decides whether they have changed; helps copying.
 
         For sources on a GPU it does not wait: later work of the compute stream waits for the copies.
 
@@ -382,12 +473,18 @@ class Copier:
         if device is not None:
             # Its other sources are private copies, see resiliency.checkpoint.shard_writer.
             device.fence()
+            snapshot.decide()
             return time.monotonic() - began
         while snapshot.work(helping=True):
             if time.monotonic() - began > deadline_s:
                 break
         if not snapshot.copied.wait(max(0.0, deadline_s - (time.monotonic() - began))):
-            raise Timeout(f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs")
+            hangs = Timeout(
+                f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs"
+            )
+            snapshot.decide(given_up=hangs)  # what it has not read yet may change from now on
+            raise hangs
+        snapshot.decide()
         return time.monotonic() - began
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -417,6 +514,9 @@ class Copier:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
+            current = self._current
+        if current is not None and current.copied.wait(_HELPER_S):
+            current.decide()
         self._thread.join(timeout=60)
         if self._thread.is_alive():
             logger.warning("the copy thread is still copying after 60 s; it ends with the process")

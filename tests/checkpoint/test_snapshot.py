@@ -6,13 +6,18 @@ import ctypes
 import errno
 import mmap
 import os
+import queue
+import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from resiliency.checkpoint import _quiet
 from resiliency.checkpoint import snapshot as snapshot_module
 from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.snapshot import Copier, CopyTask, Job, Snapshot
@@ -76,6 +81,14 @@ class File:
         return Job(copies=copies, blocks=blocks, mine=range(blocks.count), open=lambda: self.slot, **further)
 
 
+def train_until_done(snapshot: Snapshot) -> bool:
+    """Without a fence: the main thread goes on, as a training loop does, until the snapshot is done."""
+    deadline = time.monotonic() + 10
+    while not snapshot.done.wait(0.005) and time.monotonic() < deadline:
+        continue
+    return snapshot.done.is_set()
+
+
 def copy_of(tensor: torch.Tensor, start: int) -> CopyTask:
     return CopyTask(tensor, start, tensor.numel() * tensor.element_size(), storage=start)
 
@@ -118,6 +131,7 @@ def test_every_kind_of_tensor_is_copied_bit_for_bit(copier: Copier, kind: str) -
     copies, size = laid_out([tensor])
     file = File(size)
     copier.fence(file.start(copier, copies), deadline_s=10)
+    assert copier.wait_idle(10)
     assert file.map[: tensor.numel() * tensor.element_size()] == bytes_of(tensor)
     assert len(file.finished) == 1 and file.finished[0].error is None
 
@@ -141,7 +155,7 @@ def test_the_digests_are_those_of_the_file(copier: Copier, fenced: bool) -> None
     snapshot = file.start(copier, copies)
     if fenced:
         copier.fence(snapshot, deadline_s=10)
-    assert snapshot.done.wait(10)
+    assert train_until_done(snapshot)
     assert size > 9 * 4096
     assert snapshot.digests == [block_digest(file.map[at : at + 4096]) for at in range(0, size, 4096)]
 
@@ -218,10 +232,161 @@ def test_a_change_after_the_copy_is_none(copier: Copier) -> None:
     copies, size = laid_out(weights)
     file = File(size)
     snapshot = file.start(copier, copies)
-    assert snapshot.done.wait(10)
+    assert train_until_done(snapshot)
     weights[0].add_(1)
     copier.fence(snapshot, deadline_s=10)
     assert snapshot.error is None and file.map[:20_000] == bytes_of(torch.ones(5000))
+
+
+class Discarded:
+    """A file that notes when its save is given up."""
+
+    def __init__(self, file: File, copies: list[CopyTask]) -> None:
+        self.given_up = 0
+        self.job = file.job(copies, discard=self._discard)
+
+    def _discard(self) -> None:
+        self.given_up += 1
+
+
+def no_byte_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a thread that is not the main one: nobody but the fence decides."""
+
+    class Unanswered:
+        answer = None
+
+        def __init__(self, *args: Any) -> None:
+            pass
+
+    monkeypatch.setattr(snapshot_module, "Question", Unanswered)
+
+
+def test_a_change_that_torch_counts_when_its_kernel_ends_gives_the_save_up(copier: Copier) -> None:
+    """The copy is done and its digests taken while the kernel runs; at that moment the count has not moved."""
+    weight, slow = torch.full((2_000_000,), 3.7), torch.full((2_000_000,), 3.9)
+    file = File(8_000_000)
+    one = Discarded(file, [copy_of(weight, 0)])
+    snapshot = copier.start(one.job, file.finished.append)
+    weight.igamma_(slow)
+    copied_first = snapshot.copied.is_set()
+    copier.fence(snapshot, deadline_s=30)
+    assert isinstance(snapshot.failure, TornSnapshot), "a file that mixes two moments would be committed"
+    assert copier.wait_idle(10)
+    assert one.given_up == 1 and isinstance(file.finished[0].error, TornSnapshot)
+    if not copied_first:
+        pytest.skip("the machine was too busy: the copy was not done before the kernel, so that this showed nothing")
+
+
+def test_nobody_is_told_of_a_copy_before_the_fence_agrees(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_byte_code(monkeypatch)
+    file = File(40_000)
+    snapshot = file.start(copier, [copy_of(torch.ones(10_000), 0)])
+    assert snapshot.copied.wait(10)
+    assert not snapshot.done.wait(0.3) and not file.finished
+    copier.fence(snapshot, deadline_s=10)
+    assert snapshot.done.wait(10) and file.finished == [snapshot] and snapshot.error is None
+
+
+def test_a_count_that_moves_after_the_copy_and_before_the_fence_gives_the_save_up(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a kernel looks that began during the copy and ended after it, without the luck of a race."""
+    no_byte_code(monkeypatch)
+    weight = torch.ones(10_000)
+    file = File(40_000)
+    one = Discarded(file, [copy_of(weight, 0)])
+    snapshot = copier.start(one.job, file.finished.append)
+    assert snapshot.copied.wait(10)
+    torch.autograd.graph.increment_version(weight)
+    copier.fence(snapshot, deadline_s=10)
+    assert isinstance(snapshot.failure, TornSnapshot)
+    assert copier.wait_idle(10) and one.given_up == 1
+
+
+def test_what_changes_after_a_moment_that_saw_the_copy_done_does_not_matter(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_byte_code(monkeypatch)
+    weight = torch.ones(10_000)
+    file = File(40_000)
+    snapshot = file.start(copier, [copy_of(weight, 0)])
+    snapshot.settle()
+    assert snapshot.copied.wait(10)
+    snapshot.settle()
+    weight.add_(1)
+    copier.fence(snapshot, deadline_s=10)
+    assert copier.wait_idle(10)
+    assert snapshot.error is None and file.map[:] == bytes_of(torch.ones(10_000))
+
+
+def test_a_fence_that_gave_up_waiting_gives_the_save_up(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors change from then on, while the rest is still to be copied."""
+    real, inside, go_on = snapshot_module._copy, threading.Event(), threading.Event()
+    monkeypatch.setattr(snapshot_module, "_copy", lambda *args: (inside.set(), go_on.wait(10), real(*args))[2])
+    file = File(4000)
+    one = Discarded(file, [copy_of(torch.ones(1000), 0)])
+    snapshot = copier.start(one.job, file.finished.append)
+    assert inside.wait(5)
+    with pytest.raises(Timeout):
+        copier.fence(snapshot, deadline_s=0.1)
+    go_on.set()
+    assert copier.wait_idle(10)
+    assert isinstance(file.finished[0].error, Timeout) and one.given_up == 1
+
+
+def test_the_main_thread_is_asked_where_no_handler_of_a_signal_can_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT comes all the time while it is asked, and each one is raised in code that can handle it."""
+    monkeypatch.delitem(sys.modules, _quiet._COMPILED, raising=False)
+    sent = raised = 0
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for _ in range(300):
+            try:
+                wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+                tensors = [torch.ones(1)] * 50
+                thread = threading.Thread(target=_quiet.Question, args=(tensors, wake.put))
+                thread.start()
+                sent += 1
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raised += 1
+            thread.join(10)
+            wake.get(timeout=10)
+    finally:
+        signal.signal(signal.SIGINT, old)
+    assert raised == sent == 300
+
+
+def test_nothing_is_answered_while_the_main_thread_is_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, _quiet._COMPILED, raising=False)
+    wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+    kernel, weight, answers = threading.Lock(), torch.zeros(1), []
+    kernel.acquire()
+
+    def ask() -> None:
+        time.sleep(0.3)  # until the main thread is in it
+        question = _quiet.Question([weight], wake.put)
+        time.sleep(0.3)
+        answers.append(question.answer)
+        torch.autograd.graph.increment_version(weight)
+        kernel.release()
+        wake.get(timeout=10)
+        answers.append(question.answer)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    kernel.acquire()  # in place of a kernel
+    thread.join(10)
+    assert answers == [None, [weight._version]]
+
+
+def test_compiled_code_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts what its kernels change when all of them are done, byte codes later."""
+    monkeypatch.setitem(sys.modules, _quiet._COMPILED, torch)
+    wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+    question = _quiet.Question([torch.ones(1)], wake.put)
+    wake.get(timeout=10)
+    assert question.answer is None
 
 
 def test_many_steps_of_a_training_loop(copier: Copier) -> None:
@@ -242,7 +407,7 @@ def test_many_steps_of_a_training_loop(copier: Copier) -> None:
 def test_the_background_thread_alone_is_enough(copier: Copier) -> None:
     file = File(80_000)
     snapshot = file.start(copier, [copy_of(torch.ones(20_000), 0)])
-    assert snapshot.done.wait(10)
+    assert train_until_done(snapshot)
     assert file.map[:] == bytes_of(torch.ones(20_000))
     assert copier.fence(snapshot, deadline_s=1) < 0.5
 
@@ -301,7 +466,7 @@ def test_pages_are_found_to_be_small_or_large(copier: Copier, monkeypatch: pytes
     copier.fence(file.start(copier, [copy_of(tensor, 0)]), deadline_s=10)
     assert file.slot.small_pages is (way != "stores")
     monkeypatch.setattr(snapshot_module, "page_faults", lambda: 7)
-    assert file.start(copier, [copy_of(tensor, 0)]).done.wait(10)
+    assert train_until_done(file.start(copier, [copy_of(tensor, 0)]))
     assert not file.slot.small_pages and file.map[:] == bytes_of(tensor)
 
 
@@ -339,7 +504,7 @@ def test_short_writes_are_continued(copier: Copier, monkeypatch: pytest.MonkeyPa
     file = File(40_000)
     tensor = torch.randn(10_000)
     snapshot = file.start(copier, [copy_of(tensor, 0)])
-    assert snapshot.done.wait(10)
+    assert train_until_done(snapshot)
     assert file.map[:] == bytes_of(tensor)
 
 

@@ -1,0 +1,211 @@
+"""A late copy counts once the training thread has agreed that nothing changed under it; what is given up is gone at once.
+
+Torch counts a change in place when its kernel ends. A kernel that runs for a while right after a save changes what the
+copy thread still reads or has just read, and no count has moved when the copy is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Stage, Ticket
+from resiliency.checkpoint import snapshot as snapshot_module
+from resiliency.checkpoint.options import LocalTierOptions
+from resiliency.errors import ResiliencyError
+from resiliency.testing.checkpoints import run_ranks, step_dirs
+
+SOON = timedelta(seconds=20)
+SLOW = torch.full((2_000_000,), 3.9)
+ALL_LATE = CheckpointerOptions(agent="embedded", lazy_bytes=1)
+
+
+@pytest.fixture
+def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
+    local = LocalTierOptions(directory=str(tmp_path), keep=1)
+    with Checkpointer(local, run="r", rank=0, world_size=1, options=ALL_LATE) as made:
+        yield made
+
+
+def weight() -> torch.Tensor:
+    return torch.full((2_000_000,), 3.7)
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("shard-*") if path.is_file())
+
+
+def save(checkpointer: Checkpointer, step: int, state: object, **more: object) -> Ticket:
+    ticket = checkpointer.save(step, state, **more)  # type: ignore[arg-type]
+    assert ticket is not None
+    return ticket
+
+
+def given_up(ticket: Ticket) -> bool:
+    with pytest.raises(ResiliencyError, match="changed before the fence"):
+        ticket.wait(Stage.COMMITTED, timeout=SOON)
+    return ticket.failed is not None
+
+
+def slow_change(state: dict[str, torch.Tensor]) -> None:
+    """Holds the thread in one kernel for some tenths of a second, and is counted at its end."""
+    state["w"].igamma_(SLOW)
+
+
+def test_a_change_in_place_right_after_a_late_save_leaves_nothing_of_it(
+    checkpointer: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"w": weight()}
+    good = {"w": state["w"].clone()}
+    save(checkpointer, 1, state, names=["a.ckpt"]).wait(Stage.DURABLE, timeout=SOON)
+    kept = files(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="resiliency"):
+        ticket = save(checkpointer, 2, state, names=["b.ckpt"], supersedes=["a.ckpt"], lazy=True)
+        slow_change(state)
+        checkpointer.fence()
+        assert given_up(ticket)
+    assert checkpointer.torn == 1 and "'w' was changed before the fence" in caplog.text
+    assert checkpointer.flush(timeout=SOON)
+    assert files(tmp_path) == kept, "a file of the save that was given up is left"
+    assert [step.step for step, _ in checkpointer.steps()] == [1]
+    assert torch.equal(torch.load(tmp_path / "a.ckpt")["w"], good["w"]) and not (tmp_path / "b.ckpt").exists()
+    assert torch.equal(checkpointer.load().state["w"], good["w"])  # type: ignore[union-attr]
+
+
+def test_the_next_save_after_one_that_was_given_up_is_good(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    state = {"w": weight()}
+    ticket = save(checkpointer, 1, state, lazy=True)
+    slow_change(state)
+    checkpointer.fence()
+    assert given_up(ticket)
+    save(checkpointer, 1, state, lazy=True).wait(Stage.DURABLE, timeout=SOON)
+    assert torch.equal(checkpointer.load().state["w"], state["w"])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("wait", ["a sleep", "polls", "batches"])
+def test_a_copy_that_was_done_before_the_change_is_kept(checkpointer: Checkpointer, wait: str) -> None:
+    """Also where nobody calls the fence in between."""
+    state = {"w": weight()}
+    good = state["w"].clone()
+    ticket = save(checkpointer, 1, state, lazy=True)
+    snapshot = checkpointer._opened.saves.in_flight.snapshot  # type: ignore[union-attr]
+    assert snapshot is not None and snapshot.copied.wait(10)
+    if wait == "a sleep":
+        time.sleep(1)
+    elif wait == "polls":
+        checkpointer.poll()
+    else:
+        sum(range(1000))
+    slow_change(state)
+    checkpointer.fence()
+    ticket.wait(Stage.COMMITTED, timeout=SOON)
+    assert torch.equal(checkpointer.load().state["w"], good)  # type: ignore[union-attr]
+
+
+def test_a_late_save_is_committed_without_a_fence_while_the_main_thread_goes_on(checkpointer: Checkpointer) -> None:
+    """A validation that lasts for an hour must not put the commit off for an hour."""
+    state = {"w": weight()}
+    ticket = save(checkpointer, 1, state, lazy=True)
+    deadline = time.monotonic() + 20
+    while not ticket.has_reached(Stage.COPIED) and time.monotonic() < deadline:
+        state["w"].sum()
+    assert ticket.has_reached(Stage.COPIED) and checkpointer.pending
+
+
+def test_on_another_thread_than_the_main_one_polls_and_fences_decide(tmp_path: Path) -> None:
+    found = {}
+
+    def train() -> None:
+        state = {"w": weight()}
+        with Checkpointer(tmp_path, run="r", rank=0, world_size=1, options=ALL_LATE) as checkpointer:
+            ticket = save(checkpointer, 1, state, lazy=True)
+            snapshot = checkpointer._opened.saves.in_flight.snapshot  # type: ignore[union-attr]
+            assert snapshot is not None and snapshot.copied.wait(10)
+            found["before"] = snapshot.done.wait(0.5)
+            checkpointer.poll()
+            found["after"] = snapshot.done.wait(10)
+            state["w"].add_(1)
+            ticket.wait(Stage.COMMITTED, timeout=SOON)
+            second = save(checkpointer, 2, state, lazy=True)
+            slow_change(state)
+            found["second"] = given_up(second)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join(60)
+    assert found == {"before": False, "after": True, "second": True}
+
+
+def test_of_ranks_that_write_one_file_one_gives_the_step_up_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of them it is."""
+    monkeypatch.setattr(snapshot_module, "can_ask", lambda: False)
+
+    def job(rank: int, coordinator: object) -> list[int]:
+        with Checkpointer(
+            tmp_path,
+            run="r",
+            rank=rank,
+            world_size=2,
+            coordinator=coordinator,  # type: ignore[arg-type]
+            options=CheckpointerOptions(agent="embedded", lazy_bytes=1),
+        ) as checkpointer:
+            state = {"w": weight().repeat(4)}
+            first = save(checkpointer, 1, state, names=["a.ckpt"])
+            first.wait(Stage.COMMITTED, timeout=SOON)
+            for step, torn_rank in ((2, 0), (3, 1)):
+                save(checkpointer, step, state, names=["b.ckpt"], supersedes=["a.ckpt"], lazy=True)
+                checkpointer._opened.saves.in_flight.snapshot.copied.wait(10)  # type: ignore[union-attr]
+                if rank == torn_rank:
+                    torch.autograd.graph.increment_version(state["w"])
+                checkpointer.fence()
+                assert checkpointer._opened.copier.wait_idle(10)  # type: ignore[union-attr]
+            checkpointer.flush(Stage.RECORDED, timeout=SOON)
+            return [step.step for step, _ in checkpointer.steps()]
+
+    assert run_ranks(2, job) == [[1], [1]]
+    assert torch.equal(torch.load(tmp_path / "a.ckpt")["w"], weight().repeat(4)) and not (tmp_path / "b.ckpt").exists()
+
+
+KILLED = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Stage
+
+checkpointer = Checkpointer(sys.argv[1], run="r", rank=0, world_size=1, options=CheckpointerOptions(lazy_bytes=1))
+state, slow = {"w": torch.full((2_000_000,), 3.7)}, torch.full((2_000_000,), 3.9)
+checkpointer.save(1, state, names=["last.ckpt"]).wait(Stage.DURABLE, timeout=timedelta(seconds=60))
+checkpointer.warm_up(state)
+ticket = checkpointer.save(2, state, names=["last.ckpt"], lazy=True)
+state["w"].igamma_(slow)
+if sys.argv[2] == "fence":
+    checkpointer.fence()
+    time.sleep(0.5)  # the agent is a process of its own: it would commit what it was told
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("when", ["fence", "kernel"])
+def test_a_kill_after_a_change_under_the_copy_resumes_from_the_step_before(tmp_path: Path, when: str) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), when]
+    child = subprocess.run(command, timeout=120, capture_output=True, check=False)
+    assert child.returncode == -signal.SIGKILL, child.stderr.decode()[-2000:]
+    with Checkpointer(tmp_path, run="r", rank=0, world_size=1) as checkpointer:
+        restored = checkpointer.load()
+        assert restored is not None and restored.step == 1
+        assert torch.equal(restored.state["w"], weight())
+        assert torch.equal(torch.load(tmp_path / "last.ckpt")["w"], weight())
+        # After a kill in the kernel nobody was left to remove the file.
+        assert when == "kernel" or [step.step for step in step_dirs(tmp_path, "r")] == [1]
