@@ -133,6 +133,7 @@ class Checkpointer:
         ]
         self._planner = ShardPlanner(rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes)
         self._bounce = BouncePool()
+        self._late_saves = 0  # of which some are compared with the tensors when they are done, ever fewer
         self._opened: _Parts | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -449,6 +450,7 @@ class Checkpointer:
             nothing = SealedFile(shard=rank, path="", inode=0, nbytes=0, block_bytes=BLOCK_BYTES, digests=())
             return now.record(nothing, run=self.run, node=parts.session.node, world_size=self.world_size)
 
+        self._late_saves += file.lazy is not None and True in file.lazy
         job, lazy_bytes = state_job(
             file,
             identity(state_shard),
@@ -458,6 +460,7 @@ class Checkpointer:
             open_file=open_file,
             record=record if plan.replicated and self.world_size == 1 else None,
             discard=lambda: _remove(self._shard_path(save_id, state_shard)),
+            compare=self._late_saves.bit_count() == 1,  # 1, 2, 4, 8, ...
         )
         in_flight.snapshot = parts.copier.start(job, done_or_failed)
         return lazy_bytes

@@ -198,6 +198,7 @@ def state_job(
     *,
     open_file: Callable[[], Slot],
     discard: Callable[[], None],
+    compare: bool = False,
     record: Callable[[], ShardRecord] | None = None,
 ) -> tuple[Job, int]:
     """The copies that fill a rank's part of the state's file, and the number of bytes that may be copied late.
@@ -211,6 +212,7 @@ def state_job(
         written: filled in when the tail is written.
         open_file: opens the file.
         discard: removes it when the save is given up.
+        compare: as in :class:`~resiliency.checkpoint.snapshot.Job`, if anything may be copied late.
         record: of a file that is the whole step, what its record says except of the file itself; called when the tail
             is written, in which the record goes. None: it is not the whole step.
     """
@@ -261,6 +263,7 @@ def state_job(
         tail=tail,
         # The other ranks' blocks are in the file too: the rank that writes its end decides about it.
         discard=discard if plan.index == 0 else lambda: None,
+        compare=compare and file.lazy is not None and True in file.lazy,
         key_of=file.key_of,
     )
     return job, late_nbytes

@@ -112,6 +112,10 @@ class _Sources:
         if at < end:
             raise ValueError(f"no source fills bytes {at} to {end} of the file")  # no digest would cover them
 
+    def storage_at(self, offset: int) -> int:
+        """Number of the storage whose bytes fill the file from ``offset`` on; -1: none that a user knows."""
+        return self._copies[max(0, bisect.bisect_right(self._starts, offset) - 1)].storage
+
     def _address(self, index: int) -> int:
         """Address of the first byte of a copy; copies a tensor that is not in C order into C order, once."""
         copy = self._copies[index]
@@ -167,6 +171,8 @@ class Job:
         tail: called on the copy thread with the file's descriptor and the digests of its blocks, once this rank's are
             copied; writes what follows them. Returns the digests of the tail's blocks.
         discard: called on the copy thread when the save is given up; removes the file.
+        compare: read the tensors in CPU memory once more when they are copied, and compare. It notices changes that
+            torch does not count (``.data``, a kernel of the user's). The fence waits for it.
         key_of: where in the state a storage is, for messages.
     """
 
@@ -178,6 +184,7 @@ class Job:
     open: Callable[[], Slot] | None = None
     tail: Callable[[int, Sequence[str]], list[str]] = lambda fd, digests: []
     discard: Callable[[], None] = lambda: None
+    compare: bool = False
     key_of: Callable[[int], str] = str
 
 
@@ -191,6 +198,7 @@ class Snapshot:
         digests: one per block of the file, "" for those of other ranks, once done.
         opened: set when the file is open, or could not be opened.
         copied: set when nothing reads the sources any more, or the copy failed.
+        compared: set when the tensors were compared with what was copied, if the job asks for it.
         done: set when every byte of this rank is in the file and digested, and the training thread has agreed, or the
             save is given up.
         error: why the copy failed, None if it did not.
@@ -204,6 +212,7 @@ class Snapshot:
     digests: list[str] = field(default_factory=list)
     opened: threading.Event = field(default_factory=threading.Event)
     copied: threading.Event = field(default_factory=threading.Event)
+    compared: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     sources: _Sources | None = None
@@ -212,6 +221,8 @@ class Snapshot:
     _verdicts: list[TornSnapshot | Timeout | None] = field(default_factory=list)
     _decided: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
     _watch: _Watch | None = None
+    _compared: _Sources | None = None
+    _fenced: threading.Event = field(default_factory=threading.Event)
     _question: Question | None = None
     _by_main_thread: bool = field(default_factory=can_ask)
     _next: int = 0
@@ -240,7 +251,7 @@ class Snapshot:
         if self.copied.is_set():
             self.decide()
 
-    def decide(self, given_up: Timeout | None = None) -> None:
+    def decide(self, given_up: Timeout | None = None, *, fenced: bool = False) -> None:
         """Agrees to the copy if no tensor has changed since its start. What was decided before stays.
 
         Thread: training, once no later change can come into the copy; or any, once the main thread has answered.
@@ -248,7 +259,10 @@ class Snapshot:
 
         Args:
             given_up: do not agree, for this reason.
+            fenced: the training thread changes nothing before the comparison is over.
         """
+        if fenced:
+            self._fenced.set()
         watch, question = self._watch, self._question
         if watch is not None and not self._verdicts:
             counts = question.answer if question is not None else None
@@ -263,6 +277,8 @@ class Snapshot:
         if not self.copied.wait(_HELPER_S):
             with self._lock:
                 self.error = Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
+        if self._by_main_thread and self._watch is not None and self.error is None and not self._verdicts:
+            self._question = Question(self._watch.tensors, self._decided.put)  # at once: changes come any moment now
         if self.error is None and self.slot is not None:
             try:
                 self.digests += self.job.tail(self.slot.fd, self.digests)
@@ -270,7 +286,9 @@ class Snapshot:
                 logger.exception("writing the end of a shard file failed")
                 self.error = failure
         if self.error is None:
-            self.error = self._await_verdict()
+            self.error = self._await_verdict() or self._compare()
+        self._compared = None
+        self.compared.set()
         if self.error is not None and self.slot is not None:
             self._discard()
         self._watch = None
@@ -287,9 +305,6 @@ class Snapshot:
             self.slot.close()  # last, because it takes milliseconds per GiB
 
     def _await_verdict(self) -> BaseException | None:
-        watch = self._watch
-        if self._by_main_thread and watch is not None and not self._verdicts:
-            self._question = Question(watch.tensors, self._decided.put)
         while not self._verdicts:
             try:
                 self._decided.get(timeout=_AGREE_S)
@@ -299,6 +314,16 @@ class Snapshot:
                 self.decide()
         self._question = None
         return self._verdicts[0]
+
+    def _quiet_counts(self, watch: _Watch) -> list[int] | None:
+        """Counts of changes, for :meth:`_Watch.changed`, at a moment when the training thread is in no kernel."""
+        question = Question(watch.tensors, self._decided.put) if self._by_main_thread else None
+        while not self._fenced.is_set() and (question is None or question.answer is None):
+            try:
+                self._decided.get(timeout=_AGREE_S)
+            except queue.Empty:
+                logger.info("a checkpoint that is copied waits for the fence; call Checkpointer.fence or poll")
+        return question.answer if question is not None else None
 
     def _discard(self) -> None:
         try:
@@ -379,21 +404,46 @@ class Snapshot:
         self.digests[index] = digest.hexdigest()
         return cost
 
-    def _torn(self, changed: list[int]) -> TornSnapshot | None:
+    def _torn(self, changed: list[int], how: str = "") -> TornSnapshot | None:
         """An error when sources were changed in place meanwhile: the file may have bytes from before and after."""
         if not changed:
             return None
         key = self.job.key_of(changed[0])
         what = f"tensor {key!r} (and {len(changed) - 1} more)" if len(changed) > 1 else f"tensor {key!r}"
         return TornSnapshot(
-            f"{what} was changed before the fence, while it was being copied; fence first, or do not copy it lazily"
+            f"{what} was changed before the fence, while it was being copied{how}; fence first, or do not copy it"
+            " lazily"
         )
+
+    def _compare(self) -> TornSnapshot | None:
+        """An error when tensors have other values than were copied, and torch has counted no change of them.
+
+        Thread: copy, once the training thread has agreed. Blocks: for reading the tensors; until the fence, if they
+        have changed.
+        """
+        sources, slot, watch = self._compared, self.slot, self._watch
+        if sources is None or slot is None or watch is None:
+            return None
+        changed: dict[int, None] = {}
+        for index in self.job.mine:
+            pieces = list(sources.within(*self.job.blocks.bounds(index)))
+            digest = new_digest()
+            for address, _, nbytes in pieces:
+                digest.update(view(address, nbytes))
+            if digest.hexdigest() != self.digests[index]:
+                different = [at for address, at, n in pieces if view(address, n) != view(slot.address + at, n)]
+                changed.update(dict.fromkeys(map(sources.storage_at, different)))
+        if changed and watch.changed(self._quiet_counts(watch)):
+            return None  # after the copy, as far as anybody can tell
+        return self._torn(list(changed), how=" in a way that torch does not count (.data, a kernel of your own)")
 
     def _finish_if_last(self) -> None:
         with self._lock:
             # After an error no further block is started, but running copies still use tensors and file.
             if self._running or (self._blocks_left and self.error is None) or self.copied.is_set():
                 return
+            if self.job.compare:
+                self._compared = self.sources
             self.sources = None  # drops the references to the tensors
             if self.slot is not None and self._stored and not self.slot.in_memory:
                 self.slot.small_pages = has_small_pages(self._faults, self._stored)
@@ -484,7 +534,9 @@ class Copier:
             )
             snapshot.decide(given_up=hangs)  # what it has not read yet may change from now on
             raise hangs
-        snapshot.decide()
+        snapshot.decide(fenced=True)
+        if snapshot.job.compare:
+            snapshot.compared.wait(_HELPER_S)  # what changes from now on must not be taken for an earlier change
         return time.monotonic() - began
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -516,7 +568,7 @@ class Copier:
             self._wake.notify_all()
             current = self._current
         if current is not None and current.copied.wait(_HELPER_S):
-            current.decide()
+            current.decide(fenced=True)
         self._thread.join(timeout=60)
         if self._thread.is_alive():
             logger.warning("the copy thread is still copying after 60 s; it ends with the process")

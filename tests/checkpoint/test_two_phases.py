@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -209,3 +210,48 @@ def test_a_kill_after_a_change_under_the_copy_resumes_from_the_step_before(tmp_p
         assert torch.equal(torch.load(tmp_path / "last.ckpt")["w"], weight())
         # After a kill in the kernel nobody was left to remove the file.
         assert when == "kernel" or [step.step for step in step_dirs(tmp_path, "r")] == [1]
+
+
+# ---- changes that torch does not count
+
+
+def uncounted(
+    checkpointer: Checkpointer, change: Callable[[torch.Tensor], object], saves: int, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """Saves ``saves`` times, and changes the tensor while it is copied. Steps that were given up."""
+    weight = torch.zeros(300_000)
+    copy = snapshot_module._copy
+
+    def copy_and_change(*arguments: Any) -> Any:
+        found = copy(*arguments)
+        change(weight)
+        return found
+
+    monkeypatch.setattr(snapshot_module, "_copy", copy_and_change)
+    found = []
+    for step in range(1, saves + 1):
+        ticket = save(checkpointer, step, {"a": torch.ones(10), "w": weight}, lazy=True)
+        checkpointer.fence()
+        weight.add_(1)  # the optimizer's step
+        try:
+            ticket.wait(timeout=SOON)
+        except ResiliencyError as error:
+            assert "'w'" in str(error) and ".data" in str(error)
+            found.append(step)
+    return found
+
+
+def test_a_change_through_data_is_noticed_at_the_first_save_and_named(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert uncounted(checkpointer, lambda weight: weight.data.add_(1.0), 1, monkeypatch) == [1]
+    checkpointer.flush()
+    assert files(Path(checkpointer.directory)) == []
+
+
+def test_it_is_looked_for_ever_more_rarely(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert uncounted(checkpointer, lambda weight: weight.data.add_(1.0), 9, monkeypatch) == [1, 2, 4, 8]
+
+
+def test_nothing_is_given_up_when_nothing_changes(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert uncounted(checkpointer, lambda weight: weight.sum(), 9, monkeypatch) == []
