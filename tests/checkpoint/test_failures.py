@@ -596,6 +596,8 @@ def test_an_error_after_the_copy_fails_this_save_only(local: Path) -> None:
     with make_checkpointer(local) as checkpointer:
         assert saved(checkpointer, 1)
         faultpoints.arm("save.sealed:error")
+        began = time.monotonic()
         assert not saved(checkpointer, 2)
+        assert time.monotonic() - began < SOON.total_seconds() / 2, "who waits for the save was not told that it failed"
         assert saved(checkpointer, 3)
     assert loads(local) == 3
