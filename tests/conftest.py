@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # Must be set before anything imports gcsfs (Lightning does): it probes buckets in a way no emulator answers, for a minute each.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+# Likewise: where there are no credentials, it asks for a quarter of a minute whether this is a machine of Google's.
+os.environ.setdefault("NO_GCE_CHECK", "true")
 
 #: How long leftovers may take to go by themselves, in seconds.
 GRACE_S = 3.0

@@ -17,6 +17,7 @@ import torch
 
 from resiliency import faultpoints
 from resiliency.agent import uploader
+from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint import snapshot
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.coordinator import Coordinator
@@ -240,7 +241,10 @@ def _failed(ticket: Ticket) -> bool:
     return True
 
 
-def test_a_disk_full_from_the_start(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_full_from_the_start(
+    disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer_module, "_PREPARE_S", 0.5)  # all of it is waited for: no file can be prepared
     filler = fill(disk)
     filler.write_bytes(b"x" * (4 * 1024 * 1024 - 64 * 1024))  # room for folders and the attempt file
     with make_checkpointer(LocalTierOptions(directory=str(disk))) as checkpointer:
