@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # Must be set before anything imports gcsfs (Lightning does): it probes buckets in a way no emulator answers, for a minute each.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+# Likewise: where there are no credentials, it asks for a quarter of a minute whether this is a machine of Google's.
+os.environ.setdefault("NO_GCE_CHECK", "true")
 
 #: How long leftovers may take to go by themselves, in seconds.
 GRACE_S = 3.0
@@ -83,7 +85,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.stash[NOT_RUN][marker] = len(marked)
             config.hook.pytest_deselected(items=marked)
             items[:] = [item for item in items if item not in marked]
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # long ones first, else as they were
+    items[:] = _long_ones_first(items, workers=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _long_ones_first(items: list[pytest.Item], *, workers: int) -> list[pytest.Item]:
+    """The order in which each worker begins with its part of the long tests, and else as it was.
+
+    ``--dist worksteal`` gives each worker a piece of the list, and later moves tests from the ends of the pieces.
+    """
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = [item for item in items if not item.get_closest_marker("long")]
+    ordered: list[pytest.Item] = []
+    for left in range(workers, 0, -1):  # workers that have no piece yet
+        piece = (len(long) + len(others)) // left
+        first = max(min(piece, -(-len(long) // left)), piece - len(others))
+        ordered += long[:first] + others[: piece - first]
+        del long[:first], others[: piece - first]
+    return ordered
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -90,6 +90,7 @@ class AgentClient:
         self._events = events
         self._lock = threading.Condition()
         self._inbox: deque[Notice] = deque()
+        self._woken = False
         # Sent again to the next agent when this one dies; an agent may get either twice.
         self._unacknowledged: dict[StepId, Seal] = {}  # until recorded or failed
         self._deletes: deque[Delete] = deque(maxlen=64)
@@ -406,9 +407,17 @@ class AgentClient:
         return messages
 
     def wait_message(self, timeout_s: float) -> bool:
-        """Waits until :meth:`poll` would return something; False when ``timeout_s`` passes first."""
+        """Waits until :meth:`poll` would return something, or :meth:`wake`; False when ``timeout_s`` passes first."""
         with self._lock:
-            return self._lock.wait_for(lambda: bool(self._inbox), timeout_s)
+            heard = self._lock.wait_for(lambda: bool(self._inbox) or self._woken, timeout_s)
+            self._woken = False
+            return heard
+
+    def wake(self) -> None:
+        """Ends one :meth:`wait_message`, this or the next, for news that no agent sends. Thread: any. Blocks: no."""
+        with self._lock:
+            self._woken = True
+            self._lock.notify_all()
 
     def _deliver(self, message: Notice) -> None:
         with self._lock:

@@ -387,7 +387,7 @@ class Checkpointer:
 
         def done(snapshot: Snapshot) -> None:
             if snapshot.error is not None:
-                in_flight.failure = snapshot.error  # reported by the training thread
+                parts.saves.copy_failed(in_flight, snapshot.error)
                 return
             files: list[SealedFile] = []
             share, share_inode = None, 0
@@ -413,7 +413,7 @@ class Checkpointer:
                     path = self._shard_path(save_id, rank)
                     files.append(_write_small(path, rank, small_file(identity(rank), plan.own)))
             except OSError as error:
-                in_flight.failure = error
+                parts.saves.copy_failed(in_flight, error)
                 return
             faultpoints.hit("save.sealed", rank=rank)
             in_flight.sealed_at = time.monotonic()
@@ -433,7 +433,7 @@ class Checkpointer:
                 done(snapshot)
             except Exception as failure:  # Boundary: the copy thread must go on; the training thread reports it.
                 logger.exception("a shard that was copied could not be told to the agent")
-                in_flight.failure = failure
+                parts.saves.copy_failed(in_flight, failure)
 
         faultpoints.hit("save.eager", rank=rank)
         if file is None:

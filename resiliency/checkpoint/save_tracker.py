@@ -49,7 +49,7 @@ class InFlightSave:
 
 
 class SaveTracker:
-    """Keeps tickets and outcomes up to date with the agent's messages. Thread: training.
+    """Keeps tickets and outcomes up to date with the agent's messages. Thread: training, except :meth:`copy_failed`.
 
     Args:
         session: of this attempt.
@@ -85,6 +85,11 @@ class SaveTracker:
         self._health.begin(ticket.tiers)
         self.in_flight = InFlightSave(ticket, supersedes=list(supersedes))
         return self.in_flight
+
+    def copy_failed(self, in_flight: InFlightSave, failure: BaseException) -> None:
+        """Tells the training thread, which reports it, and may be waiting for this save. Thread: any. Blocks: no."""
+        in_flight.failure = failure
+        self._session.client.wake()
 
     def fail(self, in_flight: InFlightSave, reason: str, *, kind: str = "") -> None:
         """Reports that the save failed in this process: an event, an outcome, and a warning, unless a save before it

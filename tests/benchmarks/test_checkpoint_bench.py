@@ -46,6 +46,7 @@ def one_round(**changes: object) -> dict[str, object]:
 # ---- the harness, end to end
 
 
+@pytest.mark.long
 @pytest.mark.timeout(170)
 def test_table_and_json_are_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     only = ["torch-save", "dcp-sync", "bound-digest", "bound-file", "ours-lazy"]
@@ -84,6 +85,7 @@ def test_table_and_json_are_complete(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"], "scratch files were left behind"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(170)
 def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
     spec = {"mebibytes": 1, "width": 64, "batch": 2, "segment": 2, "saves": 1, "ranks": 2, "threads": 1}

@@ -17,6 +17,7 @@ import torch
 
 from resiliency import faultpoints
 from resiliency.agent import uploader
+from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint import snapshot
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.coordinator import Coordinator
@@ -240,7 +241,10 @@ def _failed(ticket: Ticket) -> bool:
     return True
 
 
-def test_a_disk_full_from_the_start(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_full_from_the_start(
+    disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointer_module, "_PREPARE_S", 0.5)  # all of it is waited for: no file can be prepared
     filler = fill(disk)
     filler.write_bytes(b"x" * (4 * 1024 * 1024 - 64 * 1024))  # room for folders and the attempt file
     with make_checkpointer(LocalTierOptions(directory=str(disk))) as checkpointer:
@@ -625,6 +629,8 @@ def test_an_error_after_the_copy_fails_this_save_only(local: Path) -> None:
     with make_checkpointer(local) as checkpointer:
         assert saved(checkpointer, 1)
         faultpoints.arm("save.sealed:error")
+        began = time.monotonic()
         assert not saved(checkpointer, 2)
+        assert time.monotonic() - began < SOON.total_seconds() / 2, "who waits for the save was not told that it failed"
         assert saved(checkpointer, 3)
     assert loads(local) == 3

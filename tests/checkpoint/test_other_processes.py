@@ -101,6 +101,7 @@ def run_job(folder: Path, seconds: float) -> int:
     return step
 
 
+@pytest.mark.long
 def test_stock_readers_beside_a_job_that_saves_every_step_get_whole_steps(tmp_path: Path) -> None:
     folder, stop = tmp_path / "c", tmp_path / "stop"
     with (

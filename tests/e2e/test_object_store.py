@@ -16,6 +16,7 @@ from tests.e2e.driver import Job
 STEPS = 21
 
 
+@pytest.mark.long
 @pytest.mark.kill
 def test_a_job_resumes_from_a_bucket_on_another_machine(
     zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,10 @@ from tests.e2e.driver import Job, chance, kill_agents, wait_ended
 KILLS = 104
 #: Long enough that most attempts are killed before they end, and the next one goes on from there; short enough that a
 #: good part of the kills falls into a start or a restore. A save every second or third step is under way most of the time.
-STEPS = 120
+STEPS = 100
+#: The time within which an attempt is killed grows by this with each kill, and shrinks by this with each attempt that
+#: reached its end before: so about one attempt in seven does, whatever else the machine has to do meanwhile.
+LONGER, SHORTER = 1.06, 0.7
 
 
 class _Tally:
@@ -54,6 +57,7 @@ def _kill_and_restart(job: _KilledJob, seed: int, window_s: float, tally: _Tally
         workers = job.start()
         try:
             if wait_ended(workers[:1], seconds=random.uniform(0.0, window_s)):
+                window_s *= SHORTER
                 # It reached its end: start it over in a new directory, so that there is always something to kill.
                 wait_ended(workers, seconds=30)
                 _check_attempt(job, before, tally)
@@ -63,6 +67,7 @@ def _kill_and_restart(job: _KilledJob, seed: int, window_s: float, tally: _Tally
                     )
                 job.renew()
                 continue
+            window_s *= LONGER
             victim = random.choice(["rank 0", "rank 1", "agent", "all", "all and agent"])
             if victim == "agent":
                 tally.kills += kill_agents(job)
@@ -98,7 +103,7 @@ def test_hundreds_of_kills_do_not_change_the_weights(zygote: Zygote, tmp_path: P
     reference_job = Job(zygote, tmp_path / "reference", steps=STEPS)
     began = time.monotonic()
     reference = reference_job.run_to_end()["hash"]
-    # Kills fall anywhere in an attempt, whatever the speed of this machine (two jobs run at once below).
+    # Kills fall anywhere in an attempt, whatever the speed of this machine; see LONGER for what comes later.
     window_s = 0.6 * (time.monotonic() - began)
     tallies, threads = [], []
     for seed in (1, 2):

@@ -125,6 +125,7 @@ def test_figures() -> None:
         figures_of(records[:6], shots[1:])
 
 
+@pytest.mark.long
 @pytest.mark.kill
 @pytest.mark.timeout(560)  # half a minute on two free cores; the rest is for busy ones
 def test_killed_training_ends_with_the_weights_of_the_undisturbed_one(tmp_path: Path) -> None:

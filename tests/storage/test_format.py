@@ -359,6 +359,7 @@ def test_this_reader_uses_nothing_of_the_library() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.long
 @pytest.mark.skipif("FORMAT_SAMPLE" in os.environ, reason="one level of this is enough")
 def test_what_the_library_writes_now_is_what_stands_on_the_page(tmp_path: Path) -> None:
     """The tests of this file, on a new sample. In processes of their own, see above."""
