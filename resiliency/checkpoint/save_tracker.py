@@ -222,9 +222,7 @@ class SaveTracker:
         if message.tier != LOCAL:
             if ticket is not None and not message.retrying:
                 ticket.given_up[message.tier] = reason
-            self._health.fail_remote(
-                message.tier, step, reason, retrying=message.retrying, gave_way=message.gave_way
-            )
+            self._health.fail_remote(message.tier, step, reason, retrying=message.retrying, gave_way=message.gave_way)
         elif ticket is not None:
             ticket.failed = reason
             in_flight = self._land(message.id)

@@ -204,7 +204,8 @@ def test_a_new_attempt_joins_an_agent_that_is_still_sending(
         b'{"type":"Hello","version":%d,"rank":0,"config":{}}\n' % PROTOCOL_VERSION,
         b'{"type":"Hello","version":%d,"rank":0,"config":5}\n' % PROTOCOL_VERSION,
         b'{"type":"Hello","version":%d,"rank":"x","config":[]}\n' % PROTOCOL_VERSION,
-        b'{"type":"Hello","version":%d,"rank":0,"config":{"local_ranks":[0],"local":{},"remotes":[]}}\n' % PROTOCOL_VERSION,
+        b'{"type":"Hello","version":%d,"rank":0,"config":{"local_ranks":[0],"local":{},"remotes":[]}}\n'
+        % PROTOCOL_VERSION,
     ],
 )
 def test_garbage_on_the_socket_harms_nobody(

@@ -356,7 +356,9 @@ class LocalTier:
     def _unreadable(self, folders: Mapping[str, OSError], found: Sequence[ObjectInfo]) -> UnreadableFolders:
         """The error of a listing that is not complete."""
         errors = {
-            folder: tier_error(error, where=self._where, action="list", key=folder, path=os.path.join(self.root, folder))
+            folder: tier_error(
+                error, where=self._where, action="list", key=folder, path=os.path.join(self.root, folder)
+            )
             for folder, error in folders.items()
         }
         retryable = any(error.retryable for error in errors.values())
