@@ -59,6 +59,15 @@ def _try_writing(path: str) -> None:
     os.unlink(path)
 
 
+def _advice(error: OSError | TierError) -> str:
+    if isinstance(error, PermissionError):
+        return (
+            "; give this user write permission there (users who share a folder need a common group and a umask of 002)"
+            " or choose another directory"
+        )
+    return ""
+
+
 def open_session(
     *,
     local: LocalTierOptions,
@@ -93,7 +102,7 @@ def open_session(
         unsupported, largest = str(error), 0
     except (OSError, TierError) as error:
         # Reported to the other ranks before raising, so that they do not wait for this one.
-        problem, largest = f"rank {rank}: {local.directory} cannot be used: {error}", 0
+        problem, largest = f"rank {rank}: {local.directory} cannot be used: {error}{_advice(error)}", 0
     if rank == 0:
         for tier in remote_tiers:
             try:

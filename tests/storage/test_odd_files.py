@@ -65,7 +65,7 @@ def at_once(work: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(30)
     assert results, "it hangs"
     return results[0]
 
