@@ -310,7 +310,11 @@ class AgentClient:
         )
         try:
             agent.start()
+        except AgentError:
+            agent.close()
+            raise
         except TierError as error:
+            agent.close()
             raise AgentError(
                 f"rank {self.rank}: the local tier {config.local.address} cannot be read: {error}"
             ) from error

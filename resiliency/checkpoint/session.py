@@ -18,6 +18,7 @@ from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_attempt_of_steps, read_attempt
+from resiliency.storage.claims import largest_claim
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.base import Tier
@@ -84,7 +85,11 @@ def open_session(
     try:
         os.makedirs(meta, exist_ok=True)
         _try_writing(os.path.join(meta, f".write-{rank:05d}"))
-        largest = max(read_attempt(local.directory, run), largest_attempt_of_steps(local_tier, run))
+        largest = max(
+            read_attempt(local.directory, run),
+            largest_claim(local.directory, run),
+            largest_attempt_of_steps(local_tier, run),
+        )
     except UnsupportedFormat as error:
         unsupported, largest = str(error), 0
     except (OSError, TierError) as error:
