@@ -128,9 +128,12 @@ class World:
             self._end(self._processes.jobs[0])
         used = {job.host for job in self._processes.jobs if job.alive}
         host = next(host for host in _HOSTS if host not in used)
+        # Of jobs that are starting at the same moment one is let in.
+        racing = [job for job in self._processes.running() if not self._has_loaded(job)]
         job = self._processes.start_job(host, 1 + (action.size < 0.6), action.seed)
-        # A second job may be too quick for the first, or find the folder away.
-        job.disturbed = self._files.is_away
+        job.disturbed = self._files.is_away or bool(racing)
+        for other in racing:
+            other.disturbed = True
         return job
 
     def _end(self, job: RunningJob) -> None:
