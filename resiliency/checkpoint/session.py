@@ -163,6 +163,7 @@ def open_session(
     ready = AgentReady(embedded=client.embedded, problem=problem)
     answers = gather(coordinator, "agent", ready, timeout=options.agree_timeout)
     if problem:
+        client.close(timeout_s=2.0)
         raise failure
     problems = [answer.problem for answer in answers if answer.problem]
     if problems:

@@ -19,7 +19,7 @@ __all__ = ["claim_attempt", "largest_claim"]
 
 logger = logging.getLogger(__name__)
 
-_CLAIM = re.compile(r"attempt-(\d+)")
+_CLAIM = re.compile(r"attempt-(\d{4,18})")
 #: What file systems without hard links answer.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
