@@ -67,8 +67,8 @@ def train(
         assert hasattr(module, name)
         setattr(module, name, value)
     written = Ledger(ledger, job=job, rank=rank, pid=os.getpid())
-    written.write("started")
     orders, chance = _Orders(), random.Random(seed)
+    written.write("started")  # from here on it takes orders
     try:
         checkpointer = Checkpointer(
             LocalTierOptions(directory=directory, keep=2),

@@ -61,6 +61,7 @@ class World:
         self._processes = Processes(zygote, self.directory, ledger, clock, model)
         self._pause = threading.Event()
         self._loaded: Counter[str] = Counter()
+        self._started: Counter[str] = Counter()
         self._errors: dict[str, str] = {}
         self._cuts = False
         self._ledger.write("world", model=model)
@@ -98,6 +99,8 @@ class World:
                 self._processes.children.append(line["child"])
             elif line["what"] == "loaded" and "job" in line:
                 self._loaded[line["job"]] += 1
+            elif line["what"] == "started":
+                self._started[line["job"]] += 1
             elif line["what"] in ("unable", "refused"):
                 self._errors[line.get("job", "")] = line["error"]
         for job in list(self._processes.jobs):
@@ -274,13 +277,14 @@ class World:
         return True
 
     def _signal_a_job(self, action: Action, number: signal.Signals) -> bool:
-        return self._on_a_job(action, lambda job: all(send(rank.pid, number) for rank in job.alive))
+        return self._on_a_job(action, lambda job: self._order(job, number))
+
+    def _order(self, job: RunningJob, number: signal.Signals) -> bool:
+        return self._started[job.name] == len(job.ranks) and all(send(rank.pid, number) for rank in job.alive)
 
     def _roll_back(self, action: Action) -> bool:
         # Only where one rank decides: signals reach two ranks at different steps.
-        return self._on_a_job(
-            action, lambda job: len(job.ranks) == 1 and all(send(rank.pid, signal.SIGHUP) for rank in job.alive)
-        )
+        return self._on_a_job(action, lambda job: len(job.ranks) == 1 and self._order(job, signal.SIGHUP))
 
     def _turn_clock(self, action: Action) -> bool:
         far = (action.size - 0.5) * 2
