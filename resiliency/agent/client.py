@@ -317,7 +317,11 @@ class AgentClient:
         )
         try:
             agent.start()
-        except TierError as error:
+        except (AgentError, TierError) as error:
+            agent.close()
+            self._leave_claim()
+            if isinstance(error, AgentError):
+                raise
             raise AgentError(
                 f"rank {self.rank}: the local tier {config.local.address} cannot be read: {error}"
             ) from error
@@ -361,6 +365,13 @@ class AgentClient:
                         " this host; end it, or give this job its own RESILIENCY_RUN or directory"
                     ) from error
             pause.wait(0.1)  # the kernel does not notify when an address becomes free
+
+    def _leave_claim(self) -> None:
+        """Lets go of what an agent in this process needs. Idempotent."""
+        if self._claim is not None:
+            self._claim.close()
+        if self._embedded_events is not None:
+            self._embedded_events.close()
 
     def _to_send_again(self) -> list[Request]:
         return [*self._unacknowledged.values(), *self._deletes]
@@ -539,10 +550,7 @@ class AgentClient:
             connection, embedded, process = self._socket, self._embedded, self._process
         if embedded is not None:
             embedded.close()
-        if self._claim is not None:
-            self._claim.close()
-        if self._embedded_events is not None:
-            self._embedded_events.close()
+        self._leave_claim()
         if connection is not None:
             try:
                 connection.shutdown(socket.SHUT_RDWR)

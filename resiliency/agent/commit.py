@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from resiliency import faultpoints
 from resiliency.agent._fence import Fence
@@ -30,6 +30,7 @@ __all__ = [
     "check_in_place",
     "check_share",
     "fsync_step",
+    "is_in_place",
     "read_records_here",
     "read_records_of_others",
     "records_of",
@@ -107,19 +108,26 @@ def check_share(seal: Seal, shard0: str) -> None:
         raise FileNotFoundError(errno.ENOENT, "the file that the ranks write together is gone or was changed", shard0)
 
 
-def check_in_place(tier: Tier, step: Manifest | UnfinishedStep) -> None:
-    """Looks whether the files of a step that is about to be committed are still there: the records may have been
-    written into a folder that has been exchanged since.
+def check_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collection[int]) -> None:
+    """Looks whether what these ranks have of a step that is about to be committed is still there: the records may have
+    been written into a folder that has been exchanged since.
 
     Raises:
         FileNotFoundError: one is gone, or of another size.
     """
     folder = os.path.join(tier.root, step_prefix(step.run, step.id))
-    for record in step.shards:
+    for record in (record for record in step.shards if record.rank in ranks):
         for file, nbytes in ((record_file(record.rank), None), (record.file, record.nbytes)):
             path = os.path.join(folder, file)
             if not os.path.isfile(path) or (nbytes is not None and os.path.getsize(path) != nbytes):
                 raise FileNotFoundError(errno.ENOENT, "it was gone before the step was whole", path)
+
+
+def is_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collection[int]) -> bool:
+    """False when a committed step is not where it was any more. Blocks: one small look, at most one for each rank."""
+    folder = os.path.join(tier.root, step_prefix(step.run, step.id))
+    own = [record_file(record.rank) for record in step.shards if record.rank in ranks]
+    return any(os.path.exists(os.path.join(folder, file)) for file in (MANIFEST, *own))
 
 
 def read_records_of_others(

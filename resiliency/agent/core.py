@@ -40,6 +40,7 @@ from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventWriter
 from resiliency.storage.attempts import attempt_file, write_attempt
 from resiliency.storage.catalog import scan, step_prefix
+from resiliency.storage.claims import claim_attempt
 from resiliency.storage.fetch import remove_dead_fetches
 from resiliency.storage.manifest import (
     MANIFEST,
@@ -103,11 +104,13 @@ class HostAgent:
     # -- start --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Ends earlier attempts, lists the local tier and resumes uploads an earlier agent did not finish.
+        """Takes the attempt's number, ends earlier attempts, lists the local tier and resumes uploads an earlier agent
+        did not finish.
 
         Blocks: one listing.
 
         Raises:
+            AgentError: another job has the attempt's number.
             TierError: the local tier cannot be listed.
         """
         self._end_earlier_attempts()
@@ -121,6 +124,12 @@ class HostAgent:
         """Before anything is listed: what an earlier attempt's agent has not committed by now, it never will."""
         config = self.config
         try:
+            if not claim_attempt(config.local.address, config.run, config.attempt, config.token):
+                raise AgentError(
+                    f"another job took attempt {config.attempt} of run {config.run!r} in {config.local.address} at the"
+                    " same moment; end one of the two and start again, or give this job its own RESILIENCY_RUN or"
+                    " directory"
+                )
             write_attempt(config.local.address, config.run, config.attempt)
         except OSError as error:
             # Once a step is saved, its folder name has the attempt too.
@@ -333,7 +342,7 @@ class HostAgent:
         elif isinstance(found, UnfinishedStep):
             return
         try:
-            check_in_place(self._tier, found)
+            check_in_place(self._tier, found, config.local_ranks)
             refused = write_commit(self._tier, found, self._fence)
         except (OSError, TierError, AgentError) as error:
             tier = self.config.local.name

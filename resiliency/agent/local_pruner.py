@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from resiliency.agent._fence import Fence
 from resiliency.agent._removal import Remover
 from resiliency.agent._reporter import Reporter
+from resiliency.agent.commit import is_in_place
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.local_steps import LocalSteps
 from resiliency.errors import TierError
@@ -55,6 +56,7 @@ class LocalPruner:
             AgentError: a later attempt has started.
         """
         tier = self._config.local
+        self._forget_what_is_gone()
         with self._steps.lock:
             durable = [step.committed for step in self._steps.select() if step.committed is not None and step.durable]
             if not durable:
@@ -90,6 +92,22 @@ class LocalPruner:
             self._report.log_deleted(step_id, tier.name)
         if self._delete_dangling_names(newest, due) and not failed:
             self._report.recovered("prune")
+
+    def _forget_what_is_gone(self) -> None:
+        """A step that somebody has taken away replaces no other: nothing is deleted on its account."""
+        while durable := self._steps.select(lambda step: step.committed is not None and step.durable):
+            newest = durable[-1]
+            assert newest.committed is not None
+            if is_in_place(self._tier, newest.committed, self._config.local_ranks):
+                return
+            self._steps.remove(newest.id)
+            self._report.warn_once(
+                "gone",
+                "step %d is not in %s any more, although nothing here has deleted it; what is older is kept until a"
+                " newer step is durable. Look who moves or deletes files there",
+                newest.id.step,
+                self._config.local.address,
+            )
 
     def _delete_dangling_names(self, newest: StepId, due: Mapping[str, StepId]) -> bool:
         """Deletes name files that were requested to be deleted while their step is kept (pinned, or under another

@@ -166,8 +166,12 @@ class AgentServer:
                 return None
             try:
                 self._start_agent(config)
-            except (TierError, OSError) as error:
+            except (AgentError, TierError, OSError) as error:
                 connection.sendall(pack(Refused(reason=str(error))))
+                with self._lock:
+                    # A job that is refused is refused for good, so that nobody else is to be waited for.
+                    self._had_client |= isinstance(error, AgentError)
+                    self._lock.notify_all()
                 return None
             with self._lock:
                 self._clients[rank] = connection
@@ -189,8 +193,14 @@ class AgentServer:
         sink = JsonlSink(config.events) if config.events else NullSink()
         events = EventWriter(run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,))
         events.emit(EventKind.AGENT_STARTED, pid=os.getpid())
-        self._agent = HostAgent(config, self._send, events)
-        self._agent.start()
+        self._agent = None
+        agent = HostAgent(config, self._send, events)
+        try:
+            agent.start()
+        except BaseException:
+            agent.close()
+            raise
+        self._agent = agent
 
     def _flush(self, rank: int, message: Flush) -> None:
         agent = self._agent

@@ -18,6 +18,7 @@ from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_attempt_of_steps, read_attempt
+from resiliency.storage.claims import largest_claim
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.single_files import restore_folders
 from resiliency.storage.tiers._address import local_path
@@ -97,7 +98,11 @@ def open_session(
         os.makedirs(meta, exist_ok=True)
         _try_writing(os.path.join(meta, f".write-{rank:05d}"))
         restore_folders(local_tier, run)
-        largest = max(read_attempt(local.directory, run), largest_attempt_of_steps(local_tier, run))
+        largest = max(
+            read_attempt(local.directory, run),
+            largest_claim(local.directory, run),
+            largest_attempt_of_steps(local_tier, run),
+        )
     except UnsupportedFormat as error:
         unsupported, largest = str(error), 0
     except (OSError, TierError) as error:
@@ -172,6 +177,7 @@ def open_session(
     ready = AgentReady(embedded=client.embedded, problem=problem)
     answers = gather(coordinator, "agent", ready, timeout=options.agree_timeout)
     if problem:
+        client.close(timeout_s=2.0)
         raise failure
     problems = [answer.problem for answer in answers if answer.problem]
     if problems:

@@ -136,6 +136,21 @@ def test_nothing_is_deleted_when_the_fsync_fails(local: Path) -> None:
         assert 1 not in numbers(local) and 4 in numbers(local)
 
 
+def test_what_somebody_has_moved_away_replaces_nothing(local: Path, tmp_path: Path) -> None:
+    with keeping(local, 1) as checkpointer:
+        save(checkpointer, 1, names=("1.ckpt",))
+        save(checkpointer, 2, names=("2.ckpt",))
+        (away,) = (folder for step, folder in step_dirs(local, RUN).items() if step.step == 2)
+        away.rename(tmp_path / "away")
+        checkpointer.delete("1.ckpt")
+        settle(checkpointer)
+        assert numbers(local) == [1], "the last step that is there was deleted for one that is gone"
+        save(checkpointer, 3, names=("3.ckpt",))
+        settle(checkpointer)
+        assert numbers(local) == [3]
+    assert restored(local) == 3
+
+
 def test_what_an_attempt_before_could_not_sync_is_not_taken_for_durable(local: Path) -> None:
     """Its agent committed a step and died before the fsync: the older step, which is safe, must outlive that fsync."""
     with keeping(local, 1) as checkpointer:

@@ -17,11 +17,14 @@ from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Committed, Complete, Delete, Durable, Failed, Notice, Recorded
 from resiliency.agent.protocol import config_to_json, pack
+from resiliency.errors import AgentError
 from resiliency.events import EventWriter
 from resiliency.storage.attempts import read_attempt, write_attempt
+from resiliency.storage.claims import claim_attempt
 from resiliency.storage.names import read_name
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
+from resiliency.testing.checkpoints import make_checkpointer
 from tests.agent.sealing import RUN, config_for, manifest_of, sealed, shard_path, snapshot, step_of
 
 LATER = {"attempt": 2, "token": "ffffff"}
@@ -64,6 +67,28 @@ def test_an_agent_ends_the_attempts_before_its_own_and_no_later_one(local: Path,
     assert read_attempt(str(local), RUN) == 2
     start(config_for(local))  # a trainer of the earlier attempt went on, and started an agent
     assert read_attempt(str(local), RUN) == 2
+
+
+def test_of_two_jobs_that_took_the_same_number_the_second_is_refused(local: Path, start: Any) -> None:
+    """On two hosts, at the same moment: neither could see the other when it counted."""
+    first, _ = start(config_for(local))
+    save(first, 1)
+    before = snapshot(local)
+    with pytest.raises(AgentError, match="another job took attempt 1"):
+        start(config_for(local, node="other", token="ffffff"))
+    assert snapshot(local) == before
+    save(first, 2)
+    assert last(local) == 2
+    start(config_for(local))[0].close()  # a new agent of the same start
+
+
+def test_a_number_taken_by_a_start_that_died_at_once_is_left_out(local: Path) -> None:
+    local.mkdir()
+    assert claim_attempt(str(local), RUN, 1, "0a0b0c")
+    assert not claim_attempt(str(local), RUN, 1, "ffffff") and claim_attempt(str(local), RUN, 1, "0a0b0c")
+    with make_checkpointer(local, run=RUN) as checkpointer:
+        assert checkpointer.session.attempt == 2
+    assert [path.name for path in (local / ".resiliency" / RUN).glob("attempt-*")] == ["attempt-0002"]
 
 
 def test_nothing_is_recorded_committed_named_or_deleted_after_a_later_attempt_began(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import threading
@@ -15,10 +16,10 @@ import pytest
 import torch
 
 from resiliency import faultpoints
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, snapshot
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, session, snapshot
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
-from resiliency.errors import ConfigError, NoCheckpointFound, ResiliencyError, Timeout
+from resiliency.errors import AgentError, ConfigError, NoCheckpointFound, ResiliencyError, Timeout
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
 
@@ -551,6 +552,25 @@ def test_all_ranks_get_the_same_attempt_and_no_two_starts_the_same(tmp_path: Pat
     first, second = run_ranks(3, work), run_ranks(2, work)
     assert len(set(first)) == len(set(second)) == 1
     assert first[0][0] == 1 and second[0][0] == 2 and first[0][1] != second[0][1]
+
+
+@pytest.mark.parametrize("agent", ["process", "embedded"])
+def test_of_two_jobs_that_start_at_the_same_moment_on_two_hosts_one_is_let_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Any
+) -> None:
+    options = dataclasses.replace(QUICK, agent=agent)
+    for counted in ("read_attempt", "largest_claim", "largest_attempt_of_steps"):
+        monkeypatch.setattr(session, counted, lambda *_: 0)  # neither saw anything of the other when it looked
+    monkeypatch.setenv("RESILIENCY_NODE", "host-a")
+    with make_checkpointer(tmp_path, options=options) as first:
+        save(first, 1)
+        monkeypatch.setenv("RESILIENCY_NODE", "host-b")
+        second = make_checkpointer(tmp_path, options=options)
+        with pytest.raises(AgentError, match=r"another job took attempt 1 .* at the same moment"):
+            second.open()
+        second.close()
+        save(first, 2)
+        assert load(first).step == 2
 
 
 def test_a_broken_attempt_file_does_not_matter(tmp_path: Path) -> None:

@@ -69,5 +69,5 @@ def test_whatever_happens_what_is_loaded_is_the_newest_committed_state(tmp_path:
     assert not problems, f"seed {SEED}, in {tmp_path}:\n" + "\n".join(problems)
     assert done.total() >= ACTIONS
     # Otherwise the run has shown little.
-    assert counts["loads"] - counts["excused"] >= ACTIONS // 6, counts
-    assert counts["commits"] >= ACTIONS, counts
+    assert counts["loads judged for the newest"] >= ACTIONS // 6, counts
+    assert counts["commits"] >= ACTIONS // 2, counts

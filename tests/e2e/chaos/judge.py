@@ -53,7 +53,7 @@ class Judge:
 
     Attributes:
         problems: what was wrong, in words.
-        counts: what was judged: "loads", those "excused" (nothing could be demanded), "commits", "refusals", ...
+        counts: of lines, and of what was judged.
     """
 
     def __init__(self) -> None:
@@ -141,9 +141,10 @@ class Judge:
         self.counts[f"loads: {load.line['how']}"] += 1
         self._check_bytes(load, line)
         expected = self._expected(load, line)
-        if expected is None:
-            self.counts["excused"] += 1
+        garbled = line["key"] is not None and line["key"] not in self._saves  # judged already
+        if expected is None or garbled:
             return
+        self.counts["loads judged for the newest"] += 1
         number = self._saves[line["key"]].number if line["key"] in self._saves else -1
         if number < self._saves[expected].number:
             self._problem(line, f"{load.line['how']} gave {line['key']}, although {expected} was committed before")
@@ -185,7 +186,10 @@ class Judge:
         demanded = sorted(load.candidates - load.excused, key=lambda key: self._saves[key].number)
         if not demanded:
             return None
-        newest_there = max((self._saves[key].number for key in still if key in self._saves), default=-1)
+        # What we have taken away may have been the reason for a deletion.
+        replacing = [self._saves[key] for key in still if key in self._saves]
+        replacing += [save for save in self._saves.values() if save.committed and (save.spoiled or save.unsure)]
+        newest_there = max((save.number for save in replacing), default=-1)
         if load.line["scope"] == "newest":  # a name moves on before what it meant is deleted
             while demanded and demanded[-1] not in still and newest_there > self._saves[demanded[-1]].number:
                 demanded.pop()

@@ -19,7 +19,7 @@ from resiliency.checkpoint import checkpointer as engine
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions, Restored, Ticket
 from resiliency.checkpoint.coordinator import Coordinator, SoloCoordinator, StoreCoordinator
 from resiliency.checkpoint.options import LocalTierOptions
-from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.errors import ConfigError, ResiliencyError, Timeout
 from resiliency.storage.stage import Stage
 from tests.e2e.chaos.agent_site.sitecustomize import use_clock
 from tests.e2e.chaos.ledger import Ledger, committed_now, key_of
@@ -67,22 +67,22 @@ def train(
         assert hasattr(module, name)
         setattr(module, name, value)
     written = Ledger(ledger, job=job, rank=rank, pid=os.getpid())
-    written.write("started")
     orders, chance = _Orders(), random.Random(seed)
-    checkpointer = Checkpointer(
-        LocalTierOptions(directory=directory, keep=2),
-        rank=rank,
-        world_size=world_size,
-        coordinator=_coordinator(rank, world_size, port),
-        options=CheckpointerOptions(
-            agree_timeout=_AGREE,
-            fence_timeout=_AGREE,
-            previous_save_timeout=timedelta(seconds=chance.choice([0.2, 2.0])),
-            drain_timeout=timedelta(seconds=10),
-        ),
-    )
-    training = _Training(checkpointer, written, MODELS[model](), rank, chance)
+    written.write("started")  # from here on it takes orders
     try:
+        checkpointer = Checkpointer(
+            LocalTierOptions(directory=directory, keep=2),
+            rank=rank,
+            world_size=world_size,
+            coordinator=_coordinator(rank, world_size, port),
+            options=CheckpointerOptions(
+                agree_timeout=_AGREE,
+                fence_timeout=_AGREE,
+                previous_save_timeout=timedelta(seconds=chance.choice([0.2, 2.0])),
+                drain_timeout=timedelta(seconds=10),
+            ),
+        )
+        training = _Training(checkpointer, written, MODELS[model](), rank, chance)
         checkpointer.open()
         written.write("opened", attempt=checkpointer.session.attempt, token=checkpointer.session.token)
         training.resume()
@@ -99,7 +99,10 @@ def train(
 def _coordinator(rank: int, world_size: int, port: int) -> Coordinator:
     if world_size == 1:
         return SoloCoordinator()
-    store = TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=_AGREE, wait_for_workers=False)
+    try:
+        store = TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=_AGREE, wait_for_workers=False)
+    except RuntimeError as error:
+        raise Timeout(f"rank 0 is not there: {error}") from error
     return StoreCoordinator(store, rank=rank, world_size=world_size, prefix="chaos")
 
 

@@ -61,6 +61,7 @@ class World:
         self._processes = Processes(zygote, self.directory, ledger, clock, model)
         self._pause = threading.Event()
         self._loaded: Counter[str] = Counter()
+        self._started: Counter[str] = Counter()
         self._errors: dict[str, str] = {}
         self._cuts = False
         self._ledger.write("world", model=model)
@@ -98,6 +99,8 @@ class World:
                 self._processes.children.append(line["child"])
             elif line["what"] == "loaded" and "job" in line:
                 self._loaded[line["job"]] += 1
+            elif line["what"] == "started":
+                self._started[line["job"]] += 1
             elif line["what"] in ("unable", "refused"):
                 self._errors[line.get("job", "")] = line["error"]
         for job in list(self._processes.jobs):
@@ -128,9 +131,12 @@ class World:
             self._end(self._processes.jobs[0])
         used = {job.host for job in self._processes.jobs if job.alive}
         host = next(host for host in _HOSTS if host not in used)
+        # Of jobs that are starting at the same moment one is let in.
+        racing = [job for job in self._processes.running() if not self._has_loaded(job)]
         job = self._processes.start_job(host, 1 + (action.size < 0.6), action.seed)
-        # A second job may be too quick for the first, or find the folder away.
-        job.disturbed = self._files.is_away
+        job.disturbed = self._files.is_away or bool(racing)
+        for other in racing:
+            other.disturbed = True
         return job
 
     def _end(self, job: RunningJob) -> None:
@@ -271,13 +277,14 @@ class World:
         return True
 
     def _signal_a_job(self, action: Action, number: signal.Signals) -> bool:
-        return self._on_a_job(action, lambda job: all(send(rank.pid, number) for rank in job.alive))
+        return self._on_a_job(action, lambda job: self._order(job, number))
+
+    def _order(self, job: RunningJob, number: signal.Signals) -> bool:
+        return self._started[job.name] == len(job.ranks) and all(send(rank.pid, number) for rank in job.alive)
 
     def _roll_back(self, action: Action) -> bool:
         # Only where one rank decides: signals reach two ranks at different steps.
-        return self._on_a_job(
-            action, lambda job: len(job.ranks) == 1 and all(send(rank.pid, signal.SIGHUP) for rank in job.alive)
-        )
+        return self._on_a_job(action, lambda job: len(job.ranks) == 1 and self._order(job, signal.SIGHUP))
 
     def _turn_clock(self, action: Action) -> bool:
         far = (action.size - 0.5) * 2

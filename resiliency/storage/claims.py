@@ -1,0 +1,70 @@
+"""One number of an attempt for one start of the job: whoever takes it first has it. No torch.
+
+Two jobs that are started on one folder at the same moment read the same last number, and would both be the attempt
+after it; neither would then be later than the other, and both would commit and delete.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+from contextlib import suppress
+
+from resiliency.storage.manifest import META_DIR
+from resiliency.storage.tiers._keys import partial_name
+
+__all__ = ["claim_attempt", "largest_claim"]
+
+logger = logging.getLogger(__name__)
+
+_CLAIM = re.compile(r"attempt-(\d{4,18})")
+#: What file systems without hard links answer.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def claim_attempt(directory: str, run: str, attempt: int, token: str) -> bool:
+    """Takes the number of an attempt in a local tier for the start with this token. Safe to repeat.
+
+    Returns:
+        False when another start has it. True also on file systems without hard links, where nobody can tell.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder = os.path.join(directory, META_DIR, run)
+    path = os.path.join(folder, f"attempt-{attempt:04d}")
+    temp = os.path.join(folder, partial_name())
+    os.makedirs(folder, exist_ok=True)
+    with open(temp, "w", encoding="ascii") as file:
+        file.write(token)
+    try:
+        os.link(temp, path)  # fails when it is there, and its contents are there with it
+    except FileExistsError:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read() == token
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        logger.info("%s cannot be claimed on a file system without hard links (%s)", path, error)
+    finally:
+        os.unlink(temp)
+    for number in _claims(folder):
+        if number < attempt:
+            with suppress(FileNotFoundError):  # another rank was first
+                os.unlink(os.path.join(folder, f"attempt-{number:04d}"))
+    return True
+
+
+def largest_claim(directory: str, run: str) -> int:
+    """The largest number taken, also by a start that was killed before anything else was written; 0 for none.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    return max(_claims(os.path.join(directory, META_DIR, run)), default=0)
+
+
+def _claims(folder: str) -> list[int]:
+    return [int(found[1]) for name in os.listdir(folder) if (found := _CLAIM.fullmatch(name))]

@@ -1,0 +1,131 @@
+"""The judge of the chaos suite says what is wrong, and excuses only what we did ourselves; and a seed is one order."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.e2e.chaos.judge import Judge
+from tests.e2e.chaos.script import WEIGHTS, actions
+
+Line = dict[str, Any]
+
+
+def save(key: str, *, committed: bool = True, rank: int = 0) -> list[Line]:
+    lines: list[Line] = [
+        {"what": "save", "key": key, "rank": rank, "state": f"state {key}", "own": f"own {key} {rank}"}
+    ]
+    return lines + [{"what": "committed", "key": key}] * committed
+
+
+def loading(scope: str = "newest", *, seen: tuple[str, ...] = (), falls_back: bool = True) -> Line:
+    return {"what": "loading", "load": "1", "how": "a load", "scope": scope, "seen": seen, "falls_back": falls_back}
+
+
+def loaded(key: str | None, *, still: tuple[str, ...] = (), **values: Any) -> Line:
+    line = {"what": "loaded", "load": "1", "rank": 0, "key": key, "state": f"state {key}", "own": f"own {key} 0"}
+    return {**line, "checked": True, "still": still, **values}
+
+
+def refused(*still: str) -> Line:
+    return {"what": "refused", "load": "1", "rank": 0, "error": "an error", "still": still}
+
+
+def damage(*keys: str) -> Line:
+    return {"what": "damage", "keys": keys}
+
+
+def away(*keys: str) -> Line:
+    return {"what": "away", "id": "1", "keys": keys or None}
+
+
+BACK: Line = {"what": "back", "id": "1"}
+AB = [*save("a"), *save("b")]
+
+
+def problems(*lines: Line) -> list[str]:
+    judge = Judge()
+    for line in lines:
+        judge.read(line)
+    return judge.problems
+
+
+WRONG: dict[str, list[Line]] = {
+    "an older state": [*AB, loading(), loaded("a", still=("a", "b"))],
+    "an older state, the newer one was only seen": [
+        *save("a"),
+        *save("b", committed=False),
+        loading(seen=("b",)),
+        loaded("a", still=("a", "b")),
+    ],
+    "nothing": [*AB, loading(), loaded(None, still=("a", "b"))],
+    "an older state, because the newest was deleted for nothing": [*AB, loading(), loaded("a", still=("a",))],
+    "other bytes": [*AB, loading(), loaded("b", still=("a", "b"), state="torn")],
+    "other bytes of a damaged step that were checked": [*AB, damage("b"), loading(), loaded("b", state="torn")],
+    "other bytes of its own": [*AB, loading(), loaded("b", own="of another rank")],
+    "no bytes of its own": [*AB, loading(), loaded("b", own=None)],
+    "what nobody saved": [*AB, loading(), loaded("c")],
+    "an older name": [*AB, loading("named"), loaded("a", still=("a", "b"), checked=False)],
+    "an older name, although the step was deleted": [*AB, *save("c"), loading("named"), loaded("a", still=("c",))],
+    "an error": [*AB, loading(), refused("a", "b")],
+    "an error, although only the newest is damaged": [*AB, damage("b"), loading(), refused("a", "b")],
+    "an older state after all is back": [*AB, away(), BACK, loading(), loaded("a", still=("a", "b"))],
+    "a damaged name that is not the newest": [
+        *AB,
+        damage("a"),
+        loading("named", falls_back=False),
+        refused("a", "b"),
+    ],
+    "two ranks that differ": [*save("a"), {**save("a", rank=1)[0], "state": "other"}],
+}
+
+FINE: dict[str, list[Line]] = {
+    "the newest": [*AB, loading(), loaded("b", still=("a", "b"))],
+    "a newer one, whose commit nobody knew of": [*AB, *save("c", committed=False), loading(), loaded("c")],
+    "the older one when the newest is damaged": [*AB, damage("b"), loading(), loaded("a", still=("a", "b"))],
+    "the older one when the newest is damaged meanwhile": [*AB, loading(), damage("b"), loaded("a")],
+    "the older one when the newest is away": [*AB, away("b"), loading(), loaded("a")],
+    "nothing when all is away": [*AB, away(), loading(), loaded(None)],
+    "nothing when all goes away meanwhile": [*AB, loading(), away(), BACK, loaded(None)],
+    "the older one when something was away at the commit": [
+        *save("a"),
+        *save("b", committed=False),
+        away("x"),
+        BACK,
+        {"what": "committed", "key": "b"},
+        loading(),
+        loaded("a"),
+    ],
+    "what was deleted for a newer one": [*AB, loading(), *save("c"), loaded("a", still=("a", "c"))],
+    "an error about the damaged newest": [*AB, damage("b"), loading(falls_back=False), refused("a", "b")],
+    "what nobody saved, from a file whose head we have damaged": [
+        *AB,
+        {**damage("b"), "head": True},
+        loading("named"),
+        loaded("garbled", checked=False),
+    ],
+    "other bytes of a damaged step that nobody checked": [
+        *AB,
+        damage("b"),
+        loading("one"),
+        loaded("b", state="torn", checked=False),
+    ],
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_the_judge_finds_what_is_wrong(what: str) -> None:
+    assert problems(*WRONG[what])
+
+
+@pytest.mark.parametrize("what", FINE)
+def test_the_judge_accepts_what_is_right(what: str) -> None:
+    assert problems(*FINE[what]) == []
+
+
+def test_a_seed_is_one_order_of_actions() -> None:
+    first, again, other = (list(itertools.islice(actions(seed), 2000)) for seed in (3, 3, 4))
+    assert first == again != other
+    assert {action.kind for action in first} == set(WEIGHTS)
