@@ -119,7 +119,7 @@ class ReplicatedState:
         """The tree with these leaves under their keys. ``partial``: others become empty tensors."""
         tree = self.tree()
         chosen: dict[int, Any] = {}
-        absent = torch.empty(0)
+        absent = torch.empty(0, device="cpu")
         for key, leaf in keyed_leaves(tree).items():
             if key in leaves:
                 chosen.setdefault(id(leaf), leaves[key])
