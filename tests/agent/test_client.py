@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import stat
 import sys
@@ -285,3 +286,18 @@ def test_closing_twice_and_without_opening_does_nothing(local: Path) -> None:
     checkpointer.close()
     checkpointer.close()
     assert not agents()
+
+
+def test_a_process_with_many_open_files_gets_an_agent(local: Path) -> None:
+    """Descriptors from 1024 on are more than select() takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with make_checkpointer(local, options=PROCESS) as checkpointer:
+            assert not checkpointer.session.client.embedded
+            assert save(checkpointer, 1)
+    finally:
+        for fd in many:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
