@@ -99,6 +99,7 @@ class AgentClient:
         self._losses: deque[float] = deque()
         self._flushed: dict[int, bool] = {}
         self._flushes = 0
+        self._woken = False
 
     @property
     def embedded(self) -> bool:
@@ -402,9 +403,18 @@ class AgentClient:
         return messages
 
     def wait_message(self, timeout_s: float) -> bool:
-        """Waits until :meth:`poll` would return something; False when ``timeout_s`` passes first."""
+        """Waits until :meth:`poll` would return something, or :meth:`wake` is called; False when ``timeout_s`` passes
+        first."""
         with self._lock:
-            return self._lock.wait_for(lambda: bool(self._inbox), timeout_s)
+            came = self._lock.wait_for(lambda: bool(self._inbox) or self._woken, timeout_s)
+            self._woken = False
+            return came
+
+    def wake(self) -> None:
+        """Ends the wait in :meth:`wait_message`, now or the next one. Thread: any."""
+        with self._lock:
+            self._woken = True
+            self._lock.notify_all()
 
     def _deliver(self, message: Notice) -> None:
         with self._lock:

@@ -376,9 +376,13 @@ class Checkpointer:
                 replicated=plan.replicated,
             )
 
+        def failed(error: BaseException) -> None:
+            in_flight.failure = error  # reported by the training thread, which may be waiting for the agent
+            parts.session.client.wake()
+
         def done(snapshot: Snapshot) -> None:
             if snapshot.error is not None:
-                in_flight.failure = snapshot.error  # reported by the training thread
+                failed(snapshot.error)
                 return
             files: list[SealedFile] = []
             share = None
@@ -403,7 +407,7 @@ class Checkpointer:
                     path = self._shard_path(save_id, rank)
                     files.append(_write_small(path, rank, small_file(identity(rank), plan.own)))
             except OSError as error:
-                in_flight.failure = error
+                failed(error)
                 return
             faultpoints.hit("save.sealed", rank=rank)
             in_flight.sealed_at = time.monotonic()
@@ -417,7 +421,7 @@ class Checkpointer:
                 done(snapshot)
             except Exception as failure:  # Boundary: the copy thread must go on; the training thread reports it.
                 logger.exception("a shard that was copied could not be told to the agent")
-                in_flight.failure = failure
+                failed(failure)
 
         faultpoints.hit("save.eager", rank=rank)
         if file is None:
