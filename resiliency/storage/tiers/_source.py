@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
+import stat
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
@@ -13,8 +16,24 @@ __all__ = ["Source", "opened"]
 
 
 def opened(path: str) -> BinaryIO:
-    """``path`` for reading, left open."""
-    return open(path, "rb")
+    """The regular file at ``path`` for reading, left open.
+
+    Blocks: not for a pipe, which would wait for a writer. Raises: OSError; IsADirectoryError, and FileNotFoundError for
+    what is neither file nor folder (a pipe, a socket), which listings leave out too.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise FileNotFoundError(errno.ENOENT, "no regular file", path) from error
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISREG(kind):
+        return os.fdopen(fd, "rb")
+    os.close(fd)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise FileNotFoundError(errno.ENOENT, "no regular file", path)
 
 
 class Source:
