@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -241,6 +243,20 @@ def test_several_ranks_without_a_process_group(tmp_path: Path) -> None:
 def test_a_path_object_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Checkpointer(pathlib.Path("~/c"), run=RUN, rank=0, world_size=1).directory == str(tmp_path / "c")
+
+
+@pytest.mark.parametrize("agent", ["embedded", "process"])
+def test_a_folder_whose_name_is_not_utf8(tmp_path: Path, agent: Any) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff\xfe")
+    for expected in (0, 1):
+        with make_checkpointer(folder, options=replace(QUICK, agent=agent)) as checkpointer:
+            assert checkpointer.session.client.embedded == (agent == "embedded")
+            assert len(checkpointer.steps()) == expected
+            if expected:
+                assert differences(load(checkpointer).state, make_state(1)) == []
+            else:
+                save(checkpointer, 1, names=["a.ckpt"])
+    assert torch.load(folder / "a.ckpt", weights_only=True)
 
 
 # ---- what comes back
