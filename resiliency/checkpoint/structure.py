@@ -220,6 +220,7 @@ def _pickled(kind: type[_Pickler], tree: Any, is_leaf: Callable[[type], bool] | 
     try:
         tables = pickler.with_tables(tree)
     except _ContainsItself:
+        del pickler.reducer_override  # as below
         pickler, tables = kind(file, is_leaf), tree
     pickler.dump(tables)
     del pickler.reducer_override  # a closure over the pickler: the cycle would keep every tensor until the next gc
