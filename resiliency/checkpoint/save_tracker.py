@@ -67,6 +67,7 @@ class SaveTracker:
         self.in_flight: InFlightSave | None = None
         self.skipped = 0
         self._last_failure = ""  # not warned of again while nothing else happens
+        self._failing_tiers: set[str] = set()  # warned of, and no save has reached them since
 
     # -- saves of this rank ---------------------------------------------------------------------------------------
 
@@ -203,6 +204,23 @@ class SaveTracker:
         self.in_flight = None
         return in_flight
 
+    def _warn_of(self, message: Failed, *, own: bool) -> None:
+        """Says here what an agent process has said in its own log only. All ranks of a host are told of most failures,
+        of which the first says it; ``own``: only this rank knows."""
+        if self._session.client.embedded or not (own or self._rank == self._session.local_ranks[0]):
+            return
+        again = message.tier in self._failing_tiers
+        self._failing_tiers.add(message.tier)
+        logger.log(
+            logging.DEBUG if again else logging.WARNING,
+            "rank %d: checkpoint of step %d failed on tier %s: %s; training goes on, %s",
+            self._rank,
+            message.id.step,
+            message.tier,
+            message.reason,
+            "it is tried again" if message.retrying else "the next save tries again",
+        )
+
     def _recorded(self, step: StepId) -> None:
         self._land(step)
         if step in self._tickets:
@@ -217,6 +235,7 @@ class SaveTracker:
             return
         ticket.mark_reached(stage, tier)
         self._last_failure = ""
+        self._failing_tiers.discard(tier)
         if tier == LOCAL:
             for old in sorted(self._tickets)[:-_TICKETS]:
                 del self._tickets[old]
@@ -224,11 +243,13 @@ class SaveTracker:
 
     def _failed(self, message: Failed) -> None:
         ticket = self._tickets.get(message.id)
+        in_flight = None
         if ticket is not None and message.tier == LOCAL:
             ticket.failed = message.reason
             in_flight = self._land(message.id)
             if in_flight is not None and in_flight.undo_schedule is not None:
                 in_flight.undo_schedule()
+        self._warn_of(message, own=in_flight is not None)
         self._outcomes.append(
             Outcome(
                 id=message.id,

@@ -301,3 +301,18 @@ def test_a_process_with_many_open_files_gets_an_agent(local: Path) -> None:
         for fd in many:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_fails_in_the_agent_is_said_by_the_trainer_once(local: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The agent's own log is where nobody looks."""
+    with make_checkpointer(local, options=PROCESS) as checkpointer:
+        assert save(checkpointer, 1)
+        for name in ("2.ckpt", "3.ckpt"):
+            (local / name / "full").mkdir(parents=True)
+            ticket = checkpointer.save(int(name[0]), make_state(2), names=[name])
+            assert ticket is not None
+            with pytest.raises(ResiliencyError, match="a folder stands where a file belongs"):
+                ticket.wait(timeout=SOON)
+        said = [text for text in caplog.messages if "a folder stands where a file belongs" in text]
+        assert len(said) == 1 and "checkpoint of step 2 failed on tier local" in said[0]
+        assert save(checkpointer, 4)
