@@ -105,6 +105,7 @@ class AgentClient:
         self._losses: deque[float] = deque()
         self._flushed: dict[int, bool] = {}
         self._flushes = 0
+        self._woken = False
 
     @property
     def embedded(self) -> bool:
@@ -265,7 +266,9 @@ class AgentClient:
                 )
             os.close(ready_child)
             ready_child = -1
-            readable, _, _ = select.select([ready], [], [], _START_S)
+            poller = select.poll()  # select() refuses descriptors from 1024 on
+            poller.register(ready, select.POLLIN)
+            readable = poller.poll(_START_S * 1000)
             started = bool(readable) and os.read(ready, 1) == b"1"
         finally:
             os.close(ready)

@@ -74,4 +74,4 @@ def agent_address(directory: str, run: str, node: str) -> str:
     In Linux' abstract namespace, so a killed agent leaves no file behind.
     """
     identity = f"{os.getuid()}:{os.path.realpath(directory)}:{run}:{node}"
-    return "\0resiliency-" + hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
+    return "\0resiliency-" + hashlib.blake2b(os.fsencode(identity), digest_size=12).hexdigest()

@@ -20,10 +20,15 @@ __all__ = ["engine_name", "is_stock", "link_symbolically", "names_on_disk"]
 logger = logging.getLogger(__name__)
 
 
+#: Bytes of one part of a path, on every file system of Linux.
+_LONGEST_PART = 255
+
+
 def engine_name(path: str, dirpath: str) -> str | None:
     """The name, relative to ``dirpath``, under which the engine saves a checkpoint for ``path``.
 
-    None when it cannot: the path is not below ``dirpath``, or is hidden, as the engine's own folder is.
+    None when it cannot: the path is not below ``dirpath``, is hidden, as the engine's own folder is, or has a part
+    that no tier takes (longer than 255 bytes, or not UTF-8): the stock class writes it, or raises.
     """
     root = dirpath.rstrip("/") + "/"
     if not path.startswith(root):
@@ -31,7 +36,11 @@ def engine_name(path: str, dirpath: str) -> str | None:
     name = posixpath.normpath(path.removeprefix(root))
     if name.startswith((".", "/")) or META_DIR in name.split("/") or any(ord(character) < 32 for character in name):
         return None
-    return name
+    try:
+        fits = all(len(part.encode()) <= _LONGEST_PART for part in name.split("/"))
+    except UnicodeEncodeError:
+        return None
+    return name if fits else None
 
 
 def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:

@@ -71,9 +71,9 @@ class _OfInstances:
 class EngineModelCheckpoint(StockModelCheckpoint):
     """Adds the engine to a stock ``ModelCheckpoint``; see the module docstring.
 
-    A checkpoint whose path is not below ``dirpath``, or hidden there, is written by the stock class, as are all when
-    the engine does not support the strategy, or the Trainer has a CheckpointIO plugin that is not of this library, or
-    ``torch.save`` is not torch's: the stock class calls those.
+    A checkpoint whose path is not below ``dirpath``, hidden there, or no valid file name in UTF-8, is written by the
+    stock class, as are all when the engine does not support the strategy, or the Trainer has a CheckpointIO plugin that
+    is not of this library, or ``torch.save`` is not torch's: the stock class calls those.
 
     Args:
         *args, **kwargs: those of the stock class.
@@ -296,8 +296,9 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         if self._saver is not None and not self._warned_of_stock_file:
             self._warned_of_stock_file = True
             logger.warning(
-                "%s is not below %s, or hidden there; such checkpoints are written by the stock class (slow, not"
-                " verified, not used by auto_resume); pass the folder as dirpath=",
+                "%s is not below %s, or hidden there, or not a name that the engine can give; such checkpoints are"
+                " written by the stock class (slow, not verified, not used by auto_resume); pass the folder as"
+                " dirpath=",
                 filepath,
                 self.dirpath,
             )

@@ -154,8 +154,7 @@ class Checkpointer:
         """The parts of the open checkpointer; opens it if necessary."""
         if self._closed:
             raise ConfigError("this Checkpointer is closed; make a new one")
-        if self._pid != os.getpid():
-            raise ConfigError(f"this Checkpointer belongs to process {self._pid}, of which this is a forked child")
+        self._refuse_forked()
         if self._opened is not None:
             return self._opened
         coordinator = self._coordinator or _default_coordinator(self.rank, self.world_size)
@@ -195,6 +194,15 @@ class Checkpointer:
             node_rank=sorted(set(session.nodes)).index(session.node),
         )
         return self._opened
+
+    @property
+    def _is_forked(self) -> bool:
+        """True in a forked child: saves, threads and the connection to the agent are its parent's."""
+        return self._pid != os.getpid()
+
+    def _refuse_forked(self) -> None:
+        if self._is_forked:
+            raise ConfigError(f"this Checkpointer belongs to process {self._pid}, of which this is a forked child")
 
     @property
     def session(self) -> Session:
@@ -504,8 +512,8 @@ class Checkpointer:
             Seconds it took.
         """
         parts = self._opened
-        if self._pid != os.getpid():
-            return 0.0  # a forked child has none of the copies, and must not write to the parent's file
+        if self._is_forked:
+            return 0.0  # it has none of the copies, and must not write to the parent's file
         in_flight = parts.saves.in_flight if parts is not None else None
         if parts is None or in_flight is None or in_flight.snapshot is None:
             return 0.0
@@ -528,7 +536,7 @@ class Checkpointer:
 
     def poll(self) -> list[Outcome]:
         """Outcomes of earlier saves since the last call. Collective: no. Blocks: no."""
-        if self._opened is None:
+        if self._opened is None or self._is_forked:
             return []
         saves = self._opened.saves
         if saves.in_flight is not None and saves.in_flight.snapshot is not None and self._pid == os.getpid():
@@ -575,7 +583,7 @@ class Checkpointer:
         if tier is not None and tier not in known:
             raise ConfigError(f"tier={tier!r}; pass one of {known}, or None for all")
         parts = self._opened
-        if parts is None:
+        if parts is None or self._is_forked:
             return True
         client, saves = parts.session.client, parts.saves
         deadline = time.monotonic() + timeout.total_seconds()
@@ -601,6 +609,7 @@ class Checkpointer:
     def _wait(self, ticket: Ticket, stage: Stage, tier: str | None, timeout_s: float) -> None:
         parts = self._opened
         assert parts is not None  # there is a ticket
+        self._refuse_forked()
         deadline = time.monotonic() + timeout_s
         if parts.saves.in_flight is not None and parts.saves.in_flight.ticket is ticket:
             self.fence()
@@ -620,8 +629,8 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        if self._pid != os.getpid():
-            return  # a forked child has neither the threads nor the connection
+        if self._is_forked:
+            return  # it has neither the threads nor the connection
         parts = self._opened
         if parts is None:
             return

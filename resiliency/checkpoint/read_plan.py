@@ -92,7 +92,7 @@ def plan_new(keys: Callable[[str], bool] | None = None) -> ReadPlanner:
 
     def plan(stored: Sequence[Chunk]) -> ReadPlan:
         wanted = {
-            chunk.key: torch.empty(chunk.shape, dtype=dtype_from_name(chunk.dtype))
+            chunk.key: torch.empty(chunk.shape, dtype=dtype_from_name(chunk.dtype), device="cpu")
             for chunk in stored
             if keys is None or keys(chunk.key)
         }

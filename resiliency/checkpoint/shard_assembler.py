@@ -179,7 +179,7 @@ class ShardAssembler:
                 return self._replicated.tree(), own
             return self._replicated.with_leaves(plan.tensors, partial=plan.partial), own
         assert self._sharded is not None and plan is not None
-        absent, wanted = torch.empty(0), plan.tensors
+        absent, wanted = torch.empty(0, device="cpu"), plan.tensors
         lookup: Any = (lambda key: wanted.get(key, absent)) if plan.partial else wanted.__getitem__
         return self._sharded.with_leaves(lookup), own
 

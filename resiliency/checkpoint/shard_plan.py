@@ -296,7 +296,7 @@ class ShardPlanner:
         flat = dump(
             {
                 chunk.key if chunk.whole else f"{chunk.key}@{','.join(map(str, chunk.offsets))}": torch.empty(
-                    chunk.sizes, dtype=dtype_from_name(chunk.dtype)
+                    chunk.sizes, dtype=dtype_from_name(chunk.dtype), device="cpu"
                 )
                 for chunk in chunks
             }
@@ -398,7 +398,7 @@ def _flat_structure(keys: Sequence[str], objects: Mapping[str, Any]) -> bytes:
         if flat.leaves or flat.extents or key in keys:
             what = "has the key of a tensor" if key in keys else "holds a tensor, which belongs into a chunk"
             raise ConfigError(f"the object {key!r} {what}")
-    stand_ins = {key: torch.empty(0) for key in keys}
+    stand_ins = {key: torch.empty(0, device="cpu") for key in keys}
     structure = dump({**stand_ins, **objects}, is_leaf=_is_leaf)
     return json.dumps(list(keys)).encode() + b"\n" + structure.data_pickle()
 

@@ -117,7 +117,7 @@ class ShardReader:
         chunk = placed.chunk
         dtype = dtype_from_name(chunk.dtype)
         if placed.end == placed.start:
-            return torch.empty(chunk.sizes, dtype=dtype)
+            return torch.empty(chunk.sizes, dtype=dtype, device="cpu")
         assert self._map is not None
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=placed.end - placed.start, offset=placed.start)
         elements = raw.view(dtype)

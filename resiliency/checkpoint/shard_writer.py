@@ -107,7 +107,7 @@ class FilePlan:
         needed = None
         if writers > 1:
             needed = [any(at in chosen for at in blocks.within(entry.start, entry.end)) for entry in layout.storages]
-        tasks = [CopyTask(torch.empty(0, dtype=torch.uint8), 0, 0)]
+        tasks = [CopyTask(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0)]
         for entry, header in zip(layout.storages, layout.headers, strict=True):
             data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
             tasks.append(CopyTask(data, entry.at, len(header), data.data_ptr()))
@@ -185,7 +185,8 @@ class BouncePool:
         """``nbytes`` bytes, U8; those given before must not be in use any more."""
         if self._buffer is None or self._buffer.numel() < nbytes:
             self._buffer = None  # first free it, then take the larger one
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            pinned = torch.cuda.is_available()
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._buffer[:nbytes]
 
 
@@ -281,7 +282,7 @@ def _from_memory(file: StateFile, copies: list[CopyTask]) -> int:
     ]
     if late is not None:
         early = [number for number, is_late in enumerate(late) if not is_late and extents[number][2]]
-        private = torch.empty(sum([extents[number][2] for number in early]), dtype=torch.uint8)
+        private = torch.empty(sum([extents[number][2] for number in early]), dtype=torch.uint8, device="cpu")
         target = private.data_ptr()
         for number in early:
             tensor, address, nbytes = extents[number]

@@ -123,7 +123,7 @@ class ReplicatedState:
         """The tree with these leaves under their keys. ``partial``: others become empty tensors."""
         tree = self.tree() if self._plain is None else self._plain
         chosen: dict[int, Any] = {}
-        absent = torch.empty(0)
+        absent = torch.empty(0, device="cpu")
         for key, leaf in keyed_leaves(tree).items():
             if key in leaves:
                 chosen.setdefault(id(leaf), leaves[key])

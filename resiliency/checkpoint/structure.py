@@ -221,7 +221,12 @@ def _dump(tree: Any, is_leaf: Callable[[type], bool] | None) -> Structure:
 def _pickled(kind: type[_Pickler], tree: Any, is_leaf: Callable[[type], bool] | None) -> Structure:
     file = io.BytesIO()
     pickler = kind(file, is_leaf)
-    pickler.dump(pickler.with_tables(tree))
+    try:
+        tables = pickler.with_tables(tree)
+    except _ContainsItself:
+        del pickler.reducer_override  # as below
+        pickler, tables = kind(file, is_leaf), tree
+    pickler.dump(tables)
     del pickler.reducer_override  # a closure over the pickler: the cycle would keep every tensor until the next gc
     signature = (pickler.tensors, pickler.storages)
     described = frozenset(pickler.torch_described)
@@ -237,6 +242,10 @@ def _culprit(tree: Any, is_leaf: Any, error: Exception, path: str = "") -> tuple
         except Exception as failure:  # Boundary: as in dump.
             return _culprit(part, is_leaf, failure, f"{path}/{key}" if path else str(key))
     return path, tree, error
+
+
+class _ContainsItself(Exception):
+    """A container of the tree is within itself: copies of containers would not have that."""
 
 
 class _NotPlain(Exception):
@@ -277,8 +286,11 @@ class _Pickler(pickle.Pickler):
         if depth > _DEEPEST or not (class_ is dict or class_ is OrderedDict or class_ is list) or not value:
             return value
         known = self._substitutes.get(id(value))
+        if known is _UNFINISHED:
+            raise _ContainsItself
         if known is not None:
             return known
+        self._substitutes[id(value)] = _UNFINISHED
         made: Any = value
         if class_ is list:
             if type(value[0]) in (dict, OrderedDict, list):
@@ -318,7 +330,7 @@ class _Pickler(pickle.Pickler):
         try:
             if not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)) or any(map(_get_dict, tensors)):
                 return None
-            addresses = list(map(_data_ptr, tensors))
+            addresses, shapes = list(map(_data_ptr, tensors)), list(map(_get_shape, tensors))
         except RuntimeError:  # a sparse, nested or otherwise special tensor
             return None
         indices, first = self.indices, len(self.storages)
@@ -327,7 +339,6 @@ class _Pickler(pickle.Pickler):
         mine = dict(zip(places, range(first, first + len(tensors)), strict=True))
         if len(mine) != len(tensors) or 0 in addresses or not indices.keys().isdisjoint(mine):
             return None  # tied or empty tensors: one by one
-        shapes = list(map(_get_shape, tensors))
         indices.update(mine)
         self.extents += zip(tensors, addresses, sizes, strict=True)
         on_cpu = all(map(_get_is_cpu, tensors))
@@ -340,6 +351,8 @@ class _Pickler(pickle.Pickler):
         raise _NotPlain
 
 
+#: In place of a container's copy while that is made.
+_UNFINISHED = object()
 #: Containers below this depth are left to the pickler.
 _DEEPEST = 16
 _ONLY_TENSORS, _ONLY_DICTS, _NAMES = {Tensor}, {dict}, frozenset({str, int})
@@ -371,11 +384,11 @@ def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callab
             dtype = obj.dtype
             if dtype in plain:
                 try:
-                    address = obj.data_ptr() if obj.is_contiguous() else 0
+                    address, shape = (obj.data_ptr() if obj.is_contiguous() else 0), obj.shape
                 except RuntimeError:  # a sparse, nested or otherwise special tensor
                     return other_tensor(obj)
                 if address and not obj.is_neg() and not obj.__dict__:
-                    shape, nbytes = obj.shape, obj.nbytes
+                    nbytes = obj.nbytes
                     place = (address, nbytes, dtype)
                     index = get(place)
                     if index is None:
@@ -570,7 +583,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _text(value: str) -> bytes:
-    data = value.encode()
+    data = value.encode(errors="surrogatepass")  # as pickle does
     return b"X" + len(data).to_bytes(4, "little") + data
 
 
@@ -578,6 +591,8 @@ def _number(value: int) -> bytes:
     if -(1 << 31) <= value < 1 << 31:
         return b"J" + value.to_bytes(4, "little", signed=True)
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    if len(data) > 255:
+        return b"\x8b" + len(data).to_bytes(4, "little") + data
     return b"\x8a" + bytes([len(data)]) + data
 
 

@@ -282,7 +282,7 @@ def _load_unchecked(
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise CorruptShard(f"{where}: cannot be read ({error})", path=where) from error
     if keys is not None:
-        absent = torch.empty(0)
+        absent = torch.empty(0, device="cpu")
         wanted = {id(leaf) for name, leaf in keyed_leaves(state).items() if keys(name)}
         state = replace_leaves(state, lambda leaf: leaf if id(leaf) in wanted else absent)
     return state, own

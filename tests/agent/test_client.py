@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import stat
 import sys
@@ -285,3 +286,33 @@ def test_closing_twice_and_without_opening_does_nothing(local: Path) -> None:
     checkpointer.close()
     checkpointer.close()
     assert not agents()
+
+
+def test_a_process_with_many_open_files_gets_an_agent(local: Path) -> None:
+    """Descriptors from 1024 on are more than select() takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with make_checkpointer(local, options=PROCESS) as checkpointer:
+            assert not checkpointer.session.client.embedded
+            assert save(checkpointer, 1)
+    finally:
+        for fd in many:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_fails_in_the_agent_is_said_by_the_trainer_once(local: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The agent's own log is where nobody looks."""
+    with make_checkpointer(local, options=PROCESS) as checkpointer:
+        assert save(checkpointer, 1)
+        for name in ("2.ckpt", "3.ckpt"):
+            (local / name / "full").mkdir(parents=True)
+            ticket = checkpointer.save(int(name[0]), make_state(2), names=[name])
+            assert ticket is not None
+            with pytest.raises(ResiliencyError, match="a folder stands where a file belongs"):
+                ticket.wait(timeout=SOON)
+        said = [text for text in caplog.messages if "a folder stands where a file belongs" in text]
+        assert len(said) == 1 and "checkpoint of step 2 failed on tier local" in said[0]
+        assert save(checkpointer, 4)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from resiliency.callbacks._names import engine_name
+from resiliency.callbacks._names import engine_name, is_stock
 from resiliency.checkpoint.checkpointer import Checkpointer
 from tests.callbacks.harness import EMBEDDED, names
 
@@ -19,6 +21,7 @@ KEPT = {
     "/d/a/../e.ckpt": "e.ckpt",
     "/d/with space.ckpt": "with space.ckpt",
     "/d/a/.b.ckpt": "a/.b.ckpt",
+    f"/d/{'x' * 250}.ckpt": f"{'x' * 250}.ckpt",
 }
 NOT_KEPT = [
     "/e/step=1.ckpt",
@@ -31,6 +34,9 @@ NOT_KEPT = [
     "/d/.resiliency/x.ckpt",
     "/d/a/.resiliency/x.ckpt",
     "/d/line\nbreak.ckpt",
+    f"/d/{'x' * 251}.ckpt",
+    f"/d/{'ü' * 126}.ckpt",
+    "/d/\udcff.ckpt",
 ]
 
 
@@ -45,3 +51,17 @@ def test_the_engine_takes_every_such_name(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, options=EMBEDDED) as checkpointer:
         assert checkpointer.save(1, {"x": torch.zeros(1)}, names=list(KEPT.values())) is not None
     assert names(tmp_path) == set(KEPT.values())
+
+
+def test_a_pipe_at_the_place_of_a_checkpoint_is_looked_at_without_waiting(tmp_path: Path) -> None:
+    """Somebody makes one under the name of a checkpoint that is to be removed: opened to be read it waits for ever."""
+    pipe = tmp_path / "step=1.ckpt"
+    os.mkfifo(pipe)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(is_stock(str(pipe))), daemon=True)
+    thread.start()
+    thread.join(10)
+    waited = thread.is_alive()
+    if waited:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    assert not waited and found == [True]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from resiliency import faultpoints
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, session, snapshot
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.errors import AgentError, ConfigError, NoCheckpointFound, ResiliencyError, Timeout
+from resiliency.inspection.by_path import load_path, locate
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
 
@@ -239,6 +244,20 @@ def test_several_ranks_without_a_process_group(tmp_path: Path) -> None:
 def test_a_path_object_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Checkpointer(pathlib.Path("~/c"), run=RUN, rank=0, world_size=1).directory == str(tmp_path / "c")
+
+
+@pytest.mark.parametrize("agent", ["embedded", "process"])
+def test_a_folder_whose_name_is_not_utf8(tmp_path: Path, agent: Any) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff\xfe")
+    for expected in (0, 1):
+        with make_checkpointer(folder, options=replace(QUICK, agent=agent)) as checkpointer:
+            assert checkpointer.session.client.embedded == (agent == "embedded")
+            assert len(checkpointer.steps()) == expected
+            if expected:
+                assert differences(load(checkpointer).state, make_state(1)) == []
+            else:
+                save(checkpointer, 1, names=["a.ckpt"])
+    assert torch.load(folder / "a.ckpt", weights_only=True)
 
 
 # ---- what comes back
@@ -637,3 +656,31 @@ def test_a_rank_that_leaves_first_and_takes_the_store_with_it(tmp_path: Path) ->
     assert [folder for folder in step_dirs(tmp_path / "c").values() if (folder / "manifest.json").exists()]
     records = {path.name for folder in step_dirs(tmp_path / "r").values() for path in folder.glob("*.json")}
     assert "shard-00001.json" in records, "rank 1's part was never sent"
+
+
+class _FactoriesNeedADevice(TorchFunctionMode):
+    """What ``torch.set_default_device`` is made of. Tensors that are made without a device would be elsewhere."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = kwargs or {}
+        if func in _device_constructors() and made.get("device") is None:
+            raise AssertionError(f"{func.__name__} without a device")
+        return func(*args, **made)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_default_device_of_the_user_is_not_used_by_the_engine(checkpointer: Checkpointer, lazy: bool) -> None:
+    """A wrong one ended the process: bytes were copied to the address of a tensor that is on another device."""
+    state = {**make_state(1), "turned": torch.arange(12.0).view(3, 4).t(), "small": torch.ones(3)}
+    other = {**make_state(2), "turned": torch.zeros(4, 3), "small": torch.zeros(3)}
+    with _FactoriesNeedADevice():
+        save(checkpointer, 1, state, per_rank={"rng": torch.get_rng_state()}, lazy=lazy, names=["a.ckpt"])
+        got = load(checkpointer)
+        filled = load(checkpointer, into=other)
+        located = locate(str(Path(checkpointer.directory, "a.ckpt")))
+        assert located is not None
+        by_path, _ = load_path(located)
+    assert differences(got.state, state) == differences(filled.state, state) == differences(by_path, state) == []
+    with torch.device("meta"):
+        save(checkpointer, 2, state, per_rank={"rng": torch.get_rng_state()}, lazy=lazy)
+        assert differences(load(checkpointer).state, state) == []

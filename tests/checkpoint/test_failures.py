@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import subprocess
@@ -18,7 +19,7 @@ import torch
 from resiliency import faultpoints
 from resiliency.agent import uploader
 from resiliency.checkpoint import checkpointer as checkpointer_module
-from resiliency.checkpoint import snapshot
+from resiliency.checkpoint import shard_writer, snapshot
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
@@ -155,6 +156,34 @@ def test_a_copy_that_fails_fails_its_save_only(local: Path, monkeypatch: pytest.
         assert saved(checkpointer, 3)
         assert checkpointer.flush(timeout=SOON)
     assert loads(local) == 3
+
+
+def test_who_waits_for_a_save_whose_end_fails_is_told_at_once(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the file is written after the fence, while the training thread waits for the agent."""
+    waits = threading.Event()
+
+    def broken(*_: Any) -> bytes:
+        waits.wait(10)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with make_checkpointer(local) as checkpointer:
+        assert saved(checkpointer, 1)
+        real = checkpointer.session.client.wait_message
+
+        def waiting(timeout_s: float) -> bool:
+            waits.set()
+            return real(timeout_s)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(shard_writer, "archive_tail", broken)
+            patched.setattr(checkpointer.session.client, "wait_message", waiting)
+            ticket = checkpointer.save(2, make_state(2))
+            assert ticket is not None
+            began = time.monotonic()
+            with pytest.raises(ResiliencyError, match="No space left"):
+                ticket.wait(timeout=SOON)
+            assert time.monotonic() - began < SOON.total_seconds() / 2
+        assert saved(checkpointer, 3)
 
 
 def test_prepared_files_removed_behind_our_back(local: Path) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from resiliency.checkpoint import arena, snapshot
 from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.errors import ConfigError
+from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, step_dirs
 
 SOON = timedelta(seconds=30)
@@ -328,3 +330,31 @@ def test_a_rank_stopped_in_the_middle_of_a_save_changes_nothing_of_the_attempt_a
     with make_checkpointer(LocalTierOptions(directory=str(tmp_path), keep=2)) as checkpointer:
         restored = checkpointer.load()
         assert restored is not None and restored.step == 7
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_says_nothing_to_the_agent_of_its_parent(tmp_path: Path) -> None:
+    """It leaves through Lightning's exception hooks, say, which flush: on the connection that it has from the parent."""
+    options = replace(QUICK, agent="process")
+    with make_checkpointer(LocalTierOptions(directory=str(tmp_path)), options=options) as checkpointer:
+        first = checkpointer.save(1, make_state(1), names=["1.ckpt"])
+        assert first is not None
+        first.wait(timeout=SOON)
+        later = checkpointer.save(2, make_state(2), names=["2.ckpt"])
+        assert later is not None
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                began = time.monotonic()
+                flushed = checkpointer.flush(timeout=timedelta(seconds=8))
+                outcomes = checkpointer.poll()
+                try:
+                    later.wait(Stage.DURABLE, timeout=timedelta(seconds=8))
+                except ConfigError:
+                    code = 0 if flushed and not outcomes and time.monotonic() - began < 4 else 2
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not checkpointer.session.client._flushed, "the agent has answered somebody else"
+        assert checkpointer.flush(timeout=SOON) and later.has_reached(Stage.DURABLE)

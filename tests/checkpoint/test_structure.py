@@ -562,3 +562,36 @@ def test_the_place_of_a_storage_is_known(name: str) -> None:
     dumped.set_keys([2, 0, 1])
     assert dumped.key_of(0) == f"x/{name}" and dumped.key_of(1) == "y/0"
     assert dumped.key_of(2) == "storage 2"
+
+
+# ---- trees that are hard to walk
+
+
+def _family(children: int) -> dict[str, Any]:
+    parent: dict[str, Any] = {"weight": torch.ones(2), "children": []}
+    parent["children"] = [{"parent": parent, "number": i, "weight": torch.full((2,), i)} for i in range(children)]
+    return parent
+
+
+def test_containers_within_themselves_come_back_as_the_same_containers(trip: Round) -> None:
+    """Forty children of one parent: walked as a tree this would have no end."""
+    endless: list[Any] = [torch.ones(1)]
+    endless.append([endless])
+    path = trip.save({"family": _family(40), "endless": endless})
+    for tree in (torch.load(path, weights_only=True), trip.checkpointer.load().state):  # type: ignore[union-attr]
+        family = tree["family"]
+        assert all(child["parent"] is family for child in family["children"]) and len(family["children"]) == 40
+        assert [float(child["weight"][0]) for child in family["children"]] == list(range(40))
+        assert tree["endless"][1][0] is tree["endless"]
+
+
+@pytest.mark.parametrize("name", ["\udc80", "a\udcffb", 1 << 70, 1 << 3000, -(1 << 2100)])
+def test_names_that_only_pickle_can_spell_are_kept(trip: Round, name: Any) -> None:
+    """A file name that is not UTF-8 is a text with lone surrogates; the state of a callback has file names as keys."""
+    assert trip.problems({"table": {name: torch.ones(3)}, "inner": {"x": {name: torch.ones(2)}}}) == []
+
+
+def test_nested_tensors_come_back() -> None:
+    made = torch.nested.nested_tensor([torch.ones(2), torch.full((3,), 2.0)])
+    for tree in ({"x": made}, [made], {"x": made, "y": torch.ones(1)}):
+        assert dump(tree).extents

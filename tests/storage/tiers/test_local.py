@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -506,3 +510,36 @@ def test_opening_a_local_tier_imports_neither_fsspec_nor_torch() -> None:
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert child.returncode == 0, child.stderr
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_what_is_no_file_is_no_object_and_is_not_waited_for(tier: LocalTier, kind: str) -> None:
+    tier.put_bytes("a", b"1")
+    path = tier.path("b")
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path)
+    done = threading.Event()
+
+    def end_waiting_readers() -> None:
+        while not done.wait(2):
+            with suppress(OSError):  # nobody reads
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+    writer = threading.Thread(target=end_waiting_readers)
+    writer.start()
+    began = time.monotonic()
+    with pytest.raises(FileNotFoundError):
+        tier.read("b")
+    with pytest.raises(FileNotFoundError):
+        tier.read_range("b", 0, 1)
+    with pytest.raises(TierError, match="no regular file"):
+        tier.put_file("c", path)
+    took = time.monotonic() - began
+    done.set()
+    writer.join()
+    assert took < 1.5 and [info.key for info in tier.list("")] == ["a"]
+    tier.alias("a", "b")
+    assert tier.read("b") == b"1"
