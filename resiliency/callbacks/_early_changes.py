@@ -1,4 +1,4 @@
-"""Finds out in the first steps of a fit whether something changes parameters where a late copy would still read them."""
+"""Finds out in the first steps of a fit whether something changes parameters that a late copy would still read."""
 
 from __future__ import annotations
 

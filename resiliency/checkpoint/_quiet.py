@@ -23,8 +23,8 @@ from torch import Tensor
 __all__ = ["Question", "can_ask"]
 
 _VERSION = operator.attrgetter("_version")
-#: Imported by the first torch.compile. Compiled code counts what its kernels change when all of them are done, and is at
-#: byte codes in between.
+#: Imported by the first torch.compile. Compiled code counts what its kernels change when all of them are done, and is
+#: at byte codes in between.
 _COMPILED = "torch._functorch.aot_autograd"
 
 
