@@ -36,6 +36,7 @@ from resiliency.agent.messages import (
     Recorded,
     Refused,
     Request,
+    Rescan,
     Seal,
 )
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
@@ -94,6 +95,7 @@ class AgentClient:
         # Sent again to the next agent when this one dies; an agent may get either twice.
         self._unacknowledged: dict[StepId, Seal] = {}  # until recorded or failed
         self._deletes: deque[Delete] = deque(maxlen=64)
+        self._loaded: Rescan | None = None
         self._socket: socket.socket | None = None
         self._embedded: HostAgent | None = None
         self._embedded_events: EventWriter | None = None
@@ -377,7 +379,8 @@ class AgentClient:
             self._embedded_events.close()
 
     def _to_send_again(self) -> list[Request]:
-        return [*self._unacknowledged.values(), *self._deletes]
+        loaded = [self._loaded] if self._loaded is not None else []  # first: the deletions must not take it
+        return [*loaded, *self._unacknowledged.values(), *self._deletes]
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -388,6 +391,8 @@ class AgentClient:
                 self._unacknowledged[message.id] = message
             elif isinstance(message, Delete):
                 self._deletes.append(message)
+            elif isinstance(message, Rescan):
+                self._loaded = message
             if self._embedded is not None:
                 self._embedded.handle(self.rank, message)
                 return

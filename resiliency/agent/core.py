@@ -51,7 +51,7 @@ from resiliency.storage.manifest import (
     gather_records,
     shard_file,
 )
-from resiliency.storage.retention import DeleteRequest
+from resiliency.storage.retention import DeleteRequest, Hold
 from resiliency.storage.single_files import drop_folders
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -267,6 +267,7 @@ class HostAgent:
             self._check_attempt(rank, message.id)
             self._commits.submit(partial(self._complete, message.id, all_recorded=True))
         elif isinstance(message, Rescan):
+            self._hold(message)
             self._commits.submit(self._rescan)
         elif isinstance(message, Bye):
             self._left.add(rank)
@@ -280,10 +281,18 @@ class HostAgent:
                 f" ({self.config.token}); the message is ignored"
             )
 
+    def _hold(self, message: Rescan) -> None:
+        if message.loaded is None:
+            return
+        hold = Hold(step=message.loaded, line=message.line, attempt=self.config.attempt, token=self.config.token)
+        self._pruner.hold(hold)
+        for uploader in self._uploaders:
+            uploader.hold(hold)
+
     def _delete(self, message: Delete) -> None:
         # Before the first save of this attempt, the names point to steps of earlier attempts.
-        upto = message.after or StepId(0, self.config.attempt, "")
-        requests = dict.fromkeys(message.names, DeleteRequest(upto=upto, after=message.after))
+        request = DeleteRequest(upto=message.after, after=message.after, attempt=self.config.attempt)
+        requests = dict.fromkeys(message.names, request)
         self._pruner.request(requests)
         for uploader in self._uploaders:
             uploader.delete(requests)

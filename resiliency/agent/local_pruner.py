@@ -13,7 +13,7 @@ from resiliency.agent.config import AgentConfig
 from resiliency.agent.local_steps import LocalSteps
 from resiliency.errors import TierError
 from resiliency.storage.names import delete_names, read_name
-from resiliency.storage.retention import DeleteRequest, live_names, steps_to_delete
+from resiliency.storage.retention import DeleteRequest, Hold, due_requests, live_names, steps_to_delete
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
@@ -38,7 +38,13 @@ class LocalPruner:
         self._fence = fence
         self._config, self._tier, self._steps, self._remover, self._report = config, tier, steps, remover, report
         self._requests: dict[str, DeleteRequest] = {}
+        self._held: Hold | None = None
         self._lock = threading.Lock()
+
+    def hold(self, hold: Hold) -> None:
+        """Keeps this step and its names until one that follows it is durable."""
+        with self._lock:
+            self._held = hold
 
     def request(self, requests: Mapping[str, DeleteRequest]) -> None:
         """Adds names to delete once the step they wait for is durable."""
@@ -62,17 +68,26 @@ class LocalPruner:
             if not durable:
                 return
             newest = max(step.id for step in durable)
+            # Before a save of this attempt is safe nothing goes by its age: the newest may be damaged, and the ranks
+            # may be reading the others.
+            started = any(step.id.of_attempt(self._config.attempt, self._config.token) for step in durable)
             with self._lock:
-                due = {name: request.upto for name, request in self._requests.items() if request.is_due(newest)}
+                held = self._held.held(durable) if self._held is not None else frozenset()
+                due = due_requests(self._requests, durable, held)
+            unfinished = [step.id for step in self._steps.select(lambda step: step.committed is None)]
             kept = self._steps.select(lambda step: step.pins > 0 or (step.committed is not None and not step.durable))
+            busy = {step.id for step in kept} | held
             to_delete = steps_to_delete(
                 durable,
-                [step.id for step in self._steps.select(lambda step: step.committed is None)],
-                keep=tier.keep,
+                unfinished if started else [],
+                keep=tier.keep if started else None,
                 keep_named=tier.keep_named,
                 deleted=due,
-                busy={step.id for step in kept},
+                busy=busy,
             )
+            if started:  # no agent of an earlier attempt commits here any more, whatever the number of its step
+                over = [step for step in unfinished if step > newest and step.attempt < self._config.attempt]
+                to_delete += [step for step in over if step not in busy]
         failed = False
         for step_id in to_delete:
             try:

@@ -163,7 +163,15 @@ class Delete:
 
 @dataclass(frozen=True, kw_only=True)
 class Rescan:
-    """The trainer has added files to the local tier (a restore): list it again."""
+    """The trainer has added files to the local tier (a restore): list it again.
+
+    Attributes:
+        loaded: the step it has restored, which stays until a save that follows it is durable; None: nothing to keep.
+        line: line of descent of the saves to come.
+    """
+
+    loaded: StepId | None = None
+    line: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.errors import AgentError, TierError
 from resiliency.storage.catalog import StepListing, scan
 from resiliency.storage.deletion import delete_step
-from resiliency.storage.retention import DeleteRequest, steps_to_delete
+from resiliency.storage.retention import DeleteRequest, Hold, due_requests, steps_to_delete
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["RemotePruner"]
@@ -35,10 +35,15 @@ class RemotePruner:
         self._spec = spec
         self._reporter = reporter
         self._requested: dict[str, DeleteRequest] = {}
+        self._held: Hold | None = None
 
     def request(self, requests: Mapping[str, DeleteRequest]) -> None:
         """Adds names to delete once the step they wait for (``after``) or a newer one is committed on this tier."""
         self._requested.update(requests)
+
+    def hold(self, hold: Hold) -> None:
+        """Keeps this step and its names until one that follows it is committed on this tier."""
+        self._held = hold
 
     def prune(self, tier: Tier) -> None:
         """Deletes what may be deleted. Call after a step was sent: older steps are deleted only when a newer one is
@@ -70,16 +75,17 @@ class RemotePruner:
     def _deletable(self, listings: Iterable[StepListing]) -> list[StepListing]:
         by_id = {listing.id: listing for listing in listings}
         committed = [found.manifest for found in by_id.values() if found.manifest is not None and found.committed]
-        newest = max((manifest.id for manifest in committed), default=None)
-        requested = {
-            name: request.upto
-            for name, request in dict(self._requested).items()
-            if newest is not None and request.is_due(newest)
-        }
+        held = self._held.held(committed) if self._held is not None else frozenset()
+        requested = due_requests(dict(self._requested), committed, held)
         # Unfinished steps newer than every committed one stay: another host may still be sending its part.
         unfinished = [found.id for found in by_id.values() if not found.committed and found.readable]
         steps = steps_to_delete(
-            committed, unfinished, keep=self._spec.keep, keep_named=self._spec.keep_named, deleted=requested
+            committed,
+            unfinished,
+            keep=self._spec.keep,
+            keep_named=self._spec.keep_named,
+            deleted=requested,
+            busy=held,
         )
         return [by_id[step] for step in steps]
 

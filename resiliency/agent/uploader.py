@@ -25,7 +25,7 @@ from resiliency.agent.remote_pruner import RemotePruner
 from resiliency.agent.step_sender import has_step, send_step
 from resiliency.errors import AgentError, ConfigError, CorruptShard, TierError
 from resiliency.storage.manifest import ShardRecord
-from resiliency.storage.retention import DeleteRequest
+from resiliency.storage.retention import DeleteRequest, Hold
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
@@ -152,6 +152,10 @@ class Uploader:
     def delete(self, requests: Mapping[str, DeleteRequest]) -> None:
         """Adds names to delete on this tier, see :meth:`RemotePruner.request`."""
         self._pruner.request(requests)
+
+    def hold(self, hold: Hold) -> None:
+        """Keeps the step that the job stands on, see :class:`Hold`."""
+        self._pruner.hold(hold)
 
     def holds(self, step: StepId) -> bool:
         """True when the step is committed on the tier. Blocks: one read, with the tier's own retries."""

@@ -389,6 +389,7 @@ class CheckpointSaver:
         trainer, callback = self._trainer, self._callback
         if engine.pending:
             self.session.fence()
+        self.session.level_lines()
         if _lightning.about_to_end(trainer):
             engine.flush(Stage.COMMITTED, timeout=_LAST_SAVE_TIMEOUT)
         state = dumped or self._adapter.dump_state(trainer, weights_only=callback.save_weights_only)

@@ -116,6 +116,13 @@ class TrainerSession:
                 self._step_events = log_steps(self.steps, lambda: engine.session.events)
         return shared
 
+    def level_lines(self) -> None:
+        """Makes all engines save in one line of descent, so that steps in several folders can be compared."""
+        if len(self.engines) > 1:
+            line = max(shared.engine.line for shared in self.engines.values())
+            for shared in self.engines.values():
+                shared.engine.rise_to_line(line)
+
     def release(self, user: EngineUser, *, close: Callable[[Checkpointer], None]) -> None:
         """Ends one callback's use of an engine; the last user closes it, and the last user of all ends the session."""
         key = user.places.key

@@ -210,6 +210,15 @@ class Checkpointer:
         return self._parts().session
 
     @property
+    def line(self) -> int:
+        """Line of descent of the next save, the same on all ranks, see :mod:`resiliency.checkpoint.lineage`."""
+        return self.session.lineage.line
+
+    def rise_to_line(self, line: int) -> None:
+        """Makes the next saves part of a line with a larger number, if ``line`` is larger. Every rank calls it."""
+        self.session.lineage.rise_to(line)
+
+    @property
     def directory(self) -> str:
         """Folder of the local tier."""
         return self._local.directory
@@ -684,7 +693,8 @@ class Checkpointer:
         Args:
             into: a state tree whose tensors (plain or DTensor) are filled in place; None: new CPU tensors are made
                 (then the state must not hold DTensors of which no rank wants all).
-            step: which step; None: the newest.
+            step: which step; None: the newest. What is saved after loading an older step is newer than all that was
+                saved before, whatever its number.
             allow_pickle: also restore objects of unknown classes. Only for checkpoints you trust.
             keys: with ``into=None``: load only tensors whose key passes; the others become empty tensors.
             reads: instead of ``into`` and ``keys``: called with every chunk the step stores, returns the copies to
@@ -710,7 +720,7 @@ class Checkpointer:
         planner = plan_new(keys) if keys is not None else planner
         parts = self._parts()
         self.fence()
-        return parts.restorer.load(planner=planner, step=step, allow_pickle=allow_pickle)
+        return parts.restorer.load(planner=planner, step=step, allow_pickle=allow_pickle, saved=parts.saves.newest)
 
     def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
         """Steps that could be restored now, newest first, with their names. Collective: yes.

@@ -13,6 +13,7 @@ from typing import TypeVar
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.storage.inventory import StepInventory
 from resiliency.storage.sources import BadCopy
+from resiliency.storage.step_id import StepId
 from resiliency.storage.typed_json import decode, encode
 
 __all__ = ["AgentReady", "CopyProblem", "InventoryReport", "ProblemReport", "RankReport", "SharedFolder", "gather"]
@@ -27,6 +28,7 @@ class RankReport:
     Attributes:
         node: host, as :class:`~resiliency.settings.Environment` names it.
         largest_attempt: the largest attempt number found on the tiers this rank reads; 0 for none.
+        largest_line: likewise the largest line of descent.
         token: 6 hex digits drawn by this rank; rank 0's becomes the attempt's.
         problem: why a tier cannot be used; empty when all can.
         unsupported: the error about checkpoints in another version of the format; empty for none.
@@ -34,6 +36,7 @@ class RankReport:
 
     node: str
     largest_attempt: int
+    largest_line: int
     token: str
     problem: str = ""
     unsupported: str = ""
@@ -65,10 +68,12 @@ class InventoryReport:
 
     Attributes:
         entries: one per source and step.
+        saved: the newest save of this rank in this process, which may not be listed yet.
         problem: why a tier could not be listed; empty when all could.
     """
 
     entries: tuple[StepInventory, ...]
+    saved: StepId | None = None
     problem: str = ""
 
 

@@ -117,11 +117,17 @@ class Restorer:
         self.rank = coordinator.rank
         self._shards = ShardAccess(here=here, openers=self._openers, run=run, rank=self.rank, events=session.events)
 
-    def load(self, *, planner: ReadPlanner | None, step: StepId | None, allow_pickle: bool) -> Restored | None:
-        """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.load`. Collective: yes."""
+    def load(
+        self, *, planner: ReadPlanner | None, step: StepId | None, allow_pickle: bool, saved: StepId | None = None
+    ) -> Restored | None:
+        """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.load`. Collective: yes.
+
+        Args:
+            saved: the newest save of this rank so far, which may not be committed yet.
+        """
         request = _Request(planner=planner, allow_pickle=allow_pickle, began=time.monotonic())
         self._session.events.emit(EventKind.RESTORE_STARTED)
-        inventory = self._inventory()
+        inventory, newest_saved = self._inventory(saved)
         problems: list[CopyProblem] = []
         for _ in range(_MAX_PLANS):
             plan = self._plan(inventory, {problem.copy for problem in problems}, only=step)
@@ -133,7 +139,8 @@ class Restorer:
                 if restored is not None:
                     if step is None:
                         self._tell_passed_over(inventory, problems, restored.id)
-                    self._session.client.send(Rescan())
+                    line = self._go_on_from(plan.step, inventory, newest_saved)
+                    self._session.client.send(Rescan(loaded=plan.step, line=line))
                     return restored
             problems += found
         self._raise_reason(inventory, problems, step)
@@ -141,7 +148,7 @@ class Restorer:
 
     def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
         """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.steps`. Collective: yes."""
-        inventory = self._inventory()
+        inventory, _ = self._inventory()
         names: dict[StepId, tuple[str, ...]] = {}
         for entry in inventory:
             names[entry.step] = tuple(dict.fromkeys((*names.get(entry.step, ()), *entry.names)))
@@ -185,8 +192,11 @@ class Restorer:
 
     # -- inventory --------------------------------------------------------------------------------------------------
 
-    def _inventory(self) -> list[StepInventory]:
-        """The inventory of all sources, the same list on every rank. Collective: yes.
+    def _inventory(self, saved: StepId | None = None) -> tuple[list[StepInventory], StepId | None]:
+        """The inventory of all sources, the same list on every rank, and the newest save of any. Collective: yes.
+
+        Args:
+            saved: the newest save of this rank.
 
         Raises:
             TierError: some tiers could not be listed, and no checkpoint was found on the others.
@@ -199,7 +209,7 @@ class Restorer:
                 entries += list_inventory(open_source(source, self._openers), self._run, source)
         except (TierError, UnsupportedFormat) as error:
             problem = f"rank {self.rank}: {error}"
-        own_report = InventoryReport(entries=tuple(entries), problem=problem)
+        own_report = InventoryReport(entries=tuple(entries), saved=saved, problem=problem)
         reports = gather(self._coordinator, "inventory", own_report, timeout=self._agree_timeout)
         problems = "; ".join(report.problem for report in reports if report.problem)
         inventory = [entry for report in reports for entry in report.entries]
@@ -207,7 +217,17 @@ class Restorer:
             raise TierError(f"checkpoints cannot be listed: {problems}", retryable=True)
         if problems:
             logger.warning("some checkpoints cannot be listed: %s; restoring from the others", problems)
-        return inventory
+        return inventory, max((report.saved for report in reports if report.saved is not None), default=None)
+
+    def _go_on_from(self, step: StepId, inventory: Sequence[StepInventory], saved: StepId | None) -> int:
+        """Notes that the job goes on from a step; returns the line of the next save. Same on every rank."""
+        # Unfinished steps do not count: an attempt that was killed during a save goes on from the one before.
+        committed = [entry.step for entry in inventory if entry.lost]
+        whole = self._plan(inventory, only=None)
+        committed += [step, *([whole.step] if whole is not None else []), *([saved] if saved is not None else [])]
+        return self._session.lineage.loaded(
+            step, newest=max(committed), largest=max(entry.step.line for entry in inventory)
+        )
 
     def _raise_reason(
         self, inventory: Sequence[StepInventory], problems: Sequence[CopyProblem], step: StepId | None

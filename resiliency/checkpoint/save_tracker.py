@@ -76,7 +76,8 @@ class SaveTracker:
 
     def next_id(self, step: int) -> StepId:
         """Identity of the next save of ``step`` in this attempt."""
-        return StepId(step, self._session.attempt, self._session.token, self._serials.get(step, 0))
+        session = self._session
+        return StepId(step, session.attempt, session.token, self._serials.get(step, 0), session.lineage.line)
 
     def begin(self, ticket: Ticket, supersedes: Sequence[str]) -> InFlightSave:
         """Registers a started save as the one in flight."""

@@ -11,13 +11,14 @@ from datetime import timedelta
 from resiliency.agent.client import AgentClient
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.checkpoint.coordinator import Coordinator
+from resiliency.checkpoint.lineage import Lineage
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.rank_messages import AgentReady, RankReport, SharedFolder, gather
 from resiliency.checkpoint.shard_plan import HostPart
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.settings import Environment
-from resiliency.storage.attempts import largest_attempt_of_steps, read_attempt
+from resiliency.storage.attempts import largest_of_steps, read_attempt
 from resiliency.storage.claims import largest_claim
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.single_files import restore_folders
@@ -35,6 +36,7 @@ class Session:
 
     Attributes:
         attempt, token: identity of the attempt.
+        lineage: the line of descent that its saves belong to.
         nodes: host of each rank, ``[world_size]``.
         node: host of this rank.
         local_ranks: ranks of this host.
@@ -46,6 +48,7 @@ class Session:
 
     attempt: int
     token: str
+    lineage: Lineage
     nodes: tuple[str, ...]
     node: str
     local_ranks: tuple[int, ...]
@@ -94,24 +97,23 @@ def open_session(
     rank, world_size = coordinator.rank, coordinator.world_size
     meta = os.path.join(local.directory, META_DIR, run)
     problem = unsupported = ""
+    largest = line = 0
     try:
         os.makedirs(meta, exist_ok=True)
         _try_writing(os.path.join(meta, f".write-{rank:05d}"))
         restore_folders(local_tier, run)
-        largest = max(
-            read_attempt(local.directory, run),
-            largest_claim(local.directory, run),
-            largest_attempt_of_steps(local_tier, run),
-        )
+        largest, line = largest_of_steps(local_tier, run)
+        largest = max(largest, read_attempt(local.directory, run), largest_claim(local.directory, run))
     except UnsupportedFormat as error:
-        unsupported, largest = str(error), 0
+        unsupported = str(error)
     except (OSError, TierError) as error:
         # Reported to the other ranks before raising, so that they do not wait for this one.
-        problem, largest = f"rank {rank}: {local.directory} cannot be used: {error}{_advice(error)}", 0
+        problem = f"rank {rank}: {local.directory} cannot be used: {error}{_advice(error)}"
     if rank == 0:
         for tier in remote_tiers:
             try:
-                largest = max(largest, largest_attempt_of_steps(tier, run))
+                there = largest_of_steps(tier, run)
+                largest, line = max(largest, there[0]), max(line, there[1])
             except UnsupportedFormat as error:
                 unsupported = unsupported or str(error)
             except TierError as error:
@@ -119,6 +121,7 @@ def open_session(
     own_report = RankReport(
         node=environment.node,
         largest_attempt=largest,
+        largest_line=line,
         token=secrets.token_hex(3),
         problem=problem,
         unsupported=unsupported,
@@ -131,6 +134,7 @@ def open_session(
     if problems:
         raise TierError("; ".join(dict.fromkeys(problems)), retryable=False)
     attempt = max(report.largest_attempt for report in reports) + 1
+    lineage = Lineage(max(report.largest_line for report in reports))
     token = reports[0].token
     nodes = tuple(report.node for report in reports)
     node = nodes[rank]
@@ -185,7 +189,16 @@ def open_session(
         raise TierError("; ".join(problems), retryable=False)
     together = len(set(nodes)) == 1 and not any(answer.embedded for answer in answers)
     return Session(
-        attempt, token, nodes, node, local_ranks, together, events, client, _host_part(rank, local_ranks, shared)
+        attempt,
+        token,
+        lineage,
+        nodes,
+        node,
+        local_ranks,
+        together,
+        events,
+        client,
+        _host_part(rank, local_ranks, shared),
     )
 
 

@@ -181,7 +181,8 @@ def _print_facts(console: Console, view: StepView) -> None:
     hosts = sorted({shard.node for shard in view.manifest.shards}) if view.manifest is not None else []
     facts = {
         "run": view.run,
-        "step": f"{view.id.step}, attempt {view.id.attempt}, token {view.id.token}, serial {view.id.serial}",
+        "step": f"{view.id.step}, attempt {view.id.attempt}, token {view.id.token}, serial {view.id.serial},"
+        f" line {view.id.line}",
         "names": ", ".join(view.names),
         "created": utc(view.created),
         "size": size(view.nbytes),

@@ -1,4 +1,4 @@
-"""Finds the largest attempt number of a run, from which the next attempt counts. No torch."""
+"""Finds the largest numbers of a run, from which the next attempt and the next line count. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from resiliency.storage.tiers.base import Tier
 #: Of a number; what is longer is none.
 _MOST_BYTES = 64
 
-__all__ = ["attempt_file", "largest_attempt_of_steps", "read_attempt", "write_attempt"]
+__all__ = ["attempt_file", "largest_of_steps", "read_attempt", "write_attempt"]
 
 
 def attempt_file(directory: str, run: str) -> str:
@@ -49,11 +49,12 @@ def write_attempt(directory: str, run: str, attempt: int) -> None:
     os.replace(temp, path)  # at once, because agents read it while they work
 
 
-def largest_attempt_of_steps(tier: Tier, run: str) -> int:
-    """The largest attempt of the steps on a tier; 0 for none. Blocks: one listing.
+def largest_of_steps(tier: Tier, run: str) -> tuple[int, int]:
+    """The largest attempt and the largest line of the steps on a tier; 0 for none. Blocks: one listing.
 
     Raises:
         UnsupportedFormat: the run holds steps that another version of the format wrote.
         TierError: the tier cannot be listed.
     """
-    return max((step.attempt for step in step_folders(tier, run)), default=0)
+    steps = step_folders(tier, run)
+    return max((step.attempt for step in steps), default=0), max((step.line for step in steps), default=0)

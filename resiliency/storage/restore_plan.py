@@ -82,10 +82,10 @@ def plan_restore(
 
 
 def _best_first(by_step: Mapping[StepId, Sequence[StepInventory]]) -> list[StepId]:
-    """Newest attempt and step first. Among saves of one step, one that resumes exactly comes before a later one that
+    """Newest line and step first. Among saves of one step, one that resumes exactly comes before a later one that
     does not (for example one in the middle of gradient accumulation)."""
     exact = {step: all(entry.exact for entry in entries) for step, entries in by_step.items()}
-    return sorted(by_step, key=lambda step: (step.attempt, step.step, exact[step], step), reverse=True)
+    return sorted(by_step, key=lambda step: (step.line, step.step, exact[step], step), reverse=True)
 
 
 def _plan_of_step(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from resiliency.storage.manifest import StepRecords
 from resiliency.storage.step_id import StepId
 
-__all__ = ["DeleteRequest", "live_names", "steps_to_delete"]
+__all__ = ["DeleteRequest", "Hold", "due_requests", "live_names", "steps_to_delete"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +22,70 @@ class DeleteRequest:
     """A request to delete a name.
 
     Attributes:
-        upto: the newest step the request covers; later saves under the same name stay.
+        upto: the newest step the request covers; later saves under the same name stay. None: those of attempts before
+            ``attempt``.
         after: this step or a later one must be durable before anything is deleted; None: any step.
+        attempt: that made the request; used without ``upto``.
     """
 
-    upto: StepId
+    upto: StepId | None
     after: StepId | None = None
+    attempt: int = 0
+
+    def newest_covered(self, known: Iterable[StepId]) -> StepId | None:
+        """The newest step that it covers, of the known ones; None: it covers none of them."""
+        if self.upto is not None:
+            return self.upto
+        return max((step for step in known if step.attempt < self.attempt), default=None)
 
     def is_due(self, newest_durable: StepId) -> bool:
         """True once ``after`` or a later step is durable."""
         return self.after is None or newest_durable >= self.after
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold:
+    """The step that the job stands on: it was loaded, so it is good, and newer ones may be damaged.
+
+    Attributes:
+        step: the step. Kept until one saved after it by the same attempt is safe.
+        line: line of descent of the saves that follow it.
+        attempt, token: the attempt that loaded it.
+    """
+
+    step: StepId
+    line: int
+    attempt: int
+    token: str
+
+    def held(self, safe: Iterable[StepRecords]) -> frozenset[StepId]:
+        """The step, unless one of these, which are durable, follows it."""
+        for step in (found.id for found in safe):
+            if step.of_attempt(self.attempt, self.token) and step.line == self.line and step > self.step:
+                return frozenset()
+        return frozenset([self.step])
+
+
+def due_requests(
+    requests: Mapping[str, DeleteRequest], safe: Collection[StepRecords], held: Collection[StepId]
+) -> dict[str, StepId]:
+    """Names that may be deleted now, each with the newest step the request covers.
+
+    Args:
+        requests: by name.
+        safe: the durable steps.
+        held: steps that keep their names for now.
+    """
+    known = [step.id for step in safe]
+    if not known:
+        return {}
+    live, newest = live_names(safe), max(known)
+    due: dict[str, StepId] = {}
+    for name, request in requests.items():
+        upto = request.newest_covered(known)
+        if upto is not None and request.is_due(newest) and live.get(name) not in held:
+            due[name] = upto
+    return due
 
 
 def live_names(committed: Iterable[StepRecords], *, deleted: Mapping[str, StepId] | None = None) -> dict[str, StepId]:
@@ -70,7 +124,7 @@ def steps_to_delete(
         keep: how many steps to keep by age; None: all.
         keep_named: whether a name keeps its step, see the module's docstring.
         deleted: as in :func:`live_names`.
-        busy: steps being written or sent, which stay for now.
+        busy: steps being written or sent, and the one the job stands on, which stay for now.
     """
     if not committed:
         return []

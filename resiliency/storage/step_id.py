@@ -10,70 +10,90 @@ from typing import Any
 
 __all__ = ["StepId"]
 
-_STEP_DIR = re.compile(r"^(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})$")
+_STEP_DIR = re.compile(r"^(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})(?:-l(\d{4,}))?$")
 
 
 @total_ordering
 @dataclass(frozen=True)
 class StepId:
-    """Identity of one checkpoint: the step, and which save of which attempt of the run it is.
+    """Identity of one checkpoint: the step, which save of which attempt of the run it is, and its line of descent.
 
-    Ordered by attempt first: what a later start of the job saved is newer than anything an earlier start left, even
-    when the later one went back to an older step (because the newest was damaged, or because the user wanted to).
+    Ordered by line first, then by step. A start that goes on from the newest step stays on that step's line. One that
+    goes back (because the newest step was damaged, or because the user wanted to) begins a new line, so that what is
+    saved from there on is the newest, whatever its number. See resiliency.checkpoint.lineage.
 
     Attributes:
         step: optimizer step (Lightning's ``global_step``), >= 0.
         attempt: 1 for the first start of the run, counted up at each start.
         token: 6 hex digits drawn at the start of the attempt, so that two starts never share a folder.
         serial: 0 for the first save of the step in the attempt, then 1, 2, ...
+        line: number of the line of descent, 1 or more. None: the attempt's number, as in folders that do not name it.
     """
 
     step: int
     attempt: int
     token: str
     serial: int = 0
+    line: int = None  # type: ignore[assignment]  # set below
+
+    def __post_init__(self) -> None:
+        if self.line is None:
+            object.__setattr__(self, "line", self.attempt)
 
     @property
     def dirname(self) -> str:
         """Name of the step's folder."""
-        return f"{self.step:010d}-a{self.attempt:04d}-{self.token}-{self.serial:02d}"
+        name = f"{self.step:010d}-a{self.attempt:04d}-{self.token}-{self.serial:02d}"
+        return name if self.line == self.attempt else f"{name}-l{self.line:04d}"
 
     @classmethod
     def parse(cls, dirname: str) -> StepId | None:
         """The identity a folder name spells, or None when it is not a step folder."""
         match = _STEP_DIR.match(dirname)
-        return cls(int(match[1]), int(match[2]), match[3], int(match[4])) if match else None
+        if match is None:
+            return None
+        attempt = int(match[2])
+        line = attempt if match[5] is None else int(match[5])
+        if match[5] is not None and line in (0, attempt):
+            return None  # nobody writes it, and it would be another name of one step
+        return cls(int(match[1]), attempt, match[3], int(match[4]), line)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepId:
-        """The identity that ``step``, ``attempt``, ``token`` and ``serial`` of a JSON object spell.
+        """The identity that ``step``, ``attempt``, ``token``, ``serial`` and ``line`` of a JSON object spell.
 
         Raises:
-            KeyError, TypeError, ValueError: one is missing, of another type or cannot be.
+            KeyError, TypeError, ValueError: one is missing (but the line), of another type or cannot be.
         """
-        numbers = [data["step"], data["attempt"], data["serial"]]
+        line = data["line" if "line" in data else "attempt"]
+        numbers = [data["step"], data["attempt"], data["serial"], line]
         if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-            raise TypeError(f"step, attempt and serial must be whole numbers, not {numbers}")
-        found = cls(data["step"], data["attempt"], str(data["token"]), data["serial"])
+            raise TypeError(f"step, attempt, serial and line must be whole numbers, not {numbers}")
+        found = cls(data["step"], data["attempt"], str(data["token"]), data["serial"], line)
         if cls.parse(found.dirname) != found:
             raise ValueError(f"{found} is no identity of a step")
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The four fields, for JSON."""
-        return {"step": self.step, "attempt": self.attempt, "token": self.token, "serial": self.serial}
+        """The five fields, for JSON."""
+        return {
+            "step": self.step,
+            "attempt": self.attempt,
+            "token": self.token,
+            "serial": self.serial,
+            "line": self.line,
+        }
 
     def of_attempt(self, attempt: int, token: str) -> bool:
         """True when it was saved by this start of the job."""
         return (self.attempt, self.token) == (attempt, token)
 
+    @property
+    def _order(self) -> tuple[int, int, int, int, str]:
+        return self.line, self.step, self.attempt, self.serial, self.token
+
     def __lt__(self, other: StepId) -> bool:
-        return (self.attempt, self.step, self.serial, self.token) < (
-            other.attempt,
-            other.step,
-            other.serial,
-            other.token,
-        )
+        return self._order < other._order
 
     def __str__(self) -> str:
         again = f", save {self.serial + 1}" if self.serial else ""

@@ -87,7 +87,7 @@ MESSAGES: list[Message] = [
     Complete(id=STEP),
     Delete(names=("a.ckpt",), after=STEP),
     Delete(names=()),
-    Rescan(),
+    Rescan(loaded=StepId(5, 2, "0a0b0c", 1, 1), line=7),
     Flush(ticket=1, stage=Stage.DURABLE, tier="store", timeout_s=2),
     Bye(),
     Welcome(pid=3),

@@ -27,16 +27,17 @@ import torch
 import xxhash
 
 SAMPLE = Path(os.environ.get("FORMAT_SAMPLE", Path(__file__).parent / "samples" / "format-3"))
-FOLDER = re.compile(r"(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})")
+FOLDER = re.compile(r"(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})(?:-l(\d{4,}))?")
 STEPS = [("pretrain", 10), ("pretrain", 20), ("sharded", 10)]
-Id = tuple[int, int, str, int]
+Id = tuple[int, int, str, int, int]
 
 
 # -- the page in code: steps ------------------------------------------------------------------------------------------
 
 
 def identity(fields: Mapping[str, Any]) -> Id:
-    return fields["step"], fields["attempt"], fields["token"], fields["serial"]
+    line = fields.get("line", fields["attempt"])
+    return fields["step"], fields["attempt"], fields["token"], fields["serial"], line
 
 
 def folders(run: str) -> dict[Id, Path]:
@@ -45,8 +46,8 @@ def folders(run: str) -> dict[Id, Path]:
     for path in (SAMPLE / ".resiliency" / run / "steps").iterdir():
         match = FOLDER.fullmatch(path.name)
         assert match is not None, path
-        found[int(match[1]), int(match[2]), match[3], int(match[4])] = path
-    return dict(sorted(found.items(), key=lambda item: (item[0][1], item[0][0], item[0][3], item[0][2])))
+        found[int(match[1]), int(match[2]), match[3], int(match[4]), int(match[5] or match[2])] = path
+    return dict(sorted(found.items(), key=lambda item: [item[0][index] for index in (4, 0, 1, 3, 2)]))
 
 
 def folder_of(run: str, step: int) -> Path:
@@ -192,7 +193,10 @@ def shards_of(run: str, step: int) -> list[Shard]:
 
 
 def test_the_folders_spell_the_identities_and_order_them() -> None:
-    assert [(step, attempt, serial) for step, attempt, _, serial in folders("pretrain")] == [(10, 1, 0), (20, 1, 0)]
+    assert [(step, attempt, serial, line) for step, attempt, _, serial, line in folders("pretrain")] == [
+        (10, 1, 0, 1),
+        (20, 1, 0, 1),
+    ]
     assert (SAMPLE / ".resiliency" / "pretrain" / "attempt").read_text() == "1"
 
 

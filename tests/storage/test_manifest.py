@@ -242,9 +242,13 @@ def test_a_flipped_version_is_damage_and_not_another_format() -> None:
     st.integers(1, 10**6),
     st.text("0123456789abcdef", min_size=6, max_size=6),
     st.integers(0, 10**6),
+    st.none() | st.integers(1, 10**6),
 )
-def test_folder_names_and_json_spell_the_step(step: int, attempt: int, token: str, serial: int) -> None:
-    found = StepId(step, attempt, token, serial)
+def test_folder_names_and_json_spell_the_step(
+    step: int, attempt: int, token: str, serial: int, line: int | None
+) -> None:
+    found = StepId(step, attempt, token, serial) if line is None else StepId(step, attempt, token, serial, line)
+    assert found.line == (line or attempt) and ("-l" in found.dirname) is (found.line != attempt)
     assert StepId.parse(found.dirname) == found == StepId.from_dict(json.loads(json.dumps(found.to_dict())))
 
 
@@ -260,14 +264,31 @@ def test_folder_names_and_json_spell_the_step(step: int, attempt: int, token: st
         "0000000001-a0001-0a0b0c-00/x",
         "-0000000001-a0001-0a0b0c-00",
         "0000000001-a0001-0a0b0c-0\n",
+        "0000000001-a0002-0a0b0c-00-l0002",
+        "0000000001-a0002-0a0b0c-00-l0000",
+        "0000000001-a0002-0a0b0c-00-l1",
+        "0000000001-a0002-0a0b0c-00-l0001x",
     ],
 )
 def test_other_folder_names_are_no_steps(name: str) -> None:
     assert StepId.parse(name) is None
 
 
-def test_what_a_later_start_saved_is_newer() -> None:
-    """Also when it went back to an older step, because the newest was damaged or the user wanted to."""
+def test_steps_are_ordered_by_line_then_step_then_who_saved_it() -> None:
+    steps = [
+        StepId(step, attempt, token, serial, line)
+        for line in (1, 2, 11)
+        for step in (0, 9, 10, 10**9)
+        for attempt in (1, 3, 12)
+        for serial in (0, 1, 10)
+        for token in ("0a0b0c", "ffffff")
+    ]
+    assert sorted(reversed(steps)) == steps and len(set(steps)) == len(steps)
+
+
+def test_identities_without_a_line_are_ordered_by_attempt() -> None:
+    """Those of folders that were written before there were lines."""
+    assert StepId.from_dict({"step": 5, "attempt": 3, "token": "0a0b0c", "serial": 0}).line == 3
     steps = [
         StepId(step, attempt, "0a0b0c", serial)
         for attempt in (1, 2, 11)
