@@ -57,7 +57,7 @@ lint: $(STAMP)
 
 test: $(STAMP) lint
 	$(PYTEST) -m "not kill"
-	$(PYTEST) -m kill -o faulthandler_timeout=900
+	$(PYTEST) -m kill -o faulthandler_timeout=880
 
 demo: $(STAMP)
 	$(PY) -m recipes.quickstart.demo

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import _long_ones_first
+
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 LEAKS = {
@@ -57,3 +59,28 @@ def test_gpu_tests_are_counted_where_there_is_no_gpu(
     result = run_pytest(tmp_path, code, *options)
     assert "2 gpu tests need CUDA and were not run" in result.stdout
     assert "1 passed" in result.stdout
+
+
+class _Item:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_closest_marker(self, marker: str) -> object:
+        return marker if self.name.isupper() else None
+
+
+@pytest.mark.parametrize(
+    ("names", "workers", "expected"),
+    [
+        ("abCdEfGh", 1, "CEGabdfh"),
+        ("abCdEfGh", 2, "CEabGdfh"),  # the second worker begins with the fifth
+        ("abcD", 2, "Dabc"),
+        ("ABCDe", 2, "ABCDe"),
+        ("A", 3, "A"),
+        ("", 2, ""),
+        ("abc", 2, "abc"),
+    ],
+)
+def test_each_worker_begins_with_its_part_of_the_long_tests(names: str, workers: int, expected: str) -> None:
+    ordered = _long_ones_first([_Item(name) for name in names], workers=workers)  # type: ignore[misc]
+    assert "".join(item.name for item in ordered) == expected
