@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -38,7 +38,7 @@ from resiliency.storage.fetch import copy_checked
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, shard_file
 from resiliency.storage.names import read_name
 from resiliency.storage.own_record import read_own_record
-from resiliency.storage.shard_file import RANK_STATE, Identity
+from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, Identity, read_identity
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._regular_file import opened
@@ -167,7 +167,7 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
         listing=listing,
         world_size=facts.world_size,
         replicated=facts.replicated,
-        files={**_files_of(listing), **files},
+        files={**_files_of(listing), **files, **_linked(tier, name, identity, listing)},
     )
     if identity.rank != 0 or not (located.replicated or located.is_checked):
         raise NoCheckpointFound(
@@ -189,6 +189,18 @@ def _own_record(tier: Tier, name: str, identity: Identity) -> ShardRecord:
     if nbytes is None:
         raise NoCheckpointFound(f"{where} is gone")
     return read_own_record(identity, lambda start, end: tier.read_range(name, start, end), nbytes, where=where)
+
+
+def _linked(tier: Tier, name: str, identity: Identity, listing: StepListing) -> dict[int, str]:
+    """Where a name is a link to the step's own file, that file: a name may move on before it is opened, the file is of
+    this step for ever."""
+    if not tier.is_local or 0 not in listing.records:
+        return {}
+    own = listing.key(listing.records[0])
+    try:
+        return {0: own} if os.path.samefile(f"{tier.root}/{name}", f"{tier.root}/{own}") else {}
+    except OSError:
+        return {}  # one of them has just gone; opening it says so
 
 
 def _rank_of(key: str) -> int | None:
@@ -276,9 +288,12 @@ def _load_unchecked(
     )
     path = where if located.tier.is_local else _download(located.tier, key, os.path.join(scratch, "copy.ckpt"))
     try:
-        with harmless_classes():
-            state = torch.load(path, map_location="cpu", weights_only=not allow_pickle)
-            own = _own_state(path, allow_pickle) if rank == 0 else None
+        # Opened once: a name may move on to another step between two looks.
+        with open(path, "rb") as file, harmless_classes():
+            _check_same(file.read(IDENTITY_BYTES), located)
+            file.seek(0)
+            state = torch.load(file, map_location="cpu", weights_only=not allow_pickle)
+            own = _own_state(file, where, allow_pickle) if rank == 0 else None
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise CorruptShard(f"{where}: cannot be read ({error})", path=where) from error
     if keys is not None:
@@ -288,18 +303,25 @@ def _load_unchecked(
     return state, own
 
 
-def _own_state(path: str, allow_pickle: bool) -> Any:
-    with opened(path) as file:
-        size = file.seek(0, os.SEEK_END)
+def _check_same(head: bytes, located: Located) -> None:
+    where = located.where(0)
+    found = read_identity(head, where=where)
+    if found is None or (found.run, found.id) != (located.run, located.id):
+        holds = f"{found.id} of run {found.run!r}" if found is not None else "something else"
+        raise NoCheckpointFound(f"{where} was {located.id} when it was looked up, and is {holds} now; look it up again")
 
-        def read(start: int, end: int) -> bytes:
-            file.seek(start)
-            return file.read(end - start)
 
-        entry = read_directory(read, size, where=path).get(RANK_STATE)
-        if entry is None:
-            return None
-        data = read(entry.start, entry.end)
+def _own_state(file: BinaryIO, where: str, allow_pickle: bool) -> Any:
+    size = file.seek(0, os.SEEK_END)
+
+    def read(start: int, end: int) -> bytes:
+        file.seek(start)
+        return file.read(end - start)
+
+    entry = read_directory(read, size, where=where).get(RANK_STATE)
+    if entry is None:
+        return None
+    data = read(entry.start, entry.end)
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
 
 

@@ -5,6 +5,9 @@ The order of the actions follows from a seed, which is printed. A longer run, or
 
     RESILIENCY_CHAOS_ACTIONS=3000 RESILIENCY_CHAOS_SEED=17 pytest -m kill tests/e2e/test_chaos.py -s
 
+``RESILIENCY_CHAOS_ROLL_BACK=1`` adds jobs that load an older step and go on from there. What is newest then follows the
+line of descent, which an order by attempts alone does not; that is why they are not in every run.
+
 What happened is in the folder that a failure names: ``ledger.jsonl`` has a line for every save, load and action.
 """
 

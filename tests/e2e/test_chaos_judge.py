@@ -13,7 +13,17 @@ from tests.e2e.chaos.script import WEIGHTS, actions
 Line = dict[str, Any]
 
 
+def named(key: str) -> str:
+    """A short word as a save; of the first attempt, unless it begins with a number."""
+    return f"{key}-a{key[0] if key[0].isdigit() else 1}"
+
+
+def opened(attempt: int) -> Line:
+    return {"what": "opened", "attempt": attempt}
+
+
 def save(key: str, *, committed: bool = True, rank: int = 0) -> list[Line]:
+    key = named(key)
     lines: list[Line] = [
         {"what": "save", "key": key, "rank": rank, "state": f"state {key}", "own": f"own {key} {rank}"}
     ]
@@ -21,24 +31,26 @@ def save(key: str, *, committed: bool = True, rank: int = 0) -> list[Line]:
 
 
 def loading(scope: str = "newest", *, seen: tuple[str, ...] = (), falls_back: bool = True) -> Line:
-    return {"what": "loading", "load": "1", "how": "a load", "scope": scope, "seen": seen, "falls_back": falls_back}
+    known = [named(key) for key in seen]
+    return {"what": "loading", "load": "1", "how": "a load", "scope": scope, "seen": known, "falls_back": falls_back}
 
 
 def loaded(key: str | None, *, still: tuple[str, ...] = (), **values: Any) -> Line:
+    key = named(key) if key is not None else None
     line = {"what": "loaded", "load": "1", "rank": 0, "key": key, "state": f"state {key}", "own": f"own {key} 0"}
-    return {**line, "checked": True, "still": still, **values}
+    return {**line, "checked": True, "still": [named(one) for one in still], **values}
 
 
 def refused(*still: str) -> Line:
-    return {"what": "refused", "load": "1", "rank": 0, "error": "an error", "still": still}
+    return {"what": "refused", "load": "1", "rank": 0, "error": "an error", "still": [named(key) for key in still]}
 
 
 def damage(*keys: str) -> Line:
-    return {"what": "damage", "keys": keys}
+    return {"what": "damage", "keys": [named(key) for key in keys]}
 
 
 def away(*keys: str) -> Line:
-    return {"what": "away", "id": "1", "keys": keys or None}
+    return {"what": "away", "id": "1", "keys": [named(key) for key in keys] or None}
 
 
 BACK: Line = {"what": "back", "id": "1"}
@@ -78,10 +90,18 @@ WRONG: dict[str, list[Line]] = {
         loading("named", falls_back=False),
         refused("a", "b"),
     ],
+    "a commit of yesterday's job": [opened(1), *save("a"), opened(2), *save("1b")],
     "two ranks that differ": [*save("a"), {**save("a", rank=1)[0], "state": "other"}],
 }
 
 FINE: dict[str, list[Line]] = {
+    "a commit of what was begun before the later attempt": [
+        opened(1),
+        *save("a", committed=False),
+        opened(2),
+        {"what": "committed", "key": named("a")},
+        *save("2b"),
+    ],
     "the newest": [*AB, loading(), loaded("b", still=("a", "b"))],
     "a newer one, whose commit nobody knew of": [*AB, *save("c", committed=False), loading(), loaded("c")],
     "the older one when the newest is damaged": [*AB, damage("b"), loading(), loaded("a", still=("a", "b"))],
@@ -94,7 +114,7 @@ FINE: dict[str, list[Line]] = {
         *save("b", committed=False),
         away("x"),
         BACK,
-        {"what": "committed", "key": "b"},
+        {"what": "committed", "key": named("b")},
         loading(),
         loaded("a"),
     ],

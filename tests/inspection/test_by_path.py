@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import pickle
 import shutil
 from datetime import timedelta
@@ -123,6 +124,29 @@ def test_a_copy_elsewhere_may_hold_what_a_checkpoint_may_hold(tmp_path: Path) ->
     assert located is not None and not located.is_checked
     found, found_own = load_path(located)
     assert differences(found, state) == [] and found_own == own
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_name_that_moves_on_after_it_was_looked_up_gives_the_step_it_was_or_says_so(
+    series: Series, checked: bool
+) -> None:
+    """As last.ckpt beside a job that saves: never parts of two steps, and no damage is reported where none is."""
+    name = series.local_dir / "last.ckpt"
+    if not checked:
+        shutil.copytree(series.local_dir, series.local_dir.parent / "moved")
+        shutil.rmtree(series.local_dir / ".resiliency")
+    os.link(series.local_dir / "step=10.ckpt", name)
+    located = locate(str(name))
+    assert located is not None and located.is_checked is checked
+    name.unlink()
+    os.link(series.local_dir / "step=20.ckpt", name)
+    if checked:
+        state, own = load_path(located)
+        assert differences(state, make_state(10)) == [] and own is not None
+    else:
+        with pytest.raises(NoCheckpointFound, match="look it up again"):
+            load_path(located)
+        assert step_of(name) == 20
 
 
 def test_a_copy_beside_its_step_is_checked(series: Series, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,7 @@
 """What follows from the ledger: was everything that was loaded a committed state, bit for bit, and the newest there was?
 
+And nothing that is begun by a job of yesterday is committed.
+
 *Newest* is the committed save that was begun last, by the order of the ledger, whatever numbers the library gives to
 steps and attempts. A load must not give an older one than the newest whose commit somebody had noticed before the load
 began, unless we spoiled that one before the load was over, or the library deleted it for one that is newer still.
@@ -24,6 +26,7 @@ class _Save:
         committed: a rank was told so.
         spoiled: damaged or taken away for good by us.
         unsure: something was away while it was being committed, so parts of it may lie where it is not looked for.
+        over: a later attempt had been opened before it was begun, so that it must not be committed.
     """
 
     number: int
@@ -32,6 +35,7 @@ class _Save:
     committed: bool = False
     spoiled: bool = False
     unsure: bool = False
+    over: bool = False
 
 
 @dataclass
@@ -63,7 +67,9 @@ class Judge:
         self._loads: dict[str, _Load] = {}
         self._away: dict[str, list[str] | None] = {}
         self._head_damaged = False
+        self._newest_attempt = 0
         self._readers: dict[str, Callable[[dict[str, Any]], None]] = {
+            "opened": self._opened,
             "save": self._save,
             "committed": self._committed,
             "damage": self._damage,
@@ -81,15 +87,26 @@ class Judge:
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
+    def _opened(self, line: dict[str, Any]) -> None:
+        if not self._away:  # in a folder made anew attempts are counted from 1
+            self._newest_attempt = max(self._newest_attempt, line["attempt"])
+        self.counts["opened"] += 1
+
     def _save(self, line: dict[str, Any]) -> None:
-        save = self._saves.setdefault(line["key"], _Save(len(self._saves), line["state"], unsure=bool(self._away)))
+        new = _Save(len(self._saves), line["state"], unsure=bool(self._away), over=self._is_over(line["key"]))
+        save = self._saves.setdefault(line["key"], new)
         if save.state != line["state"]:
             self._problem(line, f"two ranks saved different states as {line['key']}")
         save.own[line["rank"]] = line["own"]
         self.counts["saves"] += 1
 
+    def _is_over(self, key: str) -> bool:
+        return int(key.split("-a")[1].split("-")[0]) < self._newest_attempt
+
     def _committed(self, line: dict[str, Any]) -> None:
         save = self._saves[line["key"]]
+        if save.over and not save.unsure:
+            self._problem(line, f"{line['key']} was begun and committed although a later attempt had been opened")
         self.counts["commits"] += not save.committed
         save.committed = True
 

@@ -77,6 +77,7 @@ class Processes:
                     "CHAOS_CLOCK": str(self.clock),
                     "PYTHONPATH": f"{_SITE}{os.pathsep}{_ROOT}",  # of the agents
                 },
+                timeout_s=180,  # the first one waits for the imports, on a machine that may be busy
             )
             for rank in range(world_size)
         ]

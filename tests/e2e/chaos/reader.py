@@ -100,7 +100,6 @@ class _Reader:
         located = locate(str(path))
         if located is None:
             raise _Gone(f"nothing at {path}")
-        self.pause()
         state, own = load_path(located, rank=rank)
         at = located.id
         return _Read(

@@ -77,7 +77,6 @@ def train(
             coordinator=_coordinator(rank, world_size, port),
             options=CheckpointerOptions(
                 agree_timeout=_AGREE,
-                fence_timeout=_AGREE,
                 previous_save_timeout=timedelta(seconds=chance.choice([0.2, 2.0])),
                 drain_timeout=timedelta(seconds=10),
             ),

@@ -145,10 +145,11 @@ class World:
 
     def _start_afresh(self, action: Action, *, everything: bool = False) -> bool:
         """Nothing is in the way of the job that is started now, so it must load, and the newest there is. Processes of
-        yesterday that are stopped may stay, as on other hosts."""
+        yesterday may stay, as on other hosts: those that are stopped, and half of the times those that run."""
         self._files.put_back()
         for job in self._processes.running():
-            self._end(job)
+            if not action.stays or not self._has_loaded(job):
+                self._end(job)
         if everything:
             self._processes.kill(self._processes.agents())
         job = self._start(action)
@@ -215,7 +216,7 @@ class World:
             "wake all": lambda: processes.wake_all() > 0,
             "fork": lambda: self._signal_a_job(action, signal.SIGUSR1),
             "turn the clock": lambda: self._turn_clock(action),
-            "start a second job": lambda: bool(self._start(action)),
+            "start a second job": lambda: self._start_another(action),
             "start two jobs at once": lambda: self._start_two(action),
             "end a job": lambda: self._signal_a_job(action, signal.SIGTERM),
             "roll back": lambda: self._roll_back(action),
@@ -289,6 +290,12 @@ class World:
     def _turn_clock(self, action: Action) -> bool:
         far = (action.size - 0.5) * 2
         set_clock(str(self._clock), far * (10.0 if action.pick < 0.3 else 7200.0 if action.pick < 0.6 else 3e7))
+        return True
+
+    def _start_another(self, action: Action) -> bool:
+        job = self._start(action)
+        if action.stays:  # both go on
+            self._wait_for(partial(self._is_done_starting, job), _SOON_S)
         return True
 
     def _start_two(self, action: Action) -> bool:
