@@ -47,7 +47,7 @@ def fsync_file(path: str) -> None:
     Raises:
         OSError: as ``open(2)`` and ``fsync(2)``.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
     try:
         os.fsync(fd)
     finally:
