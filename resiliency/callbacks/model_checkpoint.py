@@ -286,7 +286,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             self._warned_of_stock_file = True
             logger.warning(
                 "%s is not below %s, or hidden there, or not a name that the engine can give; such checkpoints are"
-                " written by the stock class (slow, not verified, not used by auto_resume); pass the folder as dirpath=",
+                " written by the stock class (slow, not verified, not used by auto_resume); pass the folder as dirpath",
                 filepath,
                 self.dirpath,
             )
