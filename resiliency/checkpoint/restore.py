@@ -130,6 +130,8 @@ class Restorer:
             if not found:
                 restored, found = self._read(plan, request)
                 if restored is not None:
+                    if step is None:
+                        self._tell_of_lost(inventory, plan.step)
                     self._session.client.send(Rescan())
                     return restored
             problems += found
@@ -212,6 +214,17 @@ class Restorer:
             logger.warning(
                 "only unfinished checkpoints of run %r were found in %s; starting from scratch", self._run, places
             )
+
+    def _tell_of_lost(self, inventory: Sequence[StepInventory], restored: StepId) -> None:
+        """Says which newer steps are committed but not whole. Damage found by reading has been said then."""
+        lost = {text: entry.step for entry in inventory if entry.step > restored for text in entry.lost}
+        if not lost or self.rank:
+            return
+        for text, step in lost.items():
+            self._session.events.emit(EventKind.CHECKPOINT_CORRUPT, step=step.step, path=text, ranges=[])
+        logger.warning(
+            "%s is restored although there are newer ones, because those are not whole: %s", restored, "; ".join(lost)
+        )
 
     # -- fetching ---------------------------------------------------------------------------------------------------
 
