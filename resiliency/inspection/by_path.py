@@ -289,7 +289,7 @@ def _load_unchecked(
     path = where if located.tier.is_local else _download(located.tier, key, os.path.join(scratch, "copy.ckpt"))
     try:
         # Opened once: a name may move on to another step between two looks.
-        with open(path, "rb") as file, harmless_classes():
+        with opened(path) as file, harmless_classes():
             _check_same(file.read(IDENTITY_BYTES), located)
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=not allow_pickle)

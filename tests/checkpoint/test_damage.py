@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -183,6 +184,25 @@ def test_bad_json_on_one_tier_costs_nothing(copy: Series, damage: str, which: st
     for target in targets:
         JSON_DAMAGE[damage](target)
     assert restored_from(copy) == 30
+
+
+@pytest.mark.parametrize("what", ["missing", "cut", "unreadable"])
+def test_a_newer_step_that_is_not_whole_is_named_when_an_older_one_is_restored(
+    copy: Series, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its files are not even tried, so that nothing else says it."""
+    one = alone(copy)
+    folder = folder_of(one.local_dir, 30)
+    if what == "missing":
+        shard(folder, 0).unlink()
+    elif what == "cut":
+        os.truncate(shard(folder, 0), 2000)
+    else:
+        for path in folder.glob("*.json"):
+            path.write_text("{")
+    assert restored_from(one) == 20
+    said = [text for text in caplog.messages if "is restored although" in text]
+    assert len(said) == 1 and str(folder) in said[0] and "step 20" in said[0], caplog.messages
 
 
 @pytest.mark.parametrize("damage", [name for name in JSON_DAMAGE if name != "missing"])
