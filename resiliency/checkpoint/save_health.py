@@ -81,7 +81,8 @@ class SaveHealth:
             LOCAL,
             "full" if any(text in reason for text in _FULL) else kind,
             own,
-            f"rank {self._rank}: checkpoint of step {step} failed: {reason}; training goes on, the next save tries again",
+            f"rank {self._rank}: checkpoint of step {step} failed: {reason}; training goes on, the next save tries"
+            " again",
         )
         self._spells[LOCAL].lost.append(step)
 

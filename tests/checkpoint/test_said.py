@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from resiliency import faultpoints
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.checkpoint.save_health import SaveHealth
 from resiliency.events import Event, JsonlSink
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.storage.stage import Stage
-from resiliency.testing.checkpoints import Series, flip_bits, make_checkpointer, make_series, make_state, step_dirs
+from resiliency.testing.checkpoints import Series, flip_bits, make_checkpointer, make_series, step_dirs
 from tests.checkpoint.test_failures import disarmed, disk, events, fill, local, saved, warnings  # noqa: F401 (fixtures)
 
 
