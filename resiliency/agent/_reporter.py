@@ -1,7 +1,7 @@
 """Reports the outcomes of saves: events in the agent's log, messages to the ranks of the host, warnings in the log.
 
-Failures that a rank is notified of are warned of there (:mod:`resiliency.checkpoint.save_health`), where the user
-looks; in the agent's log they are information.
+What a rank is notified of it warns of itself (:mod:`resiliency.checkpoint.save_health`), where the user looks; in the
+agent's log that is information.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class _Upload:
     only_if_missing: bool
 
 
-#: Called with ``(tier, step, outcome, reason)`` on any thread; must not block. The reason is a log text. What went
-#: wrong is told to the ranks, who warn where the user looks; the agent's own log has it as information.
+#: Called with ``(tier, step, outcome, reason)`` on any thread; must not block. The reason is a log text. The ranks are
+#: notified, and warn where the user looks; the agent's own log has it as information.
 Report = Callable[[TierSpec, StepId, UploadOutcome, str], None]
 
 

@@ -22,6 +22,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from resiliency.errors import TierError
+from resiliency.storage.file_end import hold, lengthen
 from resiliency.storage.shared_files import move_without_replacing
 from resiliency.storage.tiers._regular_file import open_regular
 from resiliency.storage.tiers.local import on_ramdisk
@@ -120,22 +121,23 @@ class Arena:
                 self._prepared.popleft()
             return sum(map(_is, self._prepared))
 
-    def open(self, path: str, nbytes: int) -> Slot:
+    def open(self, path: str, nbytes: int, *, writers: int = 1) -> Slot:
         """The file of a save, of at least ``nbytes`` bytes, mapped.
 
         Args:
             path: of the file in its step, the same for all ranks that write it.
+            writers: how many ranks write it.
 
         Raises:
             TierError: the disk is full or the folder cannot be written.
         """
         try:
             with self._lock:
-                return self._open(path, nbytes)
+                return self._open(path, nbytes, writers)
         except OSError as error:
             raise _tier_error(error, os.path.dirname(path), nbytes) from error
 
-    def _open(self, path: str, nbytes: int) -> Slot:
+    def _open(self, path: str, nbytes: int, writers: int) -> Slot:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         while self._prepared and not os.path.lexists(path):
             if move_without_replacing(self._prepared[0].path, path):
@@ -148,8 +150,9 @@ class Arena:
             prepared = next((file for file in self._prepared if file.inode == found.st_ino), None)
             if prepared is not None:
                 self._prepared.remove(prepared)
-            if found.st_size < nbytes:
-                _allocate(fd, nbytes)
+            if writers > 1:
+                hold(fd, nbytes)  # ranks that disagree on the size must not cut it under each other
+            lengthen(fd, nbytes, alone=writers == 1)
             mapping = mmap.mmap(fd, nbytes)
         except BaseException:
             os.close(fd)
@@ -188,17 +191,6 @@ def _is(file: _Prepared) -> bool:
         return os.stat(file.path).st_ino == file.inode
     except OSError:
         return False
-
-
-def _allocate(fd: int, nbytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        # Some network and FUSE file systems cannot allocate ahead; there the server reports a full disk.
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        if os.fstat(fd).st_size < nbytes:
-            os.ftruncate(fd, nbytes)
 
 
 def _tier_error(error: OSError, folder: str, nbytes: int) -> TierError:

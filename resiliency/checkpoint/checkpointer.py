@@ -460,7 +460,8 @@ class Checkpointer:
             return 0
 
         def open_file() -> Slot:
-            return parts.arena.open(self._shard_path(save_id, state_shard), file.plan.mapped_nbytes)
+            path = self._shard_path(save_id, state_shard)
+            return parts.arena.open(path, file.plan.mapped_nbytes, writers=file.plan.writers)
 
         def record() -> ShardRecord:
             now = dataclasses.replace(seal, supersedes=tuple(in_flight.supersedes))

@@ -15,7 +15,9 @@ from resiliency.checkpoint._pages import view
 from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.snapshot import CopyTask, Job
 from resiliency.checkpoint.structure import Structure
+from resiliency.errors import ConfigError
 from resiliency.storage.blocks import Blocks, block_digest
+from resiliency.storage.file_end import cut
 from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.own_record import tail_with_record
 from resiliency.storage.shard_file import (
@@ -249,7 +251,13 @@ def state_job(
         done = 0
         while done < len(data):
             done += os.pwrite(fd, memoryview(data)[done:], end + done)
-        os.ftruncate(fd, end + len(data))
+        if plan.writers == 1:
+            os.ftruncate(fd, end + len(data))
+        elif not cut(fd, end + len(data)):
+            raise ConfigError(
+                "another rank of this host writes behind the end of the file: the ranks saved different sets of"
+                " tensors; every rank must pass the same state (what differs belongs into per_rank)"
+            )
         written.nbytes, written.sections = end + len(data), (*plan.blocks.sections, end)
         blocks = Blocks(len(data), plan.block_bytes)
         return [block_digest(memoryview(data)[slice(*blocks.bounds(index))]) for index in range(blocks.count)]

@@ -271,6 +271,8 @@ def make_series(root: Path, *, steps: Sequence[int] = (10, 20, 30), world_size: 
                 )
                 assert ticket is not None
                 ticket.wait(Stage.COMMITTED, timeout=timedelta(seconds=20))
+                # Or a step that is still waiting for the remote tier would give way to the next.
+                assert checkpointer.flush(Stage.DURABLE, timeout=timedelta(seconds=60))
 
     run_ranks(world_size, work)
     return series
