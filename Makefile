@@ -1,6 +1,7 @@
 # make setup   a virtual environment in .venv with everything the tests, the demo and the benchmark need
 # make test    lint and all tests (what CI runs)
 # make lint    ruff (rules and format), mypy --strict, import rules
+# make conformance   Lightning's own tests with our classes in place, where they lie in ../shared/conformance
 # make demo    a training job killed again and again that ends as if nothing had happened
 # make bench   the checkpoint benchmark
 # make clean   remove what the above made
@@ -20,7 +21,7 @@ PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 # The tests start hundreds of interpreters: with this variable set each of them would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test lint demo bench clean
+.PHONY: help setup test lint conformance demo bench clean
 
 help:
 	@grep -E '^# make' Makefile | cut -c3-
@@ -58,6 +59,13 @@ lint: $(STAMP)
 test: $(STAMP) lint
 	$(PYTEST) -m "not kill"
 	$(PYTEST) -m kill -o faulthandler_timeout=880
+
+# All of it: CONFORMANCE="callback:lightning.pytorch callback:pytorch_lightning io:lightning.pytorch io:pytorch_lightning".
+CONFORMANCE ?= callback:lightning.pytorch io:pytorch_lightning
+conformance: $(STAMP)
+	@for one in $(CONFORMANCE); do \
+	  $(PY) -m tests.conformance ../shared/conformance --substitute "$${one%%:*}" --namespace "$${one#*:}" -n $(WORKERS); \
+	done
 
 demo: $(STAMP)
 	$(PY) -m recipes.quickstart.demo

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        ["bash", str(options.folder / "run.sh"), sys.executable, "-rf", *rest],
+        ["bash", str(options.folder / "run.sh"), sys.executable, "-rf", "--reruns", "2", *rest],
         env=environment,
         capture_output=True,
         text=True,
