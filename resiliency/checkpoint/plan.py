@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from resiliency.checkpoint.leaf_kinds import Box, kind_of
-from resiliency.checkpoint.state import dtype_from_name, dtype_name
 from resiliency.errors import ConfigError
+from resiliency.state.leaf_kinds import Box, kind_of
+from resiliency.state.tree import dtype_from_name, dtype_name
 from resiliency.storage.shard_file import Chunk
 
 __all__ = ["RankShare", "box_fields", "box_nbytes", "describe", "itemsize", "plan_writes"]

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resiliency.checkpoint.leaf_kinds import Box, box_of, kind_of
-from resiliency.checkpoint.state import dtype_from_name, keyed_leaves
 from resiliency.errors import ConfigError
+from resiliency.state.leaf_kinds import Box, box_of, kind_of
+from resiliency.state.tree import dtype_from_name, keyed_leaves
 from resiliency.storage.shard_file import Chunk
 
 __all__ = ["Read", "ReadPlan", "ReadPlanner", "plan_given", "plan_into", "plan_new", "plan_reads"]

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resiliency.checkpoint.leaf_kinds import box_of
 from resiliency.checkpoint.read_plan import Read, ReadPlan, ReadPlanner, plan_new
 from resiliency.checkpoint.shard_reader import ShardReader
-from resiliency.checkpoint.state import dtype_from_name
 from resiliency.checkpoint.stored_state import ReplicatedState, ShardedState, load_rank_state, sharded_chunks
+from resiliency.state.leaf_kinds import box_of
+from resiliency.state.tree import dtype_from_name
 from resiliency.storage.blocks import new_digest
 from resiliency.storage.shard_file import IDENTITY_BYTES, Placed, storage_name
 

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from resiliency.checkpoint.coordinator import Coordinator
-from resiliency.checkpoint.leaf_kinds import Box, has_memory, kind_of, kind_of_class
 from resiliency.checkpoint.plan import RankShare, box_fields, describe, plan_writes
 from resiliency.checkpoint.shard_writer import FilePlan, OwnState, ShardPlan, StateFile
-from resiliency.checkpoint.state import dtype_from_name, keyed_leaves
-from resiliency.checkpoint.structure import Structure, dump
 from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import ConfigError
+from resiliency.state.leaf_kinds import Box, has_memory, kind_of, kind_of_class
+from resiliency.state.structure import Structure, dump
+from resiliency.state.tree import dtype_from_name, keyed_leaves
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.shard_file import (
     CHUNKS,

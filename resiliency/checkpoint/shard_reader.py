@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from resiliency.checkpoint._pages import view
-from resiliency.checkpoint.state import dtype_from_name
 from resiliency.errors import CorruptShard
+from resiliency.state.tree import dtype_from_name
 from resiliency.storage.archive import ArchiveEntry, read_directory
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import step_prefix

@@ -14,8 +14,8 @@ from torch import Tensor
 from resiliency.checkpoint._pages import view
 from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.snapshot import CopyTask, Job
-from resiliency.checkpoint.structure import Structure
 from resiliency.errors import ConfigError
+from resiliency.state.structure import Structure
 from resiliency.storage.blocks import Blocks, block_digest
 from resiliency.storage.file_end import cut
 from resiliency.storage.manifest import ShardRecord

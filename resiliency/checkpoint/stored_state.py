@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.storage import UntypedStorage
 
 from resiliency.checkpoint.shard_reader import ShardReader
-from resiliency.checkpoint.state import dtype_name, keyed_leaves, replace_leaves
-from resiliency.checkpoint.structure import harmless_classes, load
 from resiliency.errors import CorruptShard
+from resiliency.state.harmless import harmless_classes
+from resiliency.state.structure import load
+from resiliency.state.tree import dtype_name, keyed_leaves, replace_leaves
 from resiliency.storage.shard_file import (
     CHUNKS,
     DATA_PICKLE,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resiliency.checkpoint.leaf_kinds import Box, has_memory, refusal
 from resiliency.errors import ConfigError
+from resiliency.state.leaf_kinds import Box, has_memory, refusal
 
 __all__ = ["WriteChunk", "WritePlan"]
 

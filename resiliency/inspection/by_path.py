@@ -27,10 +27,10 @@ import torch
 from resiliency.checkpoint.read_plan import plan_new
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
 from resiliency.checkpoint.shard_reader import ShardReader
-from resiliency.checkpoint.state import keyed_leaves, replace_leaves
-from resiliency.checkpoint.structure import harmless_classes
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.inspection import survey
+from resiliency.state.harmless import harmless_classes
+from resiliency.state.tree import keyed_leaves, replace_leaves
 from resiliency.storage.archive import read_directory
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.catalog import StepListing

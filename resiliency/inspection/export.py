@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from resiliency.checkpoint.shard_reader import ShardReader
-from resiliency.checkpoint.state import dtype_from_name, keyed_leaves
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.inspection.by_path import Located, load_path, locate
 from resiliency.inspection.contents import ShardContents, read_contents, stored_once
 from resiliency.inspection.pickle_view import Made, TensorView, as_tensor, children
 from resiliency.inspection.survey import close_tier, find
+from resiliency.state.tree import dtype_from_name, keyed_leaves
 from resiliency.storage.catalog import verify_shard
 from resiliency.storage.fetch import copy_checked
 from resiliency.storage.names import read_name

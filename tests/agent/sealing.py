@@ -12,7 +12,7 @@ from typing import Any
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.messages import Seal, SealedFile
 from resiliency.checkpoint.shard_writer import OwnState, small_file
-from resiliency.checkpoint.structure import dump
+from resiliency.state.structure import dump
 from resiliency.storage.blocks import Blocks, block_digest
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import shard_file

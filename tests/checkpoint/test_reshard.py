@@ -20,8 +20,8 @@ from resiliency.checkpoint import shard_plan
 from resiliency.checkpoint.checkpointer import Restored
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.read_plan import Read
-from resiliency.checkpoint.state import dtype_from_name
 from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
+from resiliency.state.tree import dtype_from_name
 from resiliency.storage.shard_file import Chunk
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, run_ranks
 

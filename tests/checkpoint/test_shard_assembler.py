@@ -16,8 +16,8 @@ from resiliency.checkpoint import shard_assembler, shard_plan, stored_state
 from resiliency.checkpoint.read_plan import ReadPlanner, plan_into, plan_new
 from resiliency.checkpoint.shard_assembler import ShardAssembler, _ByteRange, _read_block
 from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
-from resiliency.checkpoint.structure import load
 from resiliency.errors import CorruptShard
+from resiliency.state.structure import load
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import read_record
 from resiliency.storage.manifest import ShardRecord

@@ -14,8 +14,8 @@ import torch
 
 from resiliency.checkpoint import shard_plan
 from resiliency.checkpoint.coordinator import Coordinator
-from resiliency.checkpoint.leaf_kinds import Box, LeafDescription, box_of, register_leaf_kind
 from resiliency.checkpoint.options import LocalTierOptions
+from resiliency.state.leaf_kinds import Box, LeafDescription, box_of, register_leaf_kind
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, make_checkpointer, run_ranks
 

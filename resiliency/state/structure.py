@@ -9,22 +9,13 @@ decides what may be loaded.
 
 from __future__ import annotations
 
-import datetime
-import decimal
-import fractions
-import functools
 import io
 import logging
 import os
-import pathlib
 import pickle
 import re
-import sys
-import types
-import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -35,9 +26,11 @@ from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
 from resiliency.errors import ConfigError
+from resiliency.state.describe import MEMO_BYTES, MEMO_FROM, STORAGE_CLASSES, Table, describe_all
+from resiliency.state.harmless import harmless_classes
 from resiliency.storage.shard_file import LEAF_PREFIX
 
-__all__ = ["Structure", "dump", "harmless_classes", "load"]
+__all__ = ["Structure", "dump", "load"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +40,6 @@ _untyped_storage: Any = UntypedStorage
 _rebuild_parameter: Any = torch._utils._rebuild_parameter
 
 _STORAGES = frozenset({TypedStorage, UntypedStorage})
-
-#: Names of torch's storage classes; dtypes without one are described by torch itself.
-_STORAGE_CLASSES: Mapping[torch.dtype, str] = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-    torch.complex64: "ComplexFloatStorage",
-    torch.complex128: "ComplexDoubleStorage",
-}
 
 
 @dataclass
@@ -103,7 +80,7 @@ class Structure:
         """(storage, (dtype, shape)) of each storage that a plain tensor uses first."""
         found: dict[int, tuple[Any, ...]] = {}
         for entry in self.signature[0]:
-            if isinstance(entry, _Table):
+            if isinstance(entry, Table):
                 _, first, dtypes, shapes, _ = entry
                 found.update(enumerate(zip(dtypes, shapes, strict=True), first))
             else:
@@ -139,11 +116,11 @@ class Structure:
         if not self._descriptions and tensors:
             keys = self._keys or self.set_keys(range(len(self.extents)))
             # Into the same list, which later structures of this signature share.
-            self._descriptions += _describe_all(tensors, storages, keys, memo={})
+            self._descriptions += describe_all(tensors, storages, keys, memo={})
         described = self._descriptions
-        if len(self._template) >= _MEMO_FROM * _MEMO_BYTES:
+        if len(self._template) >= MEMO_FROM * MEMO_BYTES:
             keys = self._keys or self.set_keys(range(len(self.extents)))
-            described = _describe_all(tensors, storages, keys, memo=None)  # the pickle's own memo may be too long
+            described = describe_all(tensors, storages, keys, memo=None)  # the pickle's own memo may be too long
         # A marker is the only argument of a call, or the only key of a dict, with None as its value.
         pattern = re.compile(rb"\x8a\x10(....)" + re.escape(self._nonce) + rb"(?:\x85|Ns)", re.DOTALL)
         return pattern.sub(lambda match: described[int.from_bytes(match[1], "little")], self._template)
@@ -344,7 +321,7 @@ class _Pickler(pickle.Pickler):
         on_cpu = all(map(_get_is_cpu, tensors))
         locations = ["cpu"] * len(tensors) if on_cpu else [_location(tensor) for tensor in tensors]
         self.storages += zip(sizes, locations, strict=True)
-        self.tensors.append(_Table((keys, first, dtypes, shapes, list(map(_get_requires_grad, tensors)))))
+        self.tensors.append(Table((keys, first, dtypes, shapes, list(map(_get_requires_grad, tensors)))))
         return self.base | len(self.tensors) - 1
 
     def _other_tensor(self, tensor: Tensor) -> Any:
@@ -361,11 +338,6 @@ _get_dict, _get_is_cpu, _get_requires_grad = attrgetter("__dict__"), attrgetter(
 _is_contiguous: Any = Tensor.is_contiguous
 _is_neg: Any = Tensor.is_neg
 _data_ptr: Any = Tensor.data_ptr
-
-
-class _Table(tuple[Any, ...]):
-    """A dict of tensors: (keys, number of the first storage, dtypes, shapes, requires_grad). Of a dict of such dicts
-    each key is (key, keys of the inner dict)."""
 
 
 def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
@@ -443,7 +415,7 @@ class _FullPickler(_Pickler):
 
     def _other_tensor(self, tensor: Tensor) -> Any:
         if (
-            tensor.dtype not in _STORAGE_CLASSES
+            tensor.dtype not in STORAGE_CLASSES
             or tensor.layout is not torch.strided
             or tensor.is_nested
             or tensor.is_meta
@@ -485,7 +457,7 @@ class _FullPickler(_Pickler):
 
 
 #: Dtypes of tensors in C order that are described here: not complex ones, which may be lazy conjugates.
-_PLAIN_DTYPES = frozenset(dtype for dtype in _STORAGE_CLASSES if not dtype.is_complex)
+_PLAIN_DTYPES = frozenset(dtype for dtype in STORAGE_CLASSES if not dtype.is_complex)
 
 
 def _location(tensor: Tensor) -> str:
@@ -497,103 +469,6 @@ class _LeafStorage:
 
     def __init__(self, key: str) -> None:
         self.key = key
-
-
-#: Numbers in the pickle's memo from here on are for names in tables. The pickle's own are smaller: each of its entries
-#: takes at least this many bytes of it.
-_MEMO_FROM, _MEMO_BYTES = 1 << 16, 4
-_Memo = dict[bytes, int]
-
-
-def _describe_all(
-    entries: Sequence[Any], storages: Sequence[tuple[int, str]], keys: Sequence[str], *, memo: _Memo | None
-) -> list[bytes]:
-    """For each marker the pickle operations that come into its place.
-
-    Args:
-        memo: of the names that tables use; tables come in the pickle in the order of their markers. None: without.
-    """
-    return [
-        _describe_table(entry, storages, keys, memo)
-        if isinstance(entry, _Table)
-        else _describe(entry, storages[entry[0]], keys[entry[0]], None)
-        for entry in entries
-    ]
-
-
-def _describe(tensor: Any, storage: tuple[int, str], key: str, memo: _Memo | None) -> bytes:
-    """The arguments of torch's function that rebuilds a tensor, as pickle operations that leave one tuple."""
-    _, dtype, shape, requires_grad, *place = tensor
-    nbytes, location = storage
-    offset, strides = place[0] if place else (0, _strides(shape))
-    parts = [b"((", _text("storage"), _global(b"torch", _STORAGE_CLASSES[dtype].encode(), memo), _text(key)]
-    parts += [_text(location), _number(nbytes // dtype.itemsize), b"tQ", _number(offset)]
-    for numbers in (shape, strides):
-        parts += [b"(", *map(_number, numbers), b"t"]
-    parts += [b"\x88" if requires_grad else b"\x89", _global(b"collections", b"OrderedDict", memo), b")Rt"]
-    return b"".join(parts)
-
-
-def _describe_table(
-    table: _Table, storages: Sequence[tuple[int, str]], keys: Sequence[str], memo: _Memo | None
-) -> bytes:
-    """The items of a dict of tensors, or of dicts of them, as pickle operations that put them into it."""
-    names, first, dtypes, shapes, flags = table
-    tensors = iter(
-        [
-            _global(b"torch._utils", b"_rebuild_tensor_v2", memo)
-            + _describe((index, dtype, shape, flag), storages[index], keys[index], memo)
-            + b"R"
-            for index, (dtype, shape, flag) in enumerate(zip(dtypes, shapes, flags, strict=True), first)
-        ]
-    )
-    parts = [b"("]
-    for name in names:
-        if type(name) is tuple:
-            inner = [_name(key) + next(tensors) for key in name[1]]
-            parts += [_name(name[0]), b"}(", *inner, b"u"]
-        else:
-            parts += [_name(name), next(tensors)]
-    return b"".join((*parts, b"u"))
-
-
-def _global(module: bytes, name: bytes, memo: _Memo | None) -> bytes:
-    """Pushes a class or function: by its name, and where there is a memo by its number there from the second time on,
-    which unpicklers are faster with."""
-    named = b"c%s\n%s\n" % (module, name)
-    if memo is None:
-        return named
-    if named in memo:
-        return b"j" + memo[named].to_bytes(4, "little")
-    memo[named] = _MEMO_FROM + len(memo)
-    return named + b"r" + memo[named].to_bytes(4, "little")
-
-
-def _name(value: str | int) -> bytes:
-    return _text(value) if isinstance(value, str) else _number(value)
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor in C order, as torch counts them."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def _text(value: str) -> bytes:
-    data = value.encode(errors="surrogatepass")  # as pickle does
-    return b"X" + len(data).to_bytes(4, "little") + data
-
-
-def _number(value: int) -> bytes:
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little", signed=True)
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    if len(data) > 255:
-        return b"\x8b" + len(data).to_bytes(4, "little") + data
-    return b"\x8a" + bytes([len(data)]) + data
 
 
 def load(data: bytes, storage: Callable[[str, int], UntypedStorage], *, allow_pickle: bool = False) -> Any:
@@ -627,62 +502,3 @@ def load(data: bytes, storage: Callable[[str, int], UntypedStorage], *, allow_pi
     unpickler.persistent_load = persistent_load
     with harmless_classes():
         return unpickler.load()
-
-
-@contextmanager
-def harmless_classes() -> Iterator[None]:
-    """Lets torch's restricted unpickler also make objects of the standard library and numpy that only hold values.
-
-    They are common among hyper-parameters and in the state of random generators.
-    """
-    safe_globals = getattr(torch.serialization, "safe_globals", None)
-    if safe_globals is None:  # torch 2.4 has no way back
-        torch.serialization.add_safe_globals(_harmless())
-        yield
-        return
-    # Those that the user has allowed stay allowed afterwards.
-    known = torch.serialization.get_safe_globals()
-    with safe_globals([item for item in _harmless() if item not in known]):
-        yield
-
-
-def _harmless() -> list[Any]:
-    return _harmless_with("numpy" in sys.modules)
-
-
-@functools.cache
-def _harmless_with(numpy_is_there: bool) -> list[Any]:
-    found: list[Any] = [
-        datetime.date,
-        datetime.datetime,
-        datetime.time,
-        datetime.timedelta,
-        datetime.timezone,
-        decimal.Decimal,
-        fractions.Fraction,
-        types.SimpleNamespace,
-        uuid.UUID,
-        uuid.SafeUUID,
-        range,
-        slice,
-        frozenset,
-        dict,
-        list,
-        int,
-        float,
-        str,
-        bytes,  # empty ones are pickled as a call of their class
-    ]
-    found += [pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath]
-    if numpy_is_there:
-        import numpy
-
-        # Functions that numpy's own pickles name; their module is spelled in two ways.
-        core = getattr(numpy, "_core", None) or numpy.core
-        found += [numpy.ndarray, numpy.dtype, core.multiarray._reconstruct, core.multiarray.scalar]
-        torch_version = tuple(map(int, torch.__version__.split(".")[:2]))
-        if torch_version >= (2, 6):  # before, a class could not be allowed under another name
-            found += [(core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct")]
-            found += [(core.multiarray.scalar, "numpy.core.multiarray.scalar")]
-        found += sorted({type(numpy.dtype(kind)) for kind in numpy.sctypeDict.values()}, key=repr)
-    return found

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from resiliency.checkpoint.coordinator import Coordinator
-from resiliency.checkpoint.leaf_kinds import Box, LeafDescription, box_of, kind_of, register_leaf_kind
-from resiliency.checkpoint.state import keyed_leaves
 from resiliency.errors import ConfigError
+from resiliency.state.leaf_kinds import Box, LeafDescription, box_of, kind_of, register_leaf_kind
+from resiliency.state.tree import keyed_leaves
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import differences, make_checkpointer, run_ranks
 

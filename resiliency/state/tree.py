@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resiliency.checkpoint.leaf_kinds import kind_of_class
 from resiliency.errors import ConfigError
+from resiliency.state.leaf_kinds import kind_of_class
 
 __all__ = ["dtype_from_name", "dtype_name", "join_path", "keyed_leaves", "replace_leaves"]
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.coordinator import Coordinator
-from resiliency.checkpoint.leaf_kinds import Box, LeafDescription, register_leaf_kind
 from resiliency.checkpoint.read_plan import Read
 from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
 from resiliency.errors import ConfigError
+from resiliency.state.leaf_kinds import Box, LeafDescription, register_leaf_kind
 from resiliency.storage.shard_file import Chunk
 from resiliency.testing.checkpoints import make_checkpointer, run_ranks
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resiliency.checkpoint.state import dtype_from_name, dtype_name, keyed_leaves, replace_leaves
 from resiliency.errors import ConfigError
+from resiliency.state.tree import dtype_from_name, dtype_name, keyed_leaves, replace_leaves
 
 
 @pytest.mark.parametrize(

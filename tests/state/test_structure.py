@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from resiliency.checkpoint.options import LocalTierOptions
-from resiliency.checkpoint.structure import dump, load
 from resiliency.errors import ConfigError
+from resiliency.state.structure import dump, load
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import bytes_of, make_checkpointer
 

@@ -1,0 +1,1 @@
+"""State trees: how they are walked, described and pickled. torch; no files, no other processes."""

@@ -1,0 +1,128 @@
+"""Describes tensors as the pickle operations with which ``torch.save`` would have written them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["MEMO_BYTES", "MEMO_FROM", "STORAGE_CLASSES", "Table", "describe_all"]
+
+#: Names of torch's storage classes; dtypes without one are described by torch itself.
+STORAGE_CLASSES: Mapping[torch.dtype, str] = {
+    torch.float64: "DoubleStorage",
+    torch.float32: "FloatStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.int16: "ShortStorage",
+    torch.int8: "CharStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+    torch.complex64: "ComplexFloatStorage",
+    torch.complex128: "ComplexDoubleStorage",
+}
+
+
+class Table(tuple[Any, ...]):
+    """A dict of tensors: (keys, number of the first storage, dtypes, shapes, requires_grad). Of a dict of such dicts
+    each key is (key, keys of the inner dict)."""
+
+
+#: Numbers in the pickle's memo from here on are for names in tables. The pickle's own are smaller: each of its entries
+#: takes at least this many bytes of it.
+MEMO_FROM, MEMO_BYTES = 1 << 16, 4
+_Memo = dict[bytes, int]
+
+
+def describe_all(
+    entries: Sequence[Any], storages: Sequence[tuple[int, str]], keys: Sequence[str], *, memo: _Memo | None
+) -> list[bytes]:
+    """For each marker the pickle operations that come into its place.
+
+    Args:
+        memo: of the names that tables use; tables come in the pickle in the order of their markers. None: without.
+    """
+    return [
+        _describe_table(entry, storages, keys, memo)
+        if isinstance(entry, Table)
+        else _describe(entry, storages[entry[0]], keys[entry[0]], None)
+        for entry in entries
+    ]
+
+
+def _describe(tensor: Any, storage: tuple[int, str], key: str, memo: _Memo | None) -> bytes:
+    """The arguments of torch's function that rebuilds a tensor, as pickle operations that leave one tuple."""
+    _, dtype, shape, requires_grad, *place = tensor
+    nbytes, location = storage
+    offset, strides = place[0] if place else (0, _strides(shape))
+    parts = [b"((", _text("storage"), _global(b"torch", STORAGE_CLASSES[dtype].encode(), memo), _text(key)]
+    parts += [_text(location), _number(nbytes // dtype.itemsize), b"tQ", _number(offset)]
+    for numbers in (shape, strides):
+        parts += [b"(", *map(_number, numbers), b"t"]
+    parts += [b"\x88" if requires_grad else b"\x89", _global(b"collections", b"OrderedDict", memo), b")Rt"]
+    return b"".join(parts)
+
+
+def _describe_table(
+    table: Table, storages: Sequence[tuple[int, str]], keys: Sequence[str], memo: _Memo | None
+) -> bytes:
+    """The items of a dict of tensors, or of dicts of them, as pickle operations that put them into it."""
+    names, first, dtypes, shapes, flags = table
+    tensors = iter(
+        [
+            _global(b"torch._utils", b"_rebuild_tensor_v2", memo)
+            + _describe((index, dtype, shape, flag), storages[index], keys[index], memo)
+            + b"R"
+            for index, (dtype, shape, flag) in enumerate(zip(dtypes, shapes, flags, strict=True), first)
+        ]
+    )
+    parts = [b"("]
+    for name in names:
+        if type(name) is tuple:
+            inner = [_name(key) + next(tensors) for key in name[1]]
+            parts += [_name(name[0]), b"}(", *inner, b"u"]
+        else:
+            parts += [_name(name), next(tensors)]
+    return b"".join((*parts, b"u"))
+
+
+def _global(module: bytes, name: bytes, memo: _Memo | None) -> bytes:
+    """Pushes a class or function: by its name, and where there is a memo by its number there from the second time on,
+    which unpicklers are faster with."""
+    named = b"c%s\n%s\n" % (module, name)
+    if memo is None:
+        return named
+    if named in memo:
+        return b"j" + memo[named].to_bytes(4, "little")
+    memo[named] = MEMO_FROM + len(memo)
+    return named + b"r" + memo[named].to_bytes(4, "little")
+
+
+def _name(value: str | int) -> bytes:
+    return _text(value) if isinstance(value, str) else _number(value)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor in C order, as torch counts them."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _text(value: str) -> bytes:
+    data = value.encode(errors="surrogatepass")  # as pickle does
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+def _number(value: int) -> bytes:
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    if len(data) > 255:
+        return b"\x8b" + len(data).to_bytes(4, "little") + data
+    return b"\x8a" + bytes([len(data)]) + data
