@@ -139,11 +139,12 @@ def test_also_when_its_damage_shows_before_anything_is_read(tmp_path: Path, how:
     else:
         (newest / "manifest.json").write_text("{")
         (newest / "shard-00000.json").write_text("{")
-    with job(tmp_path) as second:
+    with job(tmp_path, keep=1) as second:
         assert load(second) == 20
         save(second, 25)
+        save(second, 26)
     with job(tmp_path) as third:
-        assert load(third) == 25
+        assert load(third) == 26, "retention kept the damaged one as the newest"
 
 
 def test_a_start_that_loads_nothing_is_a_line_of_its_own(tmp_path: Path) -> None:
