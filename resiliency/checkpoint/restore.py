@@ -213,7 +213,7 @@ class Restorer:
         reports = gather(self._coordinator, "inventory", own_report, timeout=self._agree_timeout)
         problems = "; ".join(report.problem for report in reports if report.problem)
         inventory = [entry for report in reports for entry in report.entries]
-        if problems and not inventory:
+        if problems and not any(entry.world_size or entry.lost for entry in inventory):
             raise TierError(f"checkpoints cannot be listed: {problems}", retryable=True)
         if problems:
             logger.warning("some checkpoints cannot be listed: %s; restoring from the others", problems)

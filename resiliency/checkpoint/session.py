@@ -59,8 +59,8 @@ class Session:
 
 
 def _try_writing(path: str) -> None:
-    os.close(open_regular(path, os.O_WRONLY | os.O_CREAT))
-    os.unlink(path)
+    with open(path, "wb", opener=open_regular):
+        os.unlink(path)
 
 
 def _advice(error: OSError | TierError) -> str:

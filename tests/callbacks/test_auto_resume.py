@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from resiliency.callbacks._resume import Process
+from resiliency.errors import CorruptShard
 from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock
 
 PL = "lightning.pytorch"
@@ -258,3 +259,34 @@ def test_the_job_is_recorded_in_every_save(tmp_path: Path, machine: Machine) -> 
     (listing,) = scan(LocalTier(str(tmp_path), durable=False), "default")
     assert listing.manifest is not None
     assert listing.manifest.info["job"] == {"slurm": "7", "torchrun": "a"}
+
+
+# -- checkpoints of which none is whole -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_fit_that_is_to_resume_does_not_begin_anew_beside_damaged_checkpoints(namespace: str, tmp_path: Path) -> None:
+    settings = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
+    make_trainer(namespace, [ours(namespace, tmp_path, **settings)], root=tmp_path, max_epochs=1).fit(
+        make_net(namespace), loader()
+    )
+    for path in tmp_path.rglob("steps/*/shard-00000.ckpt"):
+        path.unlink()
+    trainer = make_trainer(namespace, [ours(namespace, tmp_path, auto_resume=True, **settings)], root=tmp_path)
+    with pytest.raises(CorruptShard, match="nothing could be restored, although checkpoints exist"):
+        trainer.fit(make_net(namespace), loader())
+    assert trainer.global_step == 0
+
+
+def test_a_fit_that_finds_shards_without_records_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    namespace = NAMESPACES[0]
+    settings = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
+    make_trainer(namespace, [ours(namespace, tmp_path, **settings)], root=tmp_path, max_epochs=1).fit(
+        make_net(namespace), loader()
+    )
+    for path in tmp_path.rglob("steps/*/*.json"):
+        path.unlink()
+    trainer = make_trainer(namespace, [ours(namespace, tmp_path, auto_resume=True, **settings)], root=tmp_path)
+    trainer.fit(make_net(namespace), loader())
+    assert trainer.global_step == 12
+    assert [entry for entry in caplog.records if "have shards and no record" in entry.getMessage()]
