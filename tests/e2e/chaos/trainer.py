@@ -88,6 +88,8 @@ def train(
     except ResiliencyError as error:
         written.write("unable", error=f"{type(error).__name__}: {error}")
         raise SystemExit(REFUSED) from error
+    # As a job that still compiles or opens its data: what an earlier one does meanwhile must come to nothing.
+    threading.Event().wait(chance.choice([0.0, 0.0, 0.5, 2.0]))
     while not orders.end:
         training.step(orders)
     checkpointer.close(timeout=timedelta(seconds=10))
