@@ -272,7 +272,7 @@ def state_job(
         tail=tail,
         # The other ranks' blocks are in the file too: the rank that writes its end decides about it.
         discard=discard if plan.index == 0 else lambda: None,
-        compare=compare and file.lazy is not None and True in file.lazy,
+        compare=compare and not file.on_cuda and file.lazy is not None and True in file.lazy,
         key_of=file.key_of,
     )
     return job, late_nbytes

@@ -61,6 +61,8 @@ logger = logging.getLogger(__name__)
 _STRIDE = 512 * 1024
 #: A block takes milliseconds; a thread that has not finished one after this time hangs.
 _HELPER_S = 60.0
+#: How long a fence waits on when its deadline has passed.
+_STOPPED_S = 10.0
 #: How often a copy that waits for the fence says so in the log.
 _AGREE_S = 600.0
 
@@ -516,7 +518,8 @@ class Copier:
             Seconds spent here.
 
         Raises:
-            Timeout: the other thread did not finish its block within ``deadline_s`` (a device that hangs).
+            Timeout: the other thread did not finish its block within ``deadline_s``, and 10 s more (a device that
+                hangs).
         """
         began = time.monotonic()
         device = snapshot.device
@@ -528,7 +531,9 @@ class Copier:
         while snapshot.work(helping=True):
             if time.monotonic() - began > deadline_s:
                 break
-        if not snapshot.copied.wait(max(0.0, deadline_s - (time.monotonic() - began))):
+        left = max(0.0, deadline_s - (time.monotonic() - began))
+        # Once more: this process, and the copy with it, may have been stopped for longer than that.
+        if not (snapshot.copied.wait(left) or snapshot.copied.wait(min(deadline_s, _STOPPED_S))):
             hangs = Timeout(
                 f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs"
             )

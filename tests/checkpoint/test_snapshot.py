@@ -182,6 +182,18 @@ def test_bytes_with_no_source_or_two_are_refused(copier: Copier, starts: list[in
     )  # of two blocks either may be first
 
 
+def test_a_process_that_was_stopped_at_the_fence_does_not_take_the_copy_for_hanging(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Woken after the deadline, it finds the copy where it was; the copy goes on with it."""
+    real = snapshot_module._copy
+    monkeypatch.setattr(snapshot_module, "_copy", lambda *args: (asleep.wait(0.5), real(*args))[1])
+    asleep = threading.Event()
+    copies, size = laid_out([torch.ones(5000)])
+    copier.fence(File(size).start(copier, copies), deadline_s=0.3)
+    asleep.set()
+
+
 @pytest.mark.parametrize("fenced", [True, False])
 def test_changes_right_after_the_fence_do_not_show(
     copier: Copier, monkeypatch: pytest.MonkeyPatch, fenced: bool
