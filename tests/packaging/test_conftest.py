@@ -29,7 +29,7 @@ def run_pytest(folder: Path, code: str, *options: str) -> subprocess.CompletedPr
     (folder / "test_it.py").write_text(code)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(folder)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
 
 
 @pytest.mark.parametrize("expected", LEAKS)
