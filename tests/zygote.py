@@ -19,6 +19,7 @@ PRELOAD = [
     "tests.callbacks.epoch_job",
     "tests.e2e.job",
     # Lightning and torch import these in the first training of a process.
+    "torch._dynamo",
     "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks",
