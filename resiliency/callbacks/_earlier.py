@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from resiliency.callbacks._places import CheckpointPlaces
+from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.settings import environment
 from resiliency.storage.catalog import StepListing, scan, step_folders
@@ -16,7 +17,7 @@ from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["JOB_INFO", "Found", "continues_writer", "is_restart", "look", "newest_step"]
+__all__ = ["JOB_INFO", "Found", "continues_writer", "is_restart", "look", "newest_file", "newest_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,13 @@ def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
     for tier in _tiers(trainer, places):
         found += [file.manifest.id for file in _single_files(tier, places.key.run)]
     return max(found, default=None)
+
+
+def newest_file(key: EngineKey) -> set[str]:
+    """The path of the newest step, if its job has left only files; empty otherwise."""
+    if not os.path.isdir(key.directory):
+        return set()
+    return {os.path.join(key.directory, file.name) for file in find_single_files(key.directory, key.run)[-1:]}
 
 
 def _single_files(tier: Tier, run: str) -> list[SingleFile]:

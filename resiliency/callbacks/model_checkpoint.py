@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from resiliency.callbacks._arguments import check_own, refuse_unknown
 from resiliency.callbacks._committed_paths import CommittedPaths
+from resiliency.callbacks._earlier import newest_file
 from resiliency.callbacks._names import is_stock
 from resiliency.callbacks._places import CheckpointPlaces, choose_places
 from resiliency.callbacks._resume import Process
@@ -263,10 +264,11 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             return found
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            newest = self._places(self.dirpath or self._ModelCheckpoint__resolve_ckpt_dir(trainer)).key.newest
+            key = self._places(self.dirpath or self._ModelCheckpoint__resolve_ckpt_dir(trainer)).key
+        newest = key.newest
         ours = {path for path in found if not is_stock(path)}
         # "last" is the newest step, whatever its name, so that every rank finds the same one.
-        candidates = {newest} if os.path.isdir(newest) else ours
+        candidates = {newest} if os.path.isdir(newest) else newest_file(key) or ours
         trainer_session(trainer).resume.last_candidates |= candidates | {newest}
         return (found - ours) | candidates
 

@@ -59,6 +59,7 @@ class Located:
         world_size: number of ranks that wrote it.
         replicated: the whole state is in shard 0.
         files: rank -> key of its shard on the tier. Where a file was named, that file is shard 0.
+        name: the name that was passed, "" for a folder; for messages.
     """
 
     tier: Tier
@@ -67,6 +68,7 @@ class Located:
     world_size: int
     replicated: bool
     files: Mapping[int, str]
+    name: str = ""
 
     @property
     def id(self) -> StepId:
@@ -168,6 +170,7 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
         world_size=facts.world_size,
         replicated=facts.replicated,
         files={**_files_of(listing), **files, **_linked(tier, name, identity, listing)},
+        name=name,
     )
     if identity.rank != 0 or not (located.replicated or located.is_checked):
         raise NoCheckpointFound(
@@ -254,7 +257,8 @@ def load_path(
             assembler = ShardAssembler(readers, rank=rank, planner=planner, allow_pickle=allow_pickle)
             for writer, bad in assembler.read(threads=threads_for(1)).items():
                 where = located.where(writer)
-                raise CorruptShard(f"{where}: bytes {bad} do not match their digests", path=where, ranges=bad)
+                named = f"{located.tier.root}/{located.name}: " if located.name and writer == 0 else ""
+                raise CorruptShard(f"{named}{where}: bytes {bad} do not match their digests", path=where, ranges=bad)
             return assembler.result()
         finally:
             for reader in readers.values():

@@ -281,9 +281,7 @@ def listings(tier: Tier, run: str) -> list[StepListing]:
     """
     found = {listing.id: listing for listing in scan(tier, run)}
     for one in _single(tier, run):
-        # A folder that is going just now may still have been listed.
-        if one.id not in found or found[one.id].manifest is None:
-            found[one.id] = one
+        found.setdefault(one.id, one)  # a folder that is there says itself what it is worth
     return sorted(found.values(), key=lambda one: one.id)
 
 

@@ -15,11 +15,13 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
-from resiliency.storage.catalog import StepListing, scan, step_folders, step_prefix
+from resiliency.storage.catalog import StepListing, scan, step_prefix
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, record_file, shard_file
 from resiliency.storage.own_record import read_own_record
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
@@ -30,8 +32,9 @@ __all__ = ["SingleFile", "drop_folders", "find_single_files", "read_single_file"
 
 logger = logging.getLogger(__name__)
 
-#: Folders of this name are being removed.
-_DROPPED = "dropped-"
+#: Folders of these names are being removed, or made.
+_DROPPED, _RESTORED = "dropped-", "restored-"
+_OLD_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -105,27 +108,23 @@ def find_single_files(root: str, run: str | None = None) -> list[SingleFile]:
 def restore_folders(tier: LocalTier, run: str) -> int:
     """Makes the step folders of a run again from its files, where they are missing. Returns how many.
 
-    Several processes may call it at once. Blocks: as :func:`find_single_files`, and three small writes for each step.
+    A folder that is there says itself what it is worth, and stays as it is. Several processes may call it at once; one
+    that is killed leaves no half folder. Blocks: as :func:`find_single_files`, and three small writes for each step.
 
     Raises:
         OSError, TierError: the tier cannot be read or written.
     """
     folder = os.path.join(tier.root, META_DIR, run)
-    for name in os.listdir(folder) if os.path.isdir(folder) else ():
-        if name.startswith(_DROPPED):
-            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
-    known = step_folders(tier, run)
+    _remove_leftovers(folder)
     made = 0
     for file in find_single_files(tier.root, run):
-        manifest = file.manifest
-        if MANIFEST in known.get(manifest.id, {}):
+        target = os.path.join(tier.root, step_prefix(run, file.manifest.id).rstrip("/"))
+        if os.path.lexists(target):
             continue
-        prefix = step_prefix(run, manifest.id)
-        shard = tier.path(prefix + shard_file(0))
-        os.makedirs(os.path.dirname(shard), exist_ok=True)
+        temp = os.path.join(folder, _RESTORED + secrets.token_hex(4))
+        os.makedirs(temp)
         try:
-            with suppress(FileExistsError):
-                os.link(os.path.join(tier.root, file.name), shard)
+            os.link(os.path.join(tier.root, file.name), os.path.join(temp, shard_file(0)))
         except OSError as error:
             logger.warning(
                 "%s cannot be taken up as a checkpoint of run %r (%s): pass its path as ckpt_path= to load it",
@@ -133,13 +132,27 @@ def restore_folders(tier: LocalTier, run: str) -> int:
                 run,
                 error,
             )
-            with suppress(OSError):
-                os.removedirs(os.path.dirname(shard))
+            os.rmdir(temp)
             continue
-        tier.put_bytes(prefix + record_file(0), json.dumps(manifest.shards[0].to_dict()).encode())
-        tier.put_bytes(prefix + MANIFEST, manifest.to_json().encode())
-        made += 1
+        Path(temp, record_file(0)).write_text(json.dumps(file.manifest.shards[0].to_dict()))
+        Path(temp, MANIFEST).write_text(file.manifest.to_json())
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        try:
+            os.rename(temp, target)
+            made += 1
+        except OSError:
+            if not os.path.isdir(target):
+                raise
+            shutil.rmtree(temp)  # another process was first
     return made
+
+
+def _remove_leftovers(folder: str) -> None:
+    """Removes what killed processes were dropping, or had begun to make long ago."""
+    for entry in os.scandir(folder) if os.path.isdir(folder) else ():
+        old = time.time() - entry.stat(follow_symlinks=False).st_mtime > _OLD_S
+        if entry.name.startswith(_DROPPED) or (entry.name.startswith(_RESTORED) and old):
+            shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def drop_folders(tier: LocalTier, run: str) -> str:

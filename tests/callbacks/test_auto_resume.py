@@ -264,6 +264,7 @@ def test_the_job_is_recorded_in_every_save(tmp_path: Path, machine: Machine) -> 
 # -- checkpoints of which none is whole -------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_a_fit_that_is_to_resume_does_not_begin_anew_beside_damaged_checkpoints(namespace: str, tmp_path: Path) -> None:
     settings = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
@@ -278,6 +279,7 @@ def test_a_fit_that_is_to_resume_does_not_begin_anew_beside_damaged_checkpoints(
     assert trainer.global_step == 0
 
 
+@pytest.mark.usefixtures("launched")
 def test_a_fit_that_finds_shards_without_records_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     namespace = NAMESPACES[0]
     settings = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}

@@ -53,6 +53,8 @@ class Watch(pl.Callback):
 def test_a_dead_bucket_costs_the_end_of_a_fit_its_timeout_once(
     bucket: FaultProxy, fault: HttpFault, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    before = set(psutil.Process().children())
+
     def callback(name: str, every: int) -> Any:
         return ours(
             PL,
@@ -82,5 +84,5 @@ def test_a_dead_bucket_costs_the_end_of_a_fit_its_timeout_once(
         # The step that is being sent, the one that waits for it, and the newest; they may be the same.
         assert 12 in {step.step for step in local} and len(local) <= 3, f"the local tier grew: {sorted(local)}"
     # The agents go on for as long as they may, without the trainer.
-    _, alive = psutil.wait_procs(psutil.Process().children(), timeout=20)
+    _, alive = psutil.wait_procs(set(psutil.Process().children()) - before, timeout=20)
     assert not [agent for agent in alive if "resiliency" in " ".join(agent.cmdline())]

@@ -58,6 +58,7 @@ def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("point", ["agent.record.write", "agent.manifest.write"])
 def test_training_and_saves_go_on_after_a_full_disk(
     point: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -73,6 +74,7 @@ def test_training_and_saves_go_on_after_a_full_disk(
     assert events(tmp_path, "checkpoint_failed")
 
 
+@pytest.mark.usefixtures("launched")
 def test_saves_go_on_when_there_is_room_for_shard_files_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_directory_that_can_be_read_but_not_written_is_still_resumed_from(
     assert "Read-only file system" in caplog.text
 
 
+@pytest.mark.usefixtures("launched")
 def test_training_and_saves_go_on_after_the_agent_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def kill() -> None:
         (started,) = events(tmp_path, "agent_started")

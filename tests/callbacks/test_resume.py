@@ -47,6 +47,7 @@ def straight(namespace: str, directory: Path, *, max_steps: int = 14) -> dict[st
     return weights(fit(namespace, directory, ours(namespace, directory, **EVERY), max_steps=max_steps)[1])
 
 
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("how", ["nothing", "last", "name", "folder", "directory"])
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_every_way_to_resume_gives_the_uninterrupted_run(how: str, namespace: str, tmp_path: Path) -> None:
@@ -264,6 +265,7 @@ def test_a_stock_run_in_the_same_folder_is_continued_by_its_path_and_replaced_wh
     assert content(tmp_path / "last.ckpt")["global_step"] == 12
 
 
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("inside", [True, False])
 def test_what_the_user_resumed_from_is_never_deleted(inside: bool, tmp_path: Path) -> None:
     """By name, and by step folder, from the directory that is written to or from another one."""
@@ -288,6 +290,7 @@ def test_what_the_user_resumed_from_is_never_deleted(inside: bool, tmp_path: Pat
         assert names(directory) == {"step=12.ckpt"}
 
 
+@pytest.mark.usefixtures("launched")
 def test_a_step_folder_that_was_named_keeps_its_names(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "monitor": "step",

@@ -578,8 +578,9 @@ def test_of_two_jobs_that_start_at_the_same_moment_on_two_hosts_one_is_let_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: Any
 ) -> None:
     options = dataclasses.replace(QUICK, agent=agent)
-    for counted in ("read_attempt", "largest_claim", "largest_attempt_of_steps"):
-        monkeypatch.setattr(session, counted, lambda *_: 0)  # neither saw anything of the other when it looked
+    for counted, none in (("read_attempt", 0), ("largest_claim", 0), ("largest_of_steps", (0, 0))):
+        # Neither saw anything of the other when it looked.
+        monkeypatch.setattr(session, counted, lambda *_, none=none: none)
     monkeypatch.setenv("RESILIENCY_NODE", "host-a")
     with make_checkpointer(tmp_path, options=options) as first:
         save(first, 1)

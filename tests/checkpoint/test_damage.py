@@ -201,7 +201,7 @@ def test_a_newer_step_that_is_not_whole_is_named_when_an_older_one_is_restored(
         for path in folder.glob("*.json"):
             path.write_text("{")
     assert restored_from(one) == 20
-    said = [text for text in caplog.messages if "is restored although" in text]
+    said = [text for text in caplog.messages if "is restored instead" in text]
     assert len(said) == 1 and str(folder) in said[0] and "step 20" in said[0], caplog.messages
 
 

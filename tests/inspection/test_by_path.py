@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 import torch
 
+from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.testing.checkpoints import (
@@ -25,6 +26,7 @@ from resiliency.testing.checkpoints import (
     make_flat_state,
     make_series,
     make_state,
+    run_ranks,
     save_steps,
     step_dir,
     step_dirs,
@@ -113,12 +115,16 @@ def test_a_copy_elsewhere_may_hold_what_a_checkpoint_may_hold(tmp_path: Path) ->
     """Dates, paths and the like, which torch's restricted unpickler refuses where nobody allows them."""
     state = {"path": PurePosixPath("a/b"), "date": datetime.date(2024, 2, 29), "x": torch.ones(3)}
     own = {"began": datetime.timedelta(hours=1)}
-    with make_checkpointer(tmp_path / "c") as checkpointer:
-        ticket = checkpointer.save(1, state, per_rank=own, names=["1.ckpt"])
-        assert ticket is not None
-        ticket.wait()
-        restored = checkpointer.load()
-        assert restored is not None and restored.per_rank == own
+
+    def work(rank: int, coordinator: Coordinator) -> None:  # of two, so that the file does not hold its digests
+        with make_checkpointer(tmp_path / "c", coordinator) as checkpointer:
+            ticket = checkpointer.save(1, state, per_rank=own, names=["1.ckpt"])
+            assert ticket is not None
+            ticket.wait()
+            restored = checkpointer.load()
+            assert restored is not None and restored.per_rank == own
+
+    run_ranks(2, work)
     shutil.copy(tmp_path / "c" / "1.ckpt", tmp_path / "copy.ckpt")
     located = locate(str(tmp_path / "copy.ckpt"))
     assert located is not None and not located.is_checked
