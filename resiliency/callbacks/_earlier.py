@@ -12,10 +12,11 @@ from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.settings import environment
 from resiliency.storage.catalog import StepListing, scan, step_folders
-from resiliency.storage.single_files import SingleFile, find_single_files
+from resiliency.storage.single_files import SingleFile, single_files_of
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
+from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["JOB_INFO", "Found", "continues_writer", "is_restart", "look", "newest_file", "newest_step"]
 
@@ -76,14 +77,13 @@ def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
 
 def newest_file(key: EngineKey) -> set[str]:
     """The path of the newest step, if its job has left only files; empty otherwise."""
-    if not os.path.isdir(key.directory):
-        return set()
-    return {os.path.join(key.directory, file.name) for file in find_single_files(key.directory, key.run)[-1:]}
+    files = single_files_of(LocalTier(key.directory), key.run)
+    return {os.path.join(key.directory, file.name) for file in files[-1:]}
 
 
 def _single_files(tier: Tier, run: str) -> list[SingleFile]:
     """Steps of a run whose folders went at the end of their job."""
-    return find_single_files(tier.root, run) if tier.is_local else []
+    return single_files_of(tier, run) if isinstance(tier, LocalTier) else []
 
 
 def _listings(trainer: Any, places: CheckpointPlaces) -> Iterator[StepListing]:

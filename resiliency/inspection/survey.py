@@ -20,10 +20,11 @@ from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest,
 from resiliency.storage.names import read_name
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import Identity
-from resiliency.storage.single_files import find_single_files
+from resiliency.storage.single_files import find_single_files, single_files_of
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
+from resiliency.storage.tiers.local import LocalTier
 
 __all__ = [
     "StoredCopy",
@@ -279,14 +280,11 @@ def listings(tier: Tier, run: str) -> list[StepListing]:
         UnsupportedFormat: the run holds steps that another version of the format wrote.
         TierError: the tier cannot be listed.
     """
-    found = {listing.id: listing for listing in scan(tier, run)}
-    for one in _single(tier, run):
-        found.setdefault(one.id, one)  # a folder that is there says itself what it is worth
-    return sorted(found.values(), key=lambda one: one.id)
+    return scan(tier, run) or _single(tier, run)
 
 
 def _single(tier: Tier, run: str) -> list[StepListing]:
-    return [file.listing for file in find_single_files(tier.root, run)] if tier.is_local else []
+    return [file.listing for file in single_files_of(tier, run)] if isinstance(tier, LocalTier) else []
 
 
 def is_committed(listing: StepListing) -> bool:

@@ -28,7 +28,7 @@ from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.tiers._regular_file import open_regular
 from resiliency.storage.tiers.local import LocalTier
 
-__all__ = ["SingleFile", "drop_folders", "find_single_files", "read_single_file", "restore_folders"]
+__all__ = ["SingleFile", "drop_folders", "find_single_files", "read_single_file", "restore_folders", "single_files_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,11 @@ def find_single_files(root: str, run: str | None = None) -> list[SingleFile]:
         OSError: the folder cannot be listed.
     """
     found: dict[tuple[str, object], SingleFile] = {}
-    for entry in sorted(os.scandir(root), key=lambda entry: entry.name) if os.path.isdir(root) else ():
+    entries: list[os.DirEntry[str]] = []
+    if os.path.isdir(root):
+        with os.scandir(root) as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
+    for entry in entries:
         if entry.name.startswith(".") or not entry.is_file(follow_symlinks=False):
             continue
         try:
@@ -105,26 +109,40 @@ def find_single_files(root: str, run: str | None = None) -> list[SingleFile]:
     return sorted(found.values(), key=lambda file: (file.manifest.run, file.manifest.id))
 
 
-def restore_folders(tier: LocalTier, run: str) -> int:
-    """Makes the step folders of a run again from its files, where they are missing. Returns how many.
-
-    A folder that is there says itself what it is worth, and stays as it is. Several processes may call it at once; one
-    that is killed leaves no half folder. Blocks: as :func:`find_single_files`, and three small writes for each step.
+def single_files_of(tier: LocalTier, run: str) -> list[SingleFile]:
+    """The steps of a run that has no folder, as files; none for a run with step folders, which say themselves what
+    there is.
 
     Raises:
-        OSError, TierError: the tier cannot be read or written.
+        OSError: the tier cannot be listed.
+    """
+    steps = os.path.join(tier.root, META_DIR, run, STEPS_DIR)
+    if os.path.lexists(steps) and not (os.path.isdir(steps) and not os.listdir(steps)):
+        return []
+    return find_single_files(tier.root, run)
+
+
+def restore_folders(tier: LocalTier, run: str) -> int:
+    """Makes the step folders of a run again from its files, if it has none. Returns how many.
+
+    Several processes may call it at once; one that is killed leaves nothing of it. Blocks: as
+    :func:`find_single_files`, and three small writes for each step.
+
+    Raises:
+        OSError: the tier cannot be read or written.
     """
     folder = os.path.join(tier.root, META_DIR, run)
     _remove_leftovers(folder)
+    files = single_files_of(tier, run)
+    if not files:
+        return 0
+    temp = os.path.join(folder, _RESTORED + secrets.token_hex(4))
     made = 0
-    for file in find_single_files(tier.root, run):
-        target = os.path.join(tier.root, step_prefix(run, file.manifest.id).rstrip("/"))
-        if os.path.lexists(target):
-            continue
-        temp = os.path.join(folder, _RESTORED + secrets.token_hex(4))
-        os.makedirs(temp)
+    for file in files:
+        step = os.path.join(temp, file.manifest.id.dirname)
+        os.makedirs(step)
         try:
-            os.link(os.path.join(tier.root, file.name), os.path.join(temp, shard_file(0)))
+            os.link(os.path.join(tier.root, file.name), os.path.join(step, shard_file(0)))
         except OSError as error:
             logger.warning(
                 "%s cannot be taken up as a checkpoint of run %r (%s): pass its path as ckpt_path= to load it",
@@ -132,27 +150,31 @@ def restore_folders(tier: LocalTier, run: str) -> int:
                 run,
                 error,
             )
-            os.rmdir(temp)
+            os.rmdir(step)
             continue
-        Path(temp, record_file(0)).write_text(json.dumps(file.manifest.shards[0].to_dict()))
-        Path(temp, MANIFEST).write_text(file.manifest.to_json())
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        try:
-            os.rename(temp, target)
-            made += 1
-        except OSError:
-            if not os.path.isdir(target):
-                raise
-            shutil.rmtree(temp)  # another process was first
+        Path(step, record_file(0)).write_text(json.dumps(file.manifest.shards[0].to_dict()))
+        Path(step, MANIFEST).write_text(file.manifest.to_json())
+        made += 1
+    steps = os.path.join(folder, STEPS_DIR)
+    try:
+        os.rename(temp, steps)
+    except OSError:
+        if not os.path.isdir(steps):
+            raise
+        shutil.rmtree(temp)  # another process was first
+        return 0
     return made
 
 
 def _remove_leftovers(folder: str) -> None:
     """Removes what killed processes were dropping, or had begun to make long ago."""
-    for entry in os.scandir(folder) if os.path.isdir(folder) else ():
-        old = time.time() - entry.stat(follow_symlinks=False).st_mtime > _OLD_S
-        if entry.name.startswith(_DROPPED) or (entry.name.startswith(_RESTORED) and old):
-            shutil.rmtree(entry.path, ignore_errors=True)
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        path = os.path.join(folder, name)
+        with suppress(FileNotFoundError):  # another process was first
+            if name.startswith(_DROPPED) or (
+                name.startswith(_RESTORED) and time.time() - os.stat(path).st_mtime > _OLD_S
+            ):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def drop_folders(tier: LocalTier, run: str) -> str:

@@ -187,11 +187,15 @@ def test_a_process_that_was_stopped_at_the_fence_does_not_take_the_copy_for_hang
 ) -> None:
     """Woken after the deadline, it finds the copy where it was; the copy goes on with it."""
     real = snapshot_module._copy
-    monkeypatch.setattr(snapshot_module, "_copy", lambda *args: (asleep.wait(0.5), real(*args))[1])
-    asleep = threading.Event()
-    copies, size = laid_out([torch.ones(5000)])
-    copier.fence(File(size).start(copier, copies), deadline_s=0.3)
-    asleep.set()
+    monkeypatch.setattr(snapshot_module, "_copy", lambda *args: (woken.wait(10), real(*args))[1])
+    woken = threading.Event()
+    copies, size = laid_out([torch.ones(10)])
+    snapshot = File(size).start(copier, copies)
+    assert snapshot.opened.wait(10)
+    while snapshot._next == 0:
+        threading.Event().wait(0.001)  # until the copy thread has the only block
+    threading.Timer(1.2, woken.set).start()
+    copier.fence(snapshot, deadline_s=1.0)
 
 
 @pytest.mark.parametrize("fenced", [True, False])

@@ -5,6 +5,9 @@ And nothing that is begun by a job of yesterday is committed.
 *Newest* is the committed save that was begun last, by the order of the ledger, whatever numbers the library gives to
 steps and attempts. A load must not give an older one than the newest whose commit somebody had noticed before the load
 began, unless we spoiled that one before the load was over, or the library deleted it for one that is newer still.
+
+There is one exception. An attempt that did not see the newest save, because we had moved it away, goes on from an older
+one, and both have followers then. Of two that descend from one save the one that got further is the newest.
 """
 
 from __future__ import annotations
@@ -68,6 +71,8 @@ class Judge:
         self._away: dict[str, list[str] | None] = {}
         self._head_damaged = False
         self._newest_attempt = 0
+        self._attempts: dict[str, int] = {}  # job -> its attempt
+        self._went_on_from: dict[int, str | None] = {}  # attempt -> the save that it loaded
         self._readers: dict[str, Callable[[dict[str, Any]], None]] = {
             "opened": self._opened,
             "save": self._save,
@@ -90,6 +95,7 @@ class Judge:
     def _opened(self, line: dict[str, Any]) -> None:
         if not self._away:  # in a folder made anew attempts are counted from 1
             self._newest_attempt = max(self._newest_attempt, line["attempt"])
+        self._attempts[line["job"]] = line["attempt"]
         self.counts["opened"] += 1
 
     def _save(self, line: dict[str, Any]) -> None:
@@ -101,7 +107,15 @@ class Judge:
         self.counts["saves"] += 1
 
     def _is_over(self, key: str) -> bool:
-        return int(key.split("-a")[1].split("-")[0]) < self._newest_attempt
+        return _attempt_of(key) < self._newest_attempt
+
+    def _got_further(self, key: str | None, other: str) -> bool:
+        """True when ``other`` is of an attempt that went on from a save before ``key`` without seeing it, and has not
+        come as far."""
+        origin = self._went_on_from.get(_attempt_of(other))
+        if key not in self._saves or origin not in self._saves or key is None or origin is None:
+            return False
+        return self._saves[origin].number < self._saves[key].number and _step_of(key) > _step_of(other)
 
     def _committed(self, line: dict[str, Any]) -> None:
         save = self._saves[line["key"]]
@@ -154,6 +168,8 @@ class Judge:
 
     def _loaded(self, line: dict[str, Any]) -> None:
         load = self._loads.pop(line["load"])
+        if load.line["how"] == "attempt" and line["job"] in self._attempts:
+            self._went_on_from[self._attempts[line["job"]]] = line["key"]
         self.counts["loads"] += 1
         self.counts[f"loads: {load.line['how']}"] += 1
         self._check_bytes(load, line)
@@ -163,7 +179,7 @@ class Judge:
             return
         self.counts["loads judged for the newest"] += 1
         number = self._saves[line["key"]].number if line["key"] in self._saves else -1
-        if number < self._saves[expected].number:
+        if number < self._saves[expected].number and not self._got_further(line["key"], expected):
             self._problem(line, f"{load.line['how']} gave {line['key']}, although {expected} was committed before")
 
     def _check_bytes(self, load: _Load, line: dict[str, Any]) -> None:
@@ -222,3 +238,11 @@ class Judge:
 
     def _problem(self, line: dict[str, Any], text: str) -> None:
         self.problems.append(f"{text} [{line}]")
+
+
+def _step_of(key: str) -> int:
+    return int(key.split("-")[0])
+
+
+def _attempt_of(key: str) -> int:
+    return int(key.split("-a")[1].split("-")[0])
