@@ -149,3 +149,27 @@ def test_a_seed_is_one_order_of_actions() -> None:
     first, again, other = (list(itertools.islice(actions(seed), 2000)) for seed in (3, 3, 4))
     assert first == again != other
     assert {action.kind for action in first} == set(WEIGHTS)
+
+
+@pytest.mark.parametrize(("steps", "right"), [((6, 38, 17), True), ((6, 8, 17), False), ((6, 38, 38), False)])
+def test_of_two_that_descend_from_one_save_the_one_that_got_further_is_the_newest(
+    steps: tuple[int, int, int], right: bool
+) -> None:
+    """Attempt 4 goes on from the first save, because the second was away."""
+    first, hidden, later = (f"{step:010d}-a000{attempt}-t-00" for step, attempt in zip(steps, (2, 2, 4), strict=True))
+
+    def saved(key: str) -> list[Line]:
+        return [
+            {"what": "save", "key": key, "rank": 0, "state": key, "own": key},
+            {"what": "committed", "key": key},
+        ]
+
+    def load(key: str, *still: str, **more: Any) -> list[Line]:
+        begun = {"what": "loading", "load": "1", "how": "attempt", "scope": "newest", "seen": [], "falls_back": True}
+        line = {"what": "loaded", "load": "1", "rank": 0, "key": key, "state": key, "own": key, "checked": True}
+        return [begun, {**line, "still": list(still), **more}]
+
+    lines = [*saved(first), *saved(hidden), {"what": "away", "id": "1", "keys": [hidden]}]
+    lines += [{"what": "opened", "attempt": 4, "job": "j"}, *load(first, first, job="j"), BACK]
+    found = problems(*lines, *saved(later), *load(hidden, hidden, later, job="k"))
+    assert (found == []) is right, found

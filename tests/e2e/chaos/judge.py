@@ -95,7 +95,7 @@ class Judge:
     def _opened(self, line: dict[str, Any]) -> None:
         if not self._away:  # in a folder made anew attempts are counted from 1
             self._newest_attempt = max(self._newest_attempt, line["attempt"])
-        self._attempts[line["job"]] = line["attempt"]
+        self._attempts[line.get("job", "")] = line["attempt"]
         self.counts["opened"] += 1
 
     def _save(self, line: dict[str, Any]) -> None:
@@ -168,8 +168,8 @@ class Judge:
 
     def _loaded(self, line: dict[str, Any]) -> None:
         load = self._loads.pop(line["load"])
-        if load.line["how"] == "attempt" and line["job"] in self._attempts:
-            self._went_on_from[self._attempts[line["job"]]] = line["key"]
+        if load.line["how"] == "attempt" and line.get("job", "") in self._attempts:
+            self._went_on_from[self._attempts[line.get("job", "")]] = line["key"]
         self.counts["loads"] += 1
         self.counts[f"loads: {load.line['how']}"] += 1
         self._check_bytes(load, line)
