@@ -8,6 +8,7 @@ import fractions
 import functools
 import pathlib
 import sys
+import threading
 import types
 import uuid
 from collections.abc import Iterator
@@ -23,8 +24,18 @@ __all__ = ["harmless_classes"]
 def harmless_classes() -> Iterator[None]:
     """Lets torch's restricted unpickler also make objects of the standard library and numpy that only hold values.
 
-    They are common among hyper-parameters and in the state of random generators.
+    They are common among hyper-parameters and in the state of random generators. One thread at a time: torch has one
+    list for the process, and the thread that leaves first would take back what another still needs.
     """
+    with _one_at_a_time, _allowed():
+        yield
+
+
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def _allowed() -> Iterator[None]:
     safe_globals = getattr(torch.serialization, "safe_globals", None)
     if safe_globals is None:  # torch 2.4 has no way back
         torch.serialization.add_safe_globals(_harmless())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import enum
 import io
 import pickle
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.errors import ConfigError
+from resiliency.state.harmless import harmless_classes
 from resiliency.state.structure import dump, load
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import bytes_of, make_checkpointer
@@ -595,3 +598,32 @@ def test_nested_tensors_come_back() -> None:
     made = torch.nested.nested_tensor([torch.ones(2), torch.full((3,), 2.0)])
     for tree in ({"x": made}, [made], {"x": made, "y": torch.ones(1)}):
         assert dump(tree).extents
+
+
+def test_threads_that_load_at_once_do_not_take_the_classes_from_each_other() -> None:
+    """Torch has one list of them for the process."""
+    inside, leave, failed = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        with harmless_classes():
+            inside.set()
+            leave.wait(10)
+
+    def second() -> None:
+        try:
+            with harmless_classes():
+                leave.set()
+                other.join(10)  # with one list it would be taken back here
+                data = torch.serialization.get_safe_globals()
+                assert datetime.date in data
+        except BaseException as error:
+            failed.append(error)
+
+    other = threading.Thread(target=first)
+    other.start()
+    assert inside.wait(10)
+    threading.Timer(0.2, leave.set).start()
+    last = threading.Thread(target=second)
+    last.start()
+    last.join(20)
+    assert not last.is_alive() and failed == []
