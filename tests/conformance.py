@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "conformance.md"
 TITLES = {"callback": "## ModelCheckpoint", "io": "## TieredCheckpointIO"}
-_OUTCOME = re.compile(r"^(?:FAILED|ERROR) tests_pytorch/(\S+?\.py::[^\s\[]+(?:\[[^\]]*\])?)", re.MULTILINE)
+#: A file that cannot be collected is an error without a test.
+_OUTCOME = re.compile(r"^(?:FAILED|ERROR) tests_pytorch/(\S+?\.py(?:::[^\s\[]+(?:\[[^\]]*\])?)?)", re.MULTILINE)
 _TOTALS = re.compile(r"^(?:=+ )?((?:\d+ \w+,? ?)+) in [\d.]+s", re.MULTILINE)
 
 
