@@ -30,6 +30,7 @@ __all__ = [
     "save_is_wrapped",
     "suppress_mid_epoch_warning",
     "tell_user",
+    "torch_save_is_replaced",
     "warn_user",
 ]
 
@@ -200,9 +201,14 @@ def other_writer(trainer: Any) -> str:
     stock = type(io).__name__ == "TorchCheckpointIO" and type(io).__module__.startswith(_FABRICS)
     if not stock and not type(io).__module__.startswith("resiliency."):
         return f"the CheckpointIO plugin {type(io).__name__} of this Trainer"
-    if torch.save is not torch.serialization.save:
+    if torch_save_is_replaced():
         return f"a function that other code has put in the place of torch.save ({torch.save!r})"
     return ""
+
+
+def torch_save_is_replaced() -> bool:
+    """True when other code has put a function of its own in the place of ``torch.save``: it wants to see the saves."""
+    return torch.save is not torch.serialization.save
 
 
 #: Where Lightning's packages have the stock CheckpointIO.

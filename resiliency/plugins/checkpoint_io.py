@@ -29,6 +29,7 @@ from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import ResiliencyError, UnsupportedFormat
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.plugins._io_engines import EngineUse, FolderEngine
+from resiliency.plugins._lightning import torch_save_is_replaced
 from resiliency.plugins.namespaces import AdapterClass
 from resiliency.storage.names import read_name
 from resiliency.storage.shard_file import Identity
@@ -71,6 +72,7 @@ class TieredIO:
         self._run = run
         self._options = options or CheckpointerOptions(agent="embedded")
         self._flush_timeout = flush_timeout
+        self._told_of_replaced = False
         #: True after a teardown: no other may follow a save that comes now, so it closes its engine itself.
         self._torn_down = False
         self._failed: dict[str, str] = {}  # folder -> the save that failed there; none since
@@ -112,7 +114,10 @@ class TieredIO:
                 " TieredCheckpointIO(options=...)"
             )
         place = _place(path)
-        if place is None:
+        if place is None or torch_save_is_replaced():
+            if place is not None and not self._told_of_replaced:
+                self._told_of_replaced = True
+                logger.warning("other code has replaced torch.save (%r): it writes the checkpoints", torch.save)
             _stock(self).save_checkpoint(checkpoint, path)
             return
         directory, name = place

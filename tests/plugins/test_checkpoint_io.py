@@ -516,3 +516,15 @@ def test_each_namespace_has_one_class_which_pickles(namespace: str) -> None:
     assert issubclass(build(namespace), importlib.import_module(f"{namespace}.plugins.io").CheckpointIO)
     if isinstance(checkpoint_io.TieredCheckpointIO(), build(namespace)):
         assert isinstance(pickle.loads(pickle.dumps(checkpoint_io.TieredCheckpointIO(run="a"))), build(namespace))
+
+
+def test_a_function_in_the_place_of_torch_save_writes_the_checkpoints(
+    io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may encrypt or upload; it is called, and that is said once."""
+    real, seen = torch.save, []
+    monkeypatch.setattr(torch, "save", lambda *arguments, **named: (seen.append(1), real(*arguments, **named))[1])
+    for step in (1, 2):
+        io.save_checkpoint(checkpoint(step), tmp_path / f"{step}.ckpt")
+    assert len(seen) == 2 and os.listdir(tmp_path).count(".resiliency") == 0
+    assert caplog.text.count("has replaced torch.save") == 1
