@@ -62,6 +62,11 @@ class Environment:
     launch: Launch
     faults: str
 
+    @property
+    def wants_log(self) -> bool:
+        """True when somebody will read the event log: in a job of a launcher, or where its folder was given."""
+        return self.events_dir is not None or bool(self.launch.job)
+
 
 def _integer(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name, "")

@@ -8,6 +8,7 @@ says so.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
@@ -107,7 +108,6 @@ class AgentClient:
         self._losses: deque[float] = deque()
         self._flushed: dict[int, bool] = {}
         self._flushes = 0
-        self._woken = False
 
     @property
     def embedded(self) -> bool:
@@ -296,21 +296,7 @@ class AgentClient:
 
     def _embed(self) -> None:
         config = self.config
-        own_config = AgentConfig(
-            run=config.run,
-            node=config.node,
-            attempt=config.attempt,
-            token=config.token,
-            world_size=config.world_size,
-            local_ranks=(self.rank,),
-            shared=config.shared,
-            local=config.local,
-            durable=config.durable,
-            remotes=config.remotes,
-            events=config.events,
-            drain_s=config.drain_s,
-            only_files=config.only_files,
-        )
+        own_config = dataclasses.replace(config, local_ranks=(self.rank,))
         # A log of its own, as in the agent process: its events are written on its threads, not on the training thread.
         sink = JsonlSink(config.events) if config.events else NullSink()
         events = self._embedded_events = EventWriter(

@@ -12,7 +12,7 @@ from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.settings import environment
 from resiliency.storage.catalog import StepListing, scan, step_folders
-from resiliency.storage.single_files import SingleFile, single_files_of
+from resiliency.storage.single_files import single_files_of
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
@@ -44,7 +44,7 @@ def look(trainer: Any, places: CheckpointPlaces) -> Found:
     steps = unsupported = False
     for tier in _tiers(trainer, places):
         try:
-            steps = bool(step_folders(tier, places.key.run) or _single_files(tier, places.key.run)) or steps
+            steps = bool(step_folders(tier, places.key.run) or single_files_of(tier, places.key.run)) or steps
         except UnsupportedFormat:
             unsupported = True
         except (TierError, OSError) as error:
@@ -71,7 +71,7 @@ def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
     """The newest complete step that this rank sees. Collective: no."""
     found = [listing.id for listing in _listings(trainer, places) if listing.manifest is not None]
     for tier in _tiers(trainer, places):
-        found += [file.manifest.id for file in _single_files(tier, places.key.run)]
+        found += [file.manifest.id for file in single_files_of(tier, places.key.run)]
     return max(found, default=None)
 
 
@@ -79,11 +79,6 @@ def newest_file(key: EngineKey) -> set[str]:
     """The path of the newest step, if its job has left only files; empty otherwise."""
     files = single_files_of(LocalTier(key.directory), key.run)
     return {os.path.join(key.directory, file.name) for file in files[-1:]}
-
-
-def _single_files(tier: Tier, run: str) -> list[SingleFile]:
-    """Steps of a run whose folders went at the end of their job."""
-    return single_files_of(tier, run) if isinstance(tier, LocalTier) else []
 
 
 def _listings(trainer: Any, places: CheckpointPlaces) -> Iterator[StepListing]:

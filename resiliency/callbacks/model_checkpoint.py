@@ -454,9 +454,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
 def _wants_log(trainer: Any) -> bool:
     """True for a job of a launcher and where the user asked for events: their log has the start of the process, and
     stays when the job has ended."""
-    settings = environment()
-    asked = settings.events_dir is not None or any(getattr(other, "reads_events", False) for other in trainer.callbacks)
-    return asked or bool(settings.launch.job)
+    return environment().wants_log or any(getattr(other, "reads_events", False) for other in trainer.callbacks)
 
 
 def _saves_kept_weights(module: Any) -> bool:

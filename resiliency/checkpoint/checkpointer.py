@@ -63,8 +63,8 @@ _HUNG_S = 60.0
 _PREPARE_S, _PREPARE_BYTES_PER_S = 10.0, 100e6
 #: How long a flush waits for other ranks to record their shards once this one is done.
 _OTHERS_S = 30.0
-#: How long the end waits for an agent to exit that still has uploads to finish.
-_BUSY_AGENT_S = 0.5
+#: How long the end waits for an agent to exit that has nothing left to do, and for one that has uploads to finish.
+_IDLE_AGENT_S, _BUSY_AGENT_S = 10.0, 0.5
 
 
 class Checkpointer:
@@ -549,7 +549,7 @@ class Checkpointer:
         if self._opened is None or self._is_forked:
             return []
         saves = self._opened.saves
-        if saves.in_flight is not None and saves.in_flight.snapshot is not None and self._pid == os.getpid():
+        if saves.in_flight is not None and saves.in_flight.snapshot is not None:
             saves.in_flight.snapshot.settle()
         saves.process_messages()
         return saves.outcomes()
@@ -662,7 +662,7 @@ class Checkpointer:
             session.events.emit(EventKind.JOB_TERMINATED, reason=reason)
             parts.copier.close()
             session.client.send(Bye(finished=reason == "finished"))
-            session.client.close(**({} if done else {"timeout_s": _BUSY_AGENT_S}))
+            session.client.close(timeout_s=_IDLE_AGENT_S if done else _BUSY_AGENT_S)
             parts.saves.process_messages()
             parts.saves.summarise()
             session.events.close()

@@ -90,7 +90,7 @@ class CheckpointerOptions:
     Attributes:
         agent: "process" starts one helper process per host; "embedded" does its work in the trainer.
         previous_save_timeout: how long a save may wait for the rank's previous one before it is skipped.
-        fence_timeout: how long a fence may wait for a copy before it raises.
+        fence_timeout: how long a fence may wait for a copy; it waits for that long again, at most 10 s, and raises.
         agree_timeout: how long ranks wait for each other at start and restore.
         drain_timeout: how long the agent may continue uploads after the last rank has disconnected.
         lazy_bytes: tensors below this size are copied at once.

@@ -40,6 +40,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -132,29 +133,40 @@ class _Sources:
         return tensor.data_ptr()
 
 
+_count: Callable[[Tensor], int] = attrgetter("_version")
+
+
 class _Watch:
     """Notices changes in place of live tensors, by torch's count of them. Thread: any.
 
+    Made at every save, while the training thread waits: what is needed after a change only is looked up then.
+
     Args:
-        sources: each with the number of its storage. Inference tensors have no count, and are not watched.
+        copies: those of them that read live tensors are watched; the others are of private memory, or headers.
+        on_gpu: further tensors, each with the number of its storage.
+
+    Attributes:
+        tensors: those that are watched. Inference tensors have no count, and are not.
     """
 
-    def __init__(self, sources: Sequence[tuple[Tensor, int]]) -> None:
-        self.tensors: list[Tensor] = []
-        self._before: list[int] = []
-        self._numbers = [number for _, number in sources]
+    def __init__(self, copies: Sequence[CopyTask], on_gpu: Sequence[tuple[Tensor, int]]) -> None:
+        self._copies, self._on_gpu = [copy for copy in copies if copy.storage >= 0], on_gpu
+        self.tensors: list[Tensor] = [*[copy.source for copy in self._copies], *[tensor for tensor, _ in on_gpu]]
         try:
-            self._before = [tensor._version for tensor, _ in sources]
-            self.tensors = [tensor for tensor, _ in sources]
+            self._before = list(map(_count, self.tensors))
         except RuntimeError:
-            counted = [(tensor, number) for tensor, number in sources if not tensor.is_inference()]
-            self.tensors, self._numbers = [tensor for tensor, _ in counted], [number for _, number in counted]
-            self._before = [tensor._version for tensor in self.tensors]
+            self._copies = [copy for copy in self._copies if not copy.source.is_inference()]
+            self._on_gpu = [(tensor, number) for tensor, number in on_gpu if not tensor.is_inference()]
+            self.tensors = [*[copy.source for copy in self._copies], *[tensor for tensor, _ in self._on_gpu]]
+            self._before = list(map(_count, self.tensors))
 
     def changed(self, counts: Sequence[int] | None = None) -> list[int]:
         """Numbers of the storages that were changed since construction, by these counts; None: by those of now."""
-        now = [tensor._version for tensor in self.tensors] if counts is None else counts
-        counts_of = zip(self._numbers, self._before, now, strict=True)
+        now = list(map(_count, self.tensors)) if counts is None else list(counts)
+        if now == self._before:
+            return []
+        numbers = [*[copy.storage for copy in self._copies], *[number for _, number in self._on_gpu]]
+        counts_of = zip(numbers, self._before, now, strict=True)
         return [number for number, before, after in counts_of if before != after]
 
 
@@ -223,8 +235,8 @@ class Snapshot:
     _verdicts: list[TornSnapshot | Timeout | None] = field(default_factory=list)
     _decided: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
     _watch: _Watch | None = None
-    _compared: _Sources | None = None
-    _fenced: threading.Event = field(default_factory=threading.Event)
+    _kept: _Sources | None = None  # to be compared
+    _fenced: bool = False
     _question: Question | None = None
     _by_main_thread: bool = field(default_factory=can_ask)
     _next: int = 0
@@ -235,10 +247,8 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         self.sources = _Sources(self.job.copies)
-        # The other copies are of private memory, or headers.
-        live = [(copy.source, copy.storage) for copy in self.job.copies if copy.storage >= 0]
-        self._watch = _Watch([*live, *self.job.watched])
-        if not live and not self.job.watched:
+        self._watch = _Watch(self.job.copies, self.job.watched)
+        if not self._watch.tensors:
             self._verdicts.append(None)  # nothing that it reads can change
         self._blocks_left = len(self.job.mine)
         self.digests = [""] * self.job.blocks.count
@@ -264,7 +274,7 @@ class Snapshot:
             fenced: the training thread changes nothing before the comparison is over.
         """
         if fenced:
-            self._fenced.set()
+            self._fenced = True  # before it is said that something was decided
         watch, question = self._watch, self._question
         if watch is not None and not self._verdicts:
             counts = question.answer if question is not None else None
@@ -289,7 +299,7 @@ class Snapshot:
                 self.error = failure
         if self.error is None:
             self.error = self._await_verdict() or self._compare()
-        self._compared = None
+        self._kept = None
         self.compared.set()
         if self.error is not None and self.slot is not None:
             self._discard()
@@ -320,7 +330,7 @@ class Snapshot:
     def _quiet_counts(self, watch: _Watch) -> list[int] | None:
         """Counts of changes, for :meth:`_Watch.changed`, at a moment when the training thread is in no kernel."""
         question = Question(watch.tensors, self._decided.put) if self._by_main_thread else None
-        while not self._fenced.is_set() and (question is None or question.answer is None):
+        while not self._fenced and (question is None or question.answer is None):
             try:
                 self._decided.get(timeout=_AGREE_S)
             except queue.Empty:
@@ -423,7 +433,7 @@ class Snapshot:
         Thread: copy, once the training thread has agreed. Blocks: for reading the tensors; until the fence, if they
         have changed.
         """
-        sources, slot, watch = self._compared, self.slot, self._watch
+        sources, slot, watch = self._kept, self.slot, self._watch
         if sources is None or slot is None or watch is None:
             return None
         changed: dict[int, None] = {}
@@ -445,7 +455,7 @@ class Snapshot:
             if self._running or (self._blocks_left and self.error is None) or self.copied.is_set():
                 return
             if self.job.compare:
-                self._compared = self.sources
+                self._kept = self.sources
             self.sources = None  # drops the references to the tensors
             if self.slot is not None and self._stored and not self.slot.in_memory:
                 self.slot.small_pages = has_small_pages(self._faults, self._stored)

@@ -24,7 +24,6 @@ from resiliency.storage.single_files import find_single_files, single_files_of
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
-from resiliency.storage.tiers.local import LocalTier
 
 __all__ = [
     "StoredCopy",
@@ -222,7 +221,7 @@ def _is_step_of(tier: Tier, identity: Identity, name: str) -> bool:
     """True when the step of a file is one of the tier's."""
     if next(iter(tier.list(run_prefix(identity.run))), None) is not None:
         return True
-    return any(listing.id == identity.id and listing.single == name for listing in _single(tier, identity.run))
+    return any((file.manifest.id, file.name) == (identity.id, name) for file in single_files_of(tier, identity.run))
 
 
 def _identity(address: str, opening: Callable[[str], Tier]) -> Identity | None:
@@ -280,11 +279,7 @@ def listings(tier: Tier, run: str) -> list[StepListing]:
         UnsupportedFormat: the run holds steps that another version of the format wrote.
         TierError: the tier cannot be listed.
     """
-    return scan(tier, run) or _single(tier, run)
-
-
-def _single(tier: Tier, run: str) -> list[StepListing]:
-    return [file.listing for file in single_files_of(tier, run)] if isinstance(tier, LocalTier) else []
+    return scan(tier, run) or [file.listing for file in single_files_of(tier, run)]
 
 
 def is_committed(listing: StepListing) -> bool:

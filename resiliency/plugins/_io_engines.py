@@ -70,9 +70,7 @@ class EngineUse:
             found = _engines.get(key)
             if found is None:
                 # Lightning calls the plugin on one rank with the whole state: for the engine, a job of one rank.
-                settings = environment()
-                wants_log = bool(settings.launch.job) or settings.events_dir is not None
-                local = LocalTierOptions(directory=directory, only_files=not wants_log)
+                local = LocalTierOptions(directory=directory, only_files=not environment().wants_log)
                 engine = Checkpointer(local, run=run, rank=0, world_size=1, options=options)
                 found = _engines[key] = FolderEngine(directory, engine)
             found.users.add(self._number)

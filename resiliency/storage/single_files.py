@@ -26,6 +26,7 @@ from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest,
 from resiliency.storage.own_record import read_own_record
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.tiers._regular_file import open_regular
+from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["SingleFile", "drop_folders", "find_single_files", "read_single_file", "restore_folders", "single_files_of"]
@@ -109,13 +110,15 @@ def find_single_files(root: str, run: str | None = None) -> list[SingleFile]:
     return sorted(found.values(), key=lambda file: (file.manifest.run, file.manifest.id))
 
 
-def single_files_of(tier: LocalTier, run: str) -> list[SingleFile]:
+def single_files_of(tier: Tier, run: str) -> list[SingleFile]:
     """The steps of a run that has no folder, as files; none for a run with step folders, which say themselves what
-    there is.
+    there is, and none on a remote tier.
 
     Raises:
         OSError: the tier cannot be listed.
     """
+    if not tier.is_local:
+        return []
     steps = os.path.join(tier.root, META_DIR, run, STEPS_DIR)
     if os.path.lexists(steps) and not (os.path.isdir(steps) and not os.listdir(steps)):
         return []

@@ -261,11 +261,9 @@ def test_while_the_tier_is_down_only_the_newest_step_waits_for_it(
     assert [listing.id.step for listing in scan(remote, "r") if listing.records] == [29]
 
 
-def test_beside_the_step_that_is_being_sent_one_waits_the_newest(
-    hosts: list[Host], remote: FaultyTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A transfer that hangs raises nothing: what is behind it must not pile up on the local tier."""
-    host, held, free, real = hosts[0], threading.Event(), threading.Event(), remote.put_file
+def hold_up(remote: FaultyTier, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Makes transfers hang. The first event is set when one does, the second lets them go on."""
+    held, free, real = threading.Event(), threading.Event(), remote.put_file
 
     def put_file(key: str, path: str, **further: Any) -> None:
         held.set()
@@ -273,6 +271,14 @@ def test_beside_the_step_that_is_being_sent_one_waits_the_newest(
         real(key, path, **further)
 
     monkeypatch.setattr(remote, "put_file", put_file)
+    return held, free
+
+
+def test_beside_the_step_that_is_being_sent_one_waits_the_newest(
+    hosts: list[Host], remote: FaultyTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transfer that hangs raises nothing: what is behind it must not pile up on the local tier."""
+    host, (held, free) = hosts[0], hold_up(remote, monkeypatch)
     records = [host.record(StepId(step, 1, "0a0b0c")) for step in range(1, 10)]
     host.uploader.submit(records[0].id, [records[0]])
     assert held.wait(10)
@@ -289,14 +295,7 @@ def test_beside_the_step_that_is_being_sent_one_waits_the_newest(
 def test_a_step_that_is_heard_of_late_does_not_displace_a_newer_one(
     hosts: list[Host], remote: FaultyTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, held, free, real = hosts[0], threading.Event(), threading.Event(), remote.put_file
-
-    def put_file(key: str, path: str, **further: Any) -> None:
-        held.set()
-        assert free.wait(20)
-        real(key, path, **further)
-
-    monkeypatch.setattr(remote, "put_file", put_file)
+    host, (held, free) = hosts[0], hold_up(remote, monkeypatch)
     for step in (1, 5, 3, 5):
         record = host.record(StepId(step, 1, "0a0b0c"))
         host.uploader.submit(record.id, [record])

@@ -264,16 +264,21 @@ def test_the_job_is_recorded_in_every_save(tmp_path: Path, machine: Machine) -> 
 # -- checkpoints of which none is whole -------------------------------------------------------------------------------
 
 
+def to_resume_without(namespace: str, folder: Path, files: str) -> Any:
+    """A trainer that is to go on from checkpoints, all of which lack these files."""
+    settings = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
+    make_trainer(namespace, [ours(namespace, folder, **settings)], root=folder, max_epochs=1).fit(
+        make_net(namespace), loader()
+    )
+    for path in folder.rglob(f"steps/*/{files}"):
+        path.unlink()
+    return make_trainer(namespace, [ours(namespace, folder, auto_resume=True, **settings)], root=folder)
+
+
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_a_fit_that_is_to_resume_does_not_begin_anew_beside_damaged_checkpoints(namespace: str, tmp_path: Path) -> None:
-    settings = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
-    make_trainer(namespace, [ours(namespace, tmp_path, **settings)], root=tmp_path, max_epochs=1).fit(
-        make_net(namespace), loader()
-    )
-    for path in tmp_path.rglob("steps/*/shard-00000.ckpt"):
-        path.unlink()
-    trainer = make_trainer(namespace, [ours(namespace, tmp_path, auto_resume=True, **settings)], root=tmp_path)
+    trainer = to_resume_without(namespace, tmp_path, "shard-00000.ckpt")
     with pytest.raises(CorruptShard, match="nothing could be restored, although checkpoints exist"):
         trainer.fit(make_net(namespace), loader())
     assert trainer.global_step == 0
@@ -282,13 +287,7 @@ def test_a_fit_that_is_to_resume_does_not_begin_anew_beside_damaged_checkpoints(
 @pytest.mark.usefixtures("launched")
 def test_a_fit_that_finds_shards_without_records_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     namespace = NAMESPACES[0]
-    settings = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
-    make_trainer(namespace, [ours(namespace, tmp_path, **settings)], root=tmp_path, max_epochs=1).fit(
-        make_net(namespace), loader()
-    )
-    for path in tmp_path.rglob("steps/*/*.json"):
-        path.unlink()
-    trainer = make_trainer(namespace, [ours(namespace, tmp_path, auto_resume=True, **settings)], root=tmp_path)
+    trainer = to_resume_without(namespace, tmp_path, "*.json")
     trainer.fit(make_net(namespace), loader())
     assert trainer.global_step == 12
     assert [entry for entry in caplog.records if "have shards and no record" in entry.getMessage()]

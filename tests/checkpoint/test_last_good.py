@@ -75,11 +75,18 @@ def settled(checkpointer: Checkpointer) -> None:
     checkpointer.poll()
 
 
-def gone_soon(folder: Path) -> bool:
-    deadline = time.monotonic() + 20
-    while (folder / GOOD).exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not (folder / GOOD).exists()
+def gone_soon(folder: Path, name: str = GOOD) -> bool:
+    deadline, pause = time.monotonic() + 60, threading.Event()
+    while (folder / name).exists() and time.monotonic() < deadline:
+        pause.wait(0.05)  # a folder notifies nobody
+    return not (folder / name).exists()
+
+
+def nothing_left_to_delete(checkpointer: Checkpointer) -> bool:
+    """Waits until the agent, which is in this process, has done all that it can by now."""
+    agent = checkpointer.session.client._embedded
+    assert agent is not None
+    return agent._commits.wait_idle(time.monotonic() + 20)
 
 
 def test_a_deletion_before_the_first_save_waits_for_it(tmp_path: Path) -> None:
@@ -119,7 +126,7 @@ def test_it_lives_while_its_successor_is_not_durable(
                 second.delete(GOOD)
             if until == "committed":
                 ticket.wait(Stage.COMMITTED, timeout=SOON)
-            time.sleep(0.3)
+            assert nothing_left_to_delete(second)
             assert is_good(tmp_path), f"deleted although its successor was only being {until}"
         finally:
             go_on.set()
@@ -198,9 +205,6 @@ def test_an_agent_that_follows_a_killed_one_keeps_it_too(tmp_path: Path) -> None
         os.kill(agent.pid, signal.SIGKILL)
         agent.wait(10)
         second.delete(GOOD, "10.ckpt")
-        deadline = time.monotonic() + 60
-        while (tmp_path / "10.ckpt").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not (tmp_path / "10.ckpt").exists(), "the next agent has not got the deletion"
+        assert gone_soon(tmp_path, "10.ckpt"), "the next agent has not got the deletion"
         settled(second)
         assert is_good(tmp_path)
