@@ -209,8 +209,6 @@ def drop_folders(tier: LocalTier, run: str) -> str:
 
 def _has_a_file(tier: LocalTier, manifest: Manifest) -> bool:
     """True when the step is one file, and a name of it in the folder is that file."""
-    if manifest.world_size != 1 or not manifest.replicated:
-        return False
     shard = os.stat(tier.path(step_prefix(manifest.run, manifest.id) + shard_file(0)))
     for name in manifest.names:
         try:

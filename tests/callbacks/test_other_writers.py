@@ -1,0 +1,104 @@
+"""What else writes the checkpoints of a trainer is used and said: a CheckpointIO of the user, a function in the place of
+``torch.save``. And a link is a link in the end."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resiliency.callbacks.model_checkpoint import build
+from resiliency.plugins.checkpoint_io import build as build_io
+from tests.callbacks.harness import NAMESPACES, loader, make_net, make_trainer, ours, stock
+
+EVERY: dict[str, Any] = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
+FILES = ["step=12.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if "checkpoints are written by" in text]
+
+
+@pytest.mark.parametrize("subclass", [True, False])
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_the_users_plugin_saves_loads_and_removes(
+    namespace: str, subclass: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    io = importlib.import_module(f"{namespace}.plugins.io")
+    calls: list[str] = []
+
+    class Encrypting(io.TorchCheckpointIO if subclass else io.CheckpointIO):  # type: ignore[misc]
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            calls.append("save")
+            torch.save({"secret": checkpoint}, path)
+
+        def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> Any:
+            calls.append("load")
+            return torch.load(path, weights_only=False)["secret"]
+
+        def remove_checkpoint(self, path: Any) -> None:
+            calls.append("remove")
+            os.remove(path)
+
+    for epochs, ckpt in ((2, None), (3, str(tmp_path / "step=12.ckpt"))):
+        callback = ours(namespace, tmp_path, **EVERY)
+        trainer = make_trainer(namespace, [callback], root=tmp_path, max_epochs=epochs, plugins=[Encrypting()])
+        with caplog.at_level(logging.WARNING):
+            trainer.fit(make_net(namespace), loader(), ckpt_path=ckpt)
+    assert calls == ["save"] * 4 + ["load"] + ["save"] * 2
+    assert sorted(os.listdir(tmp_path)) == sorted([*FILES, "step=15.ckpt", "step=18.ckpt"])
+    assert list(torch.load(tmp_path / "step=3.ckpt", weights_only=False)) == ["secret"]
+    assert len(said(caplog)) == 2 and "Encrypting" in said(caplog)[0]
+
+
+def test_our_own_plugin_is_no_other_writer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    namespace = NAMESPACES[0]
+    trainer = make_trainer(
+        namespace, [ours(namespace, tmp_path, **EVERY)], root=tmp_path, plugins=[build_io(namespace)()]
+    )
+    trainer.fit(make_net(namespace), loader())
+    assert said(caplog) == [] and sorted(os.listdir(tmp_path)) == FILES
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_function_in_the_place_of_torch_save_is_called(
+    namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, seen = torch.save, []
+    monkeypatch.setattr(torch, "save", lambda *arguments, **named: (seen.append(1), real(*arguments, **named))[1])
+    make_trainer(namespace, [ours(namespace, tmp_path, **EVERY)], root=tmp_path).fit(make_net(namespace), loader())
+    assert len(seen) == 4 and len(said(caplog)) == 1 and "torch.save" in said(caplog)[0]
+    assert sorted(os.listdir(tmp_path)) == FILES
+
+
+def links(folder: Path) -> dict[str, str]:
+    """What is in a folder; of a link, what it says."""
+    return {path.name: os.readlink(path) if path.is_symlink() else "" for path in folder.iterdir()}
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # as with the stock class: the folder was renamed
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_last_is_a_link_where_the_stock_class_makes_one(namespace: str, tmp_path: Path) -> None:
+    def fits(kind: str, **resume: Any) -> tuple[dict[str, str], dict[str, str]]:
+        made = stock(namespace) if kind == "stock" else build(namespace)
+        before, after = tmp_path / f"{kind}-before", tmp_path / kind
+        make_trainer(namespace, [made(dirpath=before, save_last="link", **EVERY)], root=tmp_path).fit(
+            make_net(namespace), loader()
+        )
+        first = links(before)
+        before.rename(after)
+        assert torch.load(after / "last.ckpt", weights_only=False)["global_step"] == 12
+        net = make_net(namespace)
+        again = made(dirpath=after, save_last="link", **EVERY)
+        make_trainer(namespace, [again], root=tmp_path, max_epochs=3).fit(net, loader(), ckpt_path="last")
+        assert net.ran == 6
+        return first, links(after)
+
+    first, second = fits("ours")
+    assert first["last.ckpt"] == "step=12.ckpt"
+    assert (first, second) == fits("stock")
