@@ -7,11 +7,9 @@ A line is a superset of the older goodput library's (``timestamp``, ``job_name``
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +17,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from queue import SimpleQueue
 from typing import Any, Protocol
+
+from resiliency.regular_file import open_regular
 
 __all__ = ["BackgroundSink", "Event", "EventKind", "EventSink", "EventWriter", "JsonlSink", "NullSink"]
 
@@ -143,7 +143,8 @@ class JsonlSink:
         try:
             if self._fd is None:
                 os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-                self._fd = _open_log(self.path)
+                # Readable and writable for whom the umask allows: users may share a folder.
+                self._fd = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 self._heal_torn_tail(self._fd)
             os.write(self._fd, event.to_json().encode() + b"\n")
         except (OSError, ValueError, TypeError) as error:
@@ -183,17 +184,6 @@ class JsonlSink:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-def _open_log(path: str) -> int:
-    """Opens a log to append to. Readable and writable for whom the umask allows: users may share a folder."""
-    # Not blocking, and no other than a regular file: a fifo would hang the writer.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-    fd = os.open(path, flags, 0o666)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "something else stands where the log belongs", path)
-    return fd
 
 
 class BackgroundSink:

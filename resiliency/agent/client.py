@@ -44,10 +44,10 @@ from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.agent.server import EXIT_TAKEN
 from resiliency.errors import AgentError, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
+from resiliency.regular_file import open_regular
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
-from resiliency.storage.tiers._regular_file import open_regular
 
 __all__ = ["AgentClient"]
 

@@ -7,15 +7,14 @@ import os
 import posixpath
 
 from resiliency.errors import TierError
+from resiliency.regular_file import NotAFile, opened
 from resiliency.storage.catalog import scan
 from resiliency.storage.manifest import META_DIR, shard_file
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.tiers import open_tier
-from resiliency.storage.tiers._keys import partial_name
-from resiliency.storage.tiers._regular_file import NotAFile, opened
 
-__all__ = ["engine_name", "is_stock", "link_symbolically", "names_on_disk"]
+__all__ = ["engine_name", "is_stock", "names_on_disk"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +73,3 @@ def is_stock(path: str) -> bool:
             return read_identity(file.read(IDENTITY_BYTES), where=path) is None
     except NotAFile:
         return True
-
-
-def link_symbolically(linkpath: str, path: str) -> None:
-    """Replaces a second hard link of a local file by a relative symbolic link to it; does nothing for anything else."""
-    if "://" in path or os.path.islink(linkpath) or not (os.path.isfile(linkpath) and os.path.isfile(path)):
-        return
-    if os.path.samefile(linkpath, path):
-        temp = os.path.join(os.path.dirname(linkpath), partial_name())
-        os.symlink(os.path.relpath(path, os.path.dirname(linkpath)), temp)
-        os.replace(temp, linkpath)

@@ -16,7 +16,7 @@ from weakref import proxy
 from torch import Tensor
 
 from resiliency.callbacks._earlier import JOB_INFO
-from resiliency.callbacks._names import engine_name, is_stock, link_symbolically, names_on_disk
+from resiliency.callbacks._names import engine_name, is_stock, names_on_disk
 from resiliency.callbacks._places import CheckpointPlaces
 from resiliency.callbacks._trainer_session import TrainerSession
 from resiliency.checkpoint.checkpointer import Checkpointer
@@ -27,6 +27,7 @@ from resiliency.plugins import _lightning
 from resiliency.plugins.strategies.base import StrategyAdapter
 from resiliency.settings import environment
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
+from resiliency.storage.names import link_symbolically
 from resiliency.storage.stage import Stage
 
 if TYPE_CHECKING:

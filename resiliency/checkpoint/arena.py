@@ -22,9 +22,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from resiliency.errors import TierError
+from resiliency.regular_file import open_regular
 from resiliency.storage.file_end import hold, lengthen
 from resiliency.storage.shared_files import move_without_replacing
-from resiliency.storage.tiers._regular_file import open_regular
 from resiliency.storage.tiers.local import on_ramdisk
 
 __all__ = ["Arena", "Slot"]

@@ -17,13 +17,13 @@ from resiliency.checkpoint.rank_messages import AgentReady, RankReport, SharedFo
 from resiliency.checkpoint.shard_plan import HostPart
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
+from resiliency.regular_file import open_regular
 from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_of_steps, read_attempt
 from resiliency.storage.claims import largest_claim
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.single_files import restore_folders
 from resiliency.storage.tiers._address import local_path
-from resiliency.storage.tiers._regular_file import open_regular
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from resiliency.checkpoint._pages import view
 from resiliency.errors import CorruptShard
+from resiliency.regular_file import open_regular
 from resiliency.state.tree import dtype_from_name
 from resiliency.storage.archive import ArchiveEntry, read_directory
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.shard_file import IDENTITY_BYTES, Placed, read_identity
-from resiliency.storage.tiers._regular_file import open_regular
 
 __all__ = ["ShardReader", "shard_reader"]
 

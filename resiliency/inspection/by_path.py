@@ -29,6 +29,7 @@ from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.inspection import survey
+from resiliency.regular_file import opened
 from resiliency.state.harmless import harmless_classes
 from resiliency.state.tree import keyed_leaves, replace_leaves
 from resiliency.storage.archive import read_directory
@@ -41,7 +42,6 @@ from resiliency.storage.own_record import read_own_record
 from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, Identity, read_identity
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
-from resiliency.storage.tiers._regular_file import opened
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["Located", "load_path", "locate"]

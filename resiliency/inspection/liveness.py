@@ -19,9 +19,9 @@ from typing import Any
 
 from resiliency.agent.config import agent_address
 from resiliency.events import EventKind
+from resiliency.regular_file import opened
 from resiliency.settings import environment
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
-from resiliency.storage.tiers._regular_file import opened
 
 __all__ = ["Evidence", "evidence_of_use"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
+from resiliency.regular_file import opened
 from resiliency.storage.catalog import step_folders
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.tiers._keys import partial_name
-from resiliency.storage.tiers._regular_file import opened
 from resiliency.storage.tiers.base import Tier
 
 #: Of a number; what is longer is none.

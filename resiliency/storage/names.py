@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable
 
 from resiliency.errors import TierError, UnsupportedFormat
@@ -16,9 +17,10 @@ from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import MANIFEST, StepRecords, record_file, shard_file
 from resiliency.storage.shard_file import IDENTITY_BYTES, Identity, read_identity
 from resiliency.storage.step_id import StepId
+from resiliency.storage.tiers._keys import partial_name
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["delete_names", "give_name", "give_names", "read_name"]
+__all__ = ["delete_names", "give_name", "give_names", "link_symbolically", "read_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -184,3 +186,13 @@ def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | N
             _delete_folder(tier, name)
         gone.append(name)
     return gone
+
+
+def link_symbolically(linkpath: str, path: str) -> None:
+    """Replaces a second hard link of a local file by a relative symbolic link to it; does nothing for anything else."""
+    if "://" in path or os.path.islink(linkpath) or not (os.path.isfile(linkpath) and os.path.isfile(path)):
+        return
+    if os.path.samefile(linkpath, path):
+        temp = os.path.join(os.path.dirname(linkpath), partial_name())
+        os.symlink(os.path.relpath(path, os.path.dirname(linkpath)), temp)
+        os.replace(temp, linkpath)

@@ -14,7 +14,7 @@ import os
 import signal
 from contextlib import suppress
 
-from resiliency.storage.tiers._regular_file import open_regular
+from resiliency.regular_file import open_regular
 
 __all__ = ["is_ours_alone", "move_without_replacing", "write_zeros"]
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
+from resiliency.regular_file import open_regular
 from resiliency.storage.catalog import StepListing, scan, step_prefix
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, record_file, shard_file
 from resiliency.storage.own_record import read_own_record
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
-from resiliency.storage.tiers._regular_file import open_regular
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 

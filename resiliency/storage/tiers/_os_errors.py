@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from resiliency.errors import TierError
-from resiliency.storage.tiers._regular_file import NotAFile
+from resiliency.regular_file import NotAFile
 
 __all__ = ["tier_error"]
 

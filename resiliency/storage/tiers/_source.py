@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
+from resiliency.regular_file import opened
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.tiers._os_errors import tier_error
-from resiliency.storage.tiers._regular_file import opened
 
 __all__ = ["Source"]
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import BinaryIO
 
+from resiliency.regular_file import open_regular, opened
 from resiliency.storage.tiers._keys import check_key, check_prefix, check_range, is_partial, partial_name
 from resiliency.storage.tiers._os_errors import tier_error
-from resiliency.storage.tiers._regular_file import open_regular, opened
 from resiliency.storage.tiers._source import Source
 from resiliency.storage.tiers.base import ObjectInfo, UnreadableFolders
 
