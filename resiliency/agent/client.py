@@ -19,6 +19,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, get_args
 
@@ -39,6 +40,7 @@ from resiliency.agent.messages import (
     Request,
     Rescan,
     Seal,
+    Welcome,
 )
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.agent.server import EXIT_TAKEN
@@ -98,6 +100,7 @@ class AgentClient:
         self._deletes: deque[Delete] = deque(maxlen=64)
         self._loaded: Rescan | None = None
         self._socket: socket.socket | None = None
+        self._framer = Framer()  # of this connection
         self._embedded: HostAgent | None = None
         self._embedded_events: EventWriter | None = None
         self._force_embedded = embedded
@@ -172,9 +175,13 @@ class AgentClient:
         try:
             connection.settimeout(_LOOK_S)
             connection.sendall(pack(Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config)))
-            answer = self._greeting(connection)
+            framer = Framer()
+            answer, *notices = self._greeting(connection, framer)
             if isinstance(answer, Refused):
                 raise AgentError(f"rank {self.rank}: the checkpoint agent refused: {answer.reason}")
+            if not isinstance(answer, Welcome):
+                raise AgentError(f"rank {self.rank}: the checkpoint agent answered Hello with {type(answer).__name__}")
+            self._accept(notices)
             connection.settimeout(None)
             # A hung agent must not stop the trainer: sending fails after a second, and the link is made anew.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
@@ -185,17 +192,22 @@ class AgentClient:
             connection.close()
             raise
         with self._lock:
-            self._socket = connection
+            if self._closing:
+                connection.close()  # nobody is left who would
+                raise ConnectionError("the trainer is closing")
+            self._socket, self._framer = connection, framer
             for message in self._to_send_again():
                 connection.sendall(pack(message))
 
-    def _greeting(self, connection: socket.socket) -> Message:
-        """The agent's answer to Hello. An agent that is stopped is killed: all that it does can be done by the next.
+    def _greeting(self, connection: socket.socket, framer: Framer) -> list[Message]:
+        """The agent's answer to Hello, then the notices that came with it.
+
+        An agent that is stopped is killed: all that it does can be done by the next.
 
         Raises:
             OSError: there is none: the agent closed the connection, was killed, or took longer than it may.
         """
-        framer, deadline = Framer(), time.monotonic() + _START_S + self.config.drain_s
+        deadline = time.monotonic() + _START_S + self.config.drain_s
         with Peer(connection) as agent:
             watch = _StopWatch(agent)
             while time.monotonic() < deadline:
@@ -207,9 +219,8 @@ class AgentClient:
                     continue
                 if not data:
                     raise _GreetingClosed("the agent closed the connection before it answered Hello")
-                # The agent sends nothing else before the first request.
-                for answer in framer.feed(data):
-                    return answer
+                if messages := list(framer.feed(data)):
+                    return messages
         raise TimeoutError("the agent did not answer Hello")
 
     def _kill_stopped(self, agent: Peer) -> None:
@@ -323,9 +334,15 @@ class AgentClient:
                 self.rank,
             )
         with self._lock:
-            self._embedded = agent
-            for message in self._to_send_again():
-                agent.handle(self.rank, message)
+            closing = self._closing
+            if not closing:
+                self._embedded = agent
+                for message in self._to_send_again():
+                    agent.handle(self.rank, message)
+        if closing:  # nobody is left who would
+            agent.close()
+            self._leave_claim()
+            return
         agent.announce(self.rank)
 
     def _claim_address(self, config: AgentConfig) -> None:
@@ -434,19 +451,21 @@ class AgentClient:
                 self._inbox.append(message)
             self._lock.notify_all()
 
+    def _accept(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            if not isinstance(message, get_args(Notice)):
+                raise AgentError(f"the agent sent {type(message).__name__}, which is no notice")
+            self._deliver(message)
+
     def _receive(self) -> None:
         while True:
-            framer = Framer()
-            connection = self._socket
+            connection, framer = self._socket, self._framer
             try:
                 while connection is not None:
                     data = connection.recv(1 << 16)
                     if not data:
                         break
-                    for message in framer.feed(data):
-                        if not isinstance(message, get_args(Notice)):
-                            raise AgentError(f"the agent sent {type(message).__name__}, which only trainers send")
-                        self._deliver(message)
+                    self._accept(framer.feed(data))
             except (OSError, AgentError):
                 logger.debug("connection to the agent broke", exc_info=True)
             with self._lock:
@@ -478,11 +497,14 @@ class AgentClient:
                     self._connect()
                     return True
                 except (OSError, AgentError) as error:
+                    if self._closing:
+                        return False
                     # Often the new agent, started by another rank, died too: wait before the next try.
                     logger.info("rank %d: no new checkpoint agent yet (%s)", self.rank, error)
                     threading.Event().wait(0.1 * 2**attempt)
         try:
-            self._embed()
+            if not self._closing:
+                self._embed()
         except AgentError:
             logger.exception(
                 "rank %d: checkpoints cannot be committed any more; training goes on without new ones", self.rank

@@ -48,6 +48,7 @@ class AgentServer:
         self._clients: dict[int, socket.socket] = {}
         self._agent: HostAgent | None = None
         self._had_client = False
+        self._ended = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._listener.bind(config.address)
@@ -92,6 +93,7 @@ class AgentServer:
                 with self._lock:
                     if self._clients:
                         continue
+                self._ended = True
                 if self._agent is not None:
                     self._agent.close()  # while the address is held: what it does at its end is done alone
                 _shut(self._listener)
@@ -152,6 +154,8 @@ class AgentServer:
             return None
         # One Hello at a time. Not under the clients' lock: an agent being closed still sends messages, which needs it.
         with self._starting:
+            if self._ended:
+                return None  # the rank starts the next agent, as if it had come a moment later
             with self._lock:
                 gone = self._lock.wait_for(
                     lambda: not self._clients or self.config.token == config.token, _OLD_CLIENTS_S
@@ -174,10 +178,10 @@ class AgentServer:
                     self._lock.notify_all()
                 return None
             with self._lock:
+                connection.sendall(pack(Welcome(pid=os.getpid())))  # before any notice, which registering lets through
                 self._clients[rank] = connection
                 self._had_client = True
                 self._lock.notify_all()
-        self._send(rank, Welcome(pid=os.getpid()))
         assert self._agent is not None
         self._agent.announce(rank)
         return rank
@@ -212,7 +216,7 @@ class AgentServer:
 
         threading.Thread(target=wait, name="resiliency-agent-flush", daemon=True).start()
 
-    def _send(self, rank: int, message: Welcome | Notice) -> None:
+    def _send(self, rank: int, message: Notice) -> None:
         with self._lock:
             connection = self._clients.get(rank)
         if connection is None:
