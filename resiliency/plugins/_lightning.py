@@ -8,6 +8,7 @@ needs of the loops is in :mod:`resiliency.plugins.resume.rank_state`, what diffe
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import warnings
@@ -39,13 +40,16 @@ logger = logging.getLogger(__name__)
 
 def tell_user(trainer: Any, message: str) -> None:
     """Logs a message on rank 0 where Lightning's own messages to the user go."""
-    namespace = next(name for name in ("lightning.pytorch", "pytorch_lightning") if _is_of(trainer, name))
-    importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_info(message)
+    importlib.import_module(f"{_namespace_of(trainer)}.utilities.rank_zero").rank_zero_info(message)
 
 
 def warn_user(namespace: str, message: str) -> None:
     """Warns on rank 0, as Lightning's own code does."""
     importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_warn(message)
+
+
+def _namespace_of(trainer: Any) -> str:
+    return next(name for name in ("lightning.pytorch", "pytorch_lightning") if _is_of(trainer, name))
 
 
 def _is_of(trainer: Any, namespace: str) -> bool:
@@ -215,24 +219,38 @@ def torch_save_is_replaced() -> bool:
 _FABRICS = ("lightning.fabric.", "lightning_fabric.", "lightning.pytorch.", "pytorch_lightning.")
 
 
+def weights_only_of(namespace: str, given: bool | None) -> bool | None:
+    """What ``load_checkpoint(weights_only=given)`` means. Lightning before 2.6 has no such argument, and trusts files."""
+    stock = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
+    if given is None and "weights_only" not in inspect.signature(stock.load_checkpoint).parameters:
+        return False
+    return given
+
+
 def patch_load_checkpoint(trainer: Any, load: Callable[[str, bool | None], dict[str, Any] | None]) -> None:
     """Makes the strategy's CheckpointIO call ``load(path, weights_only)`` first, and its own method on None."""
     io = trainer.strategy.checkpoint_io
     # Several trainers may use one plugin object, one after the other.
     patched = io.__dict__.get("load_checkpoint")
     original = patched.original if isinstance(patched, _LoadOursFirst) else io.load_checkpoint
-    io.load_checkpoint = _LoadOursFirst(load, original)
+    io.load_checkpoint = _LoadOursFirst(load, original, weights_only_of(_namespace_of(trainer), None))
 
 
 class _LoadOursFirst:
     """A ``CheckpointIO.load_checkpoint``. A class, so that a trainer can still be pickled."""
 
-    def __init__(self, load: Callable[[str, bool | None], dict[str, Any] | None], original: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        load: Callable[[str, bool | None], dict[str, Any] | None],
+        original: Callable[..., Any],
+        weights_only: bool | None,
+    ) -> None:
         self.load = load
         self.original = original
+        self.weights_only = weights_only
 
     def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        found = self.load(os.fspath(path), kwargs.get("weights_only"))
+        found = self.load(os.fspath(path), kwargs.get("weights_only", self.weights_only))
         return self.original(path, *args, **kwargs) if found is None else found
 
 

@@ -29,7 +29,7 @@ from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import ResiliencyError, UnsupportedFormat
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.plugins._io_engines import EngineUse, FolderEngine
-from resiliency.plugins._lightning import torch_save_is_replaced
+from resiliency.plugins._lightning import torch_save_is_replaced, weights_only_of
 from resiliency.plugins.namespaces import AdapterClass
 from resiliency.storage.names import read_name
 from resiliency.storage.shard_file import Identity
@@ -183,7 +183,8 @@ class TieredIO:
         Args:
             map_location: as for ``torch.load``; None: the CPU.
             weights_only: objects of user-defined classes are loaded only with False, or when they were named to
-                ``torch.serialization.add_safe_globals``.
+                ``torch.serialization.add_safe_globals``. None: as the stock class of this Lightning has it (before
+                2.6: False).
         """
         text = os.fspath(path)
         # A file says of which run it is; a folder may have several.
@@ -191,7 +192,7 @@ class TieredIO:
         if located is None:
             return _stock_load(self, path, map_location, weights_only)
         loaded: dict[str, Any]
-        loaded, _ = load_path(located, allow_pickle=weights_only is False)
+        loaded, _ = load_path(located, allow_pickle=weights_only_of(self.namespace, weights_only) is False)
         if map_location is None or torch.device("cpu") == _device(map_location):
             return loaded
         # The bytes are good; torch knows best what any other location means.

@@ -27,7 +27,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import CorruptShard
 from resiliency.inspection.by_path import load_path, locate
-from resiliency.plugins import checkpoint_io
+from resiliency.plugins import _lightning, checkpoint_io
 from resiliency.plugins.checkpoint_io import build
 from resiliency.storage.catalog import scan
 from resiliency.storage.tiers.local import LocalTier
@@ -210,7 +210,10 @@ def test_hyper_parameters_of_own_classes_are_unpickled_only_when_allowed(namespa
     path = tmp_path / "ck" / "step=2.ckpt"
     plugin = build(namespace)(options=EMBEDDED)
     assert plugin.load_checkpoint(path, weights_only=False)["hyper_parameters"] == own
-    for safe in (True, None):
+    default = inspect.signature(
+        importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO.load_checkpoint
+    ).parameters.get("weights_only")
+    for safe in (True, None) if default is not None else (True,):
         with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
             plugin.load_checkpoint(path, weights_only=safe)  # nothing is unpickled
     trainer = make_trainer(namespace, tmp_path, plugin, steps=3)
@@ -219,6 +222,31 @@ def test_hyper_parameters_of_own_classes_are_unpickled_only_when_allowed(namespa
     )  # Lightning >= 2.6
     trainer.fit(make_model(namespace, **own), Batches(), ckpt_path=str(path), **trusting)
     assert trainer.global_step == 3
+
+
+@pytest.mark.parametrize("way", ["plugin", "callback"])
+def test_before_lightning_2_6_files_are_trusted_as_its_own_class_trusts_them(
+    namespace: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There neither ``load_checkpoint`` nor ``fit`` has an argument by which the user could say so."""
+    own = {"settings": Settings(3), "data": Path("/data")}
+    fit(namespace, tmp_path, steps=2, model=make_model(namespace, **own))
+    path = tmp_path / "ck" / "step=2.ckpt"
+    stock = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
+
+    def load_checkpoint(self: Any, path: Any, map_location: Any = None) -> Any:
+        return torch.load(path, map_location=map_location, weights_only=False)
+
+    monkeypatch.setattr(stock, "load_checkpoint", load_checkpoint)
+    if way == "plugin":
+        load = build(namespace)(options=EMBEDDED).load_checkpoint
+    else:
+        trainer = make_trainer(namespace, tmp_path, None, steps=3)
+        _lightning.patch_load_checkpoint(trainer, lambda path, weights_only: {"weights_only": weights_only})
+        assert trainer.strategy.checkpoint_io.load_checkpoint(path) == {"weights_only": False}
+        _lightning.patch_load_checkpoint(trainer, lambda path, weights_only: None)
+        load = trainer.strategy.checkpoint_io.load_checkpoint
+    assert load(path)["hyper_parameters"] == own
 
 
 def test_a_fit_with_an_agent_process_leaves_nothing(namespace: str, tmp_path: Path) -> None:
