@@ -220,7 +220,7 @@ _FABRICS = ("lightning.fabric.", "lightning_fabric.", "lightning.pytorch.", "pyt
 
 
 def weights_only_of(namespace: str, given: bool | None) -> bool | None:
-    """What ``load_checkpoint(weights_only=given)`` means. Lightning before 2.6 has no such argument: it trusts files."""
+    """What ``load_checkpoint(weights_only=given)`` means; Lightning before 2.6 has no such argument, and trusts."""
     stock = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
     if given is None and "weights_only" not in inspect.signature(stock.load_checkpoint).parameters:
         return False
