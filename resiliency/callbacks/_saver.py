@@ -18,6 +18,7 @@ from torch import Tensor
 from resiliency.callbacks._earlier import JOB_INFO
 from resiliency.callbacks._names import engine_name, is_stock, names_on_disk
 from resiliency.callbacks._places import CheckpointPlaces
+from resiliency.callbacks._stock_writer import StockWriter
 from resiliency.callbacks._trainer_session import TrainerSession
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
@@ -97,6 +98,7 @@ class CheckpointSaver:
         self._links: dict[str, str] = {}
         #: name -> the save it will point to, for names that may not be there yet.
         self._tickets: dict[str, Ticket] = {}
+        self._stock_writer = StockWriter(self._trainer)
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
@@ -197,6 +199,7 @@ class CheckpointSaver:
     def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
         """Ends this saver; ``close_engine`` is called when no other callback uses the engine."""
         _lightning.forget_batch_end_actions(self._trainer)
+        self._stock_writer.summarise()
         self.engine = None
         try:
             self.session.release(self, close=close_engine)
@@ -427,6 +430,8 @@ class CheckpointSaver:
                 exc_info=True,
             )
             ticket = None
+        except Exception as error:  # Boundary: a state may hold anything, and training outlives a save of it.
+            return self._write_as_stock(state, names, error)
         if ticket is None:
             self._not_saved(names)
             return False
@@ -438,6 +443,18 @@ class CheckpointSaver:
         self.session.register_save(self.places.key, ticket, self)
         if engine.pending:
             self.session.fence_before_steps()
+        return True
+
+    def _write_as_stock(self, state: dict[str, Any], names: list[str], refusal: Exception) -> bool:
+        """Saves what the engine has refused as the stock class does; True when it did, or another rank does."""
+        if not self._stock_writer.write(state, [os.path.join(self.places.dirpath, name) for name in names], refusal):
+            self._not_saved(names)
+            return False
+        for name in names:
+            self._tickets.pop(name, None)
+            self._save_numbers.pop(name, None)
+        self._names.update(names)
+        self._announce(self._trainer.global_step)
         return True
 
     def _not_saved(self, names: list[str]) -> None:
@@ -452,10 +469,14 @@ class CheckpointSaver:
         announced = outcome.stage is (Stage.COMMITTED if self.places.announced_tier == "local" else Stage.DURABLE)
         if outcome.tier != self.places.announced_tier or not announced:
             return
-        if self._trainer.is_global_zero and outcome.names:
+        self._announce(outcome.step, named=bool(outcome.names))
+
+    def _announce(self, step: int, *, named: bool = True) -> None:
+        """A checkpoint of this step is where users look: tells the loggers, and removes the stock files it replaces."""
+        if self._trainer.is_global_zero and named:
             for log in self._trainer.loggers:
                 log.after_save_checkpoint(proxy(self._callback))
-        due = [path for step, path in self._stock_removals if step <= outcome.step]
-        self._stock_removals = [item for item in self._stock_removals if item[0] > outcome.step]
+        due = [path for number, path in self._stock_removals if number <= step]
+        self._stock_removals = [item for item in self._stock_removals if item[0] > step]
         for path in due:
             self._trainer.strategy.remove_checkpoint(path)

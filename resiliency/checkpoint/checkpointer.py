@@ -315,8 +315,8 @@ class Checkpointer:
             that cannot be made fails the ticket.
 
         Raises:
-            ConfigError: a state that cannot be stored, or wrong arguments. Failures of storage do not raise: they are
-                reported by :meth:`poll`, an event and one warning.
+            ConfigError: a state that cannot be stored (also an event), or wrong arguments. Failures of storage do not
+                raise: they are reported by :meth:`poll`, an event and one warning.
         """
         began = time.monotonic()
         step = checked_step(step)
@@ -330,15 +330,19 @@ class Checkpointer:
         saves.process_messages()
         if not self._wait_for_previous(parts, step):
             return None
-        plan = self._planner.plan(
-            state,
-            per_rank,
-            host=session.host_part,
-            coordinator=parts.coordinator,
-            agree_timeout=self.options.agree_timeout,
-            lazy=lazy,
-            replicated=replicated,
-        )
+        try:
+            plan = self._planner.plan(
+                state,
+                per_rank,
+                host=session.host_part,
+                coordinator=parts.coordinator,
+                agree_timeout=self.options.agree_timeout,
+                lazy=lazy,
+                replicated=replicated,
+            )
+        except Exception as error:  # Boundary: classes of the user may raise anything; the caller gets it.
+            saves.refuse(step, str(error))
+            raise
         due, undo_schedule = parts.schedule.due(step)
         ticket = Ticket(
             id=save_id,

@@ -53,7 +53,7 @@ class ShardReader:
         self._map = mmap.mmap(self._fd, record.nbytes, access=mmap.ACCESS_COPY)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.tail_start = record.sections[-1] if record.sections else 0
-        self._check_tail()
+        self.check(self.tail_start)  # what follows the storages, because it says where all other bytes are
         identity = read_identity(bytes(self.view(0, IDENTITY_BYTES)), where=path)
         expected = (record.id, record.run, record.rank)
         if identity is None or (identity.id, identity.run, identity.rank) != expected:
@@ -63,16 +63,20 @@ class ShardReader:
             lambda start, end: bytes(self.view(start, end)), record.nbytes, where=path
         )
 
-    def _check_tail(self) -> None:
-        """Checks the digests of what follows the storages, because it says where all other bytes are."""
+    def check(self, start: int = 0) -> None:
+        """Checks the blocks from an offset on against their digests. Blocks: for reading them.
+
+        Raises:
+            CorruptShard: names the first that does not match.
+        """
         blocks = self.record.blocks
-        for index in blocks.within(self.tail_start, self.record.nbytes):
-            start, end = blocks.bounds(index)
-            if block_digest(self.view(start, end)) != self.record.digests[index]:
+        for index in blocks.within(start, self.record.nbytes):
+            first, end = blocks.bounds(index)
+            if block_digest(self.view(first, end)) != self.record.digests[index]:
                 raise CorruptShard(
-                    f"{self.path}: bytes {[(start, end)]} do not match their digests",
+                    f"{self.path}: bytes {[(first, end)]} do not match their digests",
                     path=self.path,
-                    ranges=[(start, end)],
+                    ranges=[(first, end)],
                 )
 
     def view(self, start: int, end: int) -> memoryview:

@@ -27,6 +27,7 @@ __all__ = [
     "next_is_another_batch",
     "other_writer",
     "patch_load_checkpoint",
+    "save_as_stock",
     "save_is_wrapped",
     "suppress_mid_epoch_warning",
     "tell_user",
@@ -39,13 +40,16 @@ logger = logging.getLogger(__name__)
 
 def tell_user(trainer: Any, message: str) -> None:
     """Logs a message on rank 0 where Lightning's own messages to the user go."""
-    namespace = next(name for name in ("lightning.pytorch", "pytorch_lightning") if _is_of(trainer, name))
-    importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_info(message)
+    importlib.import_module(f"{_namespace_of(trainer)}.utilities.rank_zero").rank_zero_info(message)
 
 
 def warn_user(namespace: str, message: str) -> None:
     """Warns on rank 0, as Lightning's own code does."""
     importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_warn(message)
+
+
+def _namespace_of(trainer: Any) -> str:
+    return next(name for name in ("lightning.pytorch", "pytorch_lightning") if _is_of(trainer, name))
 
 
 def _is_of(trainer: Any, namespace: str) -> bool:
@@ -111,6 +115,15 @@ def catch_save(trainer: Any, save: Callable[[dict[str, Any], Any], bool]) -> Ite
             del strategy.save_checkpoint
         else:
             strategy.save_checkpoint = shadowed
+
+
+def save_as_stock(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
+    """Writes a dumped checkpoint as Lightning does when nobody has changed how: with ``torch.save``.
+
+    Raises: what ``torch.save`` raises, for an object that cannot be pickled or a folder that cannot be used.
+    """
+    plugins = importlib.import_module(f"{_namespace_of(trainer)}.plugins.io")
+    plugins.TorchCheckpointIO().save_checkpoint(checkpoint, path)
 
 
 def about_to_end(trainer: Any) -> bool:
