@@ -89,7 +89,7 @@ class CheckpointSaver:
         self._dumped: dict[str, Any] | None = None
         #: Names whose removal waits for the next save that succeeds.
         self._postponed_removals: list[str] = []
-        #: (step, file of the stock class): removed once a save of that step or a later one is committed.
+        #: (step, file of the stock class): removed once a save of that step or a later one is durable.
         self._stock_removals: list[tuple[int, str]] = []
         #: name -> number of the save of this fit that it points to.
         self._save_numbers: dict[str, int] = {}
@@ -346,7 +346,7 @@ class CheckpointSaver:
         self._carry_out_unless_collecting()
 
     def remove(self, path: str) -> None:
-        """Removes a checkpoint, the engine's or a file of the stock class, once a newer one is committed."""
+        """Removes a checkpoint, the engine's or a file of the stock class, once a newer one is durable."""
         name = self.name_of(path)
         if name is None or is_stock(path):
             self._stock_removals.append((self._trainer.global_step, path))
@@ -454,7 +454,8 @@ class CheckpointSaver:
             self._tickets.pop(name, None)
             self._save_numbers.pop(name, None)
         self._names.update(names)
-        self._announce(self._trainer.global_step)
+        self._tell_loggers()
+        self._remove_stock_files(self._trainer.global_step)
         return True
 
     def _not_saved(self, names: list[str]) -> None:
@@ -465,17 +466,24 @@ class CheckpointSaver:
             self._names.update(names)
 
     def save_outcome(self, outcome: Outcome) -> None:
-        """Handles an outcome: on the announced tier, notifies the loggers and removes the stock files it replaces."""
-        announced = outcome.stage is (Stage.COMMITTED if self.places.announced_tier == "local" else Stage.DURABLE)
-        if outcome.tier != self.places.announced_tier or not announced:
+        """Handles an outcome on the announced tier: once users see the checkpoint, notifies the loggers; once it
+        survives a power loss, as far as the tier can do that, removes the stock files it replaces."""
+        local = self.places.announced_tier == "local"
+        if outcome.tier != self.places.announced_tier:
             return
-        self._announce(outcome.step, named=bool(outcome.names))
+        if outcome.stage is (Stage.COMMITTED if local else Stage.DURABLE) and outcome.names:
+            self._tell_loggers()
+        durable = self.engine is None or self.engine.can_be_durable or not local
+        if outcome.stage is (Stage.DURABLE if durable else Stage.COMMITTED):
+            self._remove_stock_files(outcome.step)
 
-    def _announce(self, step: int, *, named: bool = True) -> None:
-        """A checkpoint of this step is where users look: tells the loggers, and removes the stock files it replaces."""
-        if self._trainer.is_global_zero and named:
+    def _tell_loggers(self) -> None:
+        if self._trainer.is_global_zero:
             for log in self._trainer.loggers:
                 log.after_save_checkpoint(proxy(self._callback))
+
+    def _remove_stock_files(self, step: int) -> None:
+        """Removes the files of the stock class that a checkpoint of this step, or an earlier one, replaces."""
         due = [path for number, path in self._stock_removals if number <= step]
         self._stock_removals = [item for item in self._stock_removals if item[0] > step]
         for path in due:

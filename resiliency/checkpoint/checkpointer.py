@@ -224,6 +224,11 @@ class Checkpointer:
         return self._local.directory
 
     @property
+    def can_be_durable(self) -> bool:
+        """True when what is saved on the local tier can survive a power loss: it is no ramdisk."""
+        return self._local.durable
+
+    @property
     def skipped(self) -> int:
         """Number of saves not started because the previous one was not recorded or no shard file could be made."""
         return 0 if self._opened is None else self._opened.saves.skipped
