@@ -61,6 +61,9 @@ __all__ = ["HostAgent"]
 
 logger = logging.getLogger(__name__)
 
+#: Of how many failed steps it is known why; a rank may seal its part of one later.
+_FAILURES = 16
+
 
 class HostAgent:
     """See the module docstring.
@@ -96,6 +99,7 @@ class HostAgent:
         ]
         self._finished: set[int] = set()
         self._left: set[int] = set()
+        self._failures: dict[StepId, str] = {}  # steps that a rank here could not save; the newest ones
         self._closed = False
         self._files = FilePool(config, notify)
         self._remover = Remover(config, self._tier, self._files, self._fence)
@@ -318,11 +322,21 @@ class HostAgent:
             if record.rank == 0 or not record.replicated:
                 self._files.want(record.nbytes)
         self._report.notify(rank, Recorded(id=seal.id))
+        if seal.id in self._failures:
+            self._report.notify_failed(seal.id, self.config.local.name, self._failures[seal.id], ranks=(rank,))
         self._complete(seal.id)
 
     def _failed(self, step: StepId, rank: int, reason: str) -> None:
+        """Notifies the rank, and those that wait for the commit: which have recorded theirs, or will."""
         tier = self.config.local.name
+        known = self._steps.get(step)
         self._report.notify_failed(step, tier, reason, ranks=(rank,))
+        if known is None or known.committed is None:
+            recorded = set(known.records) if known is not None else set()
+            self._failures[step] = for_others = f"rank {rank}: {reason}"
+            self._report.notify_failed(step, tier, for_others, ranks=recorded.intersection(self.config.local_ranks))
+            while len(self._failures) > _FAILURES:
+                del self._failures[next(iter(self._failures))]
         self._report.log_failed(step, Stage.RECORDED, tier, reason, will_retry=True, shard=rank)
         logger.info("checkpoint of step %d failed on rank %d: %s", step.step, rank, reason)
 

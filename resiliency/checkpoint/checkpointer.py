@@ -595,7 +595,7 @@ class Checkpointer:
 
         Returns:
             False when ``timeout`` passed first, or when other ranks did not record their shards within 30 s after
-            this one (they failed or exited).
+            this one (they exited). A save that one of them gave up is not waited for.
         """
         checked_stage(stage)
         known = [LOCAL, *(remote.name for remote in self._remotes)]

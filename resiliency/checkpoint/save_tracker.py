@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _TICKETS = 64
 #: Seconds between two reads of the count of recorded shards, about whose changes the store sends no message.
 _COUNT_EVERY_S = 0.05
+#: Added to that count by a rank that has given its part up: more than there are ranks.
+_GIVEN_UP = 1 << 32
 
 
 @dataclass
@@ -111,6 +113,7 @@ class SaveTracker:
         )
         self._outcomes.append(Outcome(id=ticket.id, tier=LOCAL, stage=None, reason=reason, names=ticket.names))
         self._health.fail(ticket.step, reason, kind=kind)
+        self._give_up(ticket.id)
 
     def skip(self, step: int, reason: str) -> None:
         """Reports that no save was started: an event, an outcome, and a warning the first time."""
@@ -160,7 +163,9 @@ class SaveTracker:
             recorded = self._count(step, 0)
             if recorded is None:
                 return
-            if recorded >= self._coordinator.world_size:
+            if recorded >= _GIVEN_UP:
+                self._given_up(step)
+            elif recorded >= self._coordinator.world_size:
                 # Older saves that are still incomplete will never be committed: a rank failed there.
                 self._uncounted = {other for other in self._uncounted if other > step}
                 self._session.client.send(Complete(id=step))
@@ -189,6 +194,22 @@ class SaveTracker:
                 for other in sorted(waiting):
                     self._session.client.send(Complete(id=other))
             return None
+
+    def _give_up(self, step: StepId) -> None:
+        """Tells the ranks that wait for this rank's part that it will not come."""
+        self._uncounted.discard(step)
+        if self._counted:
+            self._count(step, _GIVEN_UP)
+
+    def _given_up(self, step: StepId) -> None:
+        """Another rank has given its part of a save up: the step will never be whole."""
+        self._uncounted.discard(step)
+        ticket, reason = self._tickets.get(step), "another rank gave its part up"
+        if ticket is None or ticket.failed:
+            return
+        ticket.failed = reason
+        self._outcomes.append(Outcome(id=step, tier=LOCAL, stage=None, reason=reason, names=ticket.names))
+        self._health.fail(step.step, reason, kind="peer", own=False)
 
     def _process(self, message: Notice) -> None:
         if isinstance(message, FileReady):
@@ -247,6 +268,7 @@ class SaveTracker:
                 self._health.not_durable(step, reason)
             else:
                 self._health.fail(step, reason, kind="agent", own=in_flight is not None)
+                self._give_up(message.id)
         self._outcomes.append(
             Outcome(
                 id=message.id,

@@ -27,10 +27,9 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from resiliency.errors import ConfigError
 from resiliency.state.describe import MEMO_BYTES, MEMO_FROM, STORAGE_CLASSES, Table, describe_all
-from resiliency.state.harmless import harmless_classes
 from resiliency.storage.shard_file import LEAF_PREFIX
 
-__all__ = ["Structure", "WithoutMemory", "dump", "load"]
+__all__ = ["Structure", "WithoutMemory", "dump"]
 
 logger = logging.getLogger(__name__)
 
@@ -206,11 +205,12 @@ def _pickled(kind: type[_Pickler], tree: Any, is_leaf: Callable[[type], bool] | 
     file = io.BytesIO()
     pickler = kind(file, is_leaf)
     try:
-        tables = pickler.with_tables(tree)
-    except _ContainsItself:
+        pickler.dump(pickler.with_tables(tree))
+    except _NeedsMemo:
         del pickler.reducer_override  # as below
-        pickler, tables = kind(file, is_leaf), tree
-    pickler.dump(tables)
+        file = io.BytesIO()
+        pickler = kind(file, is_leaf)
+        pickler.dump(tree)
     del pickler.reducer_override  # a closure over the pickler: the cycle would keep every tensor until the next gc
     signature = (pickler.tensors, pickler.storages)
     described = frozenset(pickler.torch_described)
@@ -234,8 +234,9 @@ def _culprit(tree: Any, is_leaf: Any, error: Exception) -> tuple[str, Any, Excep
     return "/".join(path), tree, error
 
 
-class _ContainsItself(Exception):
-    """A container of the tree is within itself: copies of containers would not have that."""
+class _NeedsMemo(Exception):
+    """A container is within itself, or a tensor of a table is in the tree once more: only the pickler's memo makes one
+    object of the two."""
 
 
 class _NotPlain(Exception):
@@ -277,7 +278,7 @@ class _Pickler(pickle.Pickler):
             return value
         known = self._substitutes.get(id(value))
         if known is _UNFINISHED:
-            raise _ContainsItself
+            raise _NeedsMemo
         if known is not None:
             return known
         self._substitutes[id(value)] = _UNFINISHED
@@ -397,6 +398,8 @@ def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callab
                         index = indices[place] = len(storages)
                         extents.append((obj, address, nbytes))
                         storages.append((nbytes, "cpu" if obj.is_cpu else _location(obj)))
+                    elif extents[index][0] is obj:
+                        raise _NeedsMemo
                     tensors.append((index, dtype, shape, obj.requires_grad))
                     return rebuild_tensor, (base | len(tensors) - 1,)
             return other_tensor(obj)
@@ -520,36 +523,3 @@ class _LeafStorage:
 
     def __init__(self, key: str) -> None:
         self.key = key
-
-
-def load(data: bytes, storage: Callable[[str, int], UntypedStorage], *, allow_pickle: bool = False) -> Any:
-    """Reads a pickled structure back.
-
-    Args:
-        storage: returns the storage of a key, of at least this many bytes; called once for each use of it.
-        allow_pickle: False: with torch's restricted unpickler, as ``torch.load(weights_only=True)`` does, which honours
-            ``torch.serialization.add_safe_globals``. True: any class; only for files you trust, because it can run
-            code.
-
-    Raises:
-        pickle.UnpicklingError: a class that may not be loaded; torch's message says how to allow it.
-        ConfigError: not the pickle of a checkpoint.
-    """
-
-    def persistent_load(reference: Any) -> Any:
-        if not isinstance(reference, tuple) or len(reference) != 5 or reference[0] not in ("storage", b"storage"):
-            raise ConfigError(f"the structure refers to {reference!r}, which is no storage")
-        _, kind, key, _, numel = reference
-        dtype = torch.uint8 if kind is torch.UntypedStorage else kind._dtype  # without the warning of ``dtype``
-        return _typed_storage(wrap_storage=storage(str(key), numel * dtype.itemsize), dtype=dtype, _internal=True)
-
-    unpickler: Any
-    if allow_pickle:
-        unpickler = pickle.Unpickler(io.BytesIO(data), encoding="utf-8")  # noqa: S301 - the caller vouches for the file
-    else:
-        from torch._weights_only_unpickler import Unpickler
-
-        unpickler = Unpickler(io.BytesIO(data), encoding="utf-8")
-    unpickler.persistent_load = persistent_load
-    with harmless_classes():
-        return unpickler.load()

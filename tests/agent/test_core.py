@@ -631,6 +631,29 @@ def test_a_file_that_is_not_there_is_a_failed_save(local: Path) -> None:
         agent.close()
 
 
+@pytest.mark.parametrize("first", ["the one that fails", "the one that waits"])
+def test_what_fails_on_one_rank_the_other_does_not_wait_for(local: Path, first: str) -> None:
+    heard: list[Any] = []
+    config = config_for(local, world_size=2, local_ranks=(0, 1))
+    seals = [sealed(config, shard=rank) for rank in (0, 1)]
+    shard_path(config, 1, 0).unlink()
+    agent = agent_for(local, heard, world_size=2, local_ranks=(0, 1))
+    agent.start()
+    try:
+        for rank in (0, 1) if first == "the one that fails" else (1, 0):
+            agent.handle(rank, seals[rank])
+            assert agent.wait(Stage.DURABLE, timeout_s=5)
+        reasons = {rank: message.reason for rank, message in heard if isinstance(message, Failed)}
+        assert set(reasons) == {0, 1} and "gone or was changed" in reasons[0]
+        assert reasons[1] == f"rank 0: {reasons[0]}"
+        recorded = [rank for rank, message in heard if isinstance(message, Recorded)]
+        assert recorded == [1], "its own part is there; before this it must not be taken for failed"
+        order = [type(message) for rank, message in heard if rank == 1]
+        assert order == [Recorded, Failed]
+    finally:
+        agent.close()
+
+
 @pytest.mark.parametrize("how", ["another file", "another size"])
 def test_a_file_that_is_not_the_sealed_one_is_a_failed_save(local: Path, how: str) -> None:
     heard: list[Any] = []

@@ -231,9 +231,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Uses up the file system; returns the file to delete when there should be room again."""
+    """Uses up what is free of the file system; returns the file to delete when there should be room again."""
     filler = folder / "filler"
-    with open(filler, "wb", buffering=0) as file, pytest.raises(OSError):
+    with open(filler, "ab", buffering=0) as file, pytest.raises(OSError):
         while True:
             if file.write(b"x" * 4096) < 4096:
                 raise OSError

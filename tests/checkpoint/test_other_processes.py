@@ -51,6 +51,9 @@ while not os.path.exists(stop):
             gone += 1
             continue
         except Exception as error:
+            if how == "mmap" and "No such file or directory" in str(error):
+                gone += 1  # between the two times that torch opens it
+                continue
             bad.append(f"{name}: {type(error).__name__}: {error}"[:300])
             continue
         loads += 1

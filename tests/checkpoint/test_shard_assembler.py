@@ -17,7 +17,7 @@ from resiliency.checkpoint.read_plan import ReadPlanner, plan_into, plan_new
 from resiliency.checkpoint.shard_assembler import ShardAssembler, _ByteRange, _read_block
 from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
 from resiliency.errors import CorruptShard
-from resiliency.state.structure import load
+from resiliency.state.unpickle import unpickle
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import read_record
 from resiliency.storage.manifest import ShardRecord
@@ -282,12 +282,12 @@ def test_a_plain_structure_is_unpickled_once(
 
     def counted(*arguments: Any, **named: Any) -> Any:
         calls.append(1)
-        return load(*arguments, **named)
+        return unpickle(*arguments, **named)
 
     with make_checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         checkpointer.flush()
-        monkeypatch.setattr(stored_state, "load", counted)
+        monkeypatch.setattr(stored_state, "unpickle", counted)
         into = {"a": torch.zeros(5), "b": [torch.zeros(3), {"c": 0}], **extra}
         restored = checkpointer.load(into=into)
     assert restored is not None and differences(restored.state, state) == []

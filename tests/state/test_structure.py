@@ -26,7 +26,8 @@ from torch import Tensor
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.errors import ConfigError
 from resiliency.state.harmless import harmless_classes
-from resiliency.state.structure import dump, load
+from resiliency.state.structure import dump
+from resiliency.state.unpickle import unpickle
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import bytes_of, make_checkpointer
 
@@ -400,6 +401,16 @@ def test_large_tensors_of_every_kind(trip: Round, lazy: Any) -> None:
 # ---- objects
 
 
+def test_a_tensor_that_is_in_a_table_and_elsewhere_stays_one_object(trip: Round) -> None:
+    tensor, other = torch.arange(5.0), torch.ones(3)
+    table = {"w": tensor, "u": other}
+    noted = OrderedDict(table)
+    noted._metadata = {"version": tensor}  # type: ignore[attr-defined]
+    for tree in ([table, [tensor]], [[tensor], table], {"a": table, "b": {"w": tensor}}, [noted], [noted, noted]):
+        assert trip.problems(tree) == []
+        assert trip.problems(tree, lazy=True) == []
+
+
 def test_objects_of_any_class_come_back(trip: Round) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     shared = {"x": torch.ones(3)}
@@ -508,7 +519,7 @@ def test_nothing_is_copied_or_changed_and_the_tree_may_change_after_the_dump() -
     tree["list"].append(3)
     tree["w"] = None
     storage = torch.UntypedStorage(12)
-    back = load(dumped.data_pickle(), lambda key, nbytes: storage)
+    back, _ = unpickle(dumped.data_pickle(), lambda key, nbytes: storage)
     assert back["list"] == [1, 2] and back["w"].requires_grad and back["w"].shape == (3,)
     with torch.no_grad():
         weight.add_(1)
@@ -555,7 +566,7 @@ def test_bytes_of_a_state_that_look_like_a_marker_stay() -> None:
     first, second = dump([torch.ones(1)]), dump([torch.ones(1)])
     assert first._nonce != second._nonce
     text = {"x": first._template, "t": torch.ones(1)}
-    back = load(dump(text).data_pickle(), lambda key, nbytes: torch.UntypedStorage(nbytes))
+    back, _ = unpickle(dump(text).data_pickle(), lambda key, nbytes: torch.UntypedStorage(nbytes))
     assert back["x"] == first._template
 
 

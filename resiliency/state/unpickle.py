@@ -1,0 +1,62 @@
+"""Reads a pickled structure back."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.storage import TypedStorage, UntypedStorage
+
+from resiliency.errors import ConfigError
+from resiliency.state.harmless import harmless_classes
+from resiliency.state.plain_pickle import NotPlain, load_plain
+
+__all__ = ["unpickle"]
+
+_typed_storage: Any = TypedStorage  # torch does not annotate it
+
+
+def unpickle(
+    data: bytes, storage: Callable[[str, int], UntypedStorage], *, allow_pickle: bool = False
+) -> tuple[Any, Counter[str]]:
+    """The tree of a pickled structure, and how many of its tensors and storages use each storage, by its key.
+
+    Args:
+        storage: returns the storage of a key, of at least this many bytes.
+        allow_pickle: False: as ``torch.load(weights_only=True)`` does, which honours
+            ``torch.serialization.add_safe_globals``. True: any class; only for files you trust, because it can run
+            code.
+
+    Raises:
+        pickle.UnpicklingError: a class that may not be loaded; torch's message says how to allow it.
+        ConfigError: not the pickle of a checkpoint.
+    """
+    uses: Counter[str] = Counter()
+
+    def persistent_load(reference: Any) -> Any:
+        if not isinstance(reference, tuple) or len(reference) != 5 or reference[0] not in ("storage", b"storage"):
+            raise ConfigError(f"the structure refers to {reference!r}, which is no storage")
+        _, kind, key, _, numel = reference
+        key = str(key)
+        uses[key] += 1
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind._dtype  # without the warning of ``dtype``
+        return _typed_storage(wrap_storage=storage(key, numel * dtype.itemsize), dtype=dtype, _internal=True)
+
+    try:
+        return load_plain(data, persistent_load), uses
+    except NotPlain:
+        uses.clear()
+    unpickler: Any
+    if allow_pickle:
+        unpickler = pickle.Unpickler(io.BytesIO(data), encoding="utf-8")  # noqa: S301 - the caller vouches for the file
+    else:
+        from torch._weights_only_unpickler import Unpickler
+
+        unpickler = Unpickler(io.BytesIO(data), encoding="utf-8")
+    unpickler.persistent_load = persistent_load
+    with harmless_classes():
+        return unpickler.load(), uses

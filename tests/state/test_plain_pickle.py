@@ -1,0 +1,142 @@
+"""Which pickles are read without torch's unpickler, and that nothing else is."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections import Counter, OrderedDict
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.storage import UntypedStorage
+
+from resiliency.state import plain_pickle
+from resiliency.state.plain_pickle import NotPlain, load_plain
+from resiliency.state.unpickle import unpickle
+from resiliency.testing.checkpoints import differences
+
+
+def stored(value: Any) -> tuple[bytes, dict[str, UntypedStorage]]:
+    """The pickle and the storages of what ``torch.save`` writes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    with zipfile.ZipFile(file) as archive:
+        found: dict[str, UntypedStorage] = {}
+        for name in archive.namelist():
+            if name.startswith("archive/data/"):
+                data = archive.read(name)
+                found[name.rpartition("/")[2]] = torch.UntypedStorage(list(data))
+        return archive.read("archive/data.pkl"), found
+
+
+def read(value: Any) -> tuple[Any, Counter[str]]:
+    data, storages = stored(value)
+    return unpickle(data, lambda key, nbytes: storages[key])
+
+
+def training_state() -> dict[str, Any]:
+    """As Lightning's ``dump_checkpoint`` gives it."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    return {
+        "epoch": 3,
+        "global_step": 1 << 40,
+        "pytorch-lightning_version": "2.6",
+        "state_dict": net.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [scheduler.state_dict()],
+        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_score": torch.tensor(0.5), "kth": None}},
+        "loops": {"fit_loop": {"ready": True, "share": 0.25, "sizes": (1, 2, 3, 4), "none": ()}},
+        "hyper_parameters": {"dtype": torch.half},
+    }
+
+
+def test_a_training_state_needs_no_other_unpickler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*arguments: Any, **named: Any) -> None:
+        raise AssertionError("torch's unpickler was asked, which takes four times as long")
+
+    state = training_state()
+    data, storages = stored(state)
+    by_torch = torch.load(io.BytesIO(saved_bytes(state)))
+    monkeypatch.setattr("torch._weights_only_unpickler.Unpickler", other)
+    back, uses = unpickle(data, lambda key, nbytes: storages[key])
+    assert uses == dict.fromkeys(storages, 1)
+    assert differences(back, by_torch) == []
+    assert type(back["state_dict"]) is OrderedDict
+    assert back["state_dict"]._metadata == by_torch["state_dict"]._metadata != {}
+    assert back["global_step"] == 1 << 40 and back["loops"] == state["loops"]
+
+
+def saved_bytes(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def test_what_torchs_unpickler_reads_counts_each_use_of_a_storage_once() -> None:
+    """The first reader has seen both tensors before it finds what it does not know."""
+    base = torch.arange(6.0)
+    (back, uses) = read([base, base[2:], Fraction(1, 3)])
+    assert uses == {"0": 2}
+    assert torch.equal(back[1], base[2:]) and back[2] == Fraction(1, 3)
+
+
+REDUCE_ON = b"\x80\x02%sX\x01\x00\x00\x00x\x85R."
+BUILD_ON = b"\x80\x02%s}X\x08\x00\x00\x00__name__X\x01\x00\x00\x00xsb."
+HOSTILE = {
+    "a call of what it names": b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.",
+    "a builtin": b"\x80\x02c__builtin__\neval\nX\x01\x00\x00\x001\x85R.",
+    "a part of a module": b"\x80\x02ctorch\nserialization.load\n.",
+    "a class of torch": b"\x80\x02ctorch\nTensor\n.",
+    "a call of a storage class": REDUCE_ON % b"ctorch\nFloatStorage\n",
+    "a call of a string": REDUCE_ON % b"X\x01\x00\x00\x00x",
+    "attributes of a function": BUILD_ON % b"ctorch._utils\n_rebuild_tensor_v2\n",
+    "attributes of a storage class": BUILD_ON % b"ctorch\nFloatStorage\n",
+    "attributes of a class": BUILD_ON % b"ccollections\nOrderedDict\n",
+    "slots of an ordered dict": b"\x80\x02ccollections\nOrderedDict\n)R}}\x86b.",
+    "a new object": b"\x80\x02ccollections\nOrderedDict\n)\x81.",
+    "an object of a class": b"\x80\x02(ccollections\nOrderedDict\no.",
+    "an instance": b"\x80\x02(icollections\nOrderedDict\n.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "a name from the stack": b"\x80\x02X\x02\x00\x00\x00osX\x06\x00\x00\x00system\x93.",
+    "text for eval": b"\x80\x02S'x'\n.",
+    "a buffer": b"\x80\x02\x97.",
+    "protocol 4": pickle.dumps({"a": 1}, protocol=4),
+    "no stop": b"\x80\x02}",
+    "nothing on the stack": b"\x80\x02s.",
+    "nothing": b"",
+    "a memo that it has not": b"\x80\x02j\xff\xff\xff\xff.",
+    "a text of more bytes than there are": b"\x80\x02X\xff\xff\xff\xffx.",
+    "a key that cannot be one": b"\x80\x02}}K\x01s.",
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_other_operations_and_names_are_not_for_this_reader(data: bytes) -> None:
+    before = {name: dict(vars(value)) for name, value in _python_objects().items()}
+    with pytest.raises(NotPlain):
+        load_plain(data, lambda reference: reference)
+    assert {name: dict(vars(value)) for name, value in _python_objects().items()} == before
+
+
+def _python_objects() -> dict[str, Any]:
+    named = {".".join(name): value for name, value in plain_pickle._NAMES.items()}
+    return {name: value for name, value in named.items() if hasattr(value, "__dict__")}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_nothing_comes_of_them_elsewhere_either(data: bytes) -> None:
+    """Or a class that was named, or an empty mapping, comes of it."""
+    try:
+        value, _ = unpickle(data, lambda key, nbytes: torch.UntypedStorage(nbytes))
+    except Exception as error:  # noqa: BLE001 - whichever torch has for it
+        assert not isinstance(error, AssertionError | NotPlain)
+    else:
+        assert isinstance(value, type) or type(value) in (dict, OrderedDict)
