@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from resiliency import faultpoints
+from resiliency.agent.file_pool import SMALL_FILE
 from resiliency.agent.messages import Bye, Delete, Prepare, Seal, SealedFile
 from resiliency.checkpoint._arguments import checked_info, checked_names, checked_step, refuse_same_folder
 from resiliency.checkpoint.arena import Arena, Slot
@@ -269,8 +270,8 @@ class Checkpointer:
         self._warm(parts, self._planner.estimate(tensors, host=parts.session.host_part), slots)
 
     def _warm(self, parts: _Parts, nbytes: int, slots: int) -> None:
-        if not nbytes:
-            return
+        if nbytes < SMALL_FILE:
+            return  # a save makes its file by itself
         parts.session.client.send(Prepare(nbytes=nbytes, count=slots))
         deadline = time.monotonic() + _PREPARE_S + nbytes / _PREPARE_BYTES_PER_S
         while not parts.arena.prepared and time.monotonic() < deadline:
