@@ -20,12 +20,12 @@ from resiliency.agent.messages import FileReady
 from resiliency.storage.manifest import FILES_DIR, META_DIR
 from resiliency.storage.shared_files import is_ours_alone, write_zeros
 
-__all__ = ["FilePool"]
+__all__ = ["SMALL_FILE", "FilePool"]
 
 logger = logging.getLogger(__name__)
 
 #: Files below this size are made by the save itself.
-_SMALL = 1 << 20
+SMALL_FILE = 1 << 20
 #: Files kept ready; on a ramdisk, where they take memory, one.
 _SPARE = 2
 
@@ -71,7 +71,7 @@ class FilePool:
 
     def refill(self) -> None:
         """Queues the preparation of the files that are missing."""
-        if self._nbytes >= _SMALL:
+        if self._nbytes >= SMALL_FILE:
             self._worker.submit(self._refill)
 
     def use_again(self, path: str) -> None:
@@ -82,7 +82,7 @@ class FilePool:
         Raises:
             OSError: it cannot be moved or deleted.
         """
-        if os.stat(path).st_size < _SMALL:
+        if os.stat(path).st_size < SMALL_FILE:
             os.unlink(path)
             return
         os.makedirs(self._folder, exist_ok=True)
@@ -113,12 +113,12 @@ class FilePool:
     def _refill(self) -> None:
         self._ready = {path: inode for path, inode in self._ready.items() if os.path.lexists(path)}
         try:
-            while len(self._ready) < self._wanted and self._nbytes >= _SMALL and self._prepare():
+            while len(self._ready) < self._wanted and self._nbytes >= SMALL_FILE and self._prepare():
                 continue
         except OSError as error:
             # The save that finds no file makes its own, and reports what is wrong.
             logger.info("no shard file of %d bytes can be prepared in %s: %s", self._nbytes, self._folder, error)
-        if len(self._ready) >= self._wanted or self._nbytes < _SMALL:
+        if len(self._ready) >= self._wanted or self._nbytes < SMALL_FILE:
             while self._used:
                 _unlink(self._used.pop())
 

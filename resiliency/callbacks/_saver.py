@@ -18,6 +18,7 @@ from torch import Tensor
 from resiliency.callbacks._earlier import JOB_INFO
 from resiliency.callbacks._names import engine_name, is_stock, names_on_disk
 from resiliency.callbacks._places import CheckpointPlaces
+from resiliency.callbacks._stock_writer import StockWriter
 from resiliency.callbacks._trainer_session import TrainerSession
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
@@ -88,7 +89,7 @@ class CheckpointSaver:
         self._dumped: dict[str, Any] | None = None
         #: Names whose removal waits for the next save that succeeds.
         self._postponed_removals: list[str] = []
-        #: (step, file of the stock class): removed once a save of that step or a later one is committed.
+        #: (step, file of the stock class): removed once a save of that step or a later one is durable.
         self._stock_removals: list[tuple[int, str]] = []
         #: name -> number of the save of this fit that it points to.
         self._save_numbers: dict[str, int] = {}
@@ -97,6 +98,7 @@ class CheckpointSaver:
         self._links: dict[str, str] = {}
         #: name -> the save it will point to, for names that may not be there yet.
         self._tickets: dict[str, Ticket] = {}
+        self._stock_writer = StockWriter(self._trainer)
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
@@ -197,6 +199,7 @@ class CheckpointSaver:
     def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
         """Ends this saver; ``close_engine`` is called when no other callback uses the engine."""
         _lightning.forget_batch_end_actions(self._trainer)
+        self._stock_writer.summarise()
         self.engine = None
         try:
             self.session.release(self, close=close_engine)
@@ -343,7 +346,7 @@ class CheckpointSaver:
         self._carry_out_unless_collecting()
 
     def remove(self, path: str) -> None:
-        """Removes a checkpoint, the engine's or a file of the stock class, once a newer one is committed."""
+        """Removes a checkpoint, the engine's or a file of the stock class, once a newer one is durable."""
         name = self.name_of(path)
         if name is None or is_stock(path):
             self._stock_removals.append((self._trainer.global_step, path))
@@ -427,6 +430,8 @@ class CheckpointSaver:
                 exc_info=True,
             )
             ticket = None
+        except Exception as error:  # Boundary: a state may hold anything, and training outlives a save of it.
+            return self._write_as_stock(state, names, error)
         if ticket is None:
             self._not_saved(names)
             return False
@@ -440,6 +445,19 @@ class CheckpointSaver:
             self.session.fence_before_steps()
         return True
 
+    def _write_as_stock(self, state: dict[str, Any], names: list[str], refusal: Exception) -> bool:
+        """Saves what the engine has refused as the stock class does; True when it did, or another rank does."""
+        if not self._stock_writer.write(state, [os.path.join(self.places.dirpath, name) for name in names], refusal):
+            self._not_saved(names)
+            return False
+        for name in names:
+            self._tickets.pop(name, None)
+            self._save_numbers.pop(name, None)
+        self._names.update(names)
+        self._tell_loggers()
+        self._remove_stock_files(self._trainer.global_step)
+        return True
+
     def _not_saved(self, names: list[str]) -> None:
         if self._trainer.world_size == 1:
             self._callback._last_global_step_saved = 0  # so that the next trigger at this step saves
@@ -448,14 +466,25 @@ class CheckpointSaver:
             self._names.update(names)
 
     def save_outcome(self, outcome: Outcome) -> None:
-        """Handles an outcome: on the announced tier, notifies the loggers and removes the stock files it replaces."""
-        announced = outcome.stage is (Stage.COMMITTED if self.places.announced_tier == "local" else Stage.DURABLE)
-        if outcome.tier != self.places.announced_tier or not announced:
+        """Handles an outcome on the announced tier: once users see the checkpoint, notifies the loggers; once it
+        survives a power loss, as far as the tier can do that, removes the stock files it replaces."""
+        local = self.places.announced_tier == "local"
+        if outcome.tier != self.places.announced_tier:
             return
-        if self._trainer.is_global_zero and outcome.names:
+        if outcome.stage is (Stage.COMMITTED if local else Stage.DURABLE) and outcome.names:
+            self._tell_loggers()
+        durable = self.engine is None or self.engine.can_be_durable or not local
+        if outcome.stage is (Stage.DURABLE if durable else Stage.COMMITTED):
+            self._remove_stock_files(outcome.step)
+
+    def _tell_loggers(self) -> None:
+        if self._trainer.is_global_zero:
             for log in self._trainer.loggers:
                 log.after_save_checkpoint(proxy(self._callback))
-        due = [path for step, path in self._stock_removals if step <= outcome.step]
-        self._stock_removals = [item for item in self._stock_removals if item[0] > outcome.step]
+
+    def _remove_stock_files(self, step: int) -> None:
+        """Removes the files of the stock class that a checkpoint of this step, or an earlier one, replaces."""
+        due = [path for number, path in self._stock_removals if number <= step]
+        self._stock_removals = [item for item in self._stock_removals if item[0] > step]
         for path in due:
             self._trainer.strategy.remove_checkpoint(path)

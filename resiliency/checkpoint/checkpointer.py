@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from resiliency import faultpoints
+from resiliency.agent.file_pool import SMALL_FILE
 from resiliency.agent.messages import Bye, Delete, Prepare, Seal, SealedFile
 from resiliency.checkpoint._arguments import checked_info, checked_names, checked_step, refuse_same_folder
 from resiliency.checkpoint.arena import Arena, Slot
@@ -224,6 +225,11 @@ class Checkpointer:
         return self._local.directory
 
     @property
+    def can_be_durable(self) -> bool:
+        """True when what is saved on the local tier can survive a power loss: it is no ramdisk."""
+        return self._local.durable
+
+    @property
     def skipped(self) -> int:
         """Number of saves not started because the previous one was not recorded or no shard file could be made."""
         return 0 if self._opened is None else self._opened.saves.skipped
@@ -264,8 +270,8 @@ class Checkpointer:
         self._warm(parts, self._planner.estimate(tensors, host=parts.session.host_part), slots)
 
     def _warm(self, parts: _Parts, nbytes: int, slots: int) -> None:
-        if not nbytes:
-            return
+        if nbytes < SMALL_FILE:
+            return  # a save makes its file by itself
         parts.session.client.send(Prepare(nbytes=nbytes, count=slots))
         deadline = time.monotonic() + _PREPARE_S + nbytes / _PREPARE_BYTES_PER_S
         while not parts.arena.prepared and time.monotonic() < deadline:
@@ -315,8 +321,8 @@ class Checkpointer:
             that cannot be made fails the ticket.
 
         Raises:
-            ConfigError: a state that cannot be stored, or wrong arguments. Failures of storage do not raise: they are
-                reported by :meth:`poll`, an event and one warning.
+            ConfigError: a state that cannot be stored (also an event), or wrong arguments. Failures of storage do not
+                raise: they are reported by :meth:`poll`, an event and one warning.
         """
         began = time.monotonic()
         step = checked_step(step)
@@ -330,15 +336,19 @@ class Checkpointer:
         saves.process_messages()
         if not self._wait_for_previous(parts, step):
             return None
-        plan = self._planner.plan(
-            state,
-            per_rank,
-            host=session.host_part,
-            coordinator=parts.coordinator,
-            agree_timeout=self.options.agree_timeout,
-            lazy=lazy,
-            replicated=replicated,
-        )
+        try:
+            plan = self._planner.plan(
+                state,
+                per_rank,
+                host=session.host_part,
+                coordinator=parts.coordinator,
+                agree_timeout=self.options.agree_timeout,
+                lazy=lazy,
+                replicated=replicated,
+            )
+        except Exception as error:  # Boundary: classes of the user may raise anything; the caller gets it.
+            saves.refuse(step, str(error))
+            raise
         due, undo_schedule = parts.schedule.due(step)
         ticket = Ticket(
             id=save_id,

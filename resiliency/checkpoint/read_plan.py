@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from resiliency.errors import ConfigError
-from resiliency.state.leaf_kinds import Box, box_of, kind_of
+from resiliency.state.leaf_kinds import Box, box_of, has_memory, kind_of, refusal
 from resiliency.state.tree import dtype_from_name, keyed_leaves
 from resiliency.storage.shard_file import Chunk
 
@@ -72,7 +72,7 @@ def plan_into(into: Any) -> ReadPlanner:
     """
 
     def plan(stored: Sequence[Chunk]) -> ReadPlan:
-        wanted = {key: kind_of(leaf).detach(leaf, key) for key, leaf in keyed_leaves(into).items()}
+        wanted = {key: _target(leaf, key) for key, leaf in keyed_leaves(into).items()}
         absent = sorted({chunk.key for chunk in stored} - set(wanted))
         if absent:
             raise ConfigError(
@@ -81,6 +81,28 @@ def plan_into(into: Any) -> ReadPlanner:
         return ReadPlan(reads=plan_reads(wanted, stored), tensors=wanted)
 
     return plan
+
+
+def _target(leaf: Any, key: str) -> Any:
+    """A leaf, detached, that can be filled.
+
+    Raises:
+        ConfigError: it cannot; names it.
+    """
+    kind = kind_of(leaf)
+    try:
+        target = kind.detach(leaf, key)
+        if type(target) is Tensor and any(
+            size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True)
+        ):
+            raise ConfigError(f"tensor {key!r} is expanded: several elements have one place in memory; clone it first")
+    except ConfigError:
+        raise
+    except Exception as error:  # Boundary: classes of the user may answer anything.
+        raise ConfigError(
+            f"tensor {key!r} is a {type(leaf).__qualname__} and cannot be filled: {type(error).__name__}: {error}"
+        ) from error
+    return target
 
 
 def plan_new(keys: Callable[[str], bool] | None = None) -> ReadPlanner:
@@ -135,6 +157,8 @@ def _check(read: Read, chunk: Chunk | None) -> None:
         raise ConfigError(f"{where}: box {read.lengths} at {read.box_offsets} is not within the chunk's {chunk.sizes}")
     if read.destination.is_meta:
         raise ConfigError(f"{where}: the destination is on the meta device and has no memory")
+    if not has_memory(read.destination):
+        raise ConfigError(f"{where}: the destination has no memory (it wraps other tensors, or its storage was freed)")
     if tuple(read.destination.shape) != tuple(read.lengths):
         raise ConfigError(f"{where}: the destination has shape {tuple(read.destination.shape)}, not {read.lengths}")
 
@@ -172,9 +196,12 @@ def plan_reads(wanted: Mapping[str, Any], stored: Sequence[Chunk]) -> list[Read]
             reads_of_leaf = [_whole_read(key, leaf, chunk) for chunk in found]
         else:
             needed = sum(math.prod(box.sizes) for box in known.boxes)
-            reads_of_leaf = [
-                read for box in known.boxes for read in _reads_of(key, box, kind_of(leaf).local(leaf, box), found)
-            ]
+            reads_of_leaf = []
+            for box in known.boxes:
+                target = kind_of(leaf).local(leaf, box)
+                if not has_memory(target):
+                    raise refusal(target, key)
+                reads_of_leaf += _reads_of(key, box, target, found)
         elements = sum([math.prod(read.lengths) for read in reads_of_leaf])
         if elements != needed:
             raise ConfigError(f"tensor {key!r}: only {elements} of {needed} elements are in the checkpoint")

@@ -122,6 +122,12 @@ class SaveTracker:
         self._outcomes.append(Outcome(id=self.next_id(step), tier=LOCAL, stage=None, reason=reason))
         self._health.skip(step, reason)
 
+    def refuse(self, step: int, reason: str) -> None:
+        """Reports that a state cannot be stored: an event. The caller of the save gets the error, and warns."""
+        self._session.events.emit(
+            EventKind.CHECKPOINT_FAILED, step=step, reason=reason, tier=LOCAL, stage=str(Stage.COPIED), will_retry=False
+        )
+
     def summarise(self) -> None:
         """Says how many saves were given up; call at the end."""
         self._health.summarise()

@@ -25,6 +25,7 @@ from torch import Tensor
 from resiliency.checkpoint.read_plan import Read, ReadPlan, ReadPlanner, plan_new
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.checkpoint.stored_state import ReplicatedState, ShardedState, load_rank_state, sharded_chunks
+from resiliency.errors import CorruptShard
 from resiliency.state.leaf_kinds import box_of
 from resiliency.state.tree import dtype_from_name
 from resiliency.storage.blocks import new_digest
@@ -211,7 +212,7 @@ def _segment(read: Read, placed: Placed) -> _ByteRange | None:
 def _read_and_check(reader: ShardReader, block: int, segments: Sequence[_ByteRange]) -> bool:
     try:
         return _read_block(reader, block, segments)
-    except OSError as error:
+    except (OSError, CorruptShard) as error:
         logger.warning("%s cannot be read at bytes %s: %s", reader.path, reader.record.blocks.bounds(block), error)
         return False
 
@@ -229,12 +230,12 @@ def _read_block(reader: ShardReader, block: int, segments: Sequence[_ByteRange])
             reader.copy(first, segment.address + first - segment.start, overlap - first)
             first = overlap
         for gap in range(at, first, _STRIDE):
-            digest.update(reader.view(gap, min(gap + _STRIDE, first)))
+            digest.update(reader.read(gap, min(gap + _STRIDE, first)))
         at = max(at, first)
         while at < last:
             stride = min(_STRIDE, last - at)
             reader.take(at, segment.address + at - segment.start, stride, digest)
             at += stride
     for gap in range(at, end, _STRIDE):
-        digest.update(reader.view(gap, min(gap + _STRIDE, end)))
+        digest.update(reader.read(gap, min(gap + _STRIDE, end)))
     return digest.hexdigest() == reader.record.digests[block]

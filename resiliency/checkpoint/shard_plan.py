@@ -27,7 +27,7 @@ from resiliency.checkpoint.plan import RankShare, box_fields, describe, plan_wri
 from resiliency.checkpoint.shard_writer import FilePlan, OwnState, ShardPlan, StateFile
 from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import ConfigError
-from resiliency.state.leaf_kinds import Box, has_memory, kind_of, kind_of_class
+from resiliency.state.leaf_kinds import Box, has_memory, kind_of, kind_of_class, refusal
 from resiliency.state.structure import Structure, dump
 from resiliency.state.tree import dtype_from_name, keyed_leaves
 from resiliency.storage.blocks import BLOCK_BYTES
@@ -271,6 +271,9 @@ class ShardPlanner:
         self, given: WritePlan, own: OwnState, lazy: Wanted, coordinator: Coordinator, agree_timeout: timedelta
     ) -> ShardPlan:
         held = {(chunk.key, chunk.offsets): chunk.tensor.detach() for chunk in given.chunks}
+        for (key, _), tensor in held.items():
+            if not has_memory(tensor):  # it may have been freed since the plan was made
+                raise refusal(tensor, key)
         boxes = [
             box_fields(chunk.key, chunk.box, chunk.shape or (), chunk.tensor.dtype, shard=True)
             for chunk in given.chunks

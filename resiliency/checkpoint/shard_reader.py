@@ -1,9 +1,7 @@
-"""Reads one shard file of the local tier through a mapping, and checks its end against its record."""
+"""Reads one shard file of the local tier, and checks its end against its record."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 from typing import Any
 
@@ -24,7 +22,10 @@ __all__ = ["ShardReader", "shard_reader"]
 
 
 class ShardReader:
-    """A local shard file, mapped for reading. Close after use; tensors from it are invalid after that.
+    """A local shard file, open for reading. Close after use.
+
+    It is read with ``pread``, not through a mapping: that would fault for each page (on a ramdisk twice the time), and
+    a failing disk, or somebody who cuts the file meanwhile, would end the process with a signal.
 
     Attributes:
         entries: of the archive, by name.
@@ -33,7 +34,6 @@ class ShardReader:
     def __init__(self, path: str, record: ShardRecord) -> None:
         self.path = path
         self.record = record
-        self._map: mmap.mmap | None = None
         try:
             self._fd = open_regular(path)
         except OSError as error:
@@ -49,35 +49,56 @@ class ShardReader:
         size = os.fstat(self._fd).st_size
         if size != record.nbytes or size < IDENTITY_BYTES:
             raise CorruptShard(f"{path}: {size} bytes instead of {record.nbytes}", path=path)
-        # Copy-on-write, because torch warns about read-only memory; nothing is written.
-        self._map = mmap.mmap(self._fd, record.nbytes, access=mmap.ACCESS_COPY)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.tail_start = record.sections[-1] if record.sections else 0
-        self._check_tail()
-        identity = read_identity(bytes(self.view(0, IDENTITY_BYTES)), where=path)
+        self.check(self.tail_start)  # what follows the storages, because it says where all other bytes are
+        identity = read_identity(self._checked(0, IDENTITY_BYTES), where=path)
         expected = (record.id, record.run, record.rank)
         if identity is None or (identity.id, identity.run, identity.rank) != expected:
             holds = f"{identity.id}, shard {identity.rank}" if identity is not None else "something else"
             raise CorruptShard(f"{path}: holds {holds}, not {record.id}, shard {record.rank}", path=path)
-        self.entries: dict[str, ArchiveEntry] = read_directory(
-            lambda start, end: bytes(self.view(start, end)), record.nbytes, where=path
-        )
+        self.entries: dict[str, ArchiveEntry] = read_directory(self._checked, record.nbytes, where=path)
 
-    def _check_tail(self) -> None:
-        """Checks the digests of what follows the storages, because it says where all other bytes are."""
+    def check(self, start: int = 0) -> None:
+        """Checks the blocks from an offset on against their digests. Blocks: for reading them.
+
+        Raises:
+            CorruptShard: names the first that does not match.
+        """
         blocks = self.record.blocks
-        for index in blocks.within(self.tail_start, self.record.nbytes):
-            start, end = blocks.bounds(index)
-            if block_digest(self.view(start, end)) != self.record.digests[index]:
+        for index in blocks.within(start, self.record.nbytes):
+            first, end = blocks.bounds(index)
+            if block_digest(memoryview(self._checked(first, end))) != self.record.digests[index]:
                 raise CorruptShard(
-                    f"{self.path}: bytes {[(start, end)]} do not match their digests",
+                    f"{self.path}: bytes {[(first, end)]} do not match their digests",
                     path=self.path,
-                    ranges=[(start, end)],
+                    ranges=[(first, end)],
                 )
 
-    def view(self, start: int, end: int) -> memoryview:
-        """Bytes of the file; checked only from ``tail_start`` on."""
-        return view(self._address + start, end - start)
+    def read(self, start: int, end: int) -> bytes:
+        """Bytes of the file; fewer when it was made shorter. Thread: any; without the GIL.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        pieces = []
+        while start < end and (piece := os.pread(self._fd, end - start, start)):
+            pieces.append(piece)
+            start += len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _checked(self, start: int, end: int) -> bytes:
+        """As :meth:`read`.
+
+        Raises:
+            CorruptShard: they cannot be read.
+        """
+        try:
+            found = self.read(start, end)
+        except OSError as error:
+            raise CorruptShard(f"{self.path}: {error.strerror}", path=self.path, ranges=[(start, end)]) from error
+        if len(found) < end - start:
+            raise CorruptShard(f"{self.path}: was made shorter", path=self.path, ranges=[(start, end)])
+        return found
 
     def entry(self, name: str) -> bytes:
         """The data of an entry that follows the storages.
@@ -88,38 +109,49 @@ class ShardReader:
         found = self.entries.get(name)
         if found is None or found.at < self.tail_start:
             raise CorruptShard(f"{self.path}: entry {name} is missing", path=self.path)
-        return bytes(self.view(found.start, found.end))
+        return self._checked(found.start, found.end)
 
     def take(self, start: int, address: int, nbytes: int, digest: Any) -> None:
         """Copies bytes of the file to memory and adds them to a digest. Thread: any; without the GIL.
-
-        Reads with ``preadv``, not through the mapping: that would fault for each page (on a ramdisk twice the time),
-        and a failing disk would end the process with a signal.
 
         Raises:
             OSError: the disk failed.
         """
         target = view(address, nbytes)
-        done = 0
-        while done < nbytes:
-            count = os.preadv(self._fd, [target[done:]], start + done)
-            if count == 0:
-                break  # the file was shortened: the digest will not match
-            done += count
+        self._fill(start, target)  # where the file was shortened the digest will not match
         digest.update(target)
 
     def copy(self, start: int, address: int, nbytes: int) -> None:
-        """Copies bytes of the file to memory."""
-        ctypes.memmove(address, self._address + start, nbytes)
+        """Copies bytes of the file to memory.
+
+        Raises:
+            CorruptShard: they cannot be read.
+        """
+        try:
+            done = self._fill(start, view(address, nbytes))
+        except OSError as error:
+            raise CorruptShard(f"{self.path}: {error.strerror}", path=self.path) from error
+        if done < nbytes:
+            raise CorruptShard(f"{self.path}: was made shorter", path=self.path)
+
+    def _fill(self, start: int, target: memoryview) -> int:
+        done = 0
+        while done < len(target) and (count := os.preadv(self._fd, [target[done:]], start + done)):
+            done += count
+        return done
 
     def tensor(self, placed: Placed) -> Tensor:
-        """The stored chunk as a CPU tensor that aliases the mapping."""
+        """A copy of the stored chunk, on the CPU.
+
+        Raises:
+            CorruptShard: it cannot be read.
+        """
         chunk = placed.chunk
         dtype = dtype_from_name(chunk.dtype)
         if placed.end == placed.start:
             return torch.empty(chunk.sizes, dtype=dtype, device="cpu")
-        assert self._map is not None
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=placed.end - placed.start, offset=placed.start)
+        raw = torch.empty(placed.end - placed.start, dtype=torch.uint8, device="cpu")
+        self.copy(placed.start, raw.data_ptr(), raw.numel())
         elements = raw.view(dtype)
         if placed.strides is not None:
             return elements.as_strided(chunk.sizes, placed.strides)
@@ -130,14 +162,6 @@ class ShardReader:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        mapping, self._map = self._map, None
-        if mapping is None:
-            return
-        try:
-            mapping.close()
-        except BufferError:
-            # A view is still referenced, for example by an exception's frame; it is unmapped with the last view.
-            return
 
 
 def shard_reader(root: str, run: str, record: ShardRecord) -> ShardReader:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 import io
 import json
+import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.storage import UntypedStorage
 
 from resiliency.checkpoint.shard_reader import ShardReader
@@ -62,7 +64,7 @@ class ReplicatedState:
         self.storages: dict[str, UntypedStorage] = {
             key: _new_storage(entry.nbytes) for key, entry in self._entries.items()
         }
-        self._path = reader.path
+        self._reader, self._path = reader, reader.path
         self._data, self._allow_pickle = reader.entry(DATA_PICKLE), allow_pickle
         self._uses: Counter[str] = Counter()
         self._plain: Any = None  # the tree of place(), if nothing in it depends on the values of its tensors
@@ -91,7 +93,13 @@ class ReplicatedState:
         """Where each tensor is stored, by its key in the tree, and the keys of the storages that something else uses,
         or may use, too: tensors of special layouts, and objects, which may hold any tensor."""
         with _sparse_checks(enable=False):  # nothing has values yet
-            tree = self.tree()
+            try:
+                tree = self.tree()
+            except (pickle.UnpicklingError, CorruptShard):
+                raise
+            except Exception:  # Boundary: any object may look at its values while it is made (a nested tensor does).
+                self._take_values()
+                tree = self.tree()
         keys = {storage._cdata: key for key, storage in self.storages.items()}
         placed = {}
         seen: dict[int, Any] = {}
@@ -117,6 +125,17 @@ class ReplicatedState:
         if not hidden:
             self._plain = tree
         return placed, hidden
+
+    def _take_values(self) -> None:
+        """Fills the storages from the file.
+
+        Raises:
+            CorruptShard: the file is damaged.
+        """
+        self._reader.check()
+        for key, entry in self._entries.items():
+            if entry.nbytes:
+                self._reader.copy(entry.start, self.storages[key].data_ptr(), entry.nbytes)
 
     def with_leaves(self, leaves: Mapping[str, Any], *, partial: bool) -> Any:
         """The tree with these leaves under their keys. ``partial``: others become empty tensors."""
@@ -150,7 +169,9 @@ def _has_objects(value: Any) -> bool:
 def _is_plain(leaf: Any) -> bool:
     return (
         isinstance(leaf, Tensor)
+        and not is_lazy(leaf)
         and leaf.layout is torch.strided
+        and not leaf.is_nested
         and not leaf.is_quantized
         and not leaf.is_meta
         and not leaf.is_conj()

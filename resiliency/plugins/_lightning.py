@@ -28,6 +28,7 @@ __all__ = [
     "next_is_another_batch",
     "other_writer",
     "patch_load_checkpoint",
+    "save_as_stock",
     "save_is_wrapped",
     "suppress_mid_epoch_warning",
     "tell_user",
@@ -115,6 +116,15 @@ def catch_save(trainer: Any, save: Callable[[dict[str, Any], Any], bool]) -> Ite
             del strategy.save_checkpoint
         else:
             strategy.save_checkpoint = shadowed
+
+
+def save_as_stock(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
+    """Writes a dumped checkpoint as Lightning does when nobody has changed how: with ``torch.save``.
+
+    Raises: what ``torch.save`` raises, for an object that cannot be pickled or a folder that cannot be used.
+    """
+    plugins = importlib.import_module(f"{_namespace_of(trainer)}.plugins.io")
+    plugins.TorchCheckpointIO().save_checkpoint(checkpoint, path)
 
 
 def about_to_end(trainer: Any) -> bool:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from resiliency.errors import ConfigError
 
@@ -117,7 +116,7 @@ class _Plain:
 
     def detach(self, leaf: Any, key: str) -> Any:
         tensor = _detached(leaf, key)
-        if type(leaf) not in (Tensor, Parameter) and not has_memory(tensor):
+        if not has_memory(tensor):
             raise refusal(tensor, key)
         return tensor
 
@@ -173,10 +172,16 @@ def _detached(leaf: Any, key: str) -> Any:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """False for a tensor whose elements lie somewhere else: a wrapper subclass, a fake tensor, a freed storage."""
+    """False for a tensor whose elements lie somewhere else: a wrapper subclass, a fake tensor, a nested one, a storage
+    that was freed or made smaller. What would be copied to or from there is memory of something else."""
     try:
-        return tensor.numel() == 0 or tensor.data_ptr() != 0
-    except RuntimeError:  # what torch raises for fake tensors
+        if tensor.numel() == 0:
+            return True
+        storage = tensor.untyped_storage()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+        return storage.data_ptr() != 0 and storage.nbytes() >= (last + 1) * tensor.itemsize
+    except RuntimeError:  # what torch raises for fake and nested tensors
         return False
 
 
@@ -186,12 +191,15 @@ def refusal(tensor: Tensor, key: str) -> ConfigError:
         return ConfigError(
             f"tensor {key!r} has layout {tensor.layout}; only dense tensors can be stored: call .to_dense() first"
         )
+    if tensor.is_nested:
+        return ConfigError(f"tensor {key!r} is nested; only dense tensors can be stored so: call .unbind() first")
     if tensor.is_quantized:
         return ConfigError(f"tensor {key!r} is quantized; store its int_repr() and scales instead")
     if not tensor.is_meta:
         return ConfigError(
-            f"tensor {key!r} is a {type(tensor).__qualname__} without memory of its own; store the tensors it wraps (of"
-            " a DTensor its to_local()), or register a leaf kind for it"
+            f"tensor {key!r} is a {type(tensor).__qualname__} without memory of its own (it wraps others, or its"
+            " storage was freed); store the tensors it wraps (of a DTensor its to_local()), or register a leaf kind for"
+            " it"
         )
     return ConfigError(f"tensor {key!r} is on the meta device and has no data; materialise the model before saving")
 

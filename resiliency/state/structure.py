@@ -29,7 +29,7 @@ from resiliency.errors import ConfigError
 from resiliency.state.describe import MEMO_BYTES, MEMO_FROM, STORAGE_CLASSES, Table, describe_all
 from resiliency.storage.shard_file import LEAF_PREFIX
 
-__all__ = ["Structure", "dump"]
+__all__ = ["Structure", "WithoutMemory", "dump"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,10 @@ _untyped_storage: Any = UntypedStorage
 _rebuild_parameter: Any = torch._utils._rebuild_parameter
 
 _STORAGES = frozenset({TypedStorage, UntypedStorage})
+
+
+class WithoutMemory(ConfigError):
+    """A state with a tensor or storage whose bytes are not there: torch.save would write what torch.load refuses."""
 
 
 @dataclass
@@ -174,6 +178,9 @@ def dump(tree: Any, *, is_leaf: Callable[[type], bool] | None = None) -> Structu
         return _dump(tree, is_leaf)
     except RecursionError:
         raise ConfigError("the state is nested too deeply, or contains itself; store a plain tree") from None
+    except WithoutMemory as error:
+        path, _, reason = _culprit(tree, is_leaf, error)
+        raise WithoutMemory(f"the state cannot be stored: at {path or 'the root'} there is {reason}") from None
     except ConfigError:
         raise
     except Exception as error:  # Boundary: __reduce__ of a user's class may raise anything.
@@ -210,15 +217,21 @@ def _pickled(kind: type[_Pickler], tree: Any, is_leaf: Callable[[type], bool] | 
     return Structure(pickler.extents, pickler.leaves, signature, described, file.getvalue(), pickler.nonce)
 
 
-def _culprit(tree: Any, is_leaf: Any, error: Exception, path: str = "") -> tuple[str, Any, Exception]:
+def _culprit(tree: Any, is_leaf: Any, error: Exception) -> tuple[str, Any, Exception]:
     """(where, object, reason) of the innermost part of a tree that cannot be pickled."""
-    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
-    for key, part in parts:
-        try:
-            _dump(part, is_leaf)
-        except Exception as failure:  # Boundary: as in dump.
-            return _culprit(part, is_leaf, failure, f"{path}/{key}" if path else str(key))
-    return path, tree, error
+    path: list[str] = []
+    seen: set[int] = set()  # a tree may contain itself
+    while id(tree) not in seen:
+        seen.add(id(tree))
+        parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+        for key, part in parts:
+            try:
+                _dump(part, is_leaf)
+            except Exception as failure:  # Boundary: as in dump.
+                tree, error = part, failure
+                path.append(str(key))
+                break
+    return "/".join(path), tree, error
 
 
 class _NeedsMemo(Exception):
@@ -309,10 +322,16 @@ class _Pickler(pickle.Pickler):
             if not all(map(_is_contiguous, tensors)) or any(map(_is_neg, tensors)) or any(map(_get_dict, tensors)):
                 return None
             addresses, shapes = list(map(_data_ptr, tensors)), list(map(_get_shape, tensors))
+            memory = list(map(_untyped_storage_of, tensors))
+            begins, lengths = list(map(_storage_data_ptr, memory)), list(map(_storage_nbytes, memory))
         except RuntimeError:  # a sparse, nested or otherwise special tensor
             return None
         indices, first = self.indices, len(self.storages)
         sizes = list(map(_get_nbytes, tensors))
+        # Nearly always each tensor is all of its storage, which two comparisons of lists show.
+        whole = addresses == begins and lengths == sizes
+        if not whole and not all(map(_is_within, addresses, sizes, begins, lengths)):
+            return None
         places = zip(addresses, sizes, dtypes, strict=True)
         mine = dict(zip(places, range(first, first + len(tensors)), strict=True))
         if len(mine) != len(tensors) or 0 in addresses or not indices.keys().isdisjoint(mine):
@@ -339,6 +358,14 @@ _get_dict, _get_is_cpu, _get_requires_grad = attrgetter("__dict__"), attrgetter(
 _is_contiguous: Any = Tensor.is_contiguous
 _is_neg: Any = Tensor.is_neg
 _data_ptr: Any = Tensor.data_ptr
+_untyped_storage_of: Any = Tensor.untyped_storage
+_storage_data_ptr: Any = UntypedStorage.data_ptr
+_storage_nbytes: Any = UntypedStorage.nbytes
+
+
+def _is_within(address: int, nbytes: int, begin: int, length: int) -> bool:
+    """False for a tensor whose storage was made smaller, or freed: its address means nothing, and need not be 0."""
+    return begin <= address and address + nbytes <= begin + length
 
 
 def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
@@ -350,6 +377,7 @@ def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callab
     base, is_leaf = pickler.base, pickler.is_leaf
     plain, parameter, tensor_class, torch_storages = _PLAIN_DTYPES, Parameter, Tensor, _STORAGES
     rebuild_tensor, indices, get = _rebuild_tensor, pickler.indices, pickler.indices.get
+    untyped_storage_of, is_within = _untyped_storage_of, _is_within
 
     def reduce(obj: Any) -> Any:
         class_ = type(obj)
@@ -361,7 +389,9 @@ def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callab
                 except RuntimeError:  # a sparse, nested or otherwise special tensor
                     return other_tensor(obj)
                 if address and not obj.is_neg() and not obj.__dict__:
-                    nbytes = obj.nbytes
+                    nbytes, memory = obj.nbytes, untyped_storage_of(obj)
+                    if not is_within(address, nbytes, memory.data_ptr(), memory.nbytes()):
+                        return other_tensor(obj)
                     place = (address, nbytes, dtype)
                     index = get(place)
                     if index is None:
@@ -396,7 +426,12 @@ class _FullPickler(_Pickler):
                 self.leaves.append(obj)
                 standing = _LeafStorage(f"{LEAF_PREFIX}{len(self.leaves) - 1}")
                 return _rebuild_tensor, (standing, 0, (0,), (1,), False, OrderedDict())
-            return NotImplemented if type(obj) in _STORAGES else plain(obj)
+            if type(obj) in _STORAGES:
+                return NotImplemented
+            if isinstance(obj, Tensor) and type(obj) not in (Tensor, Parameter):
+                with torch._C.DisableTorchFunctionSubclass():
+                    _check_memory(obj)
+            return plain(obj)
 
         self.reducer_override = reduce
 
@@ -417,6 +452,7 @@ class _FullPickler(_Pickler):
         return value if self.is_leaf is not None else super().with_tables(value, depth)
 
     def _other_tensor(self, tensor: Tensor) -> Any:
+        _check_memory(tensor)
         if (
             tensor.dtype not in STORAGE_CLASSES
             or tensor.layout is not torch.strided
@@ -428,13 +464,6 @@ class _FullPickler(_Pickler):
         ):
             return NotImplemented  # torch describes it, by its storage
         storage = tensor.untyped_storage()
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-        if tensor.numel() and storage.nbytes() < (last + 1) * tensor.itemsize:
-            raise ConfigError(
-                f"a tensor of shape {tuple(tensor.shape)} has no memory (its storage was freed or made smaller); store"
-                " a tensor that has"
-            )
         index = self._add_storage(storage, tensor.dtype, tensor)
         place = (tensor.storage_offset(), tensor.stride())
         self.tensors.append((index, tensor.dtype, tensor.shape, tensor.requires_grad, place))
@@ -446,8 +475,8 @@ class _FullPickler(_Pickler):
         if index is None:
             nbytes, address = storage.nbytes(), 0 if storage.device.type == "meta" else storage.data_ptr()
             if nbytes and not address:
-                raise ConfigError(
-                    f"a storage of {nbytes} bytes on {storage.device} has no memory (a fake, wrapped or freed tensor);"
+                raise WithoutMemory(
+                    f"a storage of {nbytes} bytes on {storage.device} that has no memory (of a fake or wrapped tensor);"
                     " store the tensors it stands for"
                 )
             if tensor is None:
@@ -457,6 +486,28 @@ class _FullPickler(_Pickler):
             self.extents.append((tensor, address, nbytes))
             self.storages.append((nbytes, "cpu" if tensor.is_cpu else _location(tensor)))
         return index
+
+
+def _check_memory(tensor: Tensor) -> None:
+    """Raises :class:`WithoutMemory` for a tensor that reaches beyond its storage, which was freed or made smaller.
+
+    Says nothing of tensors that have no storage at all: what there is of them, torch describes.
+    """
+    try:
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not tensor.numel():
+            return
+        nbytes = tensor.untyped_storage().nbytes()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+        packed = tensor.is_quantized  # several elements may be in one byte
+        needed = 1 if packed else (last + 1) * tensor.itemsize
+    except RuntimeError:
+        return
+    if nbytes < needed:
+        raise WithoutMemory(
+            f"a tensor of shape {tuple(tensor.shape)} that has no memory (its storage was freed or made smaller); store"
+            " one that has"
+        )
 
 
 #: Dtypes of tensors in C order that are described here: not complex ones, which may be lazy conjugates.

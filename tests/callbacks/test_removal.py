@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 
 from resiliency import faultpoints
+from resiliency.agent import core
 from resiliency.agent.core import HostAgent
 from resiliency.checkpoint.arena import Arena
 from resiliency.errors import TierError
@@ -166,16 +167,39 @@ def test_a_save_that_is_skipped_deletes_nothing(tmp_path: Path, monkeypatch: pyt
     assert names(tmp_path) == {"step=4.ckpt", "step=5.ckpt"}
 
 
-def test_stock_files_it_replaces_go_after_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class HeldSync(Held):
+    """Holds the fsync of every step back, until let go; notes that a step is committed when it begins."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.before = threading.Event(), threading.Event()
+
+        def fsync_step(*args: Any) -> None:
+            self.before.set()
+            assert self.go.wait(60), "the test did not let the fsync go"
+            fsync(*args)
+
+        fsync = core.fsync_step
+        monkeypatch.setattr(core, "fsync_step", fsync_step)
+
+
+@pytest.mark.parametrize("until", ["committed", "durable"])
+def test_stock_files_it_replaces_go_when_the_new_one_would_survive_a_power_loss(
+    until: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its fsync the new step may be gone after one, and the file is the last good checkpoint."""
     make_trainer(PL, [stock(PL)(tmp_path, **NEWEST)], root=tmp_path, max_steps=2, max_epochs=-1).fit(
         make_net(PL), loader()
     )
     (tmp_path / "step=2.ckpt").rename(tmp_path / "first.ckpt")
-    held = Held(monkeypatch, after=0)
+    held = Held(monkeypatch, after=0) if until == "committed" else HeldSync(monkeypatch)
     callback = ours(PL, tmp_path, auto_resume=False, **NEWEST)
     seen: list[set[str]] = []
 
     def look() -> None:
+        if until == "durable":
+            assert held.before.wait(60)
+            callback._wait_until_committed([callback.best_model_path])  # its outcome is there, and delivered
+            callback._saver.session.deliver_outcomes()
         seen.append(names(tmp_path))
         held.go.set()
 
@@ -186,7 +210,7 @@ def test_stock_files_it_replaces_go_after_the_commit(tmp_path: Path, monkeypatch
     )
     trainer = make_trainer(PL, [at_batch_start(1, look), callback], root=tmp_path, max_steps=3, max_epochs=-1)
     trainer.fit(net, loader())
-    assert seen == [{"first.ckpt"}]
+    assert seen == [{"first.ckpt"} if until == "committed" else {"first.ckpt", "step=1.ckpt"}]
     assert names(tmp_path) == {"step=3.ckpt"}
 
 

@@ -23,6 +23,7 @@ from resiliency import faultpoints
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, session, snapshot
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
+from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.errors import AgentError, ConfigError, NoCheckpointFound, ResiliencyError, Timeout
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.storage.stage import Stage
@@ -511,6 +512,13 @@ def test_warming_up_makes_the_files_the_first_save_uses(tmp_path: Path) -> None:
         checkpointer.warm_up(nbytes=100, slots=1)
         with pytest.raises(ConfigError, match="nbytes"):
             checkpointer.warm_up()
+
+
+def test_warming_up_for_a_small_state_waits_for_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent prepares none, and a wait would last until its deadline."""
+    with make_checkpointer(tmp_path) as checkpointer:
+        monkeypatch.setattr(SaveTracker, "wait", lambda *args: pytest.fail("it waits"))
+        checkpointer.warm_up({"w": torch.ones(1000)})
 
 
 def test_warming_up_for_a_state_that_does_not_exist_yet(tmp_path: Path) -> None:

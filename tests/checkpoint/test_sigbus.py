@@ -237,3 +237,74 @@ def test_without_locks_nothing_is_cut_that_another_could_have_mapped(
         assert file_end.cut(fd, 100)
     finally:
         os.close(fd)
+
+
+_CUT_WHILE_LOADING = """
+import glob, json, os, sys
+import torch
+from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.checkpoint.shard_assembler import ShardAssembler
+from resiliency.errors import CorruptShard
+
+folder, into = json.loads(os.environ["JOB"])
+engine = Checkpointer(folder, options=CheckpointerOptions(agent="embedded"))
+engine.save(1, {"w": torch.ones(3000, 1000), "v": torch.ones(3000, 1000)}).wait()
+(path,) = glob.glob(folder + "/.resiliency/*/steps/*/shard-00000.ckpt")
+read = ShardAssembler.read
+
+def cut(self, *, threads):
+    os.truncate(path, 4096)
+    return read(self, threads=threads)
+
+ShardAssembler.read = cut
+ways = {"new": {}, "into": {"into": {"w": torch.zeros(1000, 3000).t(), "v": torch.zeros(3000, 1000)}},
+        "keys": {"keys": lambda key: key == "v"}}
+try:
+    engine.load(**ways[into])
+    said = "loaded"
+except CorruptShard as error:
+    said = "refused" if path in str(error) else str(error)
+engine.close(flush=False)
+print(json.dumps(said), flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("into", ["new", "into", "keys"])
+def test_a_file_that_is_cut_while_it_is_loaded_is_damage_and_no_end_of_the_process(tmp_path: Path, into: str) -> None:
+    assert run(_CUT_WHILE_LOADING, [str(tmp_path), into]) == [(0, "refused")]
+
+
+_FILLING = """
+import json, os
+import torch
+from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions
+from resiliency.storage.stage import Stage
+
+folder, agent = json.loads(os.environ["JOB"])
+options = CheckpointerOptions(agent=agent, lazy_bytes=1)
+wrong = []
+with Checkpointer(LocalTierOptions(directory=folder, keep=1), options=options) as engine:
+    engine.warm_up({"w": torch.ones(1 << 20)}, slots=6)
+    for step in range(1, 13):
+        mib = (4, 9, 2, 30, 1, 16)[step % 6]
+        state = {"w": torch.full((mib << 18,), float(step))}
+        ticket = engine.save(step, state, lazy=True, names=[f"{step}.ckpt"])
+        # While it is being filled: other sizes are wanted, files are given back, and more of them than are kept.
+        engine.warm_up(nbytes=(7, 3, 25)[step % 3] << 20, slots=6)
+        engine.delete(f"{step - 1}.ckpt")
+        engine.fence()
+        ticket.wait(Stage.COMMITTED)
+        back = engine.load()
+        if not torch.equal(back.state["w"], state["w"]):
+            wrong.append(step)
+print(json.dumps(wrong), flush=True)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("agent", ["embedded", "process"])
+def test_files_that_are_prepared_and_given_back_while_one_is_filled_end_nothing(tmp_path: Path, agent: str) -> None:
+    assert run(_FILLING, [str(tmp_path), agent]) == [(0, [])]

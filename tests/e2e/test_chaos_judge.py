@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from resiliency.storage.step_id import StepId
 from tests.e2e.chaos.judge import Judge
+from tests.e2e.chaos.ledger import committed_folders, committed_now, keys_of, steps_folder
 from tests.e2e.chaos.script import WEIGHTS, actions
 
 Line = dict[str, Any]
@@ -173,3 +179,16 @@ def test_of_two_that_descend_from_one_save_the_one_that_got_further_is_the_newes
     lines += [{"what": "opened", "attempt": 4, "job": "j"}, *load(first, first, job="j"), BACK]
     found = problems(*lines, *saved(later), *load(hidden, hidden, later, job="k"))
     assert (found == []) is right, found
+
+
+def test_steps_are_listed_whatever_line_they_belong_to(tmp_path: Path) -> None:
+    """After a restart the folder's name has the line too; what is not listed is never damaged, moved or demanded."""
+    step = StepId(7, 2, "abcdef", 0, 1)
+    for of in (step, dataclasses.replace(step, step=8, line=2)):
+        folder = steps_folder(tmp_path) / of.dirname
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps(of.to_dict()))
+    (steps_folder(tmp_path) / "notes").mkdir()
+    keys = ["0000000007-a0002-abcdef-00", "0000000008-a0002-abcdef-00"]
+    assert committed_now(tmp_path) == keys == keys_of(os.listdir(steps_folder(tmp_path)))
+    assert [path.name for path in committed_folders(tmp_path).values()] == [f"{keys[0]}-l0001", keys[1]]

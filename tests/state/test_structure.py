@@ -638,3 +638,32 @@ def test_threads_that_load_at_once_do_not_take_the_classes_from_each_other() -> 
     last.start()
     last.join(20)
     assert not last.is_alive() and failed == []
+
+
+def test_values_of_numpy_are_loaded_without_trust(trip: Round) -> None:
+    """An empty text of numpy's is pickled in another way than others."""
+    tree = {
+        "texts": [np.str_(""), np.str_("x"), np.bytes_(b""), np.bytes_(b"x"), np.array(["x", ""]), np.array([], "U3")],
+        "times": [np.datetime64("2020-01-01"), np.timedelta64(3, "s")],
+        "numbers": [np.bool_(True), np.float16(2), np.complex64(1 + 2j), np.longdouble(1.5)],
+        "others": [np.void(b"abc"), np.array([1, "x"], object), np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")])],
+    }
+    assert trip.problems(tree, allow_pickle=False) == []
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_weights_that_are_tied_in_the_checkpoint_fill_weights_that_are_not_and_the_other_way_round(
+    trip: Round, lazy: bool
+) -> None:
+    weight = torch.arange(2000.0).view(40, 50)
+    parameter = torch.nn.Parameter(weight.clone())
+    trip.save({"a": parameter, "b": parameter, "c": weight, "d": [weight]}, lazy=lazy)
+    apart: dict[str, Any] = {"a": torch.zeros(40, 50), "b": torch.zeros(40, 50).t().contiguous().t()}
+    apart |= {"c": torch.nn.Parameter(torch.zeros(40, 50)), "d": [torch.zeros(40, 50, dtype=torch.float64)]}
+    assert trip.checkpointer.load(into=apart) is not None
+    assert all(torch.equal(tensor, weight) for tensor in (apart["a"], apart["b"], apart["c"]))
+    assert torch.equal(apart["d"][0], weight.double())
+    trip.save({"a": weight.clone(), "b": weight.clone()}, lazy=lazy)
+    tied = torch.zeros(40, 50)
+    assert trip.checkpointer.load(into={"a": tied, "b": tied}) is not None
+    assert torch.equal(tied, weight)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 
 from resiliency.plugins.strategies.base import TensorRules
 
@@ -42,7 +42,7 @@ class ReplicatedAdapter:
         copied late when an optimizer runs inside backward.
         """
         module = trainer.lightning_module
-        replicated = {parameter.data_ptr() for parameter in filter(_has_data, module.parameters())}
+        replicated = _addresses(filter(_has_data, module.parameters()))
         stepped: set[int] = set()
         in_backward = False
         for optimizer in trainer.optimizers:
@@ -50,10 +50,10 @@ class ReplicatedAdapter:
                 for parameter in filter(_has_data, group["params"]):
                     in_backward |= _is_stepped_in_backward(parameter)
                     if parameter.requires_grad:
-                        stepped.add(parameter.data_ptr())
+                        stepped |= _addresses([parameter])
             for state in getattr(optimizer, "state", {}).values():
                 if isinstance(state, Mapping):
-                    own = {value.data_ptr() for value in state.values() if isinstance(value, Tensor)}
+                    own = _addresses(value for value in state.values() if isinstance(value, Tensor))
                     stepped |= own
                     replicated |= own
         if in_backward:
@@ -64,26 +64,55 @@ class ReplicatedAdapter:
         )
 
     def expected_tensors(self, trainer: Any) -> dict[str, Tensor]:
-        """Without parameters of lazy modules, which have no shape yet."""
+        """Without parameters of lazy modules, which have no shape yet, and without tensors that are not plain."""
         tensors: dict[str, Tensor] = {}
         for name, value in trainer.lightning_module.state_dict().items():
-            if isinstance(value, Tensor) and _has_data(value):
-                tensors[f"state_dict/{name}"] = torch.empty_like(value, device="meta")
+            if _is_plain(value):
+                tensors[f"state_dict/{name}"] = _without_values(value)
         for index, optimizer in enumerate(trainer.optimizers):
             parameters: Iterable[Tensor] = (p for group in optimizer.param_groups for p in group["params"])
             for position, parameter in enumerate(parameters):
-                if not _has_data(parameter):
+                if not _is_plain(parameter):
                     continue
                 for name in _moments(optimizer):
-                    tensors[f"optimizer_states/{index}/state/{position}/{name}"] = torch.empty_like(
-                        parameter, device="meta"
-                    )
+                    key = f"optimizer_states/{index}/state/{position}/{name}"
+                    tensors[key] = _without_values(parameter)
         return tensors
 
 
 def _has_data(tensor: Tensor) -> bool:
     """False for a parameter or buffer of a lazy module before its first forward."""
     return not is_lazy(tensor)
+
+
+def _is_plain(value: Any) -> bool:
+    """True for a tensor of which there is an equal one without values: not for wrappers, sparse, quantized ones."""
+    return (
+        type(value) in (Tensor, Parameter)
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not value.is_quantized
+    )
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device of as many bytes as are stored of this one; of an expanded one these are few."""
+    held = tensor.untyped_storage().nbytes()
+    if held < tensor.nbytes:
+        return torch.empty(held, dtype=torch.uint8, device="meta")
+    return torch.empty_like(tensor, device="meta")
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Where tensors lie, of those that lie anywhere: not wrappers, sparse ones, or those whose storage was freed."""
+    found = set()
+    for tensor in tensors:
+        try:
+            found.add(tensor.data_ptr())
+        except RuntimeError:  # what torch raises for tensors without a storage
+            continue
+    found.discard(0)
+    return found
 
 
 def _is_stepped_in_backward(parameter: Any) -> bool:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e.chaos.ledger import Ledger, committed_now, steps_folder
+from tests.e2e.chaos.ledger import Ledger, committed_folders, keys_of, steps_folder
 
 
 @dataclass
@@ -91,11 +91,11 @@ class Files:
             os.rename(place, stray)
         steps = stray if place == steps_folder(self._directory) else steps_folder(stray)
         if place.parent == steps_folder(self._directory):
-            keys = [place.name]
+            keys = keys_of([place.name])
         else:
-            keys = os.listdir(steps) if steps.is_dir() else []
+            keys = keys_of(os.listdir(steps)) if steps.is_dir() else []
         if keys:
-            self._ledger.write("gone", keys=sorted(keys))
+            self._ledger.write("gone", keys=keys)
 
     # -- damage ---------------------------------------------------------------------------------------------------
 
@@ -105,12 +105,13 @@ class Files:
         Args:
             how: called with descriptor, size of the file and ``size``.
         """
-        good = [key for key in committed_now(self._directory) if key not in self._damaged]
+        folders = committed_folders(self._directory)
+        good = [key for key in sorted(folders) if key not in self._damaged]
         if len(good) < 2:
             return False
         # The newest half of the time, because that is the one that will be asked for.
         key = max(good, key=lambda key: (key.split("-")[1], key)) if pick < 0.5 else good[int(pick * len(good))]
-        folder = steps_folder(self._directory) / key
+        folder = folders[key]
         try:
             names = sorted(os.listdir(folder))
             # Half of the damages hit the state, which is nearly all of a step.
@@ -132,11 +133,12 @@ class Files:
 
     def remove(self, pick: float, size: float) -> bool:
         """Removes a file of a committed step."""
-        good = [key for key in committed_now(self._directory) if key not in self._damaged]
+        folders = committed_folders(self._directory)
+        good = [key for key in sorted(folders) if key not in self._damaged]
         if len(good) < 2:
             return False
         key = good[int(pick * len(good))]
-        folder = steps_folder(self._directory) / key
+        folder = folders[key]
         with suppress(FileNotFoundError):
             names = sorted(os.listdir(folder))
             self._damaged.add(key)

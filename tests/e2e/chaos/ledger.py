@@ -10,40 +10,53 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 #: The name of a step's folder, as docs/format.md has it.
-_STEP = re.compile(r"(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})")
+_STEP = re.compile(r"(\d{10,}-a\d{4,}-[0-9a-f]{6}-\d{2,})(-l\d{4,})?")
 
 
 def key_of(step: int, attempt: int, token: str, serial: int) -> str:
-    """A save by the name of its folder, as docs/format.md has it."""
+    """A save by the name of its folder, as docs/format.md has it, without its line of descent: which line a save
+    belongs to the library decides, and the judge judges that."""
     return f"{step:010d}-a{attempt:04d}-{token}-{serial:02d}"
+
+
+def keys_of(folders: Iterable[str]) -> list[str]:
+    """The saves whose folders these are."""
+    return sorted(found[1] for found in map(_STEP.fullmatch, folders) if found)
 
 
 def steps_folder(directory: str | os.PathLike[str]) -> Path:
     return Path(directory, ".resiliency", "default", "steps")
 
 
-def committed_now(directory: str | os.PathLike[str]) -> list[str]:
-    """The steps with a readable manifest, by a listing of our own."""
-    found = []
+def committed_folders(directory: str | os.PathLike[str]) -> dict[str, Path]:
+    """The folders of the steps with a readable manifest by their keys, by a listing of our own."""
+    found = {}
     try:
         folders = os.listdir(steps_folder(directory))
     except OSError:
-        return []
-    for folder in folders:
-        if not _STEP.fullmatch(folder):
+        return {}
+    for folder in sorted(folders):
+        key = _STEP.fullmatch(folder)
+        if key is None:
             continue
         try:
             manifest = json.loads((steps_folder(directory) / folder / "manifest.json").read_bytes())
             identity = key_of(manifest["step"], manifest["attempt"], manifest["token"], manifest["serial"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        if identity == folder:
-            found.append(folder)
-    return sorted(found)
+        if identity == key[1]:
+            found[identity] = steps_folder(directory) / folder
+    return found
+
+
+def committed_now(directory: str | os.PathLike[str]) -> list[str]:
+    """The keys of :func:`committed_folders`, in order."""
+    return sorted(committed_folders(directory))
 
 
 class Ledger:

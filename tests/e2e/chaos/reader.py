@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from resiliency.inspection.by_path import load_path, locate
-from tests.e2e.chaos.ledger import Ledger, committed_now, key_of, steps_folder
+from tests.e2e.chaos.ledger import Ledger, committed_folders, committed_now, key_of
 from tests.e2e.chaos.models import digest
 
 #: What is read may be deleted between two looks at the folder; that often in a row it is not.
@@ -121,10 +121,10 @@ class _Reader:
         return self._stock(self._chance.choice(names))
 
     def stock_mapped(self, rank: int) -> _Read:
-        steps = committed_now(self._directory)
+        steps = committed_folders(self._directory)
         if not steps:
             raise _Gone("no step")
-        path = steps_folder(self._directory) / self._chance.choice(steps) / "shard-00000.ckpt"
+        path = steps[self._chance.choice(sorted(steps))] / "shard-00000.ckpt"
         return self._stock(path, mapped=True)
 
     def _stock(self, path: Path, *, mapped: bool = False) -> _Read:

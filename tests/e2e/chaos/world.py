@@ -15,7 +15,7 @@ from resiliency.testing.zygote import WorkerProcess, Zygote
 from tests.e2e.chaos.agent_site.sitecustomize import set_clock
 from tests.e2e.chaos.files import Files, blank, cut, flip_bits
 from tests.e2e.chaos.judge import Judge
-from tests.e2e.chaos.ledger import Ledger, LedgerReader, committed_now, steps_folder
+from tests.e2e.chaos.ledger import Ledger, LedgerReader, committed_folders, steps_folder
 from tests.e2e.chaos.processes import Processes, RunningJob, send
 from tests.e2e.chaos.script import Action
 from tests.e2e.chaos.trainer import REFUSED
@@ -314,11 +314,11 @@ class World:
         return True
 
     def _move_step(self, action: Action, *, put_file: bool) -> bool:
-        steps = committed_now(self.directory)
-        if not steps:
+        folders = committed_folders(self.directory)
+        if not folders:
             return False
-        key = steps[int(action.pick * len(steps))]
-        return self._move(action, steps_folder(self.directory) / key, [key], put_file=put_file)
+        key = sorted(folders)[int(action.pick * len(folders))]
+        return self._move(action, folders[key], [key], put_file=put_file)
 
     def _cut(self, action: Action) -> bool:
         self._cuts = True

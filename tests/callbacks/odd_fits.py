@@ -1,0 +1,120 @@
+"""Trains with an odd tensor in the state, with the stock callback and with ours, each in a process of its own.
+
+``python odd_fits.py NAMESPACE`` prints a line of JSON for each odd tensor and place.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from tests import odd_tensors  # noqa: E402
+from tests.callbacks.harness import loader, make_net, make_trainer, ours, stock  # noqa: E402
+
+EVERY: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"}
+#: One of each root; every one of them takes half a second.
+SOME = ["fake", "functional", "freed", "part of a freed one", "made smaller", "uint4"]
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _net(namespace: str, odd: dict[str, Any], place: str) -> Any:
+    """A module with odd tensors as buffers, or one whose optimizer has them from the second batch on."""
+    net = make_net(namespace)
+    if place == "buffers":
+        for name, tensor in odd.items():
+            net.register_buffer(name, tensor)
+    else:
+
+        def on_train_batch_start(batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                net.trainer.optimizers[0].state[next(net.parameters())] |= odd
+
+        net.on_train_batch_start = on_train_batch_start
+    return net
+
+
+def _fit(namespace: str, who: str, folder: Path, odd: dict[str, Any], place: str) -> None:
+    made = ours if who == "ours" else (lambda name, dirpath, **given: stock(name)(dirpath=dirpath, **given))
+    callback = made(namespace, folder / who, **EVERY)
+    trainer = make_trainer(namespace, [callback], root=folder, max_epochs=1)
+    trainer.fit(_net(namespace, odd, place), loader())
+    assert trainer.global_step == 6
+
+
+def _found(path: Path, place: str) -> dict[str, Any]:
+    state = torch.load(path, weights_only=False)
+    held: dict[str, Any] = state["state_dict"] if place == "buffers" else state["optimizer_states"][0]["state"][0]
+    return held
+
+
+def _kept(namespace: str, place: str, folder: Path) -> list[str]:
+    """All that torch keeps, in one fit. Returns which tensors our checkpoint has otherwise than the stock one.
+
+    Without those that Lightning does not train with: buffers on the meta device, or not made yet.
+    """
+    known = enumerate(odd_tensors.KEPT.items())
+    odd = {f"odd{n}": make() for n, (name, make) in known if "meta" not in name and name != "not made yet"}
+    for who in ("stock", "ours"):
+        _fit(namespace, who, folder, odd, place)
+    theirs, mine = (_found(folder / who / "step=6.ckpt", place) for who in ("stock", "ours"))
+    tree = odd_tensors.tree
+    different = [key for key in odd if odd_tensors.stored(tree(theirs[key])) != odd_tensors.stored(tree(mine[key]))]
+    return [list(odd_tensors.KEPT)[int(key.removeprefix("odd"))] for key in different]
+
+
+def _refused(namespace: str, place: str, make: Callable[[], Any], folder: Path) -> list[str]:
+    """One that torch does not keep. Returns what the fit, its log and its folder say wrongly."""
+    said = Kept()
+    logging.getLogger("resiliency").addHandler(said)
+    _fit(namespace, "ours", folder, {"odd": make()}, place)
+    found = [name for name in sorted(path.name for path in (folder / "ours").glob("*.ckpt"))]
+    warned = [text for text in said.texts if "no checkpoint at step" in text]
+    if len(warned) != 1 or "odd" not in warned[0] or "raining goes on" not in warned[0]:
+        found.append(f"warnings: {warned}")
+    if not any("3 saves, the last of step 6, were given up" in text for text in said.texts):
+        found.append(f"at the end: {said.texts}")
+    logs = (folder / "ours" / ".resiliency").glob("*/events/rank-*.jsonl")
+    lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+    reasons = [line["reason"] for line in lines if line["event_type"] == "checkpoint_failed"]
+    if len(reasons) != 3 or "odd" not in reasons[0]:
+        found.append(f"events: {reasons}")
+    return found
+
+
+def main() -> None:
+    """Every odd tensor in one namespace."""
+    namespace = sys.argv[1]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for place in ("buffers", "optimizer"):
+        done = odd_tensors.in_child(lambda folder, p=place: _kept(namespace, p, folder))
+        print(json.dumps({"name": f"kept, {place}", **done}), flush=True)
+    for name in SOME:
+        place = "optimizer" if name == "fake" else "buffers"
+        done = odd_tensors.in_child(
+            lambda folder, n=name, p=place: _refused(namespace, p, odd_tensors.REFUSED[n], folder)
+        )
+        print(json.dumps({"name": name, **done}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""A fit with odd tensors in its state ends as it would without checkpoints: what the stock class keeps is kept bit for
+bit, and a save that cannot be taken is a warning and an event."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resiliency.state.leaf_kinds import register_leaf_kind
+from tests.callbacks import odd_fits
+from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, ours, stock
+
+
+@pytest.fixture(scope="module", params=NAMESPACES)
+def results(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What became of each fit, in a process of its own, of a job whose event log stays."""
+    command = [sys.executable, odd_fits.__file__, request.param]
+    launched = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"}
+    done = subprocess.run(
+        command,
+        cwd=odd_fits.ROOT,
+        env={**os.environ, **launched},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # Lightning prints, too
+    return {line["name"]: line for line in map(json.loads, lines)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["buffers", "optimizer"])
+def test_odd_tensors_are_in_the_checkpoint_as_the_stock_class_has_them(results: dict[str, Any], place: str) -> None:
+    assert results[f"kept, {place}"] == {"name": f"kept, {place}", "exit": 0, "found": []}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", odd_fits.SOME)
+def test_a_save_that_cannot_be_taken_is_a_warning_and_an_event_and_training_goes_on(
+    results: dict[str, Any], name: str
+) -> None:
+    assert results[name] == {"name": name, "exit": 0, "found": []}
+
+
+class Part:
+    """A tensor of a made-up framework, of which each rank holds a part."""
+
+    def __init__(self) -> None:
+        self.held = torch.arange(3.0)
+
+
+class PartKind:
+    name, replicated = "part", False
+
+    def takes(self, class_: type) -> bool:
+        return class_ is Part
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(name)
+
+
+class Model:
+    """An object with such a tensor: the engine cannot cut it up, and ``torch.save`` pickles it as any object."""
+
+    def __init__(self) -> None:
+        self.part = Part()
+
+
+@pytest.fixture
+def parts() -> Iterator[None]:
+    remove = register_leaf_kind(PartKind())
+    yield
+    remove()
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("until", [4, 99], ids=["for a while", "to the end"])
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_what_only_torch_save_can_write_is_written_by_it(
+    namespace: str, until: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names, removals, links and loggers follow, and when the engine can again, it does."""
+
+    def fit(who: str) -> tuple[list[str], list[int]]:
+        net = make_net(namespace)
+
+        def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
+            if checkpoint["global_step"] <= until:
+                checkpoint["model"] = Model()
+
+        net.on_save_checkpoint = on_save_checkpoint
+        made = ours if who == "ours" else (lambda name, dirpath, **given: stock(name)(dirpath=dirpath, **given))
+        arguments: dict[str, Any] = {"every_n_train_steps": 2, "monitor": "step", "mode": "max", "filename": "{step}"}
+        callback = made(namespace, tmp_path / who, save_top_k=2, save_last=True, **arguments)
+        make_trainer(namespace, [callback], root=tmp_path, max_epochs=1).fit(net, loader())
+        folder = tmp_path / who
+        assert callback.best_model_path == str(folder / "step=6.ckpt")
+        found = sorted(path.name for path in folder.iterdir() if path.name.endswith(".ckpt"))
+        return found, [torch.load(folder / name, weights_only=False)["global_step"] for name in found]
+
+    theirs, mine = fit("stock"), fit("ours")
+    assert mine == theirs == (["last.ckpt", "step=4.ckpt", "step=6.ckpt"], [6, 4, 6])
+    assert not list((tmp_path / "ours").glob(".resiliency-*")), "a partial file was left"
+    state_of = [content(tmp_path / who / "step=4.ckpt") for who in ("stock", "ours")]
+    for state in state_of:
+        state.pop("callbacks")
+        assert type(state.pop("model")) is Model
+    assert differences(*state_of) == []
+    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [text for text in warned if "torch.save has written" in text]
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_stock_file_takes_the_place_of_a_name_and_not_of_the_step_behind_it(
+    namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsspec may write into the file that is there (a move from another file system); of a name that is the step's."""
+    module = __import__(f"{namespace}.plugins.io", fromlist=["TorchCheckpointIO"])
+    written: list[str] = []
+
+    def save(self: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        written.append(str(path))
+        with open(path, "wb") as file:
+            file.write(b"x")
+
+    monkeypatch.setattr(module.TorchCheckpointIO, "save_checkpoint", save)
+    net = make_net(namespace)
+
+    def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
+        if checkpoint["global_step"] >= 6:
+            checkpoint["model"] = Model()
+
+    net.on_save_checkpoint = on_save_checkpoint
+    callback = ours(namespace, tmp_path, save_last=True, **odd_fits.EVERY)
+    make_trainer(namespace, [callback], root=tmp_path, max_epochs=1).fit(net, loader())
+    assert len(written) == 1 and (tmp_path / "last.ckpt").read_bytes() == b"x"
+    assert content(tmp_path / "step=4.ckpt")["global_step"] == 4
