@@ -69,10 +69,10 @@ def join_shards(tier: LocalTier, step: Manifest, fence: Fence) -> Manifest:
             logger.info("%s stays a step of several files: %s", folder, error)
             _cut(fd, path, first.nbytes)
             return step
-        faultpoints.hit("agent.join.record")
         known = first.digests[: first.blocks.index_at(begin)]
         record = dataclasses.replace(first, nbytes=begin + len(joined), digests=(*known, *tail_digests(joined, first)))
         try:
+            faultpoints.hit("agent.join.record")
             fence.check()
             key = step_prefix(step.run, step.id) + record_file(0)
             tier.put_bytes(key, json.dumps(record.to_dict()).encode())
