@@ -115,7 +115,7 @@ class HostAgent:
             TierError: the local tier cannot be listed.
         """
         self._end_earlier_attempts()
-        self._rescan()
+        self._rescan(finish=True)
         self._syncs.submit(self._delete_partial_files)
         committed = self._steps.select(lambda step: step.committed is not None)
         if committed:
@@ -173,13 +173,14 @@ class HostAgent:
     def _is_of_this_attempt(self, step: StepId) -> bool:
         return step.of_attempt(self.config.attempt, self.config.token)
 
-    def _rescan(self) -> None:
+    def _rescan(self, *, finish: bool = False) -> None:
         listings = scan(self._tier, self.config.run)
         if 0 in self.config.local_ranks:
             for listing in listings:
                 cut_back(self._tier, listing)
         fresh = self._steps.add_listed(listings)
-        self._finish_newest()
+        if finish:
+            self._finish_newest()
         for step in fresh:
             # The agent that committed it may have been killed before its fsync, and older steps wait for one.
             self._syncs.submit(partial(self._sync, step))
@@ -195,10 +196,10 @@ class HostAgent:
             return
         # Names of an earlier attempt that are missing somebody may have deleted.
         needed = found.names if self._is_of_this_attempt(step.id) else ()
-        paths = [self._path(step.id, MANIFEST), *(self._tier.path(name) for name in needed)]
-        if all(map(os.path.lexists, paths)):
-            return
         try:
+            paths = [self._path(step.id, MANIFEST), *(self._tier.path(name) for name in needed)]
+            if all(map(os.path.lexists, paths)):
+                return
             found, refused = self._write_commit(found)
         except (OSError, TierError, AgentError) as error:
             logger.info("step %d could not be given its manifest and names: %s", step.id.step, error)
