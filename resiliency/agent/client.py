@@ -558,12 +558,16 @@ class AgentClient:
                         break
             return self._flushed.pop(ticket, None)
 
-    def close(self, *, timeout_s: float = 10.0) -> None:
-        """Disconnects; the agent exits when every rank has disconnected. Idempotent. Blocks: up to ``timeout_s``."""
+    def close(self, *, timeout_s: float = 10.0, others_s: float = 0.0) -> None:
+        """Disconnects; the agent exits when every rank has disconnected. Idempotent.
+
+        Blocks: up to ``timeout_s``; where another rank has started the agent, up to ``others_s`` until it is gone.
+        """
         _still_running[:] = [agent for agent in _still_running if agent.poll() is None]
         with self._lock:
             self._closing = True
             connection, embedded, process = self._socket, self._embedded, self._process
+            agent = Peer(connection) if connection is not None and process is None and others_s else None
         if embedded is not None:
             embedded.close()
         self._leave_claim()
@@ -574,6 +578,9 @@ class AgentClient:
                 logger.debug("the agent had disconnected first", exc_info=True)
         if self._thread is not None:
             self._thread.join(timeout_s)
+        if agent is not None:
+            with agent:
+                agent.wait_gone(others_s)
         if process is not None:
             try:
                 process.wait(timeout_s)

@@ -32,6 +32,7 @@ from resiliency.agent.commit import (
 )
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.file_pool import FilePool
+from resiliency.agent.join import cut_back, join_shards
 from resiliency.agent.local_pruner import LocalPruner
 from resiliency.agent.local_steps import LocalStep, LocalSteps
 from resiliency.agent.messages import Bye, Complete, Delete, Prepare, Recorded, Request, Rescan, Seal
@@ -118,7 +119,7 @@ class HostAgent:
             TierError: the local tier cannot be listed.
         """
         self._end_earlier_attempts()
-        self._rescan()
+        self._rescan(finish=True)
         self._syncs.submit(self._delete_partial_files)
         committed = self._steps.select(lambda step: step.committed is not None)
         if committed:
@@ -168,13 +169,60 @@ class HostAgent:
 
         self._commits.submit(announce_steps)
 
+    @property
+    def _serves_all(self) -> bool:
+        """True when all ranks of the job are on this host, and no other agent commits what they save."""
+        return self._only_agent and len(self.config.local_ranks) == self.config.world_size
+
     def _is_of_this_attempt(self, step: StepId) -> bool:
         return step.of_attempt(self.config.attempt, self.config.token)
 
-    def _rescan(self) -> None:
-        for step in self._steps.add_listed(scan(self._tier, self.config.run)):
+    def _rescan(self, *, finish: bool = False) -> None:
+        listings = scan(self._tier, self.config.run)
+        if 0 in self.config.local_ranks:
+            for listing in listings:
+                cut_back(self._tier, listing)
+        fresh = self._steps.add_listed(listings)
+        if finish:
+            self._finish_newest()
+        for step in fresh:
             # The agent that committed it may have been killed before its fsync, and older steps wait for one.
             self._syncs.submit(partial(self._sync, step))
+
+    def _finish_newest(self) -> None:
+        """Gives the newest step its manifest and names, if an agent was killed between the last record and them."""
+        committed = self._steps.select(lambda step: step.committed is not None)
+        if not committed or not self._serves_all:
+            return
+        step = committed[-1]
+        found = step.committed
+        if not isinstance(found, Manifest):
+            return
+        # Names of an earlier attempt that are missing somebody may have deleted.
+        needed = found.names if self._is_of_this_attempt(step.id) else ()
+        try:
+            paths = [self._path(step.id, MANIFEST), *(self._tier.path(name) for name in needed)]
+            if all(map(os.path.lexists, paths)):
+                return
+            found, refused = self._write_commit(found)
+        except (OSError, TierError, AgentError) as error:
+            logger.info("step %d could not be given its manifest and names: %s", step.id.step, error)
+            return
+        self._steps.commit(step, found)
+        for name, reason in refused.items():
+            self._report.report_refused(step.id, self.config.local.name, name, reason)
+
+    def _write_commit(self, found: Manifest | UnfinishedStep) -> tuple[Manifest | UnfinishedStep, dict[str, str]]:
+        """Commits a step of which all records are there. Returns it as it is then, and why it does not get names.
+
+        Raises:
+            OSError, TierError, AgentError: it is not committed.
+        """
+        check_in_place(self._tier, found, self.config.local_ranks)
+        if isinstance(found, Manifest) and self._serves_all:
+            found = join_shards(self._tier, found, self._fence)
+            self._steps.add_record(found.shards[0])
+        return found, write_commit(self._tier, found, self._fence)
 
     def wait(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
         """Waits until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`."""
@@ -221,7 +269,7 @@ class HostAgent:
 
     def _leave_only_files(self) -> None:
         """Removes the run's folder when all ranks have left in order and the steps are files that need nothing else."""
-        if not self._only_agent or not self._left.issuperset(self.config.local_ranks):
+        if not self._serves_all or not self._left.issuperset(self.config.local_ranks):
             return
         committed = self._steps.select(lambda step: step.committed is not None)
         where = self.config.local.address
@@ -309,6 +357,11 @@ class HostAgent:
 
     def _commit(self, rank: int, seal: Seal, records: list[ShardRecord]) -> None:
         """Writes the records of what a rank has sealed; with the last record of a step it commits the step."""
+        known = self._steps.get(seal.id)
+        if known is not None and known.committed is not None:
+            # An agent that died before it could say so has done it. The file holds more now than the rank has sealed.
+            self._report.notify(rank, Recorded(id=seal.id))
+            return
         try:
             check_share(seal, self._path(seal.id, shard_file(0)))
             for record, file in zip(records, seal.files, strict=True):
@@ -330,13 +383,12 @@ class HostAgent:
         """Notifies the rank, and those that wait for the commit: which have recorded theirs, or will."""
         tier = self.config.local.name
         known = self._steps.get(step)
+        recorded = set(known.records) if known is not None else set()
         self._report.notify_failed(step, tier, reason, ranks=(rank,))
-        if known is None or known.committed is None:
-            recorded = set(known.records) if known is not None else set()
-            self._failures[step] = for_others = f"rank {rank}: {reason}"
-            self._report.notify_failed(step, tier, for_others, ranks=recorded.intersection(self.config.local_ranks))
-            while len(self._failures) > _FAILURES:
-                del self._failures[next(iter(self._failures))]
+        self._failures[step] = for_others = f"rank {rank}: {reason}"
+        self._report.notify_failed(step, tier, for_others, ranks=recorded.intersection(self.config.local_ranks))
+        while len(self._failures) > _FAILURES:
+            del self._failures[next(iter(self._failures))]
         self._report.log_failed(step, Stage.RECORDED, tier, reason, will_retry=True, shard=rank)
         logger.info("checkpoint of step %d failed on rank %d: %s", step.step, rank, reason)
 
@@ -365,8 +417,7 @@ class HostAgent:
         elif isinstance(found, UnfinishedStep):
             return
         try:
-            check_in_place(self._tier, found, config.local_ranks)
-            refused = write_commit(self._tier, found, self._fence)
+            found, refused = self._write_commit(found)
         except (OSError, TierError, AgentError) as error:
             tier = self.config.local.name
             self._report.log_failed(step_id, Stage.COMMITTED, tier, str(error), will_retry=True)

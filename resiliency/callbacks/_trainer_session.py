@@ -1,12 +1,16 @@
 """State shared by the checkpoint callbacks of one trainer: engines by directory and run, and the resume.
 
 Nothing is opened before it is needed. A session that Lightning left without its last hooks (another callback raised in
-``on_exception``) is closed by the next one in the process; Lightning offers no moment before.
+``on_exception``) is closed by the next one in the process; Lightning offers no moment before. In a process that
+Lightning has spawned an exception reaches no hook at all: there the end of the process closes it.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import multiprocessing.util
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -111,6 +115,7 @@ class TrainerSession:
             engine.open()
             shared = self.engines[key] = SharedEngine(engine, places)
             _live.add(self)
+            _close_at_the_end_of_a_spawned_process()
             # Steps are written into the log of the first engine, unless another log has them already.
             if self._step_events is None:
                 self._step_events = log_steps(self.steps, lambda: engine.session.events)
@@ -267,6 +272,23 @@ def _close_abandoned(new: TrainerSession) -> None:
         if session is not new and session.is_abandoned:
             logger.info("closing the checkpoint engine that an earlier fit left open when it failed")
             session.abandon()
+
+
+#: Process whose end closes what is open.
+_spawned = 0
+
+
+def _close_at_the_end_of_a_spawned_process() -> None:
+    """Such a process ends without ``atexit``. Idempotent."""
+    global _spawned
+    if multiprocessing.parent_process() is not None and _spawned != os.getpid():
+        _spawned = os.getpid()
+        multiprocessing.util.Finalize(None, _close_live, exitpriority=10)
+
+
+def _close_live() -> None:
+    for session in list(_live):
+        session.abandon()
 
 
 def _no_session() -> None:

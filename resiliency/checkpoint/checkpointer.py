@@ -66,6 +66,8 @@ _PREPARE_S, _PREPARE_BYTES_PER_S = 10.0, 100e6
 _OTHERS_S = 30.0
 #: How long the end waits for an agent to exit that has nothing left to do, and for one that has uploads to finish.
 _IDLE_AGENT_S, _BUSY_AGENT_S = 10.0, 0.5
+#: How long the end of a rank that failed waits for the agent, which waits for the other ranks.
+_FAILED_S = 2.0
 
 
 class Checkpointer:
@@ -672,7 +674,11 @@ class Checkpointer:
             session.events.emit(EventKind.JOB_TERMINATED, reason=reason)
             parts.copier.close()
             session.client.send(Bye(finished=reason == "finished"))
-            session.client.close(timeout_s=_IDLE_AGENT_S if done else _BUSY_AGENT_S)
+            idle_s = _IDLE_AGENT_S if done else _BUSY_AGENT_S
+            if reason != "finished" and self.world_size > 1:
+                idle_s = min(idle_s, _FAILED_S)
+            # Where the agent tidies up at its end, a script that lists the folder after the fit is to find it done.
+            session.client.close(timeout_s=idle_s, others_s=idle_s if session.client.config.only_files else 0.0)
             parts.saves.process_messages()
             parts.saves.summarise()
             session.events.close()

@@ -27,7 +27,8 @@ class LocalTierOptions:
         shared: True when all hosts of the job see the same folder; None: determined at start.
         only_files: when the job has ended in order, leave nothing in the folder but the checkpoints: the folder
             ``.resiliency``, with the event log of the run, is removed. The next start makes it again from the files.
-            Without effect on a job with several ranks or tiers, and while a step has no name directly in the folder.
+            Without effect on a job with ranks on several hosts or with several tiers, and while a step has no name
+            directly in the folder, or its ranks have more than 64 MiB for themselves.
     """
 
     directory: str

@@ -170,7 +170,7 @@ def open_session(
         ),
         events=os.path.join(events_dir, f"agent-{node}.jsonl"),
         drain_s=options.drain_timeout.total_seconds(),
-        only_files=local.only_files and not remotes and world_size == 1,
+        only_files=local.only_files and not remotes and len(local_ranks) == world_size,
     )
     client = AgentClient(config, rank, events, embedded=options.agent == "embedded")
     try:

@@ -127,7 +127,8 @@ def _contents(view: StepView) -> tuple[dict[int, ShardContents], list[TensorRow]
             if rank in shards or record.file not in copy.listing.sizes:
                 continue
             try:
-                shards[rank] = read_contents(copy.tier, view.run, record)
+                key, single = copy.listing.key(record), bool(copy.listing.single)
+                shards[rank] = read_contents(copy.tier, view.run, record, key=key, single=single)
             except ResiliencyError as error:
                 problems.append(str(error))
     tree = entries(shards[0].tree) if 0 in shards else []

@@ -38,8 +38,9 @@ from resiliency.storage.catalog import StepListing
 from resiliency.storage.fetch import copy_checked
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, shard_file
 from resiliency.storage.names import read_name
-from resiliency.storage.own_record import read_own_record
+from resiliency.storage.own_record import read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, Identity, read_identity
+from resiliency.storage.single_files import SingleFile, read_shard_inside
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
@@ -158,8 +159,10 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
         listing = StepListing(identity.id)
         if in_folder:
             listing.records = _records_of(tier, f"{name}/{MANIFEST}", identity)
-        elif identity.replicated and identity.world_size == 1:
-            listing.records = {0: _own_record(tier, name, identity)}
+        elif identity.replicated and identity.rank == 0:
+            step = _own_manifest(tier, name, identity)
+            if step is not None:
+                listing = SingleFile(name, step).listing
     files = {rank: key for rank, key in in_folder.items() if rank is not None} or {0: name}
     record = listing.records.get(0)
     facts = identity if record is None else record  # what the file says of itself may be damaged
@@ -180,18 +183,18 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
     return located
 
 
-def _own_record(tier: Tier, name: str, identity: Identity) -> ShardRecord:
-    """The record in a file that is a whole step.
+def _own_manifest(tier: Tier, name: str, identity: Identity) -> Manifest | None:
+    """The records in a file that is a whole step; None when it holds only what all ranks have in common.
 
     Raises:
-        CorruptShard: it is damaged or missing.
+        CorruptShard: they are damaged or missing.
         NoCheckpointFound: the file is gone.
     """
     where = f"{tier.root}/{name}"
     nbytes = next((info.nbytes for info in tier.list(name) if info.key == name), None)
     if nbytes is None:
         raise NoCheckpointFound(f"{where} is gone")
-    return read_own_record(identity, lambda start, end: tier.read_range(name, start, end), nbytes, where=where)
+    return read_own_manifest(identity, lambda start, end: tier.read_range(name, start, end), nbytes, where=where)
 
 
 def _linked(tier: Tier, name: str, identity: Identity, listing: StepListing) -> dict[int, str]:
@@ -267,10 +270,14 @@ def load_path(
 
 def _local_file(located: Located, rank: int, scratch: str) -> str:
     """Path of a shard in a folder of this machine."""
-    if located.tier.is_local:
-        return located.where(rank)
     path = Path(scratch, shard_file(rank))
+    inside = bool(located.listing.single) and rank > 0  # its bytes are an entry of the one file
+    if located.tier.is_local and not inside:
+        return located.where(rank)
     try:
+        if inside:
+            path.write_bytes(read_shard_inside(located.tier, located.files[rank], rank))
+            return str(path)
         copy_checked(located.tier, located.files[rank], located.listing.records[rank], path)
     except OSError as error:
         raise TierError(f"{located.where(rank)} cannot be written to {path}: {error}", retryable=False) from error

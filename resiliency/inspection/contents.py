@@ -23,6 +23,7 @@ from resiliency.storage.shard_file import (
     chunks_from_json,
     storage_name,
 )
+from resiliency.storage.single_files import read_shard_inside
 from resiliency.storage.tiers.base import Tier
 
 __all__ = [
@@ -98,13 +99,16 @@ class ShardContents:
         return len(self.chunks) + sum(1 for _ in tree) + sum(1 for _ in stored_once(self.own))
 
 
-def read_contents(tier: Tier, run: str, record: ShardRecord, *, key: str | None = None) -> ShardContents:
+def read_contents(
+    tier: Tier, run: str, record: ShardRecord, *, key: str | None = None, single: bool = False
+) -> ShardContents:
     """Reads the end of a shard, which says what is in it; the bytes of tensors are not read.
 
     Blocks: one read of the tier.
 
     Args:
         key: the file to read; None: the shard in the step's folder.
+        single: the file is the whole step, in which the shards of other ranks than 0 are entries.
 
     Raises:
         CorruptShard: missing, or its end does not match the record.
@@ -114,7 +118,10 @@ def read_contents(tier: Tier, run: str, record: ShardRecord, *, key: str | None 
     where = f"{tier.root}/{key}"
     start = record.sections[-1] if record.sections else 0
     try:
-        tail = tier.read_range(key, start, record.nbytes)
+        if single and record.rank:
+            tail = read_shard_inside(tier, key, record.rank)[start : record.nbytes]
+        else:
+            tail = tier.read_range(key, start, record.nbytes)
     except FileNotFoundError:
         raise CorruptShard(f"{where} is missing", path=where) from None
     _check(tail, start, record, where)

@@ -60,6 +60,8 @@ def _readable(view: StepView, copy: StoredCopy) -> list[tuple[ShardRecord, str]]
     listing = copy.listing
     records = sorted(listing.records.values(), key=lambda record: record.rank)
     whole = [record for record in records if record.complete and listing.sizes.get(record.file) == record.nbytes]
+    if listing.single:
+        whole = [record for record in whole if record.rank == 0]  # it covers the others, which are in that file
     found = [(record, listing.key(record)) for record in whole]
     for name in view.names:
         sizes = {info.key: info.nbytes for info in copy.tier.list(name)}

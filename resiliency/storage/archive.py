@@ -24,6 +24,7 @@ __all__ = [
     "data_start",
     "directory",
     "directory_part",
+    "listed_entries",
     "local_header",
     "read_directory",
 ]
@@ -147,6 +148,22 @@ def read_directory(read: Callable[[int, int], bytes], nbytes: int, *, where: str
             raise ValueError(f"{size - position} bytes follow the last of {count} entries")
         return entries
     except (ValueError, struct.error, UnicodeDecodeError) as error:
+        raise CorruptShard(f"{where}: not a checkpoint archive ({error})", path=where) from error
+
+
+def listed_entries(read: Callable[[int, int], bytes], nbytes: int, *, where: str) -> tuple[bytes, int]:
+    """The lines of an archive's directory as they stand, and how many there are, see :func:`directory`.
+
+    Args:
+        read, nbytes, where: as in :func:`read_directory`.
+
+    Raises:
+        CorruptShard: the file does not end with a directory.
+    """
+    try:
+        count, size, at = _find_directory(read, nbytes)
+        return read(at, at + size), count
+    except (ValueError, struct.error) as error:
         raise CorruptShard(f"{where}: not a checkpoint archive ({error})", path=where) from error
 
 

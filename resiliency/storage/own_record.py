@@ -1,31 +1,49 @@
-"""The record of a shard inside its own file, so that a checkpoint that is one file needs nothing beside it. No torch.
+"""The records of a step inside its file, so that a checkpoint that is one file needs nothing beside it. No torch.
 
-A step of one rank is one file. Its entry :data:`OWN_RECORD` holds the shard's record, which has a check sum of itself,
+A step of one rank is one file; its entry :data:`OWN_RECORD` holds the shard's record, which has a check sum of itself,
 and a digest of everything else that follows the storages. So every byte is covered wherever the file is copied to, and
 the step's folder can be made again from it (:mod:`resiliency.storage.single_files`).
 
-In that record the digests of the blocks behind the storages are empty, because it lies in one of them itself. They are
-taken from the file once it has been checked in the other way.
+A step of several ranks of one host becomes one file too: :func:`joined_tail` adds the other ranks' shards, each as an
+entry, and their records. It only adds behind the end: what the ranks have written stays where it is, the directory
+included, of which the new end holds a copy.
+
+In the record of the file itself the digests of the blocks behind the storages are empty, because it lies in one of them
+itself. They are taken from the file once it has been checked in the other way.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from resiliency.errors import CorruptShard
-from resiliency.storage.archive import ArchiveEntry, read_directory
+from resiliency.storage.archive import ArchiveEntry, directory, listed_entries, local_header, read_directory
 from resiliency.storage.blocks import Blocks, block_digest
-from resiliency.storage.manifest import ShardRecord
+from resiliency.storage.manifest import Manifest, ShardRecord, gather_records, shard_file
 from resiliency.storage.shard_file import Identity, StorageLayout, archive_tail
 
-__all__ = ["OWN_RECORD", "read_own_record", "tail_with_record"]
+__all__ = [
+    "OWN_RECORD",
+    "joined_tail",
+    "read_other_shard",
+    "read_own_manifest",
+    "shard_entry",
+    "tail_digests",
+    "tail_with_record",
+]
 
 OWN_RECORD = "resiliency/record.json"
+_SHARDS = "resiliency/shard-"
 
 #: Room for the digits of numbers that are not known before the entry has its size.
 _SPARE_BYTES = 64
+
+
+def shard_entry(rank: int) -> str:
+    """Name of the entry with the shard of another rank: the bytes of that shard file."""
+    return f"resiliency/{shard_file(rank)}"
 
 
 def tail_with_record(layout: StorageLayout, entries: Sequence[tuple[str, bytes]], record: ShardRecord) -> bytes:
@@ -36,19 +54,79 @@ def tail_with_record(layout: StorageLayout, entries: Sequence[tuple[str, bytes]]
         entries: what else the file holds.
         record: of this shard as far as it is known: sections and digests of the bytes up to ``layout.end``.
     """
-    record = dataclasses.replace(record, sections=(*record.sections, layout.end))
+
+    def assemble(size: int) -> tuple[bytes, int]:
+        with_room = [*entries, (OWN_RECORD, bytes(size))]
+        return archive_tail(layout, with_room), _start_of_last(layout.end, with_room)
+
+    return _with_records(assemble, dataclasses.replace(record, sections=(*record.sections, layout.end)), ())
+
+
+def joined_tail(tail: bytes, step: Manifest, others: Sequence[bytes], *, where: str) -> bytes | None:
+    """Everything that follows the storages of shard 0, once the file holds the whole step. Begins with ``tail``.
+
+    Args:
+        tail: what follows the storages now, up to the end of the file.
+        step: the records of all shards, with all digests.
+        others: the bytes of the other ranks' shard files, by rank.
+        where: path, for messages.
+
+    Returns:
+        None when the file holds the whole step already.
+
+    Raises:
+        CorruptShard: what is to be joined does not match its records.
+    """
+    record = step.shards[0]
+    begin = record.sections[-1]
+    if tail_digests(tail, record) != record.digests[record.blocks.index_at(begin) :]:
+        raise CorruptShard(f"{where}: bytes {begin} to {record.nbytes} do not match their digests", path=where)
+    listed, count = listed_entries(lambda start, end: tail[start - begin : end - begin], record.nbytes, where=where)
+    if OWN_RECORD.encode() in listed:
+        return None
+    pieces, placed, at = [tail], [], record.nbytes
+    for other, data in zip(step.shards[1:], others, strict=True):
+        if not _matches(data, other):
+            raise CorruptShard(f"{where}: shard {other.rank} of the step does not match its record", path=where)
+        entry = ArchiveEntry(shard_entry(other.rank), at, len(data))
+        pieces += [local_header(entry), data]
+        placed.append(entry)
+        at = entry.end
+    before = b"".join(pieces)
+
+    def assemble(size: int) -> tuple[bytes, int]:
+        own = ArchiveEntry(OWN_RECORD, at, size)
+        front = before + local_header(own)
+        return front + bytes(size) + directory([*placed, own], own.end, listed=listed, count=count), len(front)
+
+    so_far = dataclasses.replace(record, digests=record.digests[: record.blocks.index_at(begin)])
+    return _with_records(assemble, so_far, step.shards[1:])
+
+
+def _with_records(
+    assemble: Callable[[int], tuple[bytes, int]], record: ShardRecord, others: Sequence[ShardRecord]
+) -> bytes:
+    """What follows the storages, with the records in it.
+
+    Args:
+        assemble: makes it with room for so many bytes of records, and returns where that room begins.
+        record: of the file; its digests are those up to the last of its sections, where the result goes.
+        others: records of the other shards in the file.
+    """
     text, size = b"", 0
     while True:
-        tail = archive_tail(layout, [*entries, (OWN_RECORD, bytes(size))])
-        at = _start_of_last(layout.end, [*entries, (OWN_RECORD, bytes(size))])
+        tail, at = assemble(size)
         unknown = [""] * Blocks(len(tail), record.block_bytes).count
-        whole = dataclasses.replace(record, nbytes=layout.end + len(tail), digests=(*record.digests, *unknown))
+        nbytes = record.sections[-1] + len(tail)
+        whole = dataclasses.replace(record, nbytes=nbytes, digests=(*record.digests, *unknown))
         rest = block_digest(tail[:at] + tail[at + size :])
-        text = json.dumps({"record": whole.to_dict(), "rest": rest}).encode()
+        content: dict[str, object] = {"record": whole.to_dict(), "rest": rest}
+        if others:
+            content["others"] = [other.to_dict() for other in others]
+        text = json.dumps(content).encode()
         if len(text) <= size:
-            break
+            return b"".join((tail[:at], text.ljust(size), tail[at + size :]))
         size = len(text) + _SPARE_BYTES
-    return b"".join((tail[:at], text.ljust(size), tail[at + size :]))
 
 
 def _start_of_last(at: int, entries: Sequence[tuple[str, bytes]]) -> int:
@@ -60,29 +138,55 @@ def _start_of_last(at: int, entries: Sequence[tuple[str, bytes]]) -> int:
     return start - begin
 
 
-def read_own_record(identity: Identity, read: Callable[[int, int], bytes], nbytes: int, *, where: str) -> ShardRecord:
-    """The record in a file that is a whole step of one rank, with the digests of all blocks.
+def tail_digests(tail: bytes, record: ShardRecord) -> tuple[str, ...]:
+    """Digests of the blocks that follow the storages, in a file whose record has blocks of that size."""
+    blocks = Blocks(len(tail), record.block_bytes)
+    return tuple(block_digest(memoryview(tail)[slice(*blocks.bounds(index))]) for index in range(blocks.count))
+
+
+def _matches(data: bytes, record: ShardRecord) -> bool:
+    """True when these are the bytes of a shard."""
+    blocks = record.blocks
+    return len(data) == record.nbytes and all(
+        block_digest(memoryview(data)[slice(*blocks.bounds(index))]) == digest
+        for index, digest in enumerate(record.digests)
+    )
+
+
+def read_own_manifest(
+    identity: Identity, read: Callable[[int, int], bytes], nbytes: int, *, where: str
+) -> Manifest | None:
+    """The records in a file that is a whole replicated step, with the digests of all blocks.
 
     Reads and checks all that follows the storages, not the storages.
 
     Args:
-        identity: what the file says that it is.
+        identity: what the file says that it is: shard 0 of a replicated step.
         read: returns bytes ``[start, end)`` of the file.
         nbytes: size of the file.
         where: path, for messages.
 
+    Returns:
+        None for a file of a step of several ranks that does not hold the other ranks' shards.
+
     Raises:
         CorruptShard: what follows the storages is damaged, or there is no record of that step.
     """
-    entry = read_directory(read, nbytes, where=where).get(OWN_RECORD)
+    entries = read_directory(read, nbytes, where=where)
+    entry = entries.get(OWN_RECORD)
     if entry is None:
+        if identity.world_size > 1 and not any(name.startswith(_SHARDS) for name in entries):
+            return None
         raise CorruptShard(f"{where}: the record of {identity.id} is missing in it", path=where)
     try:
         data = json.loads(read(entry.start, entry.end))
-        record = ShardRecord.from_dict(data["record"], where=where)
+        others = data["others"] if identity.world_size > 1 else ()
+        record, *further = [ShardRecord.from_dict(item, where=where) for item in (data["record"], *others)]
         rest = str(data["rest"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptShard(f"{where}: its record is damaged ({type(error).__name__}: {error})", path=where) from error
+        raise CorruptShard(
+            f"{where}: its record, entry {OWN_RECORD}, is damaged ({type(error).__name__}: {error})", path=where
+        ) from error
     begin = record.sections[-1] if record.sections else nbytes
     if (record.id, record.run) != (identity.id, identity.run) or record.nbytes != nbytes or not begin <= entry.at:
         raise CorruptShard(f"{where}: its record is of another file", path=where)
@@ -95,7 +199,38 @@ def read_own_record(identity: Identity, read: Callable[[int, int], bytes], nbyte
         or len(tail) != nbytes - begin
         or block_digest(tail[:start] + tail[end:]) != rest
     ):
-        raise CorruptShard(f"{where}: bytes {begin} to {nbytes} do not match its record", path=where)
-    blocks = Blocks(len(tail), record.block_bytes)
-    digests = [block_digest(memoryview(tail)[slice(*blocks.bounds(index))]) for index in range(blocks.count)]
-    return dataclasses.replace(record, digests=(*record.digests[:known], *digests))
+        damaged = _damaged_shard(tail, begin, entries, further) if len(tail) == nbytes - begin else ""
+        raise CorruptShard(f"{where}: {damaged}bytes {begin} to {nbytes} do not match its record", path=where)
+    record = dataclasses.replace(record, digests=(*record.digests[:known], *tail_digests(tail, record)))
+    step = gather_records([record, *further])
+    if not isinstance(step, Manifest) or step.world_size != identity.world_size or step.shards[0] != record:
+        raise CorruptShard(f"{where}: the records in it do not make {identity.id}", path=where)
+    for other in step.shards[1:]:
+        found = entries.get(shard_entry(other.rank))
+        if found is None or found.nbytes != other.nbytes or found.at < begin:
+            raise CorruptShard(f"{where}: entry {shard_entry(other.rank)} is missing, or of another size", path=where)
+    return step
+
+
+def _damaged_shard(tail: bytes, begin: int, entries: Mapping[str, ArchiveEntry], others: Sequence[ShardRecord]) -> str:
+    """Which of the other ranks' shards is damaged, as the beginning of a sentence; "" when it is something else."""
+    for other in others:
+        entry = entries.get(shard_entry(other.rank))
+        if entry is not None and not _matches(tail[entry.start - begin : entry.end - begin], other):
+            return f"entry {entry.name} is damaged: "
+    return ""
+
+
+def read_other_shard(read: Callable[[int, int], bytes], nbytes: int, rank: int, *, where: str) -> bytes:
+    """The bytes of another rank's shard in a file that is a whole step. They are not checked here.
+
+    Args:
+        read, nbytes, where: as in :func:`read_own_manifest`.
+
+    Raises:
+        CorruptShard: it is not in the file.
+    """
+    entry = read_directory(read, nbytes, where=where).get(shard_entry(rank))
+    if entry is None:
+        raise CorruptShard(f"{where}: entry {shard_entry(rank)} is missing", path=where)
+    return read(entry.start, entry.end)

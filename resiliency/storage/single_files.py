@@ -1,8 +1,9 @@
 """Steps that are one file each: their folders can go when a job has ended, and be made again from the files. No torch.
 
-A step of one rank is one file, which holds its own record (:mod:`resiliency.storage.own_record`). When all steps of a
-run are such files and have names, a run's folder holds nothing that they do not, and :func:`drop_folders` removes it: a
-folder with checkpoints then looks as stock Lightning leaves it. :func:`restore_folders` is the inverse.
+A step of one rank, or of several of one host, is one file, which holds the records and the other ranks' shards
+(:mod:`resiliency.storage.own_record`). When all steps of a run are such files and have names, a run's folder holds
+nothing that they do not, and :func:`drop_folders` removes it: a folder with checkpoints then looks as stock Lightning
+leaves it. :func:`restore_folders` is the inverse.
 
 Files that the user has renamed, or copied here from somewhere else, are not taken for steps: a file is one only under a
 name that its record lists. Only names without a folder count.
@@ -20,16 +21,25 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from resiliency import faultpoints
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.regular_file import open_regular
 from resiliency.storage.catalog import StepListing, scan, step_prefix
-from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, record_file, shard_file
-from resiliency.storage.own_record import read_own_record
+from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, record_file, shard_file
+from resiliency.storage.own_record import read_other_shard, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 
-__all__ = ["SingleFile", "drop_folders", "find_single_files", "read_single_file", "restore_folders", "single_files_of"]
+__all__ = [
+    "SingleFile",
+    "drop_folders",
+    "find_single_files",
+    "read_shard_inside",
+    "read_single_file",
+    "restore_folders",
+    "single_files_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +50,7 @@ _OLD_S = 3600.0
 
 @dataclass(frozen=True)
 class SingleFile:
-    """A step that is one file: its name in the folder, and what its record says."""
+    """A step that is one file: its name in the folder, and what the records in it say."""
 
     name: str
     manifest: Manifest
@@ -48,38 +58,54 @@ class SingleFile:
     @property
     def listing(self) -> StepListing:
         """The step, as a listing of the folder has it."""
-        (record,) = self.manifest.shards
+        shards = self.manifest.shards
         return StepListing(
             id=self.manifest.id,
-            records={0: record},
+            records={shard.rank: shard for shard in shards},
             manifest=self.manifest,
             committed=True,
-            sizes={record.file: record.nbytes, record_file(0): 0, MANIFEST: 0},
+            sizes={
+                **{shard.file: shard.nbytes for shard in shards},
+                **{record_file(shard.rank): 0 for shard in shards},
+                MANIFEST: 0,
+            },
             single=self.name,
         )
 
 
-def read_single_file(path: str) -> ShardRecord | None:
-    """The record of a step that is this one file; None when the file is anything else.
+def read_single_file(path: str) -> Manifest | None:
+    """The records of a step that is this one file; None when the file is anything else.
 
-    Blocks: two or three small reads.
+    Blocks: two or three small reads, and one of all that follows the storages.
 
     Raises:
-        CorruptShard: it is such a step, and its record is damaged or missing.
+        CorruptShard: it is such a step, and its records are damaged or missing.
         UnsupportedFormat: another version of the format wrote it.
         OSError: it cannot be read.
     """
     fd = open_regular(path)
     try:
         identity = read_identity(os.pread(fd, IDENTITY_BYTES, 0), where=path)
-        if identity is None:
-            return None
-        if not identity.replicated or identity.world_size != 1:
+        if identity is None or not identity.replicated or identity.rank:
             return None
         nbytes = os.fstat(fd).st_size
-        return read_own_record(identity, lambda start, end: os.pread(fd, end - start, start), nbytes, where=path)
+        return read_own_manifest(identity, lambda start, end: os.pread(fd, end - start, start), nbytes, where=path)
     finally:
         os.close(fd)
+
+
+def read_shard_inside(tier: Tier, key: str, rank: int) -> bytes:
+    """The bytes of another rank's shard in a file that is a whole step. They are not checked here.
+
+    Blocks: a listing of that file and three reads.
+
+    Raises:
+        CorruptShard: it is not in the file, or there is no such file.
+        TierError: the tier cannot be read.
+    """
+    where = f"{tier.root}/{key}"
+    nbytes = next((info.nbytes for info in tier.list(key) if info.key == key), 0)
+    return read_other_shard(lambda start, end: tier.read_range(key, start, end), nbytes, rank, where=where)
 
 
 def find_single_files(root: str, run: str | None = None) -> list[SingleFile]:
@@ -99,14 +125,13 @@ def find_single_files(root: str, run: str | None = None) -> list[SingleFile]:
         if entry.name.startswith(".") or not entry.is_file(follow_symlinks=False):
             continue
         try:
-            record = read_single_file(entry.path)
+            step = read_single_file(entry.path)
         except (CorruptShard, OSError) as error:
             if not isinstance(error, UnsupportedFormat):
                 logger.warning("%s is not counted as a checkpoint: %s", entry.path, error)
             continue
-        if record is not None and run in (None, record.run) and entry.name in record.names:
-            manifest = Manifest(id=record.id, run=record.run, world_size=1, shards=(record,))
-            found.setdefault((record.run, record.id), SingleFile(entry.name, manifest))
+        if step is not None and run in (None, step.run) and entry.name in step.names:
+            found.setdefault((step.run, step.id), SingleFile(entry.name, step))
     return sorted(found.values(), key=lambda file: (file.manifest.run, file.manifest.id))
 
 
@@ -129,7 +154,7 @@ def restore_folders(tier: LocalTier, run: str) -> int:
     """Makes the step folders of a run again from its files, if it has none. Returns how many.
 
     Several processes may call it at once; one that is killed leaves nothing of it. Blocks: as
-    :func:`find_single_files`, and three small writes for each step.
+    :func:`find_single_files`, and two or three small writes for each shard of each step.
 
     Raises:
         OSError: the tier cannot be read or written.
@@ -155,8 +180,12 @@ def restore_folders(tier: LocalTier, run: str) -> int:
             )
             os.rmdir(step)
             continue
-        Path(step, record_file(0)).write_text(json.dumps(file.manifest.shards[0].to_dict()))
-        Path(step, MANIFEST).write_text(file.manifest.to_json())
+        try:
+            _write_beside(step, file.manifest)
+        except CorruptShard as error:  # somebody has put another file there meanwhile
+            logger.warning("%s is not counted as a checkpoint: %s", os.path.join(tier.root, file.name), error)
+            shutil.rmtree(step)
+            continue
         made += 1
     steps = os.path.join(folder, STEPS_DIR)
     try:
@@ -167,6 +196,24 @@ def restore_folders(tier: LocalTier, run: str) -> int:
         shutil.rmtree(temp)  # another process was first
         return 0
     return made
+
+
+def _write_beside(step: str, manifest: Manifest) -> None:
+    """Writes what belongs beside shard 0 in a step's folder: the other shards, which it holds, and all records."""
+    first = os.path.join(step, shard_file(0))
+    fd = open_regular(first)
+    try:
+        nbytes = os.fstat(fd).st_size
+        for shard in manifest.shards:
+            if shard.rank:
+                data = read_other_shard(
+                    lambda start, end: os.pread(fd, end - start, start), nbytes, shard.rank, where=first
+                )
+                Path(step, shard.file).write_bytes(data)
+            Path(step, record_file(shard.rank)).write_text(json.dumps(shard.to_dict()))
+    finally:
+        os.close(fd)
+    Path(step, MANIFEST).write_text(manifest.to_json())
 
 
 def _remove_leftovers(folder: str) -> None:
@@ -199,9 +246,12 @@ def drop_folders(tier: LocalTier, run: str) -> str:
         if listing.manifest is not None and not _has_a_file(tier, listing.manifest):
             return f"{listing.id} has no name, or has parts in other files"
     steps = os.path.join(folder, STEPS_DIR)
+    faultpoints.hit("agent.drop.begin")
     if os.path.isdir(steps):
         os.rename(steps, os.path.join(folder, _DROPPED + secrets.token_hex(4)))
+    faultpoints.hit("agent.drop.renamed")
     shutil.rmtree(folder)
+    faultpoints.hit("agent.drop.removed")
     with suppress(OSError):  # other runs are there
         os.rmdir(os.path.dirname(folder))
     return ""
@@ -216,10 +266,12 @@ def _has_a_file(tier: LocalTier, manifest: Manifest) -> bool:
         except (OSError, TierError):
             continue
         if "/" not in name and os.path.samestat(found, shard):
-            return _same(read_single_file(tier.path(name)), manifest.shards[0])
+            return _same(read_single_file(tier.path(name)), manifest)
     return False
 
 
-def _same(own: ShardRecord | None, record: ShardRecord) -> bool:
-    """True when a file's own record says what the record says. Names may still be superseded after it was written."""
-    return own is not None and replace(own, supersedes=()) == replace(record, supersedes=())
+def _same(own: Manifest | None, step: Manifest) -> bool:
+    """True when a file's own records say what the step's say. Names may still be superseded after they were written."""
+    return own is not None and [replace(shard, supersedes=()) for shard in own.shards] == [
+        replace(shard, supersedes=()) for shard in step.shards
+    ]

@@ -1,10 +1,12 @@
-"""What each of two ranks runs in :mod:`tests.callbacks.test_ddp`."""
+"""What each rank runs in :mod:`tests.callbacks.test_ddp` and :mod:`tests.callbacks.test_only_files_ddp`."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from resiliency.callbacks.model_checkpoint import build
 from tests.callbacks.harness import loader, make_net, make_trainer, names, ours, stock
 
 warnings.filterwarnings("ignore")
@@ -34,6 +37,13 @@ class Raising(pl.Callback):
             raise RuntimeError("one rank only")
 
 
+def dying(namespace: str, hook: str) -> Any:
+    """A callback that kills its process in a hook."""
+    callback = importlib.import_module(namespace).Callback()
+    setattr(callback, hook, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+    return callback
+
+
 def train(
     *,
     directory: str,
@@ -43,6 +53,9 @@ def train(
     uneven: bool = False,
     ckpt_path: str | None = None,
     raising: int = -1,
+    dies: tuple[int, str] = (-1, ""),
+    namespace: str = PL,
+    agent: str = "embedded",
     arguments: dict[str, Any] | None = None,
 ) -> None:
     """Trains and writes what this rank knows at the end, also when it fails."""
@@ -56,13 +69,24 @@ def train(
         "filename": "{step}",
         "save_last": True,
     }
-    callback = (ours if own else lambda ns, d, **k: stock(ns)(d, **k))(PL, directory, **(given | (arguments or {})))
+    given |= arguments or {}
+    if own and agent == "embedded":
+        callback = ours(namespace, directory, **given)
+    else:
+        callback = (build(namespace) if own else stock(namespace))(directory, **given)
     callbacks = [callback, *([Uneven(rank)] if uneven else []), *([Raising()] if raising == rank else [])]
-    strategy = pl.strategies.DDPStrategy(process_group_backend="gloo")
+    callbacks += [dying(namespace, dies[1])] if dies[0] == rank else []
+    strategy = importlib.import_module(f"{namespace}.strategies").DDPStrategy(process_group_backend="gloo")
     trainer = make_trainer(
-        PL, callbacks, root=Path(directory), devices=world_size, strategy=strategy, max_steps=max_steps, max_epochs=-1
+        namespace,
+        callbacks,
+        root=Path(directory),
+        devices=world_size,
+        strategy=strategy,
+        max_steps=max_steps,
+        max_epochs=-1,
     )
-    net = make_net(PL, width=200, dropout=0.2)
+    net = make_net(namespace, width=200, dropout=0.2)
     torch.manual_seed(100 + rank)
     error = ""
     try:
@@ -80,5 +104,6 @@ def train(
         "best_k": sorted(callback.best_k_models),
         "last": callback.last_model_path,
         "names": sorted(names(Path(directory))),
+        "files": sorted(str(path.relative_to(directory)) for path in Path(directory).rglob("*")),
     }
     Path(f"{result}.{rank}").write_text(json.dumps(answer))

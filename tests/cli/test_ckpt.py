@@ -28,11 +28,13 @@ from resiliency.inspection.pruning import Deletion, delete, plan_pruning
 from resiliency.settings import environment
 from resiliency.storage.catalog import scan
 from resiliency.storage.manifest import EVENTS_DIR
+from resiliency.storage.single_files import drop_folders
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import (
     QUICK,
+    RUN,
     copy_folder,
     copy_to_memory,
     differences,
@@ -44,6 +46,7 @@ from resiliency.testing.checkpoints import (
     step_dirs,
 )
 from resiliency.testing.tier_doubles import RecordingTier
+from tests.storage.joining import save_joined
 
 RUNNER = CliRunner()
 ROOT = Path(__file__).parents[2]
@@ -263,6 +266,19 @@ def test_inspect_shows_one_file_of_several_ranks(pair: Path) -> None:
     tree = {entry["path"]: entry for entry in found["tree"]}
     assert (tree["state_dict"]["tensors"], tree["epoch"]["text"], tree["optimizer_states"]["kind"]) == (3, "3", "list")
     assert tree["state_dict"]["text"] == "net.weight, head.weight, big"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_inspect_and_verify_look_into_a_folder_that_holds_only_files(tmp_path: Path, world_size: int) -> None:
+    save_joined(tmp_path, 1, 2, world_size=world_size)
+    before = data("inspect", tmp_path / "step=2.ckpt")
+    assert drop_folders(LocalTier(tmp_path), RUN) == ""
+    found = data("inspect", tmp_path / "step=2.ckpt")
+    assert (found["tensors"], found["tree"], found["shards_needed"]) == (before["tensors"], before["tree"], world_size)
+    assert [row["per_rank"] for row in found["tensors"] if row["key"] == "rng"] == [True] * world_size
+    run("verify", tmp_path)
+    flip_bits(tmp_path / "step=2.ckpt", [(1100, 1101)])
+    run("verify", tmp_path, status=1)
 
 
 class Settings:

@@ -103,6 +103,9 @@ def read_shard(data: bytes) -> Shard:
         listed = {info.header_offset: info for info in file.infolist()}
         end_of_entries = file.start_dir
     while at < end_of_entries:
+        if at not in listed and "data.pkl" in entries:
+            assert data[at : at + 4] == b"PK\x01\x02", "the directory as it was before more was added"
+            at = min(listed)
         info = listed.pop(at)
         assert info.compress_type == zipfile.ZIP_STORED and info.CRC == 0 and info.flag_bits == 0
         start = -(-(at + 30 + len(info.filename) + 4) // 64) * 64
@@ -354,6 +357,35 @@ def test_a_step_of_one_rank_is_a_single_file_that_holds_its_record() -> None:
     assert own["rest"] == xxhash.xxh3_64_hexdigest(rest)
     check_tree(StructureReader(shard.entries["data.pkl"], storages_of(shard)).load(), 10)
     assert not (SAMPLE / ".resiliency" / "alone").exists()
+
+
+def test_a_step_of_the_ranks_of_one_host_is_a_single_file_that_holds_their_shards_and_records() -> None:
+    data = (SAMPLE / "together=10.ckpt").read_bytes()
+    shard = read_shard(data)
+    assert (shard.identity["run"], shard.identity["world_size"], shard.identity["rank"]) == ("together", 2, 0)
+    own = json.loads(shard.entries["resiliency/record.json"])
+    records = [own["record"], *own["others"]]
+    assert [record["rank"] for record in records] == [0, 1]
+    for record in records:
+        assert record["check"] == check(record) and record["run"] == "together"
+    tail = own["record"]["sections"][-1]
+    assert own["record"]["nbytes"] == len(data)
+    for (start, end), digest in zip(blocks_of(own["record"]), own["record"]["digests"], strict=True):
+        assert digest == (xxhash.xxh3_64_hexdigest(data[start:end]) if end <= tail else "")
+    with zipfile.ZipFile(SAMPLE / "together=10.ckpt") as file:
+        at = file.getinfo("archive/resiliency/record.json").header_offset
+    text = shard.entries["resiliency/record.json"]
+    entry = data.index(text, at)
+    assert own["rest"] == xxhash.xxh3_64_hexdigest(data[tail:entry] + data[entry + len(text) :])
+    other = shard.entries["resiliency/shard-00001.ckpt"]
+    for (start, end), digest in zip(blocks_of(records[1]), records[1]["digests"], strict=True):
+        assert digest == xxhash.xxh3_64_hexdigest(other[start:end])
+    for rank, one in enumerate((shard, read_shard(other))):
+        assert one.identity["rank"] == rank
+        state = torch.load(io.BytesIO(one.entries["resiliency/rank.pt"]), weights_only=True)
+        assert state["seed"] == 1000 + rank
+    check_tree(torch.load(SAMPLE / "together=10.ckpt", weights_only=True), 10)
+    assert not (SAMPLE / ".resiliency" / "together").exists()
 
 
 def test_this_reader_uses_nothing_of_the_library() -> None:

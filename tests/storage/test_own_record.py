@@ -12,7 +12,7 @@ import torch
 
 from resiliency.errors import CorruptShard
 from resiliency.storage.manifest import ShardRecord
-from resiliency.storage.own_record import OWN_RECORD, read_own_record
+from resiliency.storage.own_record import OWN_RECORD, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.testing.checkpoints import make_checkpointer, make_state, save_steps, step_dirs
 
@@ -28,7 +28,10 @@ def save(folder: Path, *, rows: int = 96, info: dict[str, object] | None = None)
 def own_record(data: bytes) -> ShardRecord:
     identity = read_identity(data[:IDENTITY_BYTES], where="x")
     assert identity is not None
-    return read_own_record(identity, lambda start, end: data[start:end], len(data), where="x")
+    step = read_own_manifest(identity, lambda start, end: data[start:end], len(data), where="x")
+    assert step is not None
+    (record,) = step.shards
+    return record
 
 
 @pytest.mark.parametrize("rows", [1, 96, 200_000])
@@ -73,7 +76,7 @@ def test_a_file_with_the_record_of_another_step_has_none(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("shape", [{"world_size": 2}, {"world_size": 2, "sharded": True}], ids=str)
-def test_a_step_of_several_ranks_has_none_in_its_files(tmp_path: Path, shape: dict[str, Any]) -> None:
+def test_a_step_that_several_agents_commit_has_none_in_its_files(tmp_path: Path, shape: dict[str, Any]) -> None:
     save_steps(tmp_path, 3, **shape)
     (folder,) = step_dirs(tmp_path).values()
     assert OWN_RECORD not in torch._C.PyTorchFileReader(os.fspath(folder / "shard-00000.ckpt")).get_all_records()

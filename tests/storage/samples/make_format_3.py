@@ -104,6 +104,13 @@ def write(directory: Path) -> None:
 
     run_ranks(2, work)
     local = LocalTierOptions(directory=str(directory), only_files=True)
+
+    def work_together(rank: int, coordinator: Coordinator) -> None:
+        options = replace(QUICK, lazy_bytes=64, agent="process")  # of one agent, which makes one file of it
+        with make_checkpointer(local, coordinator, run="together", options=options) as checkpointer:
+            checkpointer.save(10, state(10), per_rank=per_rank(10, rank), names=["together=10.ckpt"])
+
+    run_ranks(2, work_together)
     with make_checkpointer(local, run="alone", options=replace(QUICK, lazy_bytes=64)) as checkpointer:
         checkpointer.save(10, state(10), per_rank=per_rank(10, 0), names=["alone=10.ckpt"])
     for run in ("pretrain", "sharded"):
