@@ -15,8 +15,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.setup-done
 TORCH ?= torch==2.13.0
-# More than there are cores: the tests wait for a third of their time, for processes, deadlines and timers.
-WORKERS ?= 3
+WORKERS ?= 2
 # A worker that has finished takes over tests of the other; until then each keeps to its own files and their fixtures.
 PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 # The tests start hundreds of interpreters: with this variable set each of them would compile all that it imports.
@@ -58,13 +57,14 @@ lint: $(STAMP)
 	$(VENV)/bin/lint-imports
 
 test: $(STAMP) lint
-	$(PYTEST)
+	$(PYTEST) -m "not kill"
+	$(PYTEST) -m kill
 
 # All of it: CONFORMANCE="callback:lightning.pytorch callback:pytorch_lightning io:lightning.pytorch io:pytorch_lightning".
 CONFORMANCE ?= callback:lightning.pytorch io:pytorch_lightning
 conformance: $(STAMP)
 	@for one in $(CONFORMANCE); do \
-	  $(PY) -m tests.conformance ../shared/conformance --substitute "$${one%%:*}" --namespace "$${one#*:}" -n 2; \
+	  $(PY) -m tests.conformance ../shared/conformance --substitute "$${one%%:*}" --namespace "$${one#*:}" -n $(WORKERS); \
 	done
 
 demo: $(STAMP)

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,6 +107,14 @@ def _long_ones_first(items: list[pytest.Item], *, workers: int) -> list[pytest.I
         ordered += begin + others[:fill]
         del others[:fill]
     return ordered + others
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a test logged about a name that is not UTF-8 cannot be sent to the process that prints it."""
+    report = yield
+    report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -218,7 +218,9 @@ def test_ranks_that_wrote_into_two_files_of_one_path_commit_nothing(local: Path,
     agent.handle(1, dataclasses.replace(second, share_inode=second.share_inode + 1))
     settle(agent)
     assert manifest_of(config, 1) is None
-    assert [rank for rank, message in heard if isinstance(message, Failed)] == [1]
+    assert [rank for rank, message in heard if isinstance(message, Failed)] == [1, 0], (
+        "the rank whose file it is, and the one that waits for the commit"
+    )
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

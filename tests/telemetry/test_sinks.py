@@ -76,7 +76,7 @@ def test_a_cloud_that_hangs_is_left_behind_at_close() -> None:
     for step in range(100):
         sink.emit(event(step=step))
     sink.close()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 15.0, "it waited for the cloud, which answers after 30"
     release.set()
     for thread in threading.enumerate():
         if thread.name == "resiliency-cloud-logging":
