@@ -58,7 +58,7 @@ lint: $(STAMP)
 
 test: $(STAMP) lint
 	$(PYTEST) -m "not kill"
-	$(PYTEST) -m kill
+	$(PYTEST) -m kill -o faulthandler_timeout=880
 
 # All of it: CONFORMANCE="callback:lightning.pytorch callback:pytorch_lightning io:lightning.pytorch io:pytorch_lightning".
 CONFORMANCE ?= callback:lightning.pytorch io:pytorch_lightning

@@ -89,24 +89,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _long_ones_first(items: list[pytest.Item], *, workers: int) -> list[pytest.Item]:
-    """The order in which each worker begins with its part of the long tests, then of the kill tests, and else as it was.
+    """The order in which each worker begins with its part of the long tests, and else as it was.
 
     ``--dist worksteal`` gives each worker a piece of the list, and later moves tests from the ends of the pieces.
     """
-
-    def rank(item: pytest.Item) -> int:
-        return next((at for at, marker in enumerate(("long", "kill")) if item.get_closest_marker(marker)), 2)
-
-    first = sorted((item for item in items if rank(item) < 2), key=rank)
-    others = [item for item in items if rank(item) == 2]
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = [item for item in items if not item.get_closest_marker("long")]
     ordered: list[pytest.Item] = []
-    for worker in range(workers):
-        piece = (len(items) - len(ordered)) // (workers - worker)
-        begin = first[worker::workers]
-        fill = max(0, piece - len(begin))
-        ordered += begin + others[:fill]
-        del others[:fill]
-    return ordered + others
+    for left in range(workers, 0, -1):  # workers that have no piece yet
+        piece = (len(long) + len(others)) // left
+        first = max(min(piece, -(-len(long) // left)), piece - len(others))
+        ordered += long[:first] + others[: piece - first]
+        del long[:first], others[: piece - first]
+    return ordered
 
 
 @pytest.hookimpl(wrapper=True)

@@ -91,8 +91,16 @@ def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target:
     """
     faultpoints.hit("agent.record.write", rank=record.rank)
     fence.check()
-    if os.path.realpath(path) != os.path.realpath(target) or not _is_file(target, inode, record.nbytes):
+    if os.path.realpath(path) != os.path.realpath(target) or not _is_file(target, inode):
         raise FileNotFoundError(errno.ENOENT, "the sealed shard file is gone or was changed", path)
+    if not _is_file(target, inode, record.nbytes):
+        # Ranks that write one file and plan differently end it at different places: who seals first finds it changed.
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"the sealed shard file is gone or was changed: it is not of {record.nbytes} bytes any more; when no other"
+            " program writes here, ranks saved different sets of tensors",
+            path,
+        )
     key = step_prefix(record.run, record.id) + record_file(record.rank)
     tier.put_bytes(key, json.dumps(record.to_dict()).encode())
 

@@ -1,7 +1,7 @@
 """Reads the structure of a plain state: dicts, lists, numbers, strings and tensors, and nothing else.
 
-Torch's restricted unpickler takes 50 to 100 microseconds a tensor, half of it to ask whether the tensor is a fake one.
-This one takes 40, and leaves every other pickle to it. Nothing outside a short table can be named here, and of a
+Torch's restricted unpickler takes about 100 microseconds a tensor, half of it to ask whether the tensor is a fake one.
+This one takes a quarter, and leaves every other pickle to it. Nothing outside a short table can be named here, and of a
 pickle's operations only those that make plain values are known.
 """
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -114,7 +115,7 @@ class CloudLoggingSink:
         send: _Send | None = None
         while True:
             entry = self._queue.get()
-            if entry is None:
+            if entry is None or self._closing.is_set():
                 return
             try:
                 if send is None:
@@ -146,6 +147,8 @@ class CloudLoggingSink:
                 logger.warning("%d events of %s were not sent", self._queue.qsize(), self.log_name)
         self._closing.set()
         if thread is not None:
+            with contextlib.suppress(queue.Full):  # then there is an entry, after which the thread ends too
+                self._queue.put_nowait(None)
             thread.join(self._close_s)
 
 

@@ -193,16 +193,8 @@ def test_after_an_orderly_end_every_rank_finds_only_files(tmp_path: Path) -> Non
 
 
 POINTS = [
-    "agent.record.write",
-    "agent.join.write",
-    "agent.join.record",
-    "agent.manifest.write",
-    "agent.name.write",
-    "agent.committed",
-    "agent.fsync",
-    "agent.drop.begin",
-    "agent.drop.renamed",
-    "agent.drop.removed",
+    *faultpoints.KNOWN[faultpoints.KNOWN.index("agent.record.write") : faultpoints.KNOWN.index("agent.durable")],
+    *(point for point in faultpoints.KNOWN if point.startswith("agent.drop.")),
 ]
 
 

@@ -17,26 +17,9 @@ from resiliency.errors import ConfigError
 from resiliency.state.leaf_kinds import Box, LeafDescription, register_leaf_kind
 from resiliency.storage.shard_file import Chunk
 from resiliency.testing.checkpoints import make_checkpointer, run_ranks
+from tests.odd_tensors import Wrapper
 
 FULL = torch.arange(24.0).reshape(6, 4)
-
-
-class Wrapper(Tensor):
-    """Elements lie in another tensor, as torchao's do."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapper:
-        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        return made
-
-    def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return Wrapper(args[0].inner)
-        raise NotImplementedError(str(function))
 
 
 def committed(checkpointer: Checkpointer, step: int, state: Any) -> None:
