@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
 from resiliency.state.structure import WithoutMemory
 from resiliency.storage.tiers._keys import partial_name
@@ -46,18 +47,19 @@ class StockWriter:
         """
         step = self._trainer.global_step
         if isinstance(refusal, WithoutMemory):
-            self._give_up(step, str(refusal))  # torch.load would refuse what torch.save makes of it
+            self._give_up(step, str(refusal), refusal)  # torch.load would refuse what torch.save makes of it
             return False
         try:
             if self._trainer.is_global_zero:
                 self._write(state, paths)
         except Exception as failure:  # Boundary: a state may hold anything, and training outlives a save of it.
-            self._give_up(step, f"{refusal}. torch.save cannot either: {type(failure).__name__}: {failure}")
+            self._give_up(step, f"{refusal}. torch.save cannot either: {type(failure).__name__}: {failure}", failure)
             return False
         self._tell(
             str(refusal),
             f"the checkpoint engine cannot store the state at step {step}: {refusal}. torch.save has written"
             f" {paths[0]}, as with the stock class: training waits for such saves, and they are not verified",
+            refusal,
         )
         return True
 
@@ -86,14 +88,15 @@ class StockWriter:
             if os.path.lexists(partial):
                 os.unlink(partial)
 
-    def _give_up(self, step: int, why: str) -> None:
+    def _give_up(self, step: int, why: str, error: Exception) -> None:
         self._lost.append(step)
         self._why = why
-        self._tell(why, f"no checkpoint at step {step}: {why}. Training goes on, the next save tries again")
+        self._tell(why, f"no checkpoint at step {step}: {why}. Training goes on, the next save tries again", error)
 
-    def _tell(self, kind: str, text: str) -> None:
-        """Warns once of each reason."""
-        logger.log(logging.DEBUG if kind in self._told else logging.WARNING, "%s", text)
+    def _tell(self, kind: str, text: str, error: Exception) -> None:
+        """Warns once of each reason, with a traceback unless the engine's words say what to do."""
+        level = logging.DEBUG if kind in self._told else logging.WARNING
+        logger.log(level, "%s", text, exc_info=None if isinstance(error, ConfigError) else error)
         self._told.add(kind)
 
     def summarise(self) -> None:

@@ -10,11 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from resiliency.callbacks._stock_writer import StockWriter
+from resiliency.errors import ConfigError
+from resiliency.plugins import _lightning
 from resiliency.state.leaf_kinds import register_leaf_kind
 from tests.callbacks import odd_fits
 from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, ours, stock
@@ -147,3 +151,31 @@ def test_a_stock_file_takes_the_place_of_a_name_and_not_of_the_step_behind_it(
     make_trainer(namespace, [callback], root=tmp_path, max_epochs=1).fit(net, loader())
     assert len(written) == 1 and (tmp_path / "last.ckpt").read_bytes() == b"x"
     assert content(tmp_path / "step=4.ckpt")["global_step"] == 4
+
+
+def test_what_nobody_foresaw_is_said_once_with_its_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's own words say what to do; of anything else the place is needed."""
+    trainer = SimpleNamespace(global_step=3, is_global_zero=True)
+    written: list[str] = []
+
+    def save(trainer: Any, state: dict[str, Any], path: str) -> None:
+        if state:
+            raise RuntimeError("the disk of the writer")
+        Path(path).touch()
+        written.append(path)
+
+    monkeypatch.setattr(_lightning, "save_as_stock", save)
+    for state, refusal, traced in (
+        ({}, ConfigError("a foreseen refusal"), False),
+        ({}, ZeroDivisionError("a bug of ours"), True),
+        ({"w": 1}, ConfigError("a foreseen refusal"), True),
+    ):
+        caplog.clear()
+        writer = StockWriter(trainer)
+        saved = [writer.write(state, [str(tmp_path / "a.ckpt")], refusal) for _ in range(2)]
+        assert saved == [not state] * 2
+        (said,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert (said.exc_info is not None) == traced and "step 3" in said.getMessage()
+    assert len(written) == 4 and os.listdir(tmp_path) == ["a.ckpt"]
