@@ -92,8 +92,10 @@ def _target(leaf: Any, key: str) -> Any:
     kind = kind_of(leaf)
     try:
         target = kind.detach(leaf, key)
-        if type(target) is Tensor and any(
-            size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True)
+        if (
+            type(target) is Tensor
+            and not target.is_contiguous()
+            and any(size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True))
         ):
             raise ConfigError(f"tensor {key!r} is expanded: several elements have one place in memory; clone it first")
     except ConfigError:

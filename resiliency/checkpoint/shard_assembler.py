@@ -188,7 +188,8 @@ class ShardAssembler:
 def _segment(read: Read, placed: Placed) -> _ByteRange | None:
     """The read as a copy of contiguous bytes, or None when source or destination is not contiguous."""
     target, chunk, start = read.destination, placed.chunk, placed.start
-    whole_rows = read.lengths[1:] == chunk.sizes[1:] and not any(read.box_offsets[1:])
+    whole = read.lengths == chunk.sizes  # a box as large as the chunk begins where the chunk does
+    whole_rows = whole or (read.lengths[1:] == chunk.sizes[1:] and not any(read.box_offsets[1:]))
     plain = (
         target.device.type == "cpu"
         and target.layout == torch.strided
@@ -201,9 +202,11 @@ def _segment(read: Read, placed: Placed) -> _ByteRange | None:
         or not plain
         or placed.strides is not None
         or target.dtype != dtype_from_name(chunk.dtype)
-        or tuple(target.shape) != read.lengths
+        or target.shape != read.lengths
     ):
         return None
+    if whole:
+        return _ByteRange(start, chunk.nbytes, target.data_ptr())
     row = math.prod(chunk.sizes[1:]) * chunk.itemsize
     first = read.box_offsets[0] if read.box_offsets else 0
     return _ByteRange(start + first * row, math.prod(read.lengths) * chunk.itemsize, target.data_ptr())

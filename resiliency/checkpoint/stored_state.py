@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import io
 import json
 import pickle
@@ -18,7 +19,8 @@ from torch.storage import UntypedStorage
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import CorruptShard
 from resiliency.state.harmless import harmless_classes
-from resiliency.state.tree import dtype_name, keyed_leaves, replace_leaves
+from resiliency.state.plain_pickle import NotPlain, StoredTensor, describe_plain
+from resiliency.state.tree import dtype_name, is_leaf, keyed_leaves, replace_leaves
 from resiliency.state.unpickle import unpickle
 from resiliency.storage.shard_file import (
     CHUNKS,
@@ -61,13 +63,15 @@ class ReplicatedState:
     def __init__(self, reader: ShardReader, *, allow_pickle: bool) -> None:
         names = (name for name in reader.entries if name.startswith(storage_name("")))
         self._entries = {name.removeprefix(storage_name("")): reader.entries[name] for name in names}
-        self.storages: dict[str, UntypedStorage] = {
-            key: _new_storage(entry.nbytes) for key, entry in self._entries.items()
-        }
         self._reader, self._path = reader, reader.path
         self._data, self._allow_pickle = reader.entry(DATA_PICKLE), allow_pickle
         self._uses: Counter[str] = Counter()
         self._plain: Any = None  # the tree of place(), if nothing in it depends on the values of its tensors
+        self._is_leaf: Callable[[Any], bool] = is_leaf
+
+    @functools.cached_property
+    def storages(self) -> dict[str, UntypedStorage]:
+        return {key: _new_storage(entry.nbytes) for key, entry in self._entries.items()}
 
     def tree(self) -> Any:
         """The state, in :attr:`storages`. Fill them first: an object may look at its tensors while it is made.
@@ -86,12 +90,40 @@ class ReplicatedState:
     def _storage(self, key: str, nbytes: int) -> UntypedStorage:
         storage = self.storages.get(key)
         if storage is None or storage.nbytes() < nbytes:
-            raise CorruptShard(f"{self._path}: storage {key} of {nbytes} bytes is missing", path=self._path)
+            raise self._missing(key, nbytes)
         return storage
+
+    def _missing(self, key: str, nbytes: int) -> CorruptShard:
+        return CorruptShard(f"{self._path}: storage {key} of {nbytes} bytes is missing", path=self._path)
 
     def place(self) -> tuple[dict[str, Placed], list[str]]:
         """Where each tensor is stored, by its key in the tree, and the keys of the storages that something else uses,
         or may use, too: tensors of special layouts, and objects, which may hold any tensor."""
+        try:
+            tree, uses = describe_plain(self._data)
+        except NotPlain:
+            return self._place_any()
+        leaves = keyed_leaves(tree, _is_described)
+        uses.subtract(leaf.storage for leaf in {id(leaf): leaf for leaf in leaves.values()}.values())
+        if any(count > 0 for count in uses.values()):
+            return self._place_any()
+        self._plain, self._is_leaf = tree, _is_described
+        return {key: self._placed(key, leaf) for key, leaf in leaves.items()}, []
+
+    def _placed(self, key: str, leaf: StoredTensor) -> Placed:
+        """
+        Raises:
+            CorruptShard: the file does not have its storage.
+        """
+        shape, itemsize, entry = leaf.shape, leaf.dtype.itemsize, self._entries.get(leaf.storage)
+        begin, end = leaf.offset * itemsize, (leaf.offset + leaf.extent) * itemsize
+        if entry is None or end > entry.nbytes:
+            raise self._missing(leaf.storage, end)
+        chunk = Chunk(key, (0,) * len(shape), shape, dtype_name(leaf.dtype), itemsize, shape)
+        return Placed(chunk, entry.start + begin, entry.start + end, None if leaf.contiguous else leaf.strides)
+
+    def _place_any(self) -> tuple[dict[str, Placed], list[str]]:
+        """:meth:`place` of a state with anything in it, by way of its tensors."""
         with _sparse_checks(enable=False):  # nothing has values yet
             try:
                 tree = self.tree()
@@ -142,20 +174,25 @@ class ReplicatedState:
         tree = self.tree() if self._plain is None else self._plain
         chosen: dict[int, Any] = {}
         absent = torch.empty(0, device="cpu")
-        for key, leaf in keyed_leaves(tree).items():
+        for key, leaf in keyed_leaves(tree, self._is_leaf).items():
             if key in leaves:
                 chosen.setdefault(id(leaf), leaves[key])
-        return replace_leaves(tree, lambda leaf: chosen.get(id(leaf), absent if partial else leaf))
+        return replace_leaves(tree, lambda leaf: chosen.get(id(leaf), absent if partial else leaf), self._is_leaf)
+
+
+def _is_described(value: Any) -> bool:
+    return type(value) is StoredTensor
 
 
 #: Classes whose objects hold no tensor.
 _VALUES: tuple[type, ...] = (str, bytes, bytearray, int, float, complex, type(None), type, range, enum.Enum)
 _VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_NO_OBJECTS = (Tensor, *_VALUES)
 
 
 def _has_objects(value: Any) -> bool:
     """True when a tree holds something that :func:`keyed_leaves` does not look into."""
-    if isinstance(value, (Tensor, *_VALUES)):
+    if isinstance(value, _NO_OBJECTS):
         return False
     if isinstance(value, dict):
         parts: Iterable[Any] = value.values()

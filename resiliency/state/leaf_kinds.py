@@ -178,9 +178,12 @@ def has_memory(tensor: Tensor) -> bool:
         if tensor.numel() == 0:
             return True
         storage = tensor.untyped_storage()
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-        return storage.data_ptr() != 0 and storage.nbytes() >= (last + 1) * tensor.itemsize
+        strides = tensor.stride()
+        if tensor.is_contiguous():
+            last = tensor.numel() - 1
+        else:
+            last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)])
+        return storage.data_ptr() != 0 and storage.nbytes() >= (tensor.storage_offset() + last + 1) * tensor.itemsize
     except RuntimeError:  # what torch raises for fake and nested tensors
         return False
 

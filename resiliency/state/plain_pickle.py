@@ -1,16 +1,16 @@
 """Reads the structure of a plain state: dicts, lists, numbers, strings and tensors, and nothing else.
 
 Torch's restricted unpickler takes about 100 microseconds a tensor, half of it to ask whether the tensor is a fake one.
-This one takes a quarter, and leaves every other pickle to it. Nothing outside a short table can be named here, and of a
+This one takes a sixth, and leaves every other pickle to it. Nothing outside a short table can be named here, and of a
 pickle's operations only those that make plain values are known.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from resiliency.errors import ResiliencyError
 from resiliency.state.describe import STORAGE_CLASSES
 
-__all__ = ["NotPlain", "StorageKind", "load_plain"]
+__all__ = ["NotPlain", "StorageKind", "StoredTensor", "describe_plain", "load_plain"]
 
 
 class NotPlain(Exception):
@@ -34,6 +34,34 @@ class StorageKind:
     _dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _StoredStorage:
+    key: str
+    numel: int
+    _dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """Stands for a tensor of the pickle: which elements of which storage it has. Inside of the storage.
+
+    Attributes:
+        storage: key of the storage.
+        offset: of its first element, in elements.
+        shape, strides: in elements.
+        extent: elements from the first to the last, with those between that are not its own.
+        contiguous: it lies in C order.
+    """
+
+    storage: str
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    extent: int
+    contiguous: bool
+
+
 def load_plain(data: bytes, persistent_load: Callable[[Any], Any]) -> Any:
     """The value of a pickle.
 
@@ -44,12 +72,74 @@ def load_plain(data: bytes, persistent_load: Callable[[Any], Any]) -> Any:
         NotPlain: it is for torch's unpickler, to read or to refuse.
         ResiliencyError: of ``persistent_load``.
     """
+    return _checked(data, persistent_load, _NAMES)
+
+
+def describe_plain(data: bytes) -> tuple[Any, Counter[str]]:
+    """As :func:`load_plain`, with a :class:`StoredTensor` in the place of each tensor; takes half its time.
+
+    Returns:
+        The tree, and how often each storage is named.
+
+    Raises:
+        NotPlain: as above.
+    """
+    uses: Counter[str] = Counter()
+
+    def persistent_load(reference: Any) -> _StoredStorage:
+        name, kind, key, _, numel = reference
+        if name != "storage" or type(kind) is not StorageKind or type(key) is not str or type(numel) is not int:
+            raise NotPlain("no reference to a storage")
+        uses[key] += 1
+        return _StoredStorage(key, numel, kind._dtype)
+
+    def tensor(
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        requires_grad: Any,
+        hooks: Any,
+        metadata: Any = None,
+    ) -> StoredTensor:
+        numbers = (offset, *shape, *strides)
+        if metadata or hooks or type(storage) is not _StoredStorage or not _INTS.issuperset(map(type, numbers)):
+            raise NotPlain("a tensor with properties of its own")
+        extent, contiguous = _extent(shape, strides)
+        if min(numbers) < 0 or (extent and offset + extent > storage.numel):
+            raise NotPlain("a tensor outside of its storage")
+        return StoredTensor(storage.key, storage._dtype, offset, tuple(shape), tuple(strides), extent, contiguous)
+
+    def parameter(data: Any, requires_grad: Any, hooks: Any) -> StoredTensor:
+        if type(data) is not StoredTensor or hooks:
+            raise NotPlain("a parameter of its own kind")
+        return data
+
+    names = {**_NAMES, _REBUILD_TENSOR: tensor, _REBUILD_PARAMETER: parameter}
+    return _checked(data, persistent_load, names), uses
+
+
+_INTS = frozenset({int})
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool]:
+    """(elements from the first to the last, C order) of a tensor."""
+    last, step, contiguous = 0, 1, True
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 0:
+            return 0, True
+        if size != 1:
+            contiguous = contiguous and stride == step
+            step *= size
+            last += (size - 1) * stride
+    return last + 1, contiguous
+
+
+def _checked(data: bytes, persistent_load: Callable[[Any], Any], names: Mapping[tuple[str, str], Any]) -> Any:
     if not data.startswith(b"\x80\x02"):
         raise NotPlain("another protocol than torch's")
-    unpickler = _Unpickler(io.BytesIO(data))
-    unpickler.persistent_load = persistent_load
     try:
-        return unpickler.load()
+        return _load(data, persistent_load, names)
     except (NotPlain, ResiliencyError):
         raise
     except Exception as error:
@@ -85,40 +175,137 @@ def _rebuild_parameter(data: Tensor, requires_grad: bool, hooks: OrderedDict[Any
     return parameter
 
 
+_REBUILD_TENSOR, _REBUILD_PARAMETER = ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")
 _NAMES: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    _REBUILD_TENSOR: _rebuild_tensor,
+    _REBUILD_PARAMETER: _rebuild_parameter,
     **{("torch", name): StorageKind(dtype) for dtype, name in STORAGE_CLASSES.items()},
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in STORAGE_CLASSES},
 }
 
-_PythonUnpickler: Any = getattr(pickle, "_Unpickler")  # noqa: B009 - of the standard library, but not declared
-_OPERATIONS = (
-    *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.BINPERSID, pickle.GLOBAL, pickle.REDUCE),
-    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINUNICODE),
-    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
-    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
-)
+(_PUT, _LONG_PUT, _GET, _LONG_GET) = pickle.BINPUT[0], pickle.LONG_BINPUT[0], pickle.BINGET[0], pickle.LONG_BINGET[0]
+(_INT1, _INT2, _INT4, _LONG) = pickle.BININT1[0], pickle.BININT2[0], pickle.BININT[0], pickle.LONG1[0]
+(_TUPLE, _TUPLE0, _TUPLE1) = pickle.TUPLE[0], pickle.EMPTY_TUPLE[0], pickle.TUPLE1[0]
+(_TUPLE2, _TUPLE3, _MARK) = pickle.TUPLE2[0], pickle.TUPLE3[0], pickle.MARK[0]
+(_TEXT, _FLOAT, _TRUE, _FALSE) = pickle.BINUNICODE[0], pickle.BINFLOAT[0], pickle.NEWTRUE[0], pickle.NEWFALSE[0]
+(_NONE, _LIST, _APPEND, _APPENDS) = pickle.NONE[0], pickle.EMPTY_LIST[0], pickle.APPEND[0], pickle.APPENDS[0]
+(_DICT, _SETITEM, _SETITEMS, _STOP) = pickle.EMPTY_DICT[0], pickle.SETITEM[0], pickle.SETITEMS[0], pickle.STOP[0]
+(_REDUCE, _PERSID, _GLOBAL, _BUILD) = pickle.REDUCE[0], pickle.BINPERSID[0], pickle.GLOBAL[0], pickle.BUILD[0]
+_FLOAT_BYTES = struct.Struct(">d")
 
 
-class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
-    dispatch = {operation[0]: _PythonUnpickler.dispatch[operation[0]] for operation in _OPERATIONS}  # noqa: RUF012
+def _load(data: bytes, persistent_load: Callable[[Any], Any], names: Mapping[tuple[str, str], Any]) -> Any:
+    """Runs a pickle's operations, the most frequent of a described tensor first.
 
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _NAMES[module, name]
-        except KeyError:
-            raise NotPlain(f"{module}.{name}") from None
+    The file object and the dispatch of :mod:`pickle`'s own loop in Python take three times as long. A read behind the
+    end of the data gives less than it should; the next operation then fails, because there is none.
 
-    def load_build(self) -> None:
-        """Attributes of an OrderedDict, as ``Module.state_dict`` gives them (``_metadata``)."""
-        state = self.stack.pop()
-        if type(self.stack[-1]) is not OrderedDict or type(state) is not dict:
-            raise NotPlain("attributes of an object")
-        self.stack[-1].__dict__.update(state)
-
-    dispatch[pickle.BUILD[0]] = load_build
+    Raises:
+        NotPlain: an operation or a name that is not plain.
+        Exception: whatever a malformed pickle leads to.
+    """
+    stack: list[Any] = []
+    below: list[list[Any]] = []  # the stacks under the open marks
+    memo: dict[int, Any] = {}
+    at = 2  # behind the protocol
+    while True:
+        operation = data[at]
+        at += 1
+        if operation == _MARK:
+            below.append(stack)
+            stack = []
+        elif operation == _INT4:
+            stack.append(int.from_bytes(data[at : at + 4], "little", signed=True))
+            at += 4
+        elif operation == _TEXT:
+            start = at + 4
+            at = start + int.from_bytes(data[at:start], "little")
+            stack.append(str(data[start:at], "utf-8", "surrogatepass"))
+        elif operation == _TUPLE:
+            items = tuple(stack)
+            stack = below.pop()
+            stack.append(items)
+        elif operation == _LONG_GET:
+            stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+            at += 4
+        elif operation == _REDUCE:
+            arguments = stack.pop()
+            stack[-1] = stack[-1](*arguments)
+        elif operation == _TUPLE0:
+            stack.append(())
+        elif operation == _FALSE:
+            stack.append(False)
+        elif operation == _PERSID:
+            stack[-1] = persistent_load(stack[-1])
+        elif operation == _PUT:
+            memo[data[at]] = stack[-1]
+            at += 1
+        elif operation == _LONG_PUT:
+            memo[int.from_bytes(data[at : at + 4], "little")] = stack[-1]
+            at += 4
+        elif operation == _GET:
+            stack.append(memo[data[at]])
+            at += 1
+        elif operation == _INT1:
+            stack.append(data[at])
+            at += 1
+        elif operation == _TUPLE1:
+            stack[-1] = (stack[-1],)
+        elif operation == _TUPLE2:
+            stack[-2:] = [(stack[-2], stack[-1])]
+        elif operation == _INT2:
+            stack.append(int.from_bytes(data[at : at + 2], "little"))
+            at += 2
+        elif operation == _FLOAT:
+            stack.append(_FLOAT_BYTES.unpack_from(data, at)[0])
+            at += 8
+        elif operation == _TUPLE3:
+            stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
+        elif operation == _NONE:
+            stack.append(None)
+        elif operation == _TRUE:
+            stack.append(True)
+        elif operation == _LONG:
+            start = at + 1
+            at = start + data[at]
+            stack.append(int.from_bytes(data[start:at], "little", signed=True))
+        elif operation == _DICT:
+            stack.append({})
+        elif operation == _LIST:
+            stack.append([])
+        elif operation == _SETITEM or operation == _SETITEMS:
+            if operation == _SETITEM:
+                pairs = [stack.pop(-2), stack.pop()]
+            else:
+                pairs, stack = stack, below.pop()
+            if type(stack[-1]) not in (dict, OrderedDict):
+                raise NotPlain("items of an object")
+            stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
+        elif operation == _APPEND or operation == _APPENDS:
+            if operation == _APPEND:
+                more = [stack.pop()]
+            else:
+                more, stack = stack, below.pop()
+            if type(stack[-1]) is not list:
+                raise NotPlain("items of an object")
+            stack[-1].extend(more)
+        elif operation == _GLOBAL:
+            middle = data.index(b"\n", at)
+            end = data.index(b"\n", middle + 1)
+            name = (data[at:middle].decode(), data[middle + 1 : end].decode())
+            if name not in names:
+                raise NotPlain(".".join(name))
+            stack.append(names[name])
+            at = end + 1
+        elif operation == _BUILD:
+            # Attributes of an OrderedDict, as ``Module.state_dict`` gives them (``_metadata``).
+            attributes = stack.pop()
+            if type(stack[-1]) is not OrderedDict or type(attributes) is not dict:
+                raise NotPlain("attributes of an object")
+            stack[-1].__dict__.update(attributes)
+        elif operation == _STOP:
+            return stack.pop()
+        else:
+            raise NotPlain(f"operation {operation:#x}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from resiliency.errors import ConfigError
 from resiliency.state.leaf_kinds import kind_of_class
 
-__all__ = ["dtype_from_name", "dtype_name", "join_path", "keyed_leaves", "replace_leaves"]
+__all__ = ["dtype_from_name", "dtype_name", "is_leaf", "keyed_leaves", "replace_leaves"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -34,52 +34,60 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-def join_path(parts: Sequence[str]) -> str:
-    """Joins keys from the root. Different paths may give the same text; callers must make such keys unique."""
-    return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in parts)
+def is_leaf(value: Any) -> bool:
+    """True for a tensor, and for what a registered kind takes."""
+    return isinstance(value, Tensor) or kind_of_class(type(value)) is not None
 
 
-def keyed_leaves(tree: Any) -> dict[str, Any]:
+def keyed_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> dict[str, Any]:
     """Every leaf of a tree (tensors and what registered kinds take) by its key, which is its path.
 
     A leaf that occurs twice has two keys. Dicts, lists, tuples and what derives from them are looked into.
     """
     found: dict[str, Any] = {}
 
-    def take(leaf: Any, path: tuple[str, ...]) -> Any:
-        key = join_path(path) or "value"
-        while key in found:
+    def take(leaf: Any, path: str) -> Any:
+        key = path[1:] or "value"
+        while key in found:  # different paths may give the same text: 1 and "1"
             key += "~"
         found[key] = leaf
         return leaf
 
-    _walk(tree, (), take)
+    _walk(tree, "", take, is_leaf)
     return found
 
 
-def replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:
+def replace_leaves(tree: Any, replacement: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = is_leaf) -> Any:
     """The tree with ``replacement(leaf)`` in the place of each leaf. Containers are changed in place where they can
     be."""
-    return _walk(tree, (), lambda leaf, _: replacement(leaf))
+    return _walk(tree, "", lambda leaf, _: replacement(leaf), is_leaf)
 
 
-def _walk(value: Any, path: tuple[str, ...], take: Callable[[Any, tuple[str, ...]], Any]) -> Any:
-    if isinstance(value, Tensor) or kind_of_class(type(value)) is not None:
+def _under(path: str, key: object) -> str:
+    """The path of what is in a container under a key: each part begins with a slash."""
+    part = str(key)
+    if "%" in part or "/" in part:
+        part = part.replace("%", "%25").replace("/", "%2F")
+    return f"{path}/{part}"
+
+
+def _walk(value: Any, path: str, take: Callable[[Any, str], Any], is_leaf: Callable[[Any], bool]) -> Any:
+    if is_leaf(value):
         return take(value, path)
     if isinstance(value, dict):
         for key, item in list(value.items()):
-            new = _walk(item, (*path, str(key)), take)
+            new = _walk(item, _under(path, key), take, is_leaf)
             if new is not item:
                 value[key] = new
         return value
     if isinstance(value, list | collections.deque):
         for index, item in enumerate(value):
-            new = _walk(item, (*path, str(index)), take)
+            new = _walk(item, _under(path, index), take, is_leaf)
             if new is not item:
                 value[index] = new
         return value
     if isinstance(value, tuple):
-        items = [_walk(item, (*path, str(index)), take) for index, item in enumerate(value)]
+        items = [_walk(item, _under(path, index), take, is_leaf) for index, item in enumerate(value)]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -15,7 +15,8 @@ from torch import nn
 from torch.storage import UntypedStorage
 
 from resiliency.state import plain_pickle
-from resiliency.state.plain_pickle import NotPlain, load_plain
+from resiliency.state.plain_pickle import NotPlain, StoredTensor, describe_plain, load_plain
+from resiliency.state.tree import keyed_leaves
 from resiliency.state.unpickle import unpickle
 from resiliency.testing.checkpoints import differences
 
@@ -123,6 +124,8 @@ def test_other_operations_and_names_are_not_for_this_reader(data: bytes) -> None
     before = {name: dict(vars(value)) for name, value in _python_objects().items()}
     with pytest.raises(NotPlain):
         load_plain(data, lambda reference: reference)
+    with pytest.raises(NotPlain):
+        describe_plain(data)
     assert {name: dict(vars(value)) for name, value in _python_objects().items()} == before
 
 
@@ -140,3 +143,52 @@ def test_nothing_comes_of_them_elsewhere_either(data: bytes) -> None:
         assert not isinstance(error, AssertionError | NotPlain)
     else:
         assert isinstance(value, type) or type(value) in (dict, OrderedDict)
+
+
+def described(value: torch.Tensor) -> StoredTensor:
+    tree, _ = describe_plain(stored({"t": value})[0])
+    found: StoredTensor = tree["t"]
+    return found
+
+
+def test_a_described_tensor_is_what_torch_would_have_made() -> None:
+    state = training_state()
+    state["views"] = [torch.arange(24.0).view(2, 3, 4)[1:, ::2], torch.tensor(1.0).expand(3), torch.empty(2, 0)]
+    data, storages = stored(state)
+    tree, uses = describe_plain(data)
+    made, by_torch = keyed_leaves(tree, lambda value: type(value) is StoredTensor), keyed_leaves(state)
+    assert list(made) == list(by_torch)
+    for key, tensor in by_torch.items():
+        one = made[key]
+        assert (one.dtype, one.offset) == (tensor.dtype, tensor.storage_offset())
+        assert (one.shape, one.strides) == (tuple(tensor.shape), tensor.stride())
+        assert one.contiguous == tensor.is_contiguous() and uses[one.storage] == 1
+        typed = storages[one.storage]
+        assert tensor.numel() == 0 or (one.offset + one.extent) * tensor.itemsize <= typed.nbytes()
+
+
+OUTSIDE = {
+    "an offset behind the storage": {"storage_offset": 5},
+    "a negative offset": {"storage_offset": -1},
+    "a negative stride": {"stride": (-1,)},
+    "a negative size": {"size": (-4,)},
+    "more elements than there are": {"size": (5,)},
+    "steps that lead outside": {"stride": (2,)},
+    "a stride too few": {"stride": ()},
+    "a size that is no number": {"size": ("4",)},
+    "a size of a truth": {"size": (True,), "stride": (1,)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("change", OUTSIDE.values(), ids=OUTSIDE)
+def test_a_tensor_that_reaches_outside_of_its_storage_is_not_described(change: dict[str, Any]) -> None:
+    class Rebuilt:
+        def __reduce__(self) -> Any:
+            arguments = {"storage_offset": 0, "size": (4,), "stride": (1,), **change}
+            storage = torch.arange(4.0).storage()
+            return torch._utils._rebuild_tensor_v2, (storage, *arguments.values(), False, OrderedDict())
+
+    with pytest.raises(NotPlain):
+        describe_plain(stored({"t": Rebuilt()})[0])
+    assert described(torch.arange(4.0)).extent == 4
