@@ -104,7 +104,10 @@ _QUICK = {
     "batch": 16,
 }
 _FULL = {
-    "sizes": tuple(Size(mebibytes=size, tensors=count) for size in (256, 1024) for count in (32, 300)),
+    "sizes": (
+        *(Size(mebibytes=size, tensors=count) for size in (256, 1024) for count in (32, 300)),
+        Size(mebibytes=1024, tensors=1000),
+    ),
     "rounds": 3,
     "loop_mebibytes": (256, 1024),
     "loop_rounds": 2,
