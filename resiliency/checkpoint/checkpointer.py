@@ -336,7 +336,7 @@ class Checkpointer:
         save_id = saves.next_id(step)
         self.fence()
         saves.process_messages()
-        if not self._wait_for_previous(parts, step):
+        if not self._wait_for_previous(parts, save_id):
             return None
         try:
             plan = self._planner.plan(
@@ -349,7 +349,7 @@ class Checkpointer:
                 replicated=replicated,
             )
         except Exception as error:  # Boundary: classes of the user may raise anything; the caller gets it.
-            saves.refuse(step, str(error))
+            saves.refuse(save_id, str(error))
             raise
         due, undo_schedule = parts.schedule.due(step)
         ticket = Ticket(
@@ -498,7 +498,7 @@ class Checkpointer:
     def _shard_path(self, step: StepId, shard: int) -> str:
         return os.path.join(self._local.directory, step_prefix(self.run, step), shard_file(shard))
 
-    def _wait_for_previous(self, parts: _Parts, step: int) -> bool:
+    def _wait_for_previous(self, parts: _Parts, save: StepId) -> bool:
         """Waits until the rank's previous shard is recorded; skips this save when that takes too long."""
         saves, in_flight = parts.saves, parts.saves.in_flight
         if in_flight is None:
@@ -518,7 +518,7 @@ class Checkpointer:
             )
             parts.session.client.give_up_agent()
         saves.skip(
-            step, f"step {in_flight.ticket.step} is not recorded yet; save less often or look at the agent's log"
+            save, f"step {in_flight.ticket.step} is not recorded yet; save less often or look at the agent's log"
         )
         return False
 

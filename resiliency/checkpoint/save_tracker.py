@@ -77,14 +77,16 @@ class SaveTracker:
     # -- saves of this rank ---------------------------------------------------------------------------------------
 
     def next_id(self, step: int) -> StepId:
-        """Identity of the next save of ``step`` in this attempt."""
+        """Identity of a save of ``step`` that begins now. Call it once for each, also for one that is then skipped or
+        refused here: other ranks may save it, and the next one of that step must not be taken for it."""
         session = self._session
-        return StepId(step, session.attempt, session.token, self._serials.get(step, 0), session.lineage.line)
+        serial = self._serials.get(step, 0)
+        self._serials[step] = serial + 1
+        return StepId(step, session.attempt, session.token, serial, session.lineage.line)
 
     def begin(self, ticket: Ticket, supersedes: Sequence[str]) -> InFlightSave:
         """Registers a started save as the one in flight."""
         self._tickets[ticket.id] = ticket
-        self._serials[ticket.step] = ticket.id.serial + 1
         self._health.begin(ticket.tiers)
         self.in_flight = InFlightSave(ticket, supersedes=list(supersedes))
         return self.in_flight
@@ -115,17 +117,22 @@ class SaveTracker:
         self._health.fail(ticket.step, reason, kind=kind)
         self._give_up(ticket.id)
 
-    def skip(self, step: int, reason: str) -> None:
+    def skip(self, save: StepId, reason: str) -> None:
         """Reports that no save was started: an event, an outcome, and a warning the first time."""
         self.skipped += 1
-        self._session.events.emit(EventKind.CHECKPOINT_SKIPPED, step=step, reason=reason, tier=LOCAL)
-        self._outcomes.append(Outcome(id=self.next_id(step), tier=LOCAL, stage=None, reason=reason))
-        self._health.skip(step, reason)
+        self._session.events.emit(EventKind.CHECKPOINT_SKIPPED, step=save.step, reason=reason, tier=LOCAL)
+        self._outcomes.append(Outcome(id=save, tier=LOCAL, stage=None, reason=reason))
+        self._health.skip(save.step, reason)
 
-    def refuse(self, step: int, reason: str) -> None:
+    def refuse(self, save: StepId, reason: str) -> None:
         """Reports that a state cannot be stored: an event. The caller of the save gets the error, and warns."""
         self._session.events.emit(
-            EventKind.CHECKPOINT_FAILED, step=step, reason=reason, tier=LOCAL, stage=str(Stage.COPIED), will_retry=False
+            EventKind.CHECKPOINT_FAILED,
+            step=save.step,
+            reason=reason,
+            tier=LOCAL,
+            stage=str(Stage.COPIED),
+            will_retry=False,
         )
 
     def summarise(self) -> None:
