@@ -32,6 +32,7 @@ from resiliency.agent.messages import (
     Failed,
     Flush,
     Flushed,
+    GiveUp,
     Hello,
     Message,
     Notice,
@@ -98,6 +99,7 @@ class AgentClient:
         # Sent again to the next agent when this one dies; an agent may get either twice.
         self._unacknowledged: dict[StepId, Seal] = {}  # until recorded or failed
         self._deletes: deque[Delete] = deque(maxlen=64)
+        self._given_up: deque[GiveUp] = deque(maxlen=16)
         self._loaded: Rescan | None = None
         self._socket: socket.socket | None = None
         self._framer = Framer()  # of this connection
@@ -383,7 +385,7 @@ class AgentClient:
 
     def _to_send_again(self) -> list[Request]:
         loaded = [self._loaded] if self._loaded is not None else []  # first: the deletions must not take it
-        return [*loaded, *self._unacknowledged.values(), *self._deletes]
+        return [*loaded, *self._given_up, *self._unacknowledged.values(), *self._deletes]
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -394,6 +396,8 @@ class AgentClient:
                 self._unacknowledged[message.id] = message
             elif isinstance(message, Delete):
                 self._deletes.append(message)
+            elif isinstance(message, GiveUp):
+                self._given_up.append(message)
             elif isinstance(message, Rescan):
                 self._loaded = message
             if self._embedded is not None:

@@ -6,7 +6,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from resiliency.agent.messages import Committed, Complete, Durable, Failed, FileReady, NameRefused, Notice, Recorded
+from resiliency.agent.messages import (
+    Committed,
+    Complete,
+    Durable,
+    Failed,
+    FileReady,
+    GiveUp,
+    NameRefused,
+    Notice,
+    Recorded,
+)
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.save_health import SaveHealth
@@ -115,7 +125,7 @@ class SaveTracker:
         )
         self._outcomes.append(Outcome(id=ticket.id, tier=LOCAL, stage=None, reason=reason, names=ticket.names))
         self._health.fail(ticket.step, reason, kind=kind)
-        self._give_up(ticket.id)
+        self._give_up(ticket.id, reason)
 
     def skip(self, save: StepId, reason: str) -> None:
         """Reports that no save was started: an event, an outcome, and a warning the first time."""
@@ -123,6 +133,7 @@ class SaveTracker:
         self._session.events.emit(EventKind.CHECKPOINT_SKIPPED, step=save.step, reason=reason, tier=LOCAL)
         self._outcomes.append(Outcome(id=save, tier=LOCAL, stage=None, reason=reason))
         self._health.skip(save.step, reason)
+        self._give_up(save, reason)
 
     def refuse(self, save: StepId, reason: str) -> None:
         """Reports that a state cannot be stored: an event. The caller of the save gets the error, and warns."""
@@ -134,6 +145,7 @@ class SaveTracker:
             stage=str(Stage.COPIED),
             will_retry=False,
         )
+        self._give_up(save, reason)
 
     def summarise(self) -> None:
         """Says how many saves were given up; call at the end."""
@@ -202,11 +214,13 @@ class SaveTracker:
                     self._session.client.send(Complete(id=other))
             return None
 
-    def _give_up(self, step: StepId) -> None:
-        """Tells the ranks that wait for this rank's part that it will not come."""
+    def _give_up(self, step: StepId, reason: str) -> None:
+        """Tells the ranks that wait for this rank's part, and the agent, that it will not come."""
         self._uncounted.discard(step)
         if self._counted:
             self._count(step, _GIVEN_UP)
+        if self._coordinator.world_size > 1:
+            self._session.client.send(GiveUp(id=step, reason=reason))
 
     def _given_up(self, step: StepId) -> None:
         """Another rank has given its part of a save up: the step will never be whole."""
@@ -214,6 +228,7 @@ class SaveTracker:
         ticket, reason = self._tickets.get(step), "another rank gave its part up"
         if ticket is None or ticket.failed:
             return
+        self._session.client.send(GiveUp(id=step, reason=reason))
         ticket.failed = reason
         self._outcomes.append(Outcome(id=step, tier=LOCAL, stage=None, reason=reason, names=ticket.names))
         self._health.fail(step.step, reason, kind="peer", own=False)
@@ -275,7 +290,9 @@ class SaveTracker:
                 self._health.not_durable(step, reason)
             else:
                 self._health.fail(step, reason, kind="agent", own=in_flight is not None)
-                self._give_up(message.id)
+                self._uncounted.discard(message.id)
+                if self._counted:
+                    self._count(message.id, _GIVEN_UP)
         self._outcomes.append(
             Outcome(
                 id=message.id,
