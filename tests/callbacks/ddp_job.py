@@ -42,6 +42,17 @@ class Raising(pl.Callback):
             raise RuntimeError("one rank only")
 
 
+def leaving(namespace: str, hook: str) -> Any:
+    """A callback that raises in a hook."""
+    callback = importlib.import_module(namespace).Callback()
+
+    def leave(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("this rank leaves")
+
+    setattr(callback, hook, leave)
+    return callback
+
+
 def dying(namespace: str, hook: str) -> Any:
     """A callback that kills its process in a hook."""
     callback = importlib.import_module(namespace).Callback()
@@ -59,6 +70,7 @@ def train(
     ckpt_path: str | None = None,
     raising: int = -1,
     odd: int = -1,
+    leaves: tuple[int, str] = (-1, ""),
     dies: tuple[int, str] = (-1, ""),
     namespace: str = PL,
     agent: str = "embedded",
@@ -82,6 +94,7 @@ def train(
         callback = (build(namespace) if own else stock(namespace))(directory, **given)
     callbacks = [callback, *([Uneven(rank)] if uneven else []), *([Raising()] if raising == rank else [])]
     callbacks += [Unpicklable()] if odd == rank else []
+    callbacks += [leaving(namespace, leaves[1])] if leaves[0] == rank else []
     callbacks += [dying(namespace, dies[1])] if dies[0] == rank else []
     strategy = importlib.import_module(f"{namespace}.strategies").DDPStrategy(process_group_backend="gloo")
     trainer = make_trainer(
