@@ -50,7 +50,9 @@ class StockWriter:
             self._give_up(step, str(refusal), refusal)  # torch.load would refuse what torch.save makes of it
             return False
         if not self._trainer.is_global_zero:
-            logger.info("rank %d has no part in the checkpoint of step %d: %s", self._trainer.global_rank, step, refusal)
+            logger.info(
+                "rank %d has no part in the checkpoint of step %d: %s", self._trainer.global_rank, step, refusal
+            )
             return True  # rank 0 refuses it too and writes it, or is told, and says that there is none
         try:
             self._write(state, paths)
