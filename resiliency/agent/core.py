@@ -193,11 +193,13 @@ class HostAgent:
     def _finish_newest(self) -> None:
         """Gives the newest step its manifest and names, if an agent was killed between the last record and them."""
         committed = self._steps.select(lambda step: step.committed is not None)
-        if not committed or not self._serves_all:
+        if not committed:
             return
         step = committed[-1]
         found = step.committed
-        if not isinstance(found, Manifest):
+        # Agents of one attempt do the same: in a shared folder it does not matter which of them was killed.
+        ours = self._serves_all or (self.config.shared and self._is_of_this_attempt(step.id))
+        if not ours or not isinstance(found, Manifest):
             return
         # Names of an earlier attempt that are missing somebody may have deleted.
         needed = found.names if self._is_of_this_attempt(step.id) else ()

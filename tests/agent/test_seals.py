@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -425,3 +426,24 @@ def test_a_step_that_may_be_committed_stays_whatever_is_said_of_it(
     assert {path.name for path in shard_path(config, 1).parent.iterdir()} >= {
         f"shard-0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "ckpt")
     }
+
+
+@pytest.mark.parametrize("gone", ["step=1.ckpt", "manifest.json"])
+def test_what_an_agent_that_was_killed_owes_a_step_of_several_hosts_the_next_one_gives(
+    local: Path, start: Start, gone: str
+) -> None:
+    """Killed between manifest and names: nobody else would ever give them."""
+    configs = [config_for(local, world_size=2, local_ranks=(rank,), node=f"n{rank}") for rank in (0, 1)]
+    agents = [start(config)[0] for config in configs]
+    for rank in (0, 1):
+        agents[rank].handle(rank, sealed(configs[rank], 1, rank, names=("step=1.ckpt",)))
+        settle(*agents)
+    name, manifest = local / "step=1.ckpt", shard_path(configs[0], 1).with_name("manifest.json")
+    assert name.exists() and manifest.exists()
+    agents[1].close()
+    missing = name if gone == name.name else manifest
+    shutil.rmtree(name)
+    if missing is manifest:
+        manifest.unlink()
+    settle(start(configs[1])[0])
+    assert name.exists() and manifest.exists()
