@@ -291,7 +291,7 @@ class FileReady:
     """A prepared file, whose pages are in memory: the next save may move it into its step.
 
     Attributes:
-        path, inode, nbytes: of the file.
+        path, inode, nbytes: of the file. "" and 0: none can be prepared, for which nobody should wait.
     """
 
     path: str

@@ -105,13 +105,18 @@ class Arena:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._prepared: deque[_Prepared] = deque(maxlen=8)
+        #: The agent has said that it cannot prepare a file.
+        self.none_to_come = False
         self._small_pages = False
         self._in_memory: dict[int, bool] = {}  # by device of the file system
 
     def offer(self, path: str, inode: int, nbytes: int) -> None:
-        """Notes a file that the agent has prepared; other ranks of the host may take it first."""
+        """Notes a file that the agent has prepared, or with "" that it cannot; other ranks of the host may take it
+        first."""
         with self._lock:
-            self._prepared.append(_Prepared(path, inode, nbytes))
+            self.none_to_come = not path
+            if path:
+                self._prepared.append(_Prepared(path, inode, nbytes))
 
     @property
     def prepared(self) -> int:

@@ -274,9 +274,11 @@ class Checkpointer:
     def _warm(self, parts: _Parts, nbytes: int, slots: int) -> None:
         if nbytes < SMALL_FILE:
             return  # a save makes its file by itself
+        parts.saves.process_messages()
+        parts.arena.none_to_come = False
         parts.session.client.send(Prepare(nbytes=nbytes, count=slots))
         deadline = time.monotonic() + _PREPARE_S + nbytes / _PREPARE_BYTES_PER_S
-        while not parts.arena.prepared and time.monotonic() < deadline:
+        while not parts.arena.prepared and not parts.arena.none_to_come and time.monotonic() < deadline:
             parts.saves.wait(max(0.0, deadline - time.monotonic()))
 
     # -- save -----------------------------------------------------------------------------------------------------
