@@ -8,9 +8,12 @@ was due.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from resiliency.agent.config import AgentConfig
 from resiliency.errors import AgentError
 from resiliency.storage.attempts import read_attempt
+from resiliency.storage.claims import largest_claim
 
 __all__ = ["Fence"]
 
@@ -22,11 +25,16 @@ class Fence:
         self._config = config
 
     def check(self) -> None:
-        """Blocks: one small read.
+        """Blocks: one small read, and a listing of the run's folder.
 
         Raises:
             AgentError: a later attempt has started.
         """
-        newest = read_attempt(self._config.local.address, self._config.run)
+        where, run = self._config.local.address, self._config.run
+        newest = read_attempt(where, run)
+        # An agent that was stopped while it started may have written its own number over a later one. It cannot have
+        # taken that one's claim, which came first.
+        with suppress(OSError):
+            newest = max(newest, largest_claim(where, run))
         if newest > self._config.attempt:
             raise AgentError(f"attempt {newest} of this job has started; attempt {self._config.attempt} is over")

@@ -82,6 +82,11 @@ class Peer:
         return b""
 
     @property
+    def watched(self) -> bool:
+        """True when its death is noticed."""
+        return self._pidfd >= 0
+
+    @property
     def stopped(self) -> bool:
         """True while the process is stopped by a signal (not by a debugger); False when that is not known."""
         try:

@@ -46,15 +46,16 @@ class Remover:
         ranks = self._config.local_ranks
         return not self._config.shared or rank in ranks or (0 in ranks and rank >= self._config.world_size)
 
-    def delete(self, step: StepId, names: Iterable[str]) -> None:
-        """Deletes this agent's part of a step, and the names that still point to it.
+    def delete(self, step: StepId, names: Iterable[str], *, all_ranks: bool = False) -> None:
+        """Deletes this agent's part of a step (or all that is there), and the names that still point to it.
 
         Raises:
             AgentError: a later attempt has started.
             OSError, TierError: a file cannot be removed; another call continues from there.
         """
         folder = os.path.join(self._tier.root, step_prefix(self._config.run, step).rstrip("/"))
-        owned = {name: rank for name in _listing(folder) if (rank := _rank_of(name)) is not None and self.owns(rank)}
+        found = {name: rank for name in _listing(folder) if (rank := _rank_of(name)) is not None}
+        owned = {name: rank for name, rank in found.items() if all_ranks or self.owns(rank)}
         delete_step(
             self._tier,
             self._config.run,

@@ -32,6 +32,7 @@ from resiliency.agent.messages import (
     Failed,
     Flush,
     Flushed,
+    GiveUp,
     Hello,
     Message,
     Notice,
@@ -64,6 +65,8 @@ _LOSS_WINDOW_S = 120.0
 _CLAIM_S = 20.0
 #: An agent stopped (SIGSTOP) for this long while a rank waits for it is killed.
 _STOPPED_S = 3.0
+#: Between two looks that found it stopped there may be this long, as between two saves that wait for it.
+_STOPPED_LOOKS_S = 60.0
 #: How often an agent that is waited for is looked at: the kernel does not notify when a process is stopped.
 _LOOK_S = 0.5
 
@@ -98,6 +101,7 @@ class AgentClient:
         # Sent again to the next agent when this one dies; an agent may get either twice.
         self._unacknowledged: dict[StepId, Seal] = {}  # until recorded or failed
         self._deletes: deque[Delete] = deque(maxlen=64)
+        self._given_up: deque[GiveUp] = deque(maxlen=16)
         self._loaded: Rescan | None = None
         self._socket: socket.socket | None = None
         self._framer = Framer()  # of this connection
@@ -111,6 +115,7 @@ class AgentClient:
         self._losses: deque[float] = deque()
         self._flushed: dict[int, bool] = {}
         self._flushes = 0
+        self._watch = _StopWatch()  # over all waits for a message, which may each be short
 
     @property
     def embedded(self) -> bool:
@@ -209,12 +214,12 @@ class AgentClient:
         """
         deadline = time.monotonic() + _START_S + self.config.drain_s
         with Peer(connection) as agent:
-            watch = _StopWatch(agent)
+            watch = _StopWatch()
             while time.monotonic() < deadline:
                 try:
                     data = connection.recv(1 << 16)
                 except TimeoutError:
-                    if watch.too_long():
+                    if watch.too_long(agent):
                         self._kill_stopped(agent)
                     continue
                 if not data:
@@ -230,17 +235,25 @@ class AgentClient:
             OSError: always: there is no agent now (ConnectionError), or it is still there (TimeoutError).
         """
         self._events.emit(EventKind.AGENT_LOST, losses=len(self._losses), reason="stopped", agent_pid=agent.pid)
-        where = self.config.local.address
-        if agent.pid != os.getpid() and agent.runs(AGENT_WORD) and agent.kill() and agent.wait_gone(_STOPPED_S):
-            logger.warning(
-                "rank %d: the checkpoint agent of %s (pid %d) was stopped by a signal, and was killed;"
-                " another one is started, which finishes its work",
-                self.rank,
-                where,
-                agent.pid,
-            )
+        if self._end_stopped(agent, "another one is started, which finishes its work"):
             raise ConnectionError("it was stopped, and was killed")
         raise TimeoutError(f"the agent (pid {agent.pid}) is stopped by a signal, and cannot be killed")
+
+    def _end_stopped(self, agent: Peer, then: str) -> bool:
+        """Kills an agent that is stopped, and says so; False when it is still there. Blocks: until it is gone."""
+        # Ranks find it at the same moment: of one that another rank has just killed, the words are gone already.
+        kills = agent.pid != os.getpid() and agent.runs(AGENT_WORD) and agent.kill()
+        if agent.pid == os.getpid() or not agent.wait_gone(_STOPPED_S):
+            return False
+        if kills:
+            logger.warning(
+                "rank %d: the checkpoint agent of %s (pid %d) was stopped by a signal, and was killed; %s",
+                self.rank,
+                self.config.local.address,
+                agent.pid,
+                then,
+            )
+        return True
 
     def _dial(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -302,7 +315,7 @@ class AgentClient:
 
     def _reap(self) -> None:
         if self._process is not None and self._process.poll() is None:
-            logger.debug("agent %d still runs", self._process.pid)
+            _still_running.append(self._process)  # it was lost a moment ago, and is ending
         self._process = None
 
     def _embed(self) -> None:
@@ -383,7 +396,7 @@ class AgentClient:
 
     def _to_send_again(self) -> list[Request]:
         loaded = [self._loaded] if self._loaded is not None else []  # first: the deletions must not take it
-        return [*loaded, *self._unacknowledged.values(), *self._deletes]
+        return [*loaded, *self._given_up, *self._unacknowledged.values(), *self._deletes]
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -394,6 +407,8 @@ class AgentClient:
                 self._unacknowledged[message.id] = message
             elif isinstance(message, Delete):
                 self._deletes.append(message)
+            elif isinstance(message, GiveUp):
+                self._given_up.append(message)
             elif isinstance(message, Rescan):
                 self._loaded = message
             if self._embedded is not None:
@@ -430,10 +445,18 @@ class AgentClient:
 
     def wait_message(self, timeout_s: float) -> bool:
         """Waits until :meth:`poll` would return something, or :meth:`wake`; False when ``timeout_s`` passes first."""
+        deadline = time.monotonic() + timeout_s
         with self._lock:
-            heard = self._lock.wait_for(lambda: bool(self._inbox) or self._woken, timeout_s)
-            self._woken = False
-            return heard
+            while True:
+                left = max(0.0, deadline - time.monotonic())
+                heard = self._lock.wait_for(lambda: bool(self._inbox) or self._woken, min(left, _LOOK_S))
+                if heard or left <= _LOOK_S:
+                    self._woken = False
+                    return heard
+                if self._socket is not None:
+                    with Peer(self._socket) as agent:
+                        if self._watch.too_long(agent):
+                            self._break_link()  # the link thread ends the stopped agent and gets another
 
     def wake(self) -> None:
         """Ends one :meth:`wait_message`, this or the next, for news that no agent sends. Thread: any. Blocks: no."""
@@ -550,10 +573,10 @@ class AgentClient:
                 return None
             deadline = time.monotonic() + left + 1.0
             with Peer(connection) as agent:
-                watch = _StopWatch(agent)
+                watch = _StopWatch()
                 while ticket not in self._flushed and self._socket is connection and time.monotonic() < deadline:
                     self._lock.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
-                    if watch.too_long():
+                    if watch.too_long(agent):
                         self._break_link()  # the link thread ends the stopped agent and gets another
                         break
             return self._flushed.pop(ticket, None)
@@ -562,12 +585,14 @@ class AgentClient:
         """Disconnects; the agent exits when every rank has disconnected. Idempotent.
 
         Blocks: up to ``timeout_s``; where another rank has started the agent, up to ``others_s`` until it is gone.
+        An agent that is stopped meanwhile is killed.
         """
+        deadline = time.monotonic() + timeout_s
         _still_running[:] = [agent for agent in _still_running if agent.poll() is None]
         with self._lock:
             self._closing = True
             connection, embedded, process = self._socket, self._embedded, self._process
-            agent = Peer(connection) if connection is not None and process is None and others_s else None
+            agent = Peer(connection) if connection is not None and (process is not None or others_s) else None
         if embedded is not None:
             embedded.close()
         self._leave_claim()
@@ -580,16 +605,22 @@ class AgentClient:
             self._thread.join(timeout_s)
         if agent is not None:
             with agent:
-                agent.wait_gone(others_s)
+                self._wait_gone(agent, deadline if process is not None else time.monotonic() + others_s)
         if process is not None:
             try:
-                process.wait(timeout_s)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 logger.info(
                     "the checkpoint agent (pid %d) is still uploading; it exits when it has finished", process.pid
                 )
                 _still_running.append(process)
             self._process = None
+
+    def _wait_gone(self, agent: Peer, deadline: float) -> None:
+        watch = _StopWatch()
+        while agent.watched and (left := deadline - time.monotonic()) > 0 and not agent.wait_gone(min(left, _LOOK_S)):
+            if watch.too_long(agent):
+                self._end_stopped(agent, "the next start finishes its work")
 
 
 def _log_file(path: Path) -> IO[bytes]:
@@ -604,17 +635,18 @@ def _log_file(path: Path) -> IO[bytes]:
 class _StopWatch:
     """Tells when an agent that is waited for has been stopped for too long."""
 
-    def __init__(self, agent: Peer) -> None:
-        self._agent = agent
+    def __init__(self) -> None:
         self._since: float | None = None
+        self._looked = 0.0
 
-    def too_long(self) -> bool:
+    def too_long(self, agent: Peer) -> bool:
         """True when the agent was stopped at every call of the last seconds."""
-        if not self._agent.stopped:
+        if not agent.stopped:
             self._since = None
             return False
         now = time.monotonic()
-        self._since = now if self._since is None else self._since
+        self._since = now if self._since is None or now - self._looked > _STOPPED_LOOKS_S else self._since
+        self._looked = now
         return now - self._since >= _STOPPED_S
 
 

@@ -35,7 +35,7 @@ from resiliency.agent.file_pool import FilePool
 from resiliency.agent.join import cut_back, join_shards
 from resiliency.agent.local_pruner import LocalPruner
 from resiliency.agent.local_steps import LocalStep, LocalSteps
-from resiliency.agent.messages import Bye, Complete, Delete, Prepare, Recorded, Request, Rescan, Seal
+from resiliency.agent.messages import Bye, Complete, Delete, GiveUp, Prepare, Recorded, Request, Rescan, Seal
 from resiliency.agent.uploader import Uploader, UploadOutcome
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventWriter
@@ -50,6 +50,7 @@ from resiliency.storage.manifest import (
     ShardRecord,
     UnfinishedStep,
     gather_records,
+    record_file,
     shard_file,
 )
 from resiliency.storage.retention import DeleteRequest, Hold
@@ -100,7 +101,7 @@ class HostAgent:
         ]
         self._finished: set[int] = set()
         self._left: set[int] = set()
-        self._failures: dict[StepId, str] = {}  # steps that a rank here could not save; the newest ones
+        self._failures: dict[StepId, str] = {}  # steps that a rank could not save; the newest ones
         self._closed = False
         self._files = FilePool(config, notify)
         self._remover = Remover(config, self._tier, self._files, self._fence)
@@ -192,11 +193,13 @@ class HostAgent:
     def _finish_newest(self) -> None:
         """Gives the newest step its manifest and names, if an agent was killed between the last record and them."""
         committed = self._steps.select(lambda step: step.committed is not None)
-        if not committed or not self._serves_all:
+        if not committed:
             return
         step = committed[-1]
         found = step.committed
-        if not isinstance(found, Manifest):
+        # Agents of one attempt do the same: in a shared folder it does not matter which of them was killed.
+        ours = self._serves_all or (self.config.shared and self._is_of_this_attempt(step.id))
+        if not ours or not isinstance(found, Manifest):
             return
         # Names of an earlier attempt that are missing somebody may have deleted.
         needed = found.names if self._is_of_this_attempt(step.id) else ()
@@ -310,6 +313,9 @@ class HostAgent:
             self._check_attempt(rank, message.id)
             records = records_of(self.config, rank, message)
             self._commits.submit(partial(self._commit, rank, message, records))
+        elif isinstance(message, GiveUp):
+            self._check_attempt(rank, message.id)
+            self._commits.submit(partial(self._gave_up, rank, message))
         elif isinstance(message, Prepare):
             self._files.want(message.nbytes, message.count)
             self._files.refill()
@@ -362,35 +368,68 @@ class HostAgent:
             # An agent that died before it could say so has done it. The file holds more now than the rank has sealed.
             self._report.notify(rank, Recorded(id=seal.id))
             return
+        if seal.id in self._failures:
+            self._report.notify(rank, Recorded(id=seal.id))  # the next save may begin
+            self._report.notify_failed(seal.id, self.config.local.name, self._failures[seal.id], ranks=(rank,))
+            self._discard(seal.id)
+            return
         try:
             check_share(seal, self._path(seal.id, shard_file(0)))
             for record, file in zip(records, seal.files, strict=True):
                 target = self._path(record.id, record.file)
                 write_record(self._tier, record, file.path, file.inode, target, self._fence)
         except (OSError, TierError, ValueError, AgentError) as error:  # ValueError: a path no file can have
-            self._failed(seal.id, rank, f"cannot commit to {self.config.local.address}: {error}")
+            # Where its record is already, an agent before this one wrote it, and another host's may have committed the
+            # step. A file that is not the sealed one is somebody else's.
+            keep = isinstance(error, FileNotFoundError) or os.path.lexists(self._path(seal.id, record_file(rank)))
+            self._failed(seal.id, rank, f"cannot commit to {self.config.local.address}: {error}", keep=keep)
             return
         for record in records:
             self._steps.add_record(record)
             if record.rank == 0 or not record.replicated:
                 self._files.want(record.nbytes)
         self._report.notify(rank, Recorded(id=seal.id))
-        if seal.id in self._failures:
-            self._report.notify_failed(seal.id, self.config.local.name, self._failures[seal.id], ranks=(rank,))
         self._complete(seal.id)
 
-    def _failed(self, step: StepId, rank: int, reason: str) -> None:
+    def _failed(self, step: StepId, rank: int, reason: str, *, keep: bool) -> None:
         """Notifies the rank, and those that wait for the commit: which have recorded theirs, or will."""
         tier = self.config.local.name
+        self._report.notify_failed(step, tier, reason, ranks=(rank,))
+        self._report.log_failed(step, Stage.RECORDED, tier, reason, will_retry=True, shard=rank)
+        self._will_not_be_whole(step, rank, reason, keep=keep)
+
+    def _gave_up(self, rank: int, message: GiveUp) -> None:
+        """A rank says that a part of a save will not come. It has reported that itself."""
+        known = self._steps.get(message.id)
+        if message.id not in self._failures and (known is None or known.committed is None):
+            self._will_not_be_whole(message.id, rank, message.reason)
+
+    def _will_not_be_whole(self, step: StepId, rank: int, reason: str, *, keep: bool = False) -> None:
         known = self._steps.get(step)
         recorded = set(known.records) if known is not None else set()
-        self._report.notify_failed(step, tier, reason, ranks=(rank,))
         self._failures[step] = for_others = f"rank {rank}: {reason}"
-        self._report.notify_failed(step, tier, for_others, ranks=recorded.intersection(self.config.local_ranks))
+        others = recorded.intersection(self.config.local_ranks) - {rank}
+        self._report.notify_failed(step, self.config.local.name, for_others, ranks=others)
         while len(self._failures) > _FAILURES:
             del self._failures[next(iter(self._failures))]
-        self._report.log_failed(step, Stage.RECORDED, tier, reason, will_retry=True, shard=rank)
         logger.info("checkpoint of step %d failed on rank %d: %s", step.step, rank, reason)
+        if not keep:
+            self._discard(step)
+
+    def _discard(self, step: StepId, *, never_whole: bool = False) -> None:
+        """Deletes what there is of a step that will not be whole. Ranks may still write to it: to files without a name.
+
+        It would go once a later step is committed, but a disk that it has filled may hold none.
+        """
+        ranks = range(self.config.world_size)
+        if not never_whole and all(os.path.lexists(self._path(step, record_file(rank))) for rank in ranks):
+            return
+        try:
+            if not os.path.lexists(self._path(step, MANIFEST)):
+                self._remover.delete(step, (), all_ranks=True)
+                self._steps.remove(step)
+        except (OSError, TierError, AgentError) as error:
+            logger.info("step %d stays until a later one is committed: %s", step.step, error)
 
     def _complete(self, step_id: StepId, *, all_recorded: bool = False) -> None:
         """Commits the step when every shard has a record: as seen in this folder, or as ``all_recorded`` says."""
@@ -461,6 +500,7 @@ class HostAgent:
         self._report.notify_failed(step_id, tier, reason)
         self._report.log_failed(step_id, Stage.COMMITTED, tier, reason, will_retry=False)
         logger.info("checkpoint of step %d cannot be committed: %s", step_id.step, reason)
+        self._discard(step_id, never_whole=True)
 
     def _sent_records(self, step: LocalStep) -> list[ShardRecord]:
         """What this host uploads: not its copy of shard 0, which rank 0's host sends."""

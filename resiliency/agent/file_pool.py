@@ -118,6 +118,8 @@ class FilePool:
         except OSError as error:
             # The save that finds no file makes its own, and reports what is wrong.
             logger.info("no shard file of %d bytes can be prepared in %s: %s", self._nbytes, self._folder, error)
+            for rank in self._config.local_ranks:
+                self._notify(rank, FileReady(path="", inode=0, nbytes=0))
         if len(self._ready) >= self._wanted or self._nbytes < SMALL_FILE:
             while self._used:
                 _unlink(self._used.pop())

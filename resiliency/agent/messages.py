@@ -25,6 +25,7 @@ __all__ = [
     "FileReady",
     "Flush",
     "Flushed",
+    "GiveUp",
     "Hello",
     "Message",
     "NameRefused",
@@ -137,6 +138,18 @@ class Prepare:
 
     nbytes: int
     count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiveUp:
+    """A part of this save will never be written: nobody need wait for it, and what there is of it can go.
+
+    Attributes:
+        reason: text for the log of the other ranks.
+    """
+
+    id: StepId
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +291,7 @@ class FileReady:
     """A prepared file, whose pages are in memory: the next save may move it into its step.
 
     Attributes:
-        path, inode, nbytes: of the file.
+        path, inode, nbytes: of the file. "" and 0: none can be prepared, for which nobody should wait.
     """
 
     path: str
@@ -294,6 +307,6 @@ class Flushed:
     done: bool
 
 
-Request = Seal | Prepare | Complete | Delete | Rescan | Flush | Bye
+Request = Seal | GiveUp | Prepare | Complete | Delete | Rescan | Flush | Bye
 Notice = Recorded | Committed | Durable | Failed | NameRefused | FileReady | Flushed
 Message = Hello | Request | Welcome | Refused | Notice

@@ -13,7 +13,7 @@ from resiliency.callbacks._names import is_stock
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.callbacks._shared_engine import SharedEngine
 from resiliency.errors import ConfigError, NoCheckpointFound, TierError
-from resiliency.inspection.by_path import load_path, locate
+from resiliency.inspection.by_path import locate, locate_and_load
 from resiliency.plugins import _lightning
 from resiliency.plugins.resume.rank_state import RankState
 from resiliency.storage.manifest import META_DIR, STEPS_DIR
@@ -224,10 +224,10 @@ class Resume:
             state: dict[str, Any] = restored.state
             self._place_rank_state(state, restored.per_rank, restored.world_size)
             return state
-        located = locate(path)
-        if located is None:
+        found = locate_and_load(path, rank=self._trainer.global_rank, allow_pickle=allow_pickle)
+        if found is None:
             return None
-        state, per_rank = load_path(located, rank=self._trainer.global_rank, allow_pickle=allow_pickle)
+        located, state, per_rank = found
         self._place_rank_state(state, per_rank, located.world_size)
         return state
 

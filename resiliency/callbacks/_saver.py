@@ -196,6 +196,21 @@ class CheckpointSaver:
             self.session.waited_at_end += time.monotonic() - began
         return left()
 
+    def wait_for_all_ranks(self) -> None:
+        """Keeps rank 0 until all ranks have settled, where they need its store for that.
+
+        Ranks of several agents count each other's records in the store of rank 0, which ends with that process. One
+        agent sees all records itself; then the end of a rank waits for no other, as with the stock class.
+
+        Collective: with several agents. Blocks: as the strategy's barrier.
+        """
+        if self.engine is None or self._trainer.world_size == 1 or self.engine.session.together:
+            return
+        try:
+            self._trainer.strategy.barrier("resiliency: every shard is recorded")
+        except RuntimeError as error:
+            logger.warning("another rank has ended before its last saves were recorded: %s", error)
+
     def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
         """Ends this saver; ``close_engine`` is called when no other callback uses the engine."""
         _lightning.forget_batch_end_actions(self._trainer)

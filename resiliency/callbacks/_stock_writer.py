@@ -49,9 +49,13 @@ class StockWriter:
         if isinstance(refusal, WithoutMemory):
             self._give_up(step, str(refusal), refusal)  # torch.load would refuse what torch.save makes of it
             return False
+        if not self._trainer.is_global_zero:
+            logger.info(
+                "rank %d has no part in the checkpoint of step %d: %s", self._trainer.global_rank, step, refusal
+            )
+            return True  # rank 0 refuses it too and writes it, or is told, and says that there is none
         try:
-            if self._trainer.is_global_zero:
-                self._write(state, paths)
+            self._write(state, paths)
         except Exception as failure:  # Boundary: a state may hold anything, and training outlives a save of it.
             self._give_up(step, f"{refusal}. torch.save cannot either: {type(failure).__name__}: {failure}", failure)
             return False

@@ -419,9 +419,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         if self._saver is not None and self._saver.engine is not None:
             # Before strategies tear down the model. Teardown waits for slower tiers.
             self._saver.settle(Stage.COMMITTED, self._flush_timeout)
-            if trainer.world_size > 1:
-                # Ranks count each other's records in the store of rank 0, which ends with that process.
-                trainer.strategy.barrier("resiliency: every shard is recorded")
+            self._saver.wait_for_all_ranks()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._saver is None:

@@ -105,13 +105,18 @@ class Arena:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._prepared: deque[_Prepared] = deque(maxlen=8)
+        #: The agent has said that it cannot prepare a file.
+        self.none_to_come = False
         self._small_pages = False
         self._in_memory: dict[int, bool] = {}  # by device of the file system
 
     def offer(self, path: str, inode: int, nbytes: int) -> None:
-        """Notes a file that the agent has prepared; other ranks of the host may take it first."""
+        """Notes a file that the agent has prepared, or with "" that it cannot; other ranks of the host may take it
+        first."""
         with self._lock:
-            self._prepared.append(_Prepared(path, inode, nbytes))
+            self.none_to_come = not path
+            if path:
+                self._prepared.append(_Prepared(path, inode, nbytes))
 
     @property
     def prepared(self) -> int:
@@ -155,6 +160,8 @@ class Arena:
             lengthen(fd, nbytes, alone=writers == 1)
             mapping = mmap.mmap(fd, nbytes)
         except BaseException:
+            # What is there of it can be all that was left of the disk. Other ranks cannot end this step either.
+            _remove(path, fd)
             os.close(fd)
             raise
         # A forked child must not hold a file that the trainer has left.
@@ -184,6 +191,17 @@ class Arena:
     def learn(self, slot: Slot) -> None:
         """Notes what a finished copy into the file has shown about the pages of its file system."""
         self._small_pages = slot.small_pages
+
+
+def _remove(path: str, fd: int) -> None:
+    """Removes an open file, and the step's folder if nothing else is in it."""
+    try:
+        if os.path.samestat(os.lstat(path), os.fstat(fd)):
+            os.unlink(path)
+            os.rmdir(os.path.dirname(path))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            logger.info("%s stays until the next step is committed: %s", path, error)
 
 
 def _is(file: _Prepared) -> bool:

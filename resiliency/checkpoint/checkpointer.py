@@ -274,9 +274,11 @@ class Checkpointer:
     def _warm(self, parts: _Parts, nbytes: int, slots: int) -> None:
         if nbytes < SMALL_FILE:
             return  # a save makes its file by itself
+        parts.saves.process_messages()
+        parts.arena.none_to_come = False
         parts.session.client.send(Prepare(nbytes=nbytes, count=slots))
         deadline = time.monotonic() + _PREPARE_S + nbytes / _PREPARE_BYTES_PER_S
-        while not parts.arena.prepared and time.monotonic() < deadline:
+        while not parts.arena.prepared and not parts.arena.none_to_come and time.monotonic() < deadline:
             parts.saves.wait(max(0.0, deadline - time.monotonic()))
 
     # -- save -----------------------------------------------------------------------------------------------------
@@ -336,7 +338,7 @@ class Checkpointer:
         save_id = saves.next_id(step)
         self.fence()
         saves.process_messages()
-        if not self._wait_for_previous(parts, step):
+        if not self._wait_for_previous(parts, save_id):
             return None
         try:
             plan = self._planner.plan(
@@ -349,7 +351,7 @@ class Checkpointer:
                 replicated=replicated,
             )
         except Exception as error:  # Boundary: classes of the user may raise anything; the caller gets it.
-            saves.refuse(step, str(error))
+            saves.refuse(save_id, str(error))
             raise
         due, undo_schedule = parts.schedule.due(step)
         ticket = Ticket(
@@ -498,7 +500,7 @@ class Checkpointer:
     def _shard_path(self, step: StepId, shard: int) -> str:
         return os.path.join(self._local.directory, step_prefix(self.run, step), shard_file(shard))
 
-    def _wait_for_previous(self, parts: _Parts, step: int) -> bool:
+    def _wait_for_previous(self, parts: _Parts, save: StepId) -> bool:
         """Waits until the rank's previous shard is recorded; skips this save when that takes too long."""
         saves, in_flight = parts.saves, parts.saves.in_flight
         if in_flight is None:
@@ -518,7 +520,7 @@ class Checkpointer:
             )
             parts.session.client.give_up_agent()
         saves.skip(
-            step, f"step {in_flight.ticket.step} is not recorded yet; save less often or look at the agent's log"
+            save, f"step {in_flight.ticket.step} is not recorded yet; save less often or look at the agent's log"
         )
         return False
 

@@ -32,6 +32,10 @@ from resiliency.storage.shard_file import Chunk
 __all__ = ["RankShare", "box_fields", "box_nbytes", "describe", "itemsize", "plan_writes"]
 
 
+#: What stands for dtypes of so many bytes in DCP's planner, which counts bytes only, and does not know all dtypes.
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
 def describe(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
     """This rank's boxes as plain data, to be exchanged between ranks, the largest first.
 
@@ -97,7 +101,8 @@ def plan_writes(descriptions: Sequence[Sequence[Mapping[str, Any]]], *, rank: in
         ConfigError: ranks disagree about a tensor's shape or dtype, or a tensor has holes or overlaps.
     """
     boxes = [[box for box in mine if all(box["sizes"]) or not all(box["shape"])] for mine in descriptions]
-    shares = [[_chunk(item) for item in plan.items] for plan in _global_plan(boxes)]
+    dtypes = {box["key"]: dtype_from_name(box["dtype"]) for mine in boxes for box in mine}
+    shares = [[_chunk(item, dtypes[item.index.fqn]) for item in plan.items] for plan in _global_plan(boxes)]
     _check_volume(shares)
     return _finish(shares, rank)
 
@@ -128,7 +133,7 @@ def _global_plan(descriptions: Sequence[Sequence[Mapping[str, Any]]]) -> list[Sa
                     f"rank {writer} has tensor {box['key']!r} as {facts}, another rank as {known[box['key']]}; "
                     "tensors that differ from rank to rank belong into per_rank"
                 )
-            properties = TensorProperties(dtype=dtype_from_name(box["dtype"]))
+            properties = TensorProperties(dtype=_OF_SIZE[itemsize(dtype_from_name(box["dtype"]))])
             stored = ChunkStorageMetadata(offsets=torch.Size(box["offsets"]), sizes=torch.Size(box["sizes"]))
             items.append(
                 WriteItem(
@@ -151,15 +156,15 @@ def _global_plan(descriptions: Sequence[Sequence[Mapping[str, Any]]]) -> list[Sa
     return final
 
 
-def _chunk(item: WriteItem) -> Chunk:
+def _chunk(item: WriteItem, dtype: torch.dtype) -> Chunk:
     data = item.tensor_data
     assert data is not None
     return Chunk(
         item.index.fqn,
         tuple(data.chunk.offsets),
         tuple(data.chunk.sizes),
-        dtype_name(data.properties.dtype),
-        itemsize(data.properties.dtype),
+        dtype_name(dtype),
+        itemsize(dtype),
         tuple(data.size),
     )
 

@@ -6,7 +6,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from resiliency.agent.messages import Committed, Complete, Durable, Failed, FileReady, NameRefused, Notice, Recorded
+from resiliency.agent.messages import (
+    Committed,
+    Complete,
+    Durable,
+    Failed,
+    FileReady,
+    GiveUp,
+    NameRefused,
+    Notice,
+    Recorded,
+)
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.save_health import SaveHealth
@@ -77,14 +87,16 @@ class SaveTracker:
     # -- saves of this rank ---------------------------------------------------------------------------------------
 
     def next_id(self, step: int) -> StepId:
-        """Identity of the next save of ``step`` in this attempt."""
+        """Identity of a save of ``step`` that begins now. Call it once for each, also for one that is then skipped or
+        refused here: other ranks may save it, and the next one of that step must not be taken for it."""
         session = self._session
-        return StepId(step, session.attempt, session.token, self._serials.get(step, 0), session.lineage.line)
+        serial = self._serials.get(step, 0)
+        self._serials[step] = serial + 1
+        return StepId(step, session.attempt, session.token, serial, session.lineage.line)
 
     def begin(self, ticket: Ticket, supersedes: Sequence[str]) -> InFlightSave:
         """Registers a started save as the one in flight."""
         self._tickets[ticket.id] = ticket
-        self._serials[ticket.step] = ticket.id.serial + 1
         self._health.begin(ticket.tiers)
         self.in_flight = InFlightSave(ticket, supersedes=list(supersedes))
         return self.in_flight
@@ -113,20 +125,27 @@ class SaveTracker:
         )
         self._outcomes.append(Outcome(id=ticket.id, tier=LOCAL, stage=None, reason=reason, names=ticket.names))
         self._health.fail(ticket.step, reason, kind=kind)
-        self._give_up(ticket.id)
+        self._give_up(ticket.id, reason)
 
-    def skip(self, step: int, reason: str) -> None:
+    def skip(self, save: StepId, reason: str) -> None:
         """Reports that no save was started: an event, an outcome, and a warning the first time."""
         self.skipped += 1
-        self._session.events.emit(EventKind.CHECKPOINT_SKIPPED, step=step, reason=reason, tier=LOCAL)
-        self._outcomes.append(Outcome(id=self.next_id(step), tier=LOCAL, stage=None, reason=reason))
-        self._health.skip(step, reason)
+        self._session.events.emit(EventKind.CHECKPOINT_SKIPPED, step=save.step, reason=reason, tier=LOCAL)
+        self._outcomes.append(Outcome(id=save, tier=LOCAL, stage=None, reason=reason))
+        self._health.skip(save.step, reason)
+        self._give_up(save, reason)
 
-    def refuse(self, step: int, reason: str) -> None:
+    def refuse(self, save: StepId, reason: str) -> None:
         """Reports that a state cannot be stored: an event. The caller of the save gets the error, and warns."""
         self._session.events.emit(
-            EventKind.CHECKPOINT_FAILED, step=step, reason=reason, tier=LOCAL, stage=str(Stage.COPIED), will_retry=False
+            EventKind.CHECKPOINT_FAILED,
+            step=save.step,
+            reason=reason,
+            tier=LOCAL,
+            stage=str(Stage.COPIED),
+            will_retry=False,
         )
+        self._give_up(save, reason)
 
     def summarise(self) -> None:
         """Says how many saves were given up; call at the end."""
@@ -195,11 +214,13 @@ class SaveTracker:
                     self._session.client.send(Complete(id=other))
             return None
 
-    def _give_up(self, step: StepId) -> None:
-        """Tells the ranks that wait for this rank's part that it will not come."""
+    def _give_up(self, step: StepId, reason: str) -> None:
+        """Tells the ranks that wait for this rank's part, and the agent, that it will not come."""
         self._uncounted.discard(step)
         if self._counted:
             self._count(step, _GIVEN_UP)
+        if self._coordinator.world_size > 1:
+            self._session.client.send(GiveUp(id=step, reason=reason))
 
     def _given_up(self, step: StepId) -> None:
         """Another rank has given its part of a save up: the step will never be whole."""
@@ -207,6 +228,7 @@ class SaveTracker:
         ticket, reason = self._tickets.get(step), "another rank gave its part up"
         if ticket is None or ticket.failed:
             return
+        self._session.client.send(GiveUp(id=step, reason=reason))
         ticket.failed = reason
         self._outcomes.append(Outcome(id=step, tier=LOCAL, stage=None, reason=reason, names=ticket.names))
         self._health.fail(step.step, reason, kind="peer", own=False)
@@ -268,7 +290,9 @@ class SaveTracker:
                 self._health.not_durable(step, reason)
             else:
                 self._health.fail(step, reason, kind="agent", own=in_flight is not None)
-                self._give_up(message.id)
+                self._uncounted.discard(message.id)
+                if self._counted:
+                    self._count(message.id, _GIVEN_UP)
         self._outcomes.append(
             Outcome(
                 id=message.id,

@@ -28,7 +28,7 @@ from resiliency.checkpoint.shard_writer import FilePlan, OwnState, ShardPlan, St
 from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import ConfigError
 from resiliency.state.leaf_kinds import Box, has_memory, kind_of, kind_of_class, refusal
-from resiliency.state.structure import Structure, dump
+from resiliency.state.structure import Structure, dump, without_refused
 from resiliency.state.tree import dtype_from_name, keyed_leaves
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.shard_file import (
@@ -138,7 +138,13 @@ class ShardPlanner:
             if replicated is not None:
                 raise ConfigError("replicated= is for state trees; a WritePlan says what each rank holds")
             return self._plan_given(state, own, lazy, coordinator, agree_timeout)
-        structure = dump(state, is_leaf=_is_sharded)
+        try:
+            structure = dump(state, is_leaf=_is_sharded)
+        except ConfigError:
+            if host.writers and host.index == 0:
+                raise
+            # Its objects are those of another rank in the file: what only this rank cannot store is no reason.
+            structure = dump(without_refused(state, is_leaf=_is_sharded), is_leaf=_is_sharded)
         if structure.leaves:
             return self._plan_sharded(state, own, lazy, coordinator, agree_timeout)
         return self._plan_replicated(state, structure, own, lazy, replicated, host)

@@ -44,8 +44,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.storage import UntypedStorage
 
 from resiliency import faultpoints
+from resiliency.checkpoint import _freed_memory
 from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint._pages import has_small_pages, page_faults, view
 from resiliency.checkpoint._quiet import Question, can_ask
@@ -235,7 +237,8 @@ class Snapshot:
     _verdicts: list[TornSnapshot | Timeout | None] = field(default_factory=list)
     _decided: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
     _watch: _Watch | None = None
-    _kept: _Sources | None = None  # to be compared
+    _kept: _Sources | None = None  # to be compared; changed under the next lock
+    _comparing: threading.Lock = field(default_factory=threading.Lock)
     _fenced: bool = False
     _question: Question | None = None
     _by_main_thread: bool = field(default_factory=can_ask)
@@ -257,6 +260,11 @@ class Snapshot:
     def failure(self) -> BaseException | None:
         """Why the save is given up, as far as is known; after the fence, for good what the tensors are concerned."""
         return self.error or next(iter(self._verdicts), None)
+
+    @property
+    def reads_live_memory(self) -> bool:
+        """True when it reads tensors in host memory that others may change."""
+        return self.device is None and self._watch is not None and bool(self._watch.tensors)
 
     def settle(self) -> None:
         """Decides whether the copy is good, if it is done. Thread: training, which is in no kernel then. Blocks: no."""
@@ -299,8 +307,10 @@ class Snapshot:
                 self.error = failure
         if self.error is None:
             self.error = self._await_verdict() or self._compare()
-        self._kept = None
+        with self._comparing:
+            self._kept = None
         self.compared.set()
+        _freed_memory.release(self)
         if self.error is not None and self.slot is not None:
             self._discard()
         self._watch = None
@@ -433,9 +443,17 @@ class Snapshot:
         Thread: copy, once the training thread has agreed. Blocks: for reading the tensors; until the fence, if they
         have changed.
         """
-        sources, slot, watch = self._kept, self.slot, self._watch
-        if sources is None or slot is None or watch is None:
+        slot, watch = self.slot, self._watch
+        if slot is None or watch is None:
             return None
+        with self._comparing:
+            changed = {} if self._kept is None else self._changed_bytes(self._kept, slot)
+        if changed and watch.changed(self._quiet_counts(watch)):
+            return None  # after the copy, as far as anybody can tell
+        return self._torn(list(changed), how=" in a way that torch does not count (.data, a kernel of your own)")
+
+    def _changed_bytes(self, sources: _Sources, slot: Slot) -> dict[int, None]:
+        """Numbers of the storages that have other bytes now than the file."""
         changed: dict[int, None] = {}
         for index in self.job.mine:
             pieces = list(sources.within(*self.job.blocks.bounds(index)))
@@ -445,9 +463,25 @@ class Snapshot:
             if digest.hexdigest() != self.digests[index]:
                 different = [at for address, at, n in pieces if view(address, n) != view(slot.address + at, n)]
                 changed.update(dict.fromkeys(map(sources.storage_at, different)))
-        if changed and watch.changed(self._quiet_counts(watch)):
-            return None  # after the copy, as far as anybody can tell
-        return self._torn(list(changed), how=" in a way that torch does not count (.data, a kernel of your own)")
+        return changed
+
+    def let_go(self, storage: UntypedStorage) -> None:
+        """Returns when the memory of this storage is not read any more: the copy has ended, and is not compared.
+
+        Thread: any. Blocks: for the rest of the copy, which it helps with, if that reads the storage.
+        """
+        if self.compared.is_set():
+            return
+        begin, nbytes = storage.data_ptr(), storage.nbytes()
+        live = [copy for copy in self.job.copies if copy.storage >= 0]
+        if not any(begin <= (copy.address or copy.source.data_ptr()) < begin + nbytes for copy in live):
+            return
+        while self.work(helping=True):
+            continue
+        if not self.copied.wait(_HELPER_S):
+            logger.warning("a storage is resized while it is being copied, for which it was waited %.0f s", _HELPER_S)
+        with self._comparing:
+            self._kept = None
 
     def _finish_if_last(self) -> None:
         with self._lock:
@@ -515,6 +549,8 @@ class Copier:
             if not self._wake.wait_for(lambda: self._current is None, _HELPER_S):
                 raise Timeout(f"the previous snapshot was not done within {_HELPER_S:.0f} s")
             snapshot = Snapshot(job, on_done, DeviceCopies(job.device_copies) if job.device_copies else None)
+            if snapshot.reads_live_memory:
+                _freed_memory.guard(snapshot)
             self._current = snapshot
             self._wake.notify_all()
         return snapshot

@@ -45,7 +45,7 @@ from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["Located", "load_path", "locate"]
+__all__ = ["Located", "NameMoved", "load_path", "locate", "locate_and_load"]
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
     if identity is None:
         raise NoCheckpointFound(f"{where} is gone")
     in_folder = {_rank_of(info.key): info.key for info in tier.list(f"{name}/") if _rank_of(info.key) is not None}
-    if listing is None or 0 not in listing.records:
+    if listing is None or 0 not in listing.records or listing.id != identity.id:  # the name may have moved on meanwhile
         listing = StepListing(identity.id)
         if in_folder:
             listing.records = _records_of(tier, f"{name}/{MANIFEST}", identity)
@@ -242,9 +242,63 @@ def load_path(
 
     Raises:
         CorruptShard: names the file and the byte ranges that are bad.
+        NameMoved: the name is another step's by now; look it up again.
         TierError: the tier cannot be read.
         pickle.UnpicklingError: the state holds objects of classes that may not be loaded; says how to allow them.
     """
+    try:
+        return _load(located, rank, allow_pickle, keys)
+    except (CorruptShard, NoCheckpointFound, TierError, OSError) as error:
+        # No damage is reported where there is none: a job that saves moves its names.
+        now = read_name(located.tier, located.name) if located.name else None
+        if now is None or (now.run, now.id) == (located.run, located.id):
+            raise
+        raise NameMoved(
+            f"{located.tier.root}/{located.name} was {located.id} when it was looked up, and is {now.id} of run"
+            f" {now.run!r} now; look it up again"
+        ) from error
+
+
+def locate_and_load(
+    path: str, *, run: str | None = None, rank: int = 0, allow_pickle: bool = False
+) -> tuple[Located, Any, Any] | None:
+    """As :func:`locate` and :func:`load_path`, also of a name that a job moves on all the time.
+
+    Returns:
+        The step, its state tree and the per-rank tree; None when nothing of ours is there.
+
+    Raises:
+        As those two.
+    """
+    for tries in range(_MOVES, -1, -1):
+        before = _file_at(path)
+        try:
+            located = locate(path, run=run)
+            return None if located is None else (located, *load_path(located, rank=rank, allow_pickle=allow_pickle))
+        except (CorruptShard, NoCheckpointFound, TierError) as error:
+            if not tries or not (isinstance(error, NameMoved) or _file_at(path) != before):
+                raise
+            logger.info("%s is read again, because it is another file now: %s", path, error)
+    raise AssertionError  # the last try returns or raises
+
+
+def _file_at(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+class NameMoved(NoCheckpointFound):
+    """A name was of one step when it was looked up, and of another when it was read."""
+
+
+#: So often a name may move on while it is being read.
+_MOVES = 20
+
+
+def _load(located: Located, rank: int, allow_pickle: bool, keys: Callable[[str], bool] | None) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory(prefix="resiliency-") as scratch:
         if not located.is_checked:
             return _load_unchecked(located, scratch, rank, allow_pickle, keys)

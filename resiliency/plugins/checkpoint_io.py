@@ -27,7 +27,7 @@ import torch
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import ResiliencyError, UnsupportedFormat
-from resiliency.inspection.by_path import load_path, locate
+from resiliency.inspection.by_path import locate_and_load
 from resiliency.plugins._io_engines import EngineUse, FolderEngine
 from resiliency.plugins._lightning import torch_save_is_replaced, weights_only_of
 from resiliency.plugins.namespaces import AdapterClass
@@ -188,11 +188,14 @@ class TieredIO:
         """
         text = os.fspath(path)
         # A file says of which run it is; a folder may have several.
-        located = locate(text, run=self._run if os.path.isdir(text) else None)
-        if located is None:
+        found = locate_and_load(
+            text,
+            run=self._run if os.path.isdir(text) else None,
+            allow_pickle=weights_only_of(self.namespace, weights_only) is False,
+        )
+        if found is None:
             return _stock_load(self, path, map_location, weights_only)
-        loaded: dict[str, Any]
-        loaded, _ = load_path(located, allow_pickle=weights_only_of(self.namespace, weights_only) is False)
+        loaded: dict[str, Any] = found[1]
         if map_location is None or torch.device("cpu") == _device(map_location):
             return loaded
         # The bytes are good; torch knows best what any other location means.

@@ -29,7 +29,7 @@ from resiliency.errors import ConfigError
 from resiliency.state.describe import MEMO_BYTES, MEMO_FROM, STORAGE_CLASSES, Table, describe_all
 from resiliency.storage.shard_file import LEAF_PREFIX
 
-__all__ = ["Structure", "WithoutMemory", "dump"]
+__all__ = ["Structure", "WithoutMemory", "dump", "without_refused"]
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +190,31 @@ def dump(tree: Any, *, is_leaf: Callable[[type], bool] | None = None) -> Structu
             f" cannot be stored ({reason}); remove it from the state (for hyper-parameters:"
             " save_hyperparameters(ignore=[...]))"
         ) from error
+
+
+def without_refused(tree: Any, *, is_leaf: Callable[[type], bool] | None = None) -> Any:
+    """The tree with None in place of each object that :func:`dump` refuses; containers on the way are copied.
+
+    For a rank of whose Python objects nothing is stored. Slow: what is refused is pickled once for each level above it.
+    """
+    return _stripped(tree, is_leaf, set())
+
+
+def _stripped(tree: Any, is_leaf: Callable[[type], bool] | None, within: set[int]) -> Any:
+    if id(tree) in within:
+        return None  # it contains itself
+    try:
+        _dump(tree, is_leaf)
+    except Exception:  # Boundary: as in dump.
+        logger.debug("a %s is left out, or something in it", type(tree).__qualname__, exc_info=True)
+    else:
+        return tree
+    inner = within | {id(tree)}
+    if isinstance(tree, dict):
+        return {key: _stripped(value, is_leaf, inner) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_stripped(value, is_leaf, inner) for value in tree]
+    return None
 
 
 def _dump(tree: Any, is_leaf: Callable[[type], bool] | None) -> Structure:

@@ -221,8 +221,11 @@ def test_an_agent_stopped_for_a_moment_is_waited_for(config: AgentConfig) -> Non
         first.close()
 
 
-def test_a_flush_does_not_wait_for_a_stopped_agent(config: AgentConfig, caplog: pytest.LogCaptureFixture) -> None:
-    """Such as at the end of training: the save is committed by the next agent."""
+@pytest.mark.parametrize("how", ["flush", "message"])
+def test_who_waits_does_not_wait_for_a_stopped_agent(
+    config: AgentConfig, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Such as at the end of training, or for a path: the save is committed by the next agent."""
     rank = client_of(config)
     rank.open()
     try:
@@ -230,12 +233,53 @@ def test_a_flush_does_not_wait_for_a_stopped_agent(config: AgentConfig, caplog: 
         agent.suspend()
         rank.send(sealed(config))
         began = time.monotonic()
-        assert rank.flush(Stage.COMMITTED, timeout_s=60)
+        found: set[type] = set()
+        if how == "flush":
+            assert rank.flush(Stage.COMMITTED, timeout_s=60)
+        while Committed not in (found := found | {type(message) for message in rank.poll()}):
+            assert rank.wait_message(60)
         assert time.monotonic() - began < 2 * client_module._STOPPED_S + 15
-        assert Committed in {type(message) for message in rank.poll()}
         assert "was stopped by a signal" in caplog.text
     finally:
         rank.close()
+
+
+def test_an_agent_that_is_stopped_at_the_end_does_not_stay(
+    config: AgentConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = client_of(config)
+    rank.open()
+    (agent,) = agents_of(config)
+    agent.suspend()
+    began = time.monotonic()
+    rank.close(timeout_s=60)
+    assert time.monotonic() - began < client_module._STOPPED_S + 15
+    assert agents_of(config) == [] and "the next start finishes its work" in caplog.text
+
+
+def test_ranks_that_find_a_stopped_agent_at_the_same_moment_both_start_the_next(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kills it; of a process that has just been killed nothing can be read any more."""
+    old = client_of(config)
+    old.open()
+    (agent,) = agents_of(config)
+    agent.suspend()
+    old.close(timeout_s=0.1)
+    runs = client_module.Peer.runs
+
+    def killed_by_another(peer: client_module.Peer, word: str) -> bool:
+        assert runs(peer, word) and peer.kill() and peer.wait_gone(10)
+        monkeypatch.undo()
+        return runs(peer, word)
+
+    monkeypatch.setattr(client_module.Peer, "runs", killed_by_another)
+    new = client_of(next_attempt(config))
+    new.open()
+    try:
+        assert not new.embedded
+    finally:
+        new.close()
 
 
 # ---- the working directory

@@ -4,6 +4,8 @@ between hosts with folders of their own."""
 from __future__ import annotations
 
 import dataclasses
+import errno
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
-from resiliency.agent.messages import Committed, Complete, Failed, Notice, Recorded, Seal, SealedFile
+from resiliency.agent.messages import Committed, Complete, Failed, GiveUp, Notice, Recorded, Seal, SealedFile
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
 from resiliency.storage.blocks import Blocks, block_digest
@@ -352,3 +354,96 @@ def test_embedded_agents_of_a_host_with_its_own_folder_commit_send_and_delete_th
     for config in hosts:
         steps = Path(config.local.address, ".resiliency", "run", "steps")
         assert [path.name for path in steps.iterdir()] == [step_of(config, 2).dirname]
+
+
+# ---- given up
+
+
+def reasons(heard: list[tuple[int, Notice]], rank: int) -> list[str]:
+    return [said.reason for to, said in heard if to == rank and isinstance(said, Failed)]
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("order", ["seal first", "seal last"])
+def test_a_step_of_which_a_rank_gives_its_part_up_fails_for_the_others_and_leaves_no_file(
+    local: Path, start: Start, order: str
+) -> None:
+    config = config_for(local, world_size=2, local_ranks=(0, 1))
+    agent, heard = start(config)
+    steps = [
+        lambda: agent.handle(0, sealed(config)),
+        lambda: agent.handle(1, GiveUp(id=step_of(config, 1), reason="X")),
+    ]
+    for step in steps if order == "seal first" else reversed(steps):
+        step()
+        settle(agent)
+    agent.handle(1, GiveUp(id=step_of(config, 1), reason="X"))  # said again, to a new agent
+    settle(agent)
+    assert reasons(heard, 0) == ["rank 1: X"] and reasons(heard, 1) == []
+    assert (0, Recorded(id=step_of(config, 1))) in heard, "the next save may begin"
+    assert not shard_path(config, 1).parent.exists()
+    for rank in (0, 1):
+        agent.handle(rank, sealed(config, 2, rank))
+    settle(agent)
+    assert manifest_of(config, 2) is not None
+
+
+def test_a_part_that_cannot_be_recorded_takes_the_step_with_it(
+    local: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(local, world_size=2, local_ranks=(0, 1))
+    agent, heard = start(config)
+    agent.handle(0, sealed(config))
+    settle(agent)
+
+    monkeypatch.setattr(LocalTier, "put_bytes", full)
+    agent.handle(1, sealed(config, 1, 1))
+    settle(agent)
+    assert len(reasons(heard, 0)) == len(reasons(heard, 1)) == 1
+    assert not shard_path(config, 1).parent.exists()
+
+
+def test_a_step_that_may_be_committed_stays_whatever_is_said_of_it(
+    local: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(local, world_size=2, local_ranks=(0, 1))
+    agent, heard = start(config)
+    for rank in (0, 1):
+        agent.handle(rank, sealed(config, 1, rank))
+    settle(agent)
+    agent.close()
+    shard_path(config, 1).with_name("manifest.json").unlink()  # killed before, and another host's agent may write it
+    again, heard = start(dataclasses.replace(config, local_ranks=(1,)))
+    again._steps._steps.clear()
+    monkeypatch.setattr(LocalTier, "put_bytes", full)
+    again.handle(1, sealed(config, 1, 1))
+    again.handle(1, GiveUp(id=step_of(config, 1), reason="X"))
+    settle(again)
+    assert len(reasons(heard, 1)) == 1
+    assert {path.name for path in shard_path(config, 1).parent.iterdir()} >= {
+        f"shard-0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "ckpt")
+    }
+
+
+@pytest.mark.parametrize("gone", ["step=1.ckpt", "manifest.json"])
+def test_what_an_agent_that_was_killed_owes_a_step_of_several_hosts_the_next_one_gives(
+    local: Path, start: Start, gone: str
+) -> None:
+    """Killed between manifest and names: nobody else would ever give them."""
+    configs = [config_for(local, world_size=2, local_ranks=(rank,), node=f"n{rank}") for rank in (0, 1)]
+    agents = [start(config)[0] for config in configs]
+    for rank in (0, 1):
+        agents[rank].handle(rank, sealed(configs[rank], 1, rank, names=("step=1.ckpt",)))
+        settle(*agents)
+    name, manifest = local / "step=1.ckpt", shard_path(configs[0], 1).with_name("manifest.json")
+    assert name.exists() and manifest.exists()
+    agents[1].close()
+    missing = name if gone == name.name else manifest
+    shutil.rmtree(name)
+    if missing is manifest:
+        manifest.unlink()
+    settle(start(configs[1])[0])
+    assert name.exists() and manifest.exists()

@@ -19,6 +19,7 @@ from resiliency.agent.messages import Committed, Complete, Delete, Durable, Fail
 from resiliency.agent.protocol import config_to_json, pack
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
+from resiliency.storage import attempts
 from resiliency.storage.attempts import read_attempt, write_attempt
 from resiliency.storage.claims import claim_attempt
 from resiliency.storage.names import read_name
@@ -112,6 +113,26 @@ def test_nothing_is_recorded_committed_named_or_deleted_after_a_later_attempt_be
     assert snapshot(local) == before and snapshot(remote) == sent
     assert {type(message) for message in heard} == {Failed}
     assert all("attempt 2" in message.reason for message in heard if isinstance(message, Failed))
+
+
+def test_an_agent_stopped_while_it_started_does_not_bring_its_attempt_back(
+    local: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had read that no later attempt was there, and writes its own number over that of one that began meanwhile."""
+    old, heard = start(config_for(local))
+    save(old, 1)
+    new, _ = start(config_for(local, **LATER))
+    with monkeypatch.context() as patch:
+        patch.setattr(attempts, "read_attempt", lambda *_: 0)
+        write_attempt(str(local), RUN, 1)
+    late = sealed(old.config, 2)
+    before = snapshot(local)
+    heard.clear()
+    old.handle(0, late)
+    assert old.wait(Stage.DURABLE, timeout_s=20)
+    assert {type(message) for message in heard} == {Failed}
+    assert snapshot(local) == before
+    save(new, 2)
 
 
 def test_an_upload_in_progress_is_given_up_when_a_later_attempt_began(

@@ -31,10 +31,26 @@ class Uneven(pl.Callback):
         return self.tensors
 
 
+class Unpicklable(pl.Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"open": lambda: 0, "within": [{"lambda": lambda: 0, "kept": torch.ones(3)}]}
+
+
 class Raising(pl.Callback):
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if trainer.global_step == 5:
             raise RuntimeError("one rank only")
+
+
+def leaving(namespace: str, hook: str) -> Any:
+    """A callback that raises in a hook."""
+    callback = importlib.import_module(namespace).Callback()
+
+    def leave(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("this rank leaves")
+
+    setattr(callback, hook, leave)
+    return callback
 
 
 def dying(namespace: str, hook: str) -> Any:
@@ -53,6 +69,8 @@ def train(
     uneven: bool = False,
     ckpt_path: str | None = None,
     raising: int = -1,
+    odd: int = -1,
+    leaves: tuple[int, str] = (-1, ""),
     dies: tuple[int, str] = (-1, ""),
     namespace: str = PL,
     agent: str = "embedded",
@@ -75,6 +93,8 @@ def train(
     else:
         callback = (build(namespace) if own else stock(namespace))(directory, **given)
     callbacks = [callback, *([Uneven(rank)] if uneven else []), *([Raising()] if raising == rank else [])]
+    callbacks += [Unpicklable()] if odd == rank else []
+    callbacks += [leaving(namespace, leaves[1])] if leaves[0] == rank else []
     callbacks += [dying(namespace, dies[1])] if dies[0] == rank else []
     strategy = importlib.import_module(f"{namespace}.strategies").DDPStrategy(process_group_backend="gloo")
     trainer = make_trainer(

@@ -110,3 +110,11 @@ def test_one_rank_that_raises_alone_does_not_wait_for_the_other(zygote: Zygote, 
     assert {"step=3.ckpt", "last.ckpt"} <= names(tmp_path / "run")
     again = run(zygote, tmp_path / "run", max_steps=8, restart=1)
     assert [answer["step"] for answer in again] == [8, 8]
+
+
+def test_what_a_rank_other_than_0_cannot_store_is_no_reason_not_to_save(zygote: Zygote, tmp_path: Path) -> None:
+    """The stock class writes what rank 0 has, and so does the engine."""
+    answers = run(zygote, tmp_path / "run", max_steps=7, odd=1)
+    assert [answer["error"] for answer in answers] == ["", ""]
+    assert names(tmp_path / "run") == {"step=3.ckpt", "step=6.ckpt", "last.ckpt"}
+    assert [rank_state(tmp_path / "run" / "last.ckpt", rank=rank)["rank_state"]["rank"] for rank in (0, 1)] == [0, 1]

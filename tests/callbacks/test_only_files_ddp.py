@@ -15,7 +15,7 @@ import torch
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.single_files import find_single_files
 from resiliency.testing.zygote import Zygote
-from tests.callbacks.harness import NAMESPACES, differences, rank_state
+from tests.callbacks.harness import NAMESPACES, differences, names, rank_state
 from tests.callbacks.test_ddp import run
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +150,13 @@ def test_an_agent_killed_at_the_end_loses_nothing_and_the_next_fit_tidies_up(
     answers = fit(zygote, directory, max_steps=11, ckpt_path="last")
     assert [(answer["error"], answer["hash"]) for answer in answers] == [("", answer["hash"]) for answer in straight]
     assert answers[0]["files"] == answers[1]["files"] == ["last.ckpt", "step=6.ckpt", "step=9.ckpt"]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rank_that_fails_when_training_has_ended_fails_alone(own: bool, zygote: Zygote, tmp_path: Path) -> None:
+    answers = fit(zygote, tmp_path / "run", own=own, leaves=(1, "on_train_end"))
+    assert errors(answers) == ["", "this rank leaves"]
+    assert names(tmp_path / "run") == set(FILES)
 
 
 SPAWNED = """

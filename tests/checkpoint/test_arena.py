@@ -149,3 +149,22 @@ def test_what_a_copy_learned_about_pages_goes_on_to_the_next_file(tmp_path: Path
     arena.learn(slots[0])
     slots.append(arena.open(str(tmp_path / "2" / "shard"), PAGE))
     assert slots[1].small_pages
+
+
+@pytest.mark.parametrize("from_pool", [False, True])
+def test_a_file_for_which_there_is_no_room_does_not_keep_what_was_left_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_pool: bool
+) -> None:
+    """ext4 leaves the blocks that it has found."""
+
+    def until_the_disk_is_full(fd: int, start: int, nbytes: int) -> None:
+        os.ftruncate(fd, start + nbytes // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", until_the_disk_is_full)
+    arena = Arena()
+    if from_pool:
+        offer(arena, prepared(tmp_path, PAGE))
+    with pytest.raises(TierError, match="free space"):
+        arena.open(str(tmp_path / "steps" / "1" / "shard"), 8 * PAGE, writers=2)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "steps"]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from resiliency import faultpoints
-from resiliency.agent import uploader
+from resiliency.agent import file_pool, uploader
 from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint import shard_writer, snapshot
 from resiliency.checkpoint.checkpointer import Checkpointer
@@ -184,6 +184,26 @@ def test_who_waits_for_a_save_whose_end_fails_is_told_at_once(local: Path, monke
                 ticket.wait(timeout=SOON)
             assert time.monotonic() - began < SOON.total_seconds() / 2
         assert saved(checkpointer, 3)
+
+
+def test_a_warm_up_does_not_wait_for_a_file_that_cannot_be_prepared(
+    local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has no room for it now. Jobs of several ranks warm up before they train."""
+    real = file_pool.write_zeros
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with make_checkpointer(LocalTierOptions(directory=str(local), keep=1)) as checkpointer:
+        monkeypatch.setattr(file_pool, "write_zeros", full)
+        began = time.monotonic()
+        checkpointer.warm_up(nbytes=2 << 20)
+        assert time.monotonic() - began < checkpointer_module._PREPARE_S / 2
+        monkeypatch.setattr(file_pool, "write_zeros", real)
+        checkpointer.warm_up(nbytes=2 << 20)
+        assert list(local.glob(".resiliency/*/files/*.free"))
+        assert saved(checkpointer, 1)
 
 
 def test_prepared_files_removed_behind_our_back(local: Path) -> None:

@@ -22,7 +22,7 @@ from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint import shard_plan as shard_plan_module
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
-from resiliency.errors import ResiliencyError
+from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import (
@@ -358,3 +358,49 @@ def test_no_tensor_of_an_earlier_save_is_kept_in_memory(tmp_path: Path) -> None:
             assert [reference() is None for reference in alive] == [True] * 3
 
     job.run(work)
+
+
+@pytest.mark.parametrize("how", ["skipped", "refused"])
+def test_of_two_saves_of_one_step_a_rank_that_missed_the_first_has_no_part_in_it(tmp_path: Path, how: str) -> None:
+    """Or its part of the second would complete the first: a state, and what a rank has for itself, of two moments."""
+    job = Job(tmp_path, 2)
+
+    def work(mine: int, checkpointer: Checkpointer) -> Any:
+        late = mine == 1
+        if late and how == "skipped":
+            checkpointer._parts().saves.next_id(1)
+        elif late:
+            with pytest.raises(ConfigError):
+                checkpointer.save(1, make_state(1), per_rank={"moment": lambda: 1})
+        else:
+            assert checkpointer.save(1, make_state(1), per_rank={"moment": 1}) is not None
+            checkpointer.flush(Stage.RECORDED, timeout=SOON)
+        ticket = checkpointer.save(1, make_state(2), per_rank={"moment": 2})
+        assert ticket is not None
+        ticket.wait(timeout=SOON)
+        restored = checkpointer.load()
+        assert restored is not None and differences(restored.state, make_state(2)) == []
+        return restored.per_rank
+
+    assert job.run(work) == [{"moment": 2}, {"moment": 2}]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_refuses_no_rank_waits_for_and_nothing_of_it_stays(tmp_path: Path, rank: int) -> None:
+    """A rank that refuses every save must not fill the disk with the other ranks' parts."""
+    job = Job(tmp_path, 2)
+
+    def work(mine: int, checkpointer: Checkpointer) -> None:
+        for step in (1, 2):
+            if mine == rank:
+                with pytest.raises(ConfigError):
+                    checkpointer.save(step, make_state(step), per_rank=lambda: 1)
+                continue
+            ticket = checkpointer.save(step, make_state(step))
+            assert ticket is not None
+            with pytest.raises(ResiliencyError, match="another rank gave its part up"):
+                ticket.wait(timeout=SOON)
+            checkpointer.flush(Stage.COMMITTED, timeout=SOON)
+
+    job.run(work)
+    assert step_dirs(tmp_path / "shared") == {}

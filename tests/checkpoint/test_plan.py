@@ -18,7 +18,9 @@ from resiliency.errors import ConfigError
 from resiliency.storage.shard_file import Chunk
 
 SETTINGS = settings(deadline=None, database=None, max_examples=60, suppress_health_check=list(HealthCheck))
+# The last three DCP's planner does not know.
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+DTYPES += [torch.complex128, torch.bits8, torch.bits16, torch.uint4]
 
 
 def meta(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:

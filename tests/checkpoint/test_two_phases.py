@@ -7,11 +7,13 @@ copy thread still reads or has just read, and no count has moved when the copy i
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -258,3 +260,44 @@ def test_it_is_looked_for_ever_more_rarely(checkpointer: Checkpointer, monkeypat
 
 def test_nothing_is_given_up_when_nothing_changes(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert uncounted(checkpointer, lambda weight: weight.sum(), 9, monkeypatch) == []
+
+
+@pytest.mark.parametrize("compared", [True, False])
+def test_memory_that_is_freed_under_a_late_copy_is_copied_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: bool
+) -> None:
+    """In a fork, which must not end with SIGSEGV: sharding and offloading code frees parameters so."""
+    states = [{str(i): torch.full((500_000,), float(step)) for i in range(8)} for step in (1, 2, 3)]
+
+    def work() -> None:
+        local = LocalTierOptions(directory=str(tmp_path))
+        with Checkpointer(local, run="r", rank=0, world_size=1, options=ALL_LATE) as made:
+            for step, state in enumerate(states, 1):
+                if step == 3 and compared:  # the fourth is compared too
+                    made._late_saves = 3
+                ticket = save(made, step, state, names=[f"{step}.ckpt"], lazy=True)
+                for tensor in reversed(state.values()):
+                    tensor.untyped_storage().resize_(0)
+                made.fence()
+                ticket.wait(timeout=SOON)
+        assert "resize_" not in vars(torch.UntypedStorage)
+
+    assert forked(work) == 0
+    for step in (1, 2, 3):
+        found = torch.load(tmp_path / f"{step}.ckpt")
+        assert all(tensor.eq(step).all() and len(tensor) == 500_000 for tensor in found.values()) and len(found) == 8
+
+
+def forked(work: Callable[[], None]) -> int:
+    """How a child ends that does this: 0, or the signal that ended it, negative."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

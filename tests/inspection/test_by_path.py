@@ -8,13 +8,15 @@ import pickle
 import shutil
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 import torch
 
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
-from resiliency.inspection.by_path import load_path, locate
+from resiliency.inspection import by_path
+from resiliency.inspection.by_path import NameMoved, load_path, locate, locate_and_load
 from resiliency.testing.checkpoints import (
     RUN,
     Series,
@@ -153,6 +155,34 @@ def test_a_name_that_moves_on_after_it_was_looked_up_gives_the_step_it_was_or_sa
         with pytest.raises(NoCheckpointFound, match="look it up again"):
             load_path(located)
         assert step_of(name) == 20
+
+
+def test_a_name_that_moves_on_while_it_is_read_is_no_damage(series: Series, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first step is deleted meanwhile, as with save_top_k=1 or on a ramdisk."""
+    name = series.local_dir / "last.ckpt"
+    os.link(series.local_dir / "step=10.ckpt", name)
+    located = locate(str(name))
+    assert located is not None and located.is_checked
+    now = locate
+
+    def moved_on(path: str, **further: Any) -> Any:
+        found = now(path, **further)
+        if located.id == (found and found.id):
+            name.unlink()
+            os.link(series.local_dir / "step=20.ckpt", name)
+            shutil.rmtree(step_dir(series.local_dir, RUN, 10))
+        return found
+
+    monkeypatch.setattr(by_path, "locate", moved_on)
+    found = locate_and_load(str(name), rank=1)
+    assert found is not None and found[0].id.step == 20
+    assert differences(found[1:], (make_state(20), Series.per_rank(20, 1))) == []
+    with pytest.raises(NameMoved, match="look it up again"):
+        load_path(located)
+    flip_bits(name, [(5000, 5001)])
+    with pytest.raises(CorruptShard, match=r"last\.ckpt"):
+        locate_and_load(str(name))
+    assert locate_and_load(str(series.root / "nothing.ckpt")) is None
 
 
 def test_a_copy_beside_its_step_is_checked(series: Series, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.errors import ConfigError
 from resiliency.state.harmless import harmless_classes
-from resiliency.state.structure import dump
+from resiliency.state.structure import dump, without_refused
 from resiliency.state.unpickle import unpickle
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import bytes_of, make_checkpointer
@@ -667,3 +667,13 @@ def test_weights_that_are_tied_in_the_checkpoint_fill_weights_that_are_not_and_t
     tied = torch.zeros(40, 50)
     assert trip.checkpointer.load(into={"a": tied, "b": tied}) is not None
     assert torch.equal(tied, weight)
+
+
+def test_what_is_refused_is_left_out_of_a_copy_and_nothing_else() -> None:
+    kept = {"w": torch.ones(3)}
+    tree: dict[str, Any] = {"bad": lambda: 0, "list": [kept, {"worse": open}, (1, lambda: 0)], "kept": kept}
+    tree["list"].append(tree)
+    found = without_refused(tree)
+    assert found == {"bad": None, "list": [kept, {"worse": open}, [1, None], None], "kept": kept}
+    assert found["kept"] is kept and tree["bad"] is not None
+    assert len(dump(found).extents) == 1

@@ -184,6 +184,7 @@ class _Training:
     def _save(self) -> None:
         session, step = self._checkpointer.session, self._step
         key = key_of(step, session.attempt, session.token, self._saved.get(step, 0))
+        self._saved[step] = self._saved.get(step, 0) + 1  # a save that is skipped counts too
         state = {"key": key, "step": step, **self._model.state()}
         own = {"rank": self._rank, "key": key, "rng": torch.full((50,), self._rank * 1000 + step)}
         name = f"step={step}.ckpt"
@@ -201,7 +202,6 @@ class _Training:
         if ticket is None:
             self._ledger.write("skipped", key=key)
             return
-        self._saved[step] = ticket.id.serial + 1
         self._names = self._names[-2:] + [name for name in names if name != "last.ckpt"]
         if key != key_of(step, ticket.id.attempt, ticket.id.token, ticket.id.serial):
             self._ledger.write("wrong", text=f"the save that was to be {key} became {ticket.id}")
