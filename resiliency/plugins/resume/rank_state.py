@@ -74,6 +74,7 @@ class RankState:
         self._placed = self._advancing = self._restarted = self._finished_batch = False
         self._metrics_restored = False
         self._rng_before_validation: rng.Rng | None = None  # while one runs, or was ended by an exception
+        self._rng_of_validation: rng.Rng | None = None  # before the last one
         self._persistent_open = False  # the save had validation loaders whose workers were running
         self._counts: dict[int, int] = {}  # of the metrics' updates before the validation that is running
         self._warned: set[str] = set()
@@ -141,6 +142,8 @@ class RankState:
             "rng": rng.snapshot(),
             "persistent_validation": _has_persistent_workers(trainer),
         }
+        if loop_repairs.repeats_validation(trainer):
+            state["validated"] = self._rng_of_validation
         if self._rng_before_validation is not None and loop_repairs.is_within_validation(trainer):
             state["rng"] = self._rng_before_validation  # a restart runs all of it again
         if hasattr(trainer.fit_loop, "_last_train_dl_reload_epoch"):
@@ -333,10 +336,17 @@ class RankState:
         if self._persistent_open:
             self._persistent_open = False
             self._open_persistent()
-        self._rng_before_validation = rng.snapshot()
+        self._rng_before_validation = self._rng_of_validation = rng.snapshot()
         self._counts = update_counts(self._trainer.lightning_module)
+        pending = self._pending if loop_repairs.validates_at_restart(self._trainer) else None
+        repeated = pending.get("validated") if pending is not None else None
+        if repeated is not None:
+            rng.restore(repeated)  # the last validation of before the save runs again: with the same random numbers
         result = original(*args, **kwargs)
-        self._rng_before_validation = None  # after an exception the save in on_exception needs it
+        before, self._rng_before_validation = self._rng_before_validation, None  # a save in on_exception needs it
+        if pending is not None:
+            pending["rng"] = before if repeated is not None else rng.snapshot()
+            rng.restore(pending["rng"])
         return result
 
     def _pass_over_validation(self, original: Callable[[], None]) -> None:
