@@ -183,8 +183,9 @@ class EngineModelCheckpoint(StockModelCheckpoint):
 
         Blocks: until the paths are committed.
         """
-        for paths in (self.best_model_path, self.last_model_path, self.kth_best_model_path, self.best_k_models):
-            del paths  # reading has waited
+        if vars(self).get("_saver") is not None:
+            for name in ("best_model_path", "last_model_path", "kth_best_model_path", "best_k_models"):
+                getattr(self, name)  # reading waits
         return {**vars(self), "_saver": None, "_in_own_hook": 0}
 
     def _generate_state_key(self, **kwargs: Any) -> str:
