@@ -39,7 +39,7 @@ def refuse_unknown(names: Iterable[str], stock: Callable[..., Any], own: Callabl
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *ours], n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join([*known, *ours])}"
-            raise TypeError(f"ModelCheckpoint has no argument {name!r}; {hint}")
+            raise TypeError(f"ModelCheckpoint.__init__() got an unexpected keyword argument {name!r}; {hint}")
 
 
 def check_own(**values: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +75,16 @@ def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
     return max(found, default=None)
 
 
-def newest_file(key: EngineKey) -> set[str]:
-    """The path of the newest step, if its job has left only files; empty otherwise."""
-    files = single_files_of(LocalTier(key.directory), key.run)
-    return {os.path.join(key.directory, file.name) for file in files[-1:]}
+def newest_file(key: EngineKey, *, prefer: Iterable[str] = ()) -> set[str]:
+    """The path of the newest step, if its job has left only files; empty otherwise.
+
+    Args:
+        prefer: of the names of that step, one of these paths.
+    """
+    for file in single_files_of(LocalTier(key.directory), key.run)[-1:]:
+        found = os.path.join(key.directory, file.name)
+        return {next((path for path in sorted(prefer) if os.path.samefile(path, found)), found)}
+    return set()
 
 
 def _listings(trainer: Any, places: CheckpointPlaces) -> Iterator[StepListing]:

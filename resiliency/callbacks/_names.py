@@ -58,7 +58,9 @@ def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:
     if "://" not in dirpath:
         for folder, folders, files in os.walk(dirpath):
             folders[:] = [name for name in folders if name != META_DIR]
-            names |= {os.path.relpath(os.path.join(folder, name), dirpath) for name in (*files, *folders)}
+            # A link to nothing is no checkpoint, as the stock class sees it.
+            there = [path for name in (*files, *folders) if os.path.exists(path := os.path.join(folder, name))]
+            names |= {os.path.relpath(path, dirpath) for path in there}
     return sorted(name for name in names if name.endswith(ending))
 
 

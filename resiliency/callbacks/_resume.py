@@ -120,8 +120,22 @@ class Resume:
             key for key in self._users if key in self._offers or key.newest in self.last_candidates
         )
         if newest is not None:
-            return self._resume_from(newest)
+            chosen = self._resume_from(newest)
+            if not self._is_file_of(text, newest[0]):
+                return chosen
+            self.protected.add(os.path.abspath(text))
+            return path
         return path if os.path.exists(path) and not os.path.isdir(path) else None
+
+    def _is_file_of(self, path: str, step: StepId) -> bool:
+        """True when the file that Lightning has found is that step, and no other rank may see another file."""
+        if self._trainer.world_size > 1 or not os.path.isfile(path):
+            return False
+        try:
+            located = locate(path)
+        except (ConfigError, NoCheckpointFound, TierError):
+            return False
+        return located is not None and located.id == step
 
     def _chosen_runs(self) -> list[EngineKey]:
         """The runs to resume from when the user named no checkpoint. Collective: yes."""

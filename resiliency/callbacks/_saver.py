@@ -56,6 +56,7 @@ class CheckpointSaver:
     Args:
         callback: the callback whose settings apply; loggers get it in ``after_save_checkpoint``.
         lazy: copy tensors that may be copied late while the next forward and backward run, where the hook allows it.
+        flush_timeout: how long the end of training waits.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class CheckpointSaver:
         *,
         options: CheckpointerOptions,
         lazy: bool,
+        flush_timeout: timedelta,
     ) -> None:
         self.session = session
         self.places = places
@@ -78,6 +80,7 @@ class CheckpointSaver:
         self._adapter = adapter
         self._options = options
         self._lazy = lazy
+        self._flush_timeout = flush_timeout
         self._collecting = False
         self._overlap = False
         self._missed_saves = 0
@@ -325,6 +328,18 @@ class CheckpointSaver:
         self._save_paths.append(path)
         self._carry_out_unless_collecting()
 
+    def save_at_once(self, path: str, timeout: timedelta) -> None:
+        """Saves the current step under this path, also while requests are collected, and waits until it is there.
+
+        Blocks: for the copy and up to ``timeout`` for the commit.
+        """
+        collecting, self._collecting = self._collecting, False
+        try:
+            self.save(path)
+        finally:
+            self._collecting = collecting
+        self.wait_for([path], timeout)
+
     def collect_from_trainer(self, path: str) -> None:
         """Asks for a save through a ``trainer.save_checkpoint`` that other code has replaced; :meth:`save_collected`
         follows. It sees every path, and nothing is saved when it does not call Lightning's.
@@ -409,7 +424,8 @@ class CheckpointSaver:
         if engine.pending:
             self.session.fence()
         self.session.level_lines()
-        if _lightning.about_to_end(trainer):
+        ends = _lightning.about_to_end(trainer)
+        if ends:
             engine.flush(Stage.COMMITTED, timeout=_LAST_SAVE_TIMEOUT)
         state = dumped or self._adapter.dump_state(trainer, weights_only=callback.save_weights_only)
         rank_state = self.session.resume.rank_state
@@ -458,6 +474,10 @@ class CheckpointSaver:
         self.session.register_save(self.places.key, ticket, self)
         if engine.pending:
             self.session.fence_before_steps()
+        if ends and not self._others_may_be_missing:
+            # The end of training would wait for it a moment later; so it is there in other callbacks' on_train_end.
+            self.session.fence()
+            self.settle(Stage.COMMITTED, self._flush_timeout)
         return True
 
     def _write_as_stock(self, state: dict[str, Any], names: list[str], refusal: Exception) -> bool:

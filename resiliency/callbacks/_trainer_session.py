@@ -31,7 +31,7 @@ from resiliency.errors import ConfigError
 from resiliency.storage.step_id import StepId
 from resiliency.telemetry.step_events import StepEvents, log_steps
 
-__all__ = ["OutcomeReceiver", "TrainerSession", "load_in_session", "trainer_session"]
+__all__ = ["OutcomeReceiver", "TrainerSession", "load_in_session", "sessions_using", "trainer_session"]
 
 logger = logging.getLogger(__name__)
 
@@ -272,6 +272,11 @@ def _close_abandoned(new: TrainerSession) -> None:
         if session is not new and session.is_abandoned:
             logger.info("closing the checkpoint engine that an earlier fit left open when it failed")
             session.abandon()
+
+
+def sessions_using(key: EngineKey) -> list[TrainerSession]:
+    """Those of fits that are not over and have the engine of these places open in this process."""
+    return [session for session in list(_live) if key in session.engines and not session.is_abandoned]
 
 
 #: Process whose end closes what is open.

@@ -31,7 +31,7 @@ from resiliency.callbacks._places import CheckpointPlaces, choose_places
 from resiliency.callbacks._resume import Process
 from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.callbacks._step_hooks import StepHooks
-from resiliency.callbacks._trainer_session import load_in_session, trainer_session
+from resiliency.callbacks._trainer_session import load_in_session, sessions_using, trainer_session
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
 from resiliency.errors import ConfigError
@@ -43,6 +43,7 @@ from resiliency.plugins.strategies.registry import adapter_for
 from resiliency.settings import environment
 from resiliency.storage.interval import Interval
 from resiliency.storage.stage import Stage
+from resiliency.storage.tiers import unknown_store
 
 if TYPE_CHECKING:
     from resiliency.callbacks._stock import StockModelCheckpoint
@@ -71,6 +72,9 @@ class _OfInstances:
 
 class EngineModelCheckpoint(StockModelCheckpoint):
     """Adds the engine to a stock ``ModelCheckpoint``; see the module docstring.
+
+    Where a derived class has a ``_save_checkpoint`` or ``_remove_checkpoint`` of its own, the file is there when ours
+    returns, as with the stock class.
 
     A checkpoint whose path is not below ``dirpath``, hidden there, or no valid file name in UTF-8, is written by the
     stock class, as are all when the engine does not support the strategy, or the Trainer has a CheckpointIO plugin that
@@ -174,6 +178,16 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         self._warned_of_stock_file = False
         super().__init__(*args, **kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle made in a fit has the paths of that moment, which exist then, and no engine.
+
+        Blocks: until the paths are committed.
+        """
+        if vars(self).get("_saver") is not None:
+            for name in ("best_model_path", "last_model_path", "kth_best_model_path", "best_k_models"):
+                getattr(self, name)  # reading waits
+        return {**vars(self), "_saver": None, "_in_own_hook": 0}
+
     def _generate_state_key(self, **kwargs: Any) -> str:
         """That of the stock class, so that either reads the other's checkpoints; derived classes have their own."""
         key = super()._generate_state_key(**kwargs)
@@ -200,6 +214,13 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         _lightning.patch_load_checkpoint(trainer, partial(load_in_session, trainer))
         if stage != "fit" or trainer.fast_dev_run or not self._is_new_fit(trainer):
             return
+        unsuited = self._unsuited(self.dirpath) or self._used_by_another_fit(trainer)
+        if unsuited:
+            logger.warning(
+                "%s; Lightning's own code saves these checkpoints (slower, not verified, not used by auto_resume)",
+                unsuited,
+            )
+            return
         adapter = adapter_for(trainer.strategy)
         if adapter is None:
             logger.warning(
@@ -209,6 +230,22 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             )
             return
         self._use_engine(trainer, adapter)
+
+    def _unsuited(self, dirpath: Any) -> str:
+        """Why the engine cannot write to an address that the stock class can write to; "" when it can."""
+        unknown = unknown_store(str(dirpath))
+        if unknown:
+            return unknown
+        if str(dirpath).startswith("memory://") and self._engine_options.agent != "embedded":
+            return f"{dirpath} is memory of this process, which the agent does not share"
+        return ""
+
+    def _used_by_another_fit(self, trainer: Any) -> str:
+        """Why the engine cannot write because a fit around this one writes there; "" when it can."""
+        key = self._places(self.dirpath).key
+        if any(session is not trainer_session(trainer) for session in sessions_using(key)):
+            return f"another fit in this process saves checkpoints of run {key.run!r} to {key.directory}"
+        return ""
 
     def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
         """As in the stock class, which imports every installed object store's package to look at a local folder.
@@ -236,7 +273,15 @@ class EngineModelCheckpoint(StockModelCheckpoint):
     def _use_engine(self, trainer: Any, adapter: StrategyAdapter) -> None:
         session = trainer_session(trainer)
         places = self._places(self.dirpath, only_files=not _wants_log(trainer))
-        saver = CheckpointSaver(self, session, adapter, places, options=self._engine_options, lazy=self._lazy)
+        saver = CheckpointSaver(
+            self,
+            session,
+            adapter,
+            places,
+            options=self._engine_options,
+            lazy=self._lazy,
+            flush_timeout=self._flush_timeout,
+        )
         session.register(saver)
         self._saver = saver
         if self._exact_resume:
@@ -260,15 +305,18 @@ class EngineModelCheckpoint(StockModelCheckpoint):
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         found = super()._find_last_checkpoints(trainer)
-        if self.save_weights_only:
+        if self.save_weights_only or trainer.state.fn != "fit" or _lightning.other_writer(trainer):
             return found
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            key = self._places(self.dirpath or self._ModelCheckpoint__resolve_ckpt_dir(trainer)).key
+            dirpath = self.dirpath or self._ModelCheckpoint__resolve_ckpt_dir(trainer)
+            if self._unsuited(dirpath):
+                return found
+            key = self._places(dirpath).key
         newest = key.newest
         ours = {path for path in found if not is_stock(path)}
         # "last" is the newest step, whatever its name, so that every rank finds the same one.
-        candidates = {newest} if os.path.isdir(newest) else newest_file(key) or ours
+        candidates = {newest} if os.path.isdir(newest) else newest_file(key, prefer=ours) or ours
         trainer_session(trainer).resume.last_candidates |= candidates | {newest}
         return (found - ours) | candidates
 
@@ -291,8 +339,14 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         self._last_checkpoint_saved = filepath
         if wrapped:
             saver.save_collected()
+        elif self._overrides("_save_checkpoint") or self._overrides("_remove_checkpoint"):
+            saver.save_at_once(filepath, self._flush_timeout)
         else:
             saver.save(filepath)
+
+    def _overrides(self, method: str) -> bool:
+        """True when a derived class, or code that has replaced the method, wants to do more than this class does."""
+        return method in vars(self) or getattr(type(self), method) is not getattr(EngineModelCheckpoint, method)
 
     def _warn_of_stock_file(self, filepath: str) -> None:
         if self._saver is not None and not self._warned_of_stock_file:
@@ -302,7 +356,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
                 " written by the stock class (slow, not verified, not used by auto_resume); pass the folder as"
                 " dirpath=",
                 filepath,
-                self.dirpath,
+                self._saver.places.dirpath,
             )
 
     _link_checkpoint = _OfInstances("_link")
@@ -320,14 +374,15 @@ class EngineModelCheckpoint(StockModelCheckpoint):
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
         saver = self._saver
-        if saver is None or (saver.name_of(previous) is None and saver.is_below_dirpath(previous)):
+        if saver is None or saver.name_of(previous) is None:
             return super()._should_remove_checkpoint(trainer, previous, current)
-        return previous != current and saver.is_below_dirpath(previous) and not saver.is_protected(previous)
+        return previous != current and not saver.is_protected(previous)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        # A file of the stock class is removed at once only when the stock class wrote its replacement too.
+        # A file of the stock class is removed at once only when the stock class, or a derived one, wrote its
+        # replacement too.
         saver = self._saver_of(str(filepath)) or self._saver_of(self._last_checkpoint_saved)
-        if saver is None:
+        if saver is None or (is_stock(str(filepath)) and is_stock(self._last_checkpoint_saved)):
             super()._remove_checkpoint(trainer, filepath)
         else:
             saver.remove(str(filepath))

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from resiliency.errors import ConfigError, NoCheckpointFound
+from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
 from resiliency.storage.catalog import StepListing, find_runs, run_prefix, scan, step_prefix
 from resiliency.storage.format_version import earlier_format, refuse_format
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, gather_records
 from resiliency.storage.names import read_name
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import Identity
-from resiliency.storage.single_files import find_single_files, single_files_of
+from resiliency.storage.single_files import find_single_files, single_file_at, single_files_of
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
@@ -221,7 +221,12 @@ def _is_step_of(tier: Tier, identity: Identity, name: str) -> bool:
     """True when the step of a file is one of the tier's."""
     if next(iter(tier.list(run_prefix(identity.run))), None) is not None:
         return True
-    return any((file.manifest.id, file.name) == (identity.id, name) for file in single_files_of(tier, identity.run))
+    try:
+        step = single_file_at(tier, identity.run, name)
+    except (CorruptShard, OSError) as error:
+        logger.debug("%s/%s is not counted as a checkpoint: %s", tier.root, name, error)
+        return False
+    return step is not None and step.id == identity.id
 
 
 def _identity(address: str, opening: Callable[[str], Tier]) -> Identity | None:
@@ -233,8 +238,11 @@ def _identity(address: str, opening: Callable[[str], Tier]) -> Identity | None:
 
 def _named_step(tier: Tier, name: str) -> tuple[str, StepId] | None:
     """(run, step) that a name means by the manifests, though there is no file of that name."""
-    for run in runs_in(tier):
-        names = live_names([found.manifest for found in listings(tier, run) if found.manifest is not None])
+    manifests = [found.manifest for run in find_runs(tier) for found in scan(tier, run)]
+    if tier.is_local:
+        manifests += [file.manifest for file in find_single_files(tier.root, below=False)]
+    for run in sorted({manifest.run for manifest in manifests if manifest is not None}):
+        names = live_names([manifest for manifest in manifests if manifest is not None and manifest.run == run])
         if name in names:
             return run, names[name]
     return None

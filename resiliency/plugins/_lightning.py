@@ -215,9 +215,20 @@ def other_writer(trainer: Any) -> str:
     stock = type(io).__name__ == "TorchCheckpointIO" and type(io).__module__.startswith(_FABRICS)
     if not stock and not type(io).__module__.startswith("resiliency."):
         return f"the CheckpointIO plugin {type(io).__name__} of this Trainer"
+    strategy = trainer.strategy
+    if any(_is_users(strategy, method) for method in ("save_checkpoint", "remove_checkpoint")):
+        return f"the strategy {type(strategy).__name__} of this Trainer, which has methods of its own for that"
     if torch_save_is_replaced():
         return f"a function that other code has put in the place of torch.save ({torch.save!r})"
     return ""
+
+
+def _is_users(strategy: Any, method: str) -> bool:
+    """True when other code than Lightning's has overridden or replaced a method of a strategy."""
+    if method in vars(strategy):
+        return True
+    owner = next(cls for cls in type(strategy).__mro__ if method in vars(cls))
+    return not owner.__module__.startswith(_FABRICS)
 
 
 def torch_save_is_replaced() -> bool:

@@ -6,7 +6,8 @@ nothing that they do not, and :func:`drop_folders` removes it: a folder with che
 leaves it. :func:`restore_folders` is the inverse.
 
 Files that the user has renamed, or copied here from somewhere else, are not taken for steps: a file is one only under a
-name that its record lists. Only names without a folder count.
+name that its record lists. Of names in folders below ("val/loss=0.5.ckpt") those in up to two folders count that end
+with ".ckpt": whatever else is below need not be opened.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +41,7 @@ __all__ = [
     "read_shard_inside",
     "read_single_file",
     "restore_folders",
+    "single_file_at",
     "single_files_of",
 ]
 
@@ -46,6 +50,8 @@ logger = logging.getLogger(__name__)
 #: Folders of these names are being removed, or made.
 _DROPPED, _RESTORED = "dropped-", "restored-"
 _OLD_S = 3600.0
+#: Folders below the root in which names count, and how they end there.
+_DEPTH, _ENDING = 2, ".ckpt"
 
 
 @dataclass(frozen=True)
@@ -108,31 +114,66 @@ def read_shard_inside(tier: Tier, key: str, rank: int) -> bytes:
     return read_other_shard(lambda start, end: tier.read_range(key, start, end), nbytes, rank, where=where)
 
 
-def find_single_files(root: str, run: str | None = None) -> list[SingleFile]:
+def single_file_at(tier: Tier, run: str, name: str) -> Manifest | None:
+    """The step of a run without a folder that the file of this name is; None when it is anything else.
+
+    Blocks: a few small reads. Raises: as :func:`read_single_file`.
+    """
+    if not tier.is_local or _has_step_folders(tier, run) or not _may_count(name):
+        return None
+    step = read_single_file(os.path.join(tier.root, name))
+    return step if step is not None and step.run == run and name in step.names else None
+
+
+def find_single_files(root: str, run: str | None = None, *, below: bool = True) -> list[SingleFile]:
     """The steps (of ``run``) that are files in a folder, each once, oldest first. Damaged ones are warned of.
 
-    Blocks: a small read for each file in the folder.
+    Blocks: a small read for each file in the folder, and for each in folders below that may be a step.
+
+    Args:
+        below: also look in folders below.
 
     Raises:
         OSError: the folder cannot be listed.
     """
     found: dict[tuple[str, object], SingleFile] = {}
-    entries: list[os.DirEntry[str]] = []
-    if os.path.isdir(root):
-        with os.scandir(root) as listing:
-            entries = sorted(listing, key=lambda entry: entry.name)
-    for entry in entries:
-        if entry.name.startswith(".") or not entry.is_file(follow_symlinks=False):
-            continue
+    for name in _files(root, below=below):
+        path = os.path.join(root, name)
         try:
-            step = read_single_file(entry.path)
+            step = read_single_file(path)
         except (CorruptShard, OSError) as error:
             if not isinstance(error, UnsupportedFormat):
-                logger.warning("%s is not counted as a checkpoint: %s", entry.path, error)
+                level = logging.DEBUG if "/" in name else logging.WARNING  # below, it is rather somebody else's
+                logger.log(level, "%s is not counted as a checkpoint: %s", path, error)
             continue
-        if step is not None and run in (None, step.run) and entry.name in step.names:
-            found.setdefault((step.run, step.id), SingleFile(entry.name, step))
+        if step is not None and run in (None, step.run) and name in step.names:
+            found.setdefault((step.run, step.id), SingleFile(name, step))
     return sorted(found.values(), key=lambda file: (file.manifest.run, file.manifest.id))
+
+
+def _files(root: str, folder: str = "", *, below: bool = True) -> Iterator[str]:
+    """Names of the files that may be steps, in order; those in folders last. Raises OSError when root is unreadable."""
+    folders = []
+    if folder or os.path.isdir(root):
+        with os.scandir(os.path.join(root, folder)) as listing:
+            for entry in sorted(listing, key=lambda entry: entry.name):
+                name = os.path.join(folder, entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(name)
+                elif _may_count(name) and entry.is_file(follow_symlinks=False):
+                    yield name
+    for name in folders if below else ():
+        if _may_count(f"{name}/x{_ENDING}"):
+            try:
+                yield from _files(root, name)
+            except OSError as error:
+                logger.debug("%s cannot be listed: %s", os.path.join(root, name), error)
+
+
+def _may_count(name: str) -> bool:
+    parts = name.split("/")
+    deep = len(parts) - 1
+    return not any(part.startswith(".") for part in parts) and (not deep or (deep <= _DEPTH and name.endswith(_ENDING)))
 
 
 def single_files_of(tier: Tier, run: str) -> list[SingleFile]:
@@ -144,10 +185,12 @@ def single_files_of(tier: Tier, run: str) -> list[SingleFile]:
     """
     if not tier.is_local:
         return []
+    return [] if _has_step_folders(tier, run) else find_single_files(tier.root, run)
+
+
+def _has_step_folders(tier: Tier, run: str) -> bool:
     steps = os.path.join(tier.root, META_DIR, run, STEPS_DIR)
-    if os.path.lexists(steps) and not (os.path.isdir(steps) and not os.listdir(steps)):
-        return []
-    return find_single_files(tier.root, run)
+    return os.path.lexists(steps) and not (os.path.isdir(steps) and not os.listdir(steps))
 
 
 def restore_folders(tier: LocalTier, run: str) -> int:
@@ -230,8 +273,9 @@ def _remove_leftovers(folder: str) -> None:
 def drop_folders(tier: LocalTier, run: str) -> str:
     """Removes the folder of a run when its steps are files that need nothing else. Nothing may be writing to the run.
 
-    Unfinished steps go with it. Killed meanwhile: the steps are all there or all dropped, and
-    :func:`restore_folders` makes them again.
+    Unfinished steps go with it, and those whose files the user has deleted or renamed, when a newer one has its file:
+    he wanted their room, or has them where the library does not look. Killed meanwhile: the steps are all there or all
+    dropped, and :func:`restore_folders` makes them again.
 
     Returns:
         Why it stays; "" when it is gone.
@@ -240,11 +284,21 @@ def drop_folders(tier: LocalTier, run: str) -> str:
         OSError, TierError: the tier cannot be read or written.
     """
     folder = os.path.join(tier.root, META_DIR, run)
+    without = []
+    newest = None
     for listing in scan(tier, run):
         if listing.problems:
             return f"{listing.id}: {listing.problems[0]}"
-        if listing.manifest is not None and not _has_a_file(tier, listing.manifest):
+        if listing.manifest is None:
+            continue
+        if _has_a_file(tier, listing.manifest):
+            newest = listing.id if newest is None else max(newest, listing.id)
+        elif _names_left(tier, listing.manifest) or not listing.manifest.names:
             return f"{listing.id} has no name, or has parts in other files"
+        else:
+            without.append(listing.id)
+    if without and (newest is None or max(without) > newest):
+        return f"the files of {max(without)} are gone, and no newer step has one"
     steps = os.path.join(folder, STEPS_DIR)
     faultpoints.hit("agent.drop.begin")
     if os.path.isdir(steps):
@@ -257,17 +311,24 @@ def drop_folders(tier: LocalTier, run: str) -> str:
     return ""
 
 
-def _has_a_file(tier: LocalTier, manifest: Manifest) -> bool:
-    """True when the step is one file, and a name of it in the folder is that file."""
+def _names_left(tier: LocalTier, manifest: Manifest) -> list[str]:
+    """The names under which the step is still found."""
     shard = os.stat(tier.path(step_prefix(manifest.run, manifest.id) + shard_file(0)))
+    left = []
     for name in manifest.names:
         try:
             found = os.lstat(tier.path(name))
         except (OSError, TierError):
             continue
-        if "/" not in name and os.path.samestat(found, shard):
-            return _same(read_single_file(tier.path(name)), manifest)
-    return False
+        if stat.S_ISDIR(found.st_mode) or os.path.samestat(found, shard):  # a sharded step's name is a folder
+            left.append(name)
+    return left
+
+
+def _has_a_file(tier: LocalTier, manifest: Manifest) -> bool:
+    """True when the step is one file, and a name of it that counts is that file."""
+    names = [name for name in _names_left(tier, manifest) if _may_count(name) and os.path.isfile(tier.path(name))]
+    return bool(names) and _same(read_single_file(tier.path(names[0])), manifest)
 
 
 def _same(own: Manifest | None, step: Manifest) -> bool:

@@ -48,6 +48,26 @@ def test_a_folder_that_was_dropped_comes_back_as_it_was(tmp_path: Path) -> None:
     assert restore_folders(LocalTier(tmp_path), RUN) == 0
 
 
+def test_names_in_folders_come_back_too(tmp_path: Path) -> None:
+    """A metric called "val/loss" in a file name makes a folder."""
+    save_steps(tmp_path, 1, 2, name="val/loss={step}-val/acc=0.5.ckpt")
+    save_steps(tmp_path, 3, name="val/{step}.ckpt")
+    before = picture(tmp_path)
+    assert drop_folders(LocalTier(tmp_path), RUN) == ""
+    assert os.listdir(tmp_path) == ["val"]
+    assert restore_folders(LocalTier(tmp_path), RUN) == 3
+    assert picture(tmp_path) == before
+
+
+def test_an_older_step_whose_file_was_deleted_is_gone_afterwards(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    (tmp_path / "step=1.ckpt").unlink()
+    (tmp_path / "step=2.ckpt").rename(tmp_path / "kept.ckpt")
+    assert drop_folders(LocalTier(tmp_path), RUN) == ""
+    assert sorted(os.listdir(tmp_path)) == ["kept.ckpt", "step=3.ckpt"]
+    assert restore_folders(LocalTier(tmp_path), RUN) == 1
+
+
 def test_several_processes_may_bring_it_back_at_once(tmp_path: Path) -> None:
     save_steps(tmp_path, *range(1, 9))
     before = picture(tmp_path)
@@ -62,8 +82,11 @@ def test_several_processes_may_bring_it_back_at_once(tmp_path: Path) -> None:
 
 KEPT = {
     "two ranks": lambda folder: save_steps(folder, 1, world_size=2),
-    "a name in a folder": lambda folder: save_steps(folder, 1, name="a/{step}.ckpt"),
-    "a name that was deleted": lambda folder: (save_steps(folder, 1), (folder / "step=1.ckpt").unlink()),
+    "a name three folders below": lambda folder: save_steps(folder, 1, name="a/b/c/{step}.ckpt"),
+    "a name in a folder with another ending": lambda folder: save_steps(folder, 1, name="a/{step}.pt"),
+    "a name in a hidden folder": lambda folder: save_steps(folder, 1, name="a/.b/{step}.ckpt"),
+    "the newest's name that was deleted": lambda folder: (save_steps(folder, 1, 2), (folder / "step=2.ckpt").unlink()),
+    "the only name that was deleted": lambda folder: (save_steps(folder, 1), (folder / "step=1.ckpt").unlink()),
     "a name that is another file": lambda folder: (
         save_steps(folder, 1),
         shutil.copy(folder / "step=1.ckpt", folder / "x"),

@@ -2,7 +2,8 @@
 
 Each function says which loss it repairs, and where it is called. All run on the training thread, on every rank. They
 use attributes of the trainer object only; where a version of Lightning lacks one, the repair does nothing. Versions
-before 2.5 do not know at which hook of a step a checkpoint was saved; what is lost there is said at the save.
+before 2.5 do not know at which hook of a step a checkpoint was saved, and run the last validation again; what cannot be
+repaired there is said at the save.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ __all__ = [
     "keep_epoch_open",
     "leaves_out_after_save",
     "note_plateau",
+    "repeats_validation",
     "settle_plateau",
+    "validates_at_restart",
 ]
 
 
@@ -56,37 +59,49 @@ def is_within_validation(trainer: Any) -> bool:
     return bool(trainer.validating and trainer._logger_connector._first_loop_iter is not None)
 
 
+def repeats_validation(trainer: Any) -> bool:
+    """True at a save after the validation of the last batch, in ``on_validation_end`` or at the end of the epoch, with
+    a Lightning (before 2.5) that runs this validation again after a restart."""
+    epoch = trainer.fit_loop.epoch_progress.current
+    over = trainer.validating or epoch.processed > epoch.completed
+    return bool(over and not has_stages(trainer.fit_loop.epoch_loop) and not is_within_validation(trainer))
+
+
+def validates_at_restart(trainer: Any) -> bool:
+    """Right before a validation: True when it may be one that Lightning before 2.5 runs because of a restart.
+
+    Makes that version run all of it; it would run what its counters leave.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if has_stages(epoch_loop) or trainer.sanity_checking:
+        return False
+    epoch_loop.val_loop.restarting = False
+    return True
+
+
 def leaves_out_after_save(trainer: Any) -> str | None:
     """What a restart from a save here leaves out, None when nothing.
 
     An exception in a hook ``on_train_batch_end`` leaves the hooks after it undone, and a restart goes on behind them.
-    The module's ``on_validation_end`` runs after that of the callbacks. Lightning before 2.5 does not say at which
-    hook of a step a checkpoint was saved, so :func:`finish_saved_batch` cannot do what followed it.
+    The module's ``on_validation_end`` runs after that of the callbacks. Lightning before 2.5 does not know that an
+    epoch was over when it counts steps only.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     if is_within_validation(trainer):
         begun = [
             hook for hook in ("on_validation_start", "on_validation_epoch_start") if module_overrides(trainer, hook)
         ]
-        if not has_stages(epoch_loop):
-            return "saved in the middle of a validation, of which Lightning before 2.5 runs only the rest then"
         if begun:
             return f"saved in the middle of a validation: a restart runs all of it, so the module's {begun[0]} again"
         return None
     if trainer.validating and module_overrides(trainer, "on_validation_end"):
         return "saved before the module's own on_validation_end, which a restart does not run"
-    epoch = trainer.fit_loop.epoch_progress.current
-    plateau = any(config.reduce_on_plateau and config.interval == "epoch" for config in trainer.lr_scheduler_configs)
-    if epoch.processed > epoch.completed and plateau and not has_stages(epoch_loop):
-        return "saved at the end of an epoch, whose update of ReduceLROnPlateau Lightning before 2.5 leaves out then"
-    if not _saved_at_batch_end(epoch_loop):
-        return None
-    if trainer.state.status == "interrupted":
+    if _saved_at_batch_end(epoch_loop) and trainer.state.status == "interrupted":
         return "saved by an exception in on_train_batch_end, of which a restart does not run the rest"
-    if has_stages(epoch_loop):
-        return None
-    if epoch_loop.batch_progress.is_last_batch or epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
-        return "saved right before a validation or the end of an epoch, which Lightning before 2.5 leaves out then"
+    epoch = trainer.fit_loop.epoch_progress.current
+    over = epoch.processed > epoch.completed
+    if over and not has_stages(epoch_loop) and trainer.fit_loop._iteration_based_training():
+        return "saved at the end of an epoch of a training by steps, which Lightning before 2.5 runs and logs again"
     return None
 
 
@@ -163,7 +178,8 @@ def count_saved_batch(fit_loop: Any) -> None:
     epoch_loop = fit_loop.epoch_loop
     if not has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop):
         epoch_loop.batch_progress.increment_completed()
-        if not epoch_loop._should_accumulate():
+        validates = epoch_loop._should_check_val_fx(fit_loop._data_fetcher)  # and then it counts that step
+        if not validates and not epoch_loop._should_accumulate():
             epoch_loop._batches_that_stepped += 1  # the step that loggers are given
 
 
@@ -171,6 +187,8 @@ def note_plateau(trainer: Any, state: dict[str, Any]) -> None:
     """Adds to ``state`` whether a ``ReduceLROnPlateau`` by step is still to be updated for the batch of the save."""
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         state["owes_step_update"] = _saved_at_batch_end(trainer.fit_loop.epoch_loop)
+        epoch = trainer.fit_loop.epoch_progress.current
+        state["owes_epoch_update"] = bool(epoch.processed > epoch.completed)
 
 
 def settle_plateau(trainer: Any, state: dict[str, Any]) -> None:
@@ -180,7 +198,9 @@ def settle_plateau(trainer: Any, state: dict[str, Any]) -> None:
     fit_loop = trainer.fit_loop
     if state["owes_step_update"] and not has_stages(fit_loop.epoch_loop):
         fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-    if getattr(fit_loop, "resumed_on_epoch_end", False):
+    # Before 2.5 a restart by steps goes through the end of the epoch once more, one by epochs does not.
+    old = not has_stages(fit_loop.epoch_loop) and not fit_loop._iteration_based_training()
+    if getattr(fit_loop, "resumed_on_epoch_end", False) or (old and state.get("owes_epoch_update")):
         progress = fit_loop.epoch_progress.current
         progress.completed -= 1  # the restart already counts the epoch as done; the update belongs to it
         fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)

@@ -63,20 +63,19 @@ class RankState:
         reread: skip batches already seen of map-style loaders by reading and dropping them, instead of only drawing
             their indices. Then a resume in the middle of an epoch is exact even when loader workers draw random numbers
             (augmentation), at the cost of loading these batches.
-        isolate_validation: run validation on a copy of the generators. A resumed run may skip or repeat a validation;
-            without this, training would draw other numbers afterwards.
     """
 
-    def __init__(self, *, reread: bool = False, isolate_validation: bool = True) -> None:
+    def __init__(self, *, reread: bool = False) -> None:
         self._reread = reread
-        self._isolate_validation = isolate_validation
         self._patches: list[tuple[Any, str, Any]] = []
         self._recorded: list[weakref.ref[Any]] = []
         self._trainer: Any = None
         self._pending: dict[str, Any] | None = None
         self._placed = self._advancing = self._restarted = self._finished_batch = False
         self._metrics_restored = False
-        self._training_rng: rng.Rng | None = None  # during validation: the generators training continues with
+        self._rng_before_validation: rng.Rng | None = None  # while one runs, or was ended by an exception
+        self._rng_of_validation: rng.Rng | None = None  # before the last one
+        self._persistent_open = False  # the save had validation loaders whose workers were running
         self._counts: dict[int, int] = {}  # of the metrics' updates before the validation that is running
         self._warned: set[str] = set()
 
@@ -98,10 +97,9 @@ class RankState:
         self._patch(fit_loop, "on_advance_start", self._on_advance_start)
         self._patch(epoch_loop, "run", self._run_epoch)
         self._patch(epoch_loop, "on_run_start", self._on_epoch_run_start)
-        if self._isolate_validation:
-            self._patch(epoch_loop.val_loop, "run", self._validate)
-            if hasattr(epoch_loop.val_loop, "increment_progress_to_evaluation_end"):  # since Lightning 2.5
-                self._patch(epoch_loop.val_loop, "increment_progress_to_evaluation_end", self._validate)
+        self._patch(epoch_loop.val_loop, "run", self._validate)
+        if hasattr(epoch_loop.val_loop, "increment_progress_to_evaluation_end"):  # since Lightning 2.5
+            self._patch(epoch_loop.val_loop, "increment_progress_to_evaluation_end", self._pass_over_validation)
 
     def detach(self, trainer: Any) -> None:
         """Undoes :meth:`attach`; call it in ``Callback.teardown``. Idempotent."""
@@ -114,7 +112,7 @@ class RankState:
             if (loader := reference()) is not None:
                 detach_recorder(loader)
         self._patches, self._recorded = [], []
-        self._trainer = self._pending = self._training_rng = None
+        self._trainer = self._pending = self._rng_before_validation = None
         self._placed = self._advancing = self._restarted = self._finished_batch = False
 
     # ---- save
@@ -141,8 +139,13 @@ class RankState:
             "version": _VERSION,
             "rank": trainer.global_rank,
             "world_size": trainer.world_size,
-            "rng": self._training_rng or rng.snapshot(),
+            "rng": rng.snapshot(),
+            "persistent_validation": _has_persistent_workers(trainer),
         }
+        if loop_repairs.repeats_validation(trainer):
+            state["validated"] = self._rng_of_validation
+        if self._rng_before_validation is not None and loop_repairs.is_within_validation(trainer):
+            state["rng"] = self._rng_before_validation  # a restart runs all of it again
         if hasattr(trainer.fit_loop, "_last_train_dl_reload_epoch"):
             state["last_reload"] = trainer.fit_loop._last_train_dl_reload_epoch
         caveats: list[str] = []
@@ -220,6 +223,7 @@ class RankState:
             self._warn_once(f"resumed from a checkpoint that was {caveat}" if caveat.startswith("saved") else caveat)
         self._pending, self._placed, self._restarted = dict(state), False, True
         self._metrics_restored = False
+        self._persistent_open = bool(state.get("persistent_validation"))
 
     def patch_loaded_checkpoint(self, checkpoint: dict[str, Any], state: dict[str, Any]) -> None:
         """Replaces rank 0's loader states in a loaded checkpoint, in place, by those of this rank.
@@ -327,15 +331,36 @@ class RankState:
             loop_repairs.continue_epoch(self._trainer.fit_loop.epoch_loop)
 
     def _validate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._training_rng is not None:
-            return original(*args, **kwargs)
-        self._training_rng, self._counts = rng.snapshot(), update_counts(self._trainer.lightning_module)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            if self._training_rng is not None:
-                rng.restore(self._training_rng)
-            self._training_rng = None
+        """Runs a validation. It draws from the generators of training, as without this library; a restart runs those
+        validations that the undisturbed run had after the save, and no other."""
+        if self._persistent_open:
+            self._persistent_open = False
+            self._open_persistent()
+        self._rng_before_validation = self._rng_of_validation = rng.snapshot()
+        self._counts = update_counts(self._trainer.lightning_module)
+        pending = self._pending if loop_repairs.validates_at_restart(self._trainer) else None
+        repeated = pending.get("validated") if pending is not None else None
+        if repeated is not None:
+            rng.restore(repeated)  # the last validation of before the save runs again: with the same random numbers
+        result = original(*args, **kwargs)
+        before, self._rng_before_validation = self._rng_before_validation, None  # a save in on_exception needs it
+        if pending is not None:
+            pending["rng"] = before if repeated is not None else rng.snapshot()
+            rng.restore(pending["rng"])
+        return result
+
+    def _pass_over_validation(self, original: Callable[[], None]) -> None:
+        """Lightning counts a validation that is over as done at a restart, and opens its loaders for that."""
+        with rng.preserved():
+            original()
+
+    def _open_persistent(self) -> None:
+        """Starts persistent workers that were running at the save: the first iteration alone draws a seed for them."""
+        combined = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        with rng.preserved():
+            for loader in _persistent_loaders(combined):
+                if loader._iterator is None:
+                    iter(loader)
 
     def _open_loaders(self, fetcher: Any) -> None:
         """Opens the loaders at their saved positions, right before the first batch after a restart is fetched."""
@@ -408,6 +433,16 @@ class RankState:
         if message not in self._warned:
             self._warned.add(message)
             log.warning("exact resume: %s", message)
+
+
+def _persistent_loaders(combined: Any) -> list[Any]:
+    return [loader for loader in getattr(combined, "flattened", ()) if getattr(loader, "persistent_workers", False)]
+
+
+def _has_persistent_workers(trainer: Any) -> bool:
+    """True when workers of a validation loader are running that outlive its iteration."""
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return any(getattr(loader, "_iterator", None) is not None for loader in _persistent_loaders(combined))
 
 
 def _taken(loader: Any, index: int, again: bool) -> int:

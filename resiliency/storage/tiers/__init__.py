@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from resiliency.storage.tiers._address import unknown_store
 from resiliency.storage.tiers.base import ObjectInfo, Tier
 
-__all__ = ["ObjectInfo", "Tier", "open_tier"]
+__all__ = ["ObjectInfo", "Tier", "open_tier", "unknown_store"]
 
 
 def open_tier(address: str, **options: Any) -> Tier:

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from resiliency.errors import ConfigError
 
-__all__ = ["local_path", "store_path"]
+__all__ = ["local_path", "store_path", "unknown_store"]
 
 #: Object stores whose PUT is atomic, and the package fsspec needs for each.
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "memory": None}
@@ -43,18 +43,23 @@ def local_path(address: str) -> str | None:
     return unquote(parts.path)
 
 
+def unknown_store(address: str) -> str:
+    """A sentence when an address is of a store that this library does not know; "" for others, and for folders."""
+    if _scheme(address) in (None, "file", *_PACKAGES):
+        return ""
+    return f"{address!r} is no object store this library knows ({', '.join(sorted(_PACKAGES))})"
+
+
 def store_path(address: str) -> tuple[str, str]:
     """Scheme and path ("gs", "bucket/job") of an object store's address.
 
     Raises:
         ConfigError: unknown scheme, no bucket, or the package for it is not installed.
     """
-    kind = _scheme(address)
-    if kind not in _PACKAGES:
-        raise ConfigError(
-            f"{address!r} is no object store this library knows ({', '.join(sorted(_PACKAGES))});"
-            " mount other storage and pass its folder"
-        )
+    unknown = unknown_store(address)
+    if unknown:
+        raise ConfigError(f"{unknown}; mount other storage and pass its folder")
+    kind = str(_scheme(address))
     for package in filter(None, ("fsspec", _PACKAGES[kind])):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{address!r} needs the package {package}; pip install {package}")

@@ -246,20 +246,13 @@ def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
         assert_equal_to(whole, case, tmp_path, later)
 
 
+@pytest.mark.parametrize("val", [False, True], ids=["without validation", "with validation"])
 @pytest.mark.parametrize("name", ["random sampler", "stream", "stateful stream", "combined", "workers"])
-def test_training_is_the_same_with_and_without(name: str, tmp_path: Path) -> None:
-    """Following, capturing and saving change no random number. (Validation is kept apart on purpose: see the next test.)"""
+def test_training_is_the_same_with_and_without(name: str, val: bool, tmp_path: Path) -> None:
+    """Following, capturing and saving change no random number. Validation draws some, which training then lacks."""
     case = copy.copy(CASES[name])
-    case.val = False
+    case.val = val
     assert run(case, tmp_path, save=everything).digest == run(case, tmp_path, saver=False).digest
-
-
-def test_isolation_of_validation_can_be_switched_off(tmp_path: Path) -> None:
-    case = copy.copy(CASES["random sampler"])
-    plain = run(case, tmp_path, saver=False)
-    assert run(case, tmp_path).digest != plain.digest  # validation draws, and training no longer sees it
-    case.rank_state = {"isolate_validation": False}
-    assert run(case, tmp_path).digest == plain.digest
 
 
 def test_plateau_scheduler_by_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
