@@ -6,6 +6,7 @@ environment variable or a file of ours in /dev/shm. What it left is cleared, so 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import threading
@@ -57,7 +58,13 @@ NOT_RUN = pytest.StashKey[dict[str, int]]()
 # ---- tests that need what this machine does not have
 
 
+#: Devices of drivers that can run CUDA: of NVIDIA, of NVIDIA below Windows, of AMD.
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
 def _has_cuda() -> bool:
+    if not any(map(os.path.exists, _GPU_DRIVERS)):
+        return False  # without seconds for an import of torch
     import torch
 
     return torch.cuda.is_available()
@@ -75,6 +82,12 @@ NEEDS = {"gpu": ("CUDA", _has_cuda), "browser": ("Chromium", lambda: find_chromi
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[NOT_RUN] = {}
+    gc.disable()  # while torch and Lightning are imported: nothing of them is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported is not looked at again by each collection in a test
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have made their choice, so that only chosen tests are counted

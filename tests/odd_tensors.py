@@ -1,27 +1,23 @@
 """Tensors that are unlike others: without memory of their own, of dtypes that few operations know, of special layouts.
 
-Run as a program it saves and loads each of those it is told in a process of its own (a fork), because a mistake there
-ends the process or spoils its memory, and prints a line of JSON for each: how the process ended, and what it found.
+Each is saved and loaded in a process of its own, because a mistake there ends the process or spoils its memory.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
-import os
-import signal
-import sys
-import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-#: A child that hangs ends after this time.
+from resiliency.testing.zygote import Zygote
+
+#: A process that hangs ends after this time.
 _LIMIT_S = 60
 
 
@@ -264,37 +260,27 @@ def _refuse(make: Callable[[], Any], folder: Path) -> list[str]:
     return found
 
 
-def in_child(work: Callable[[Path], Any]) -> dict[str, Any]:
-    """What a function finds in a process of its own: {"exit": 0, "found": ...}; a signal is a negative exit."""
-    read, write = os.pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        child = os.fork()
-        if child == 0:
-            signal.alarm(_LIMIT_S)
-            try:
-                answer = json.dumps(work(Path(folder)))
-            except BaseException as error:  # Boundary: the parent tells.
-                answer = json.dumps([f"{type(error).__name__}: {error}"])
-            with os.fdopen(write, "w") as pipe:
-                pipe.write(answer)
-            os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            answer = pipe.read()
-        _, status = os.waitpid(child, 0)
-    return {"exit": os.waitstatus_to_exitcode(status), "found": json.loads(answer or "null")}
-
-
-def main() -> None:
-    """Every odd tensor, without Lightning."""
+def run(*, kind: str, name: str, folder: str, result: str) -> None:
+    """Saves and loads one of them in this process. Writes a list of what went wrong as JSON."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    importlib.import_module("resiliency.testing.checkpoints")
-    for group, work in ((KEPT, _keep), (REFUSED, _refuse)):
-        for name, make in group.items():
-            print(json.dumps({"name": name, **in_child(lambda folder, m=make, w=work: w(m, folder))}), flush=True)
+    given, work = {"kept": (KEPT, _keep), "refused": (REFUSED, _refuse)}[kind]
+    Path(result).write_text(json.dumps(work(given[name], Path(folder))))
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    main()
+def found_by(zygote: Zygote, target: str, folder: Path, *, env: Mapping[str, str] | None = None, **given: str) -> Any:
+    """What ``target`` finds in a process of its own; fails when that ends in another way than by itself.
+
+    Args:
+        target: a function such as :func:`run`, "module:name".
+        folder: an empty one; what is saved goes there, too.
+    """
+    (folder / "run").mkdir()
+    result = folder / "found.json"
+    arguments = {**given, "folder": str(folder / "run"), "result": str(result)}
+    worker = zygote.start(target, arguments, env=env)
+    try:
+        assert worker.wait(timeout_s=_LIMIT_S) == 0
+    finally:
+        worker.kill()
+    return json.loads(result.read_text())

@@ -5,9 +5,13 @@ A start of it takes five seconds of processor time, so it is one fixture of the 
 
 from __future__ import annotations
 
+import os
+import runpy
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from resiliency.testing.zygote import Zygote
+from resiliency.testing.zygote import WorkerProcess, Zygote
 
 PRELOAD = [
     "torch",
@@ -17,9 +21,13 @@ PRELOAD = [
     "resiliency.checkpoint.checkpointer",
     "tests.callbacks.ddp_job",
     "tests.callbacks.epoch_job",
+    "tests.e2e.chaos.reader",
+    "tests.e2e.chaos.trainer",
     "tests.e2e.job",
+    "tests.plugins.resume.resume_ddp",
     # Lightning and torch import these in the first training of a process.
     "torch._dynamo",
+    "torch.profiler",
     "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks",
@@ -31,3 +39,21 @@ PRELOAD = [
 
 def make_zygote(log: Path) -> Zygote:
     return Zygote(PRELOAD, log=str(log), path=[str(Path(__file__).parents[1])])
+
+
+def start_script(
+    zygote: Zygote, code: str, output: Path, *arguments: str, env: Mapping[str, str] | None = None
+) -> WorkerProcess:
+    """Runs code as ``python -c`` would, in a fork; all that it prints goes to a file. Ends without exit handlers."""
+    path = output.with_suffix(".py")
+    path.write_text(code)
+    given = {"path": str(path), "arguments": arguments, "output": str(output)}
+    return zygote.start(f"{__name__}:run_script", given, env=env)
+
+
+def run_script(*, path: str, arguments: list[str], output: str) -> None:
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")

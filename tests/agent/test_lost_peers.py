@@ -177,6 +177,13 @@ def test_another_live_job_is_still_refused(config: AgentConfig, monkeypatch: pyt
 # ---- a stopped agent
 
 
+@pytest.fixture
+def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped agent is given up after a second."""
+    monkeypatch.setattr(client_module, "_STOPPED_S", 1.0)
+
+
+@pytest.mark.usefixtures("sooner")
 def test_a_stopped_agent_is_replaced_at_the_restart_within_seconds_and_this_is_said(
     config: AgentConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,6 +228,7 @@ def test_an_agent_stopped_for_a_moment_is_waited_for(config: AgentConfig) -> Non
         first.close()
 
 
+@pytest.mark.usefixtures("sooner")
 @pytest.mark.parametrize("how", ["flush", "message"])
 def test_who_waits_does_not_wait_for_a_stopped_agent(
     config: AgentConfig, caplog: pytest.LogCaptureFixture, how: str

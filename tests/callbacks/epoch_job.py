@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.callbacks.harness import ALL_LATE, make_trainer, ours
 
 SIZES = (1, 5, 2, 4, 3, 5, 2)  # of the batches
-EPOCHS = 3
+EPOCHS = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,29 +1,21 @@
-"""Trains with an odd tensor in the state, with the stock callback and with ours, each in a process of its own.
-
-``python odd_fits.py NAMESPACE`` prints a line of JSON for each odd tensor and place.
-"""
+"""Trains with odd tensors in the state, with the stock callback and with ours."""
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
-
-from tests import odd_tensors  # noqa: E402
-from tests.callbacks.harness import loader, make_net, make_trainer, ours, stock  # noqa: E402
+from tests import odd_tensors
+from tests.callbacks.harness import loader, make_net, make_trainer, ours, stock
 
 EVERY: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"}
-#: One of each root; every one of them takes half a second.
+#: One of each root.
 SOME = ["fake", "functional", "freed", "part of a freed one", "made smaller", "uint4"]
 
 
@@ -100,21 +92,13 @@ def _refused(namespace: str, place: str, make: Callable[[], Any], folder: Path) 
     return found
 
 
-def main() -> None:
-    """Every odd tensor in one namespace."""
-    namespace = sys.argv[1]
+def run(*, namespace: str, place: str, name: str, folder: str, result: str) -> None:
+    """Fits with one tensor that torch refuses, or with all that it keeps (no name). Writes what it finds as JSON."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for place in ("buffers", "optimizer"):
-        done = odd_tensors.in_child(lambda folder, p=place: _kept(namespace, p, folder))
-        print(json.dumps({"name": f"kept, {place}", **done}), flush=True)
-    for name in SOME:
-        place = "optimizer" if name == "fake" else "buffers"
-        done = odd_tensors.in_child(
-            lambda folder, n=name, p=place: _refused(namespace, p, odd_tensors.REFUSED[n], folder)
-        )
-        print(json.dumps({"name": name, **done}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    where = Path(folder)
+    if name:
+        found = _refused(namespace, place, odd_tensors.REFUSED[name], where)
+    else:
+        found = _kept(namespace, place, where)
+    Path(result).write_text(json.dumps(found))

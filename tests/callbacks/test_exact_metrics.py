@@ -56,7 +56,7 @@ CASES = {
         interval="step", monitor="val_loss", trainer={"val_check_interval": 1}
     ),
     "metrics the module computes itself": Case(monitor="own"),
-    "stopped early": Case(monitor="average", stop_on="average", patience=1),
+    "stopped early": Case(monitor="average", stop_on="average", patience=1, trainer={"max_epochs": 3}),
 }
 
 
@@ -97,7 +97,7 @@ def test_resumed_run_equals_the_undisturbed_one(
     saves = saves_of(tmp_path)
     middle = len(saves["batch"]) // 3
     steps = range(middle, len(saves["batch"]) - 1, 2)
-    # Within the second epoch and at its last batch, and after the hooks that follow it.
+    # Within each epoch, at the last batch of the first, and after the hooks that follow it.
     chosen = [
         saves["batch"][0],
         *(saves["batch"][step] for step in steps),
@@ -143,7 +143,8 @@ def test_terminated_within_a_validation_all_of_it_is_run_again(
     every: int, batch: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the second validation, which is within an epoch or at its end."""
-    case = Case(monitor="val_mse", trainer={"num_sanity_val_steps": 0, "val_check_interval": every})
+    settings = {"num_sanity_val_steps": 0, "val_check_interval": every, "max_epochs": 3}
+    case = Case(monitor="val_mse", trainer=settings)
     whole = train(case, tmp_path, callbacks=savers(case, tmp_path))
     saving = {"filename": "{step}", "save_on_exception": True, "save_top_k": -1, "every_n_epochs": 100}
     with pytest.raises(SystemExit):

@@ -3,11 +3,8 @@ bit, and a save that cannot be taken is a warning and an event."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,41 +17,33 @@ from resiliency.callbacks._stock_writer import StockWriter
 from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
 from resiliency.state.leaf_kinds import register_leaf_kind
+from resiliency.testing.zygote import Zygote
+from tests import odd_tensors
 from tests.callbacks import odd_fits
 from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, ours, stock
 
 
-@pytest.fixture(scope="module", params=NAMESPACES)
-def results(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What became of each fit, in a process of its own, of a job whose event log stays."""
-    command = [sys.executable, odd_fits.__file__, request.param]
+def found(zygote: Zygote, folder: Path, **given: str) -> Any:
+    """What became of a fit in a process of its own, of a job whose event log stays."""
     launched = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"}
-    done = subprocess.run(
-        command,
-        cwd=odd_fits.ROOT,
-        env={**os.environ, **launched},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # Lightning prints, too
-    return {line["name"]: line for line in map(json.loads, lines)}
+    return odd_tensors.found_by(zygote, "tests.callbacks.odd_fits:run", folder, env=launched, **given)
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("namespace", NAMESPACES)
 @pytest.mark.parametrize("place", ["buffers", "optimizer"])
-def test_odd_tensors_are_in_the_checkpoint_as_the_stock_class_has_them(results: dict[str, Any], place: str) -> None:
-    assert results[f"kept, {place}"] == {"name": f"kept, {place}", "exit": 0, "found": []}
+def test_odd_tensors_are_in_the_checkpoint_as_the_stock_class_has_them(
+    zygote: Zygote, namespace: str, place: str, tmp_path: Path
+) -> None:
+    assert found(zygote, tmp_path, namespace=namespace, place=place, name="") == []
 
 
-@pytest.mark.long
+@pytest.mark.parametrize("namespace", NAMESPACES)
 @pytest.mark.parametrize("name", odd_fits.SOME)
 def test_a_save_that_cannot_be_taken_is_a_warning_and_an_event_and_training_goes_on(
-    results: dict[str, Any], name: str
+    zygote: Zygote, namespace: str, name: str, tmp_path: Path
 ) -> None:
-    assert results[name] == {"name": name, "exit": 0, "found": []}
+    place = "optimizer" if name == "fake" else "buffers"
+    assert found(zygote, tmp_path, namespace=namespace, place=place, name=name) == []
 
 
 class Part:

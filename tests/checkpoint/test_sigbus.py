@@ -3,26 +3,27 @@ them, and have their blocks before they are mapped. Real processes, because that
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import mmap
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import resiliency
 from resiliency.checkpoint.arena import Arena
 from resiliency.errors import TierError
 from resiliency.storage import file_end
+from resiliency.testing.zygote import Zygote
+from tests.zygote import start_script
+
+Run = Callable[..., list[tuple[int, Any]]]
 
 _RANKS = """
 import json, os, sys, threading
@@ -65,38 +66,28 @@ work(int(sys.argv[1]))
 """
 
 
-def run(script: str, job: Any, *, ranks: int = 1, timeout_s: float = 170.0) -> list[tuple[int, Any]]:
+@pytest.fixture
+def run(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a script in a process for each rank. Returns the exit codes and the JSON that they print last."""
-    env = {**os.environ, "JOB": json.dumps(job), "PYTHONPATH": str(Path(resiliency.__file__).parents[1])}
-    with contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", script, str(rank)],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            for rank, output in enumerate(outputs)
-        ]
+
+    def run(script: str, job: Any, *, ranks: int = 1) -> list[tuple[int, Any]]:
+        folder = tmp_path_factory.mktemp("run")
+        outputs = [folder / f"{rank}.out" for rank in range(ranks)]
+        env = {"JOB": json.dumps(job)}
+        workers = [start_script(zygote, script, output, str(rank), env=env) for rank, output in enumerate(outputs)]
+        deadline = time.monotonic() + 170
         try:
-            deadline = time.monotonic() + timeout_s
-            for process in processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.1, deadline - time.monotonic()))
+            codes = [worker.wait(timeout_s=max(0.1, deadline - time.monotonic())) for worker in workers]
         finally:
-            for process in processes:
-                process.kill()
-                process.wait(10)
-        results = []
-        for process, output in zip(processes, outputs, strict=True):
-            output.seek(0)
-            text = output.read()
-            last = text.splitlines()[-1:]
-            results.append((process.returncode, json.loads(last[0]) if process.returncode == 0 else text[-3000:]))
-        return results
+            for worker in workers:
+                worker.kill()
+        texts = [output.read_text() for output in outputs]
+        return [
+            (code, json.loads(text.splitlines()[-1]) if code == 0 else text[-3000:])
+            for code, text in zip(codes, texts, strict=True)
+        ]
+
+    return run
 
 
 @pytest.fixture(params=["disk", "ramdisk"])
@@ -107,7 +98,7 @@ def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(240)
-def test_no_rank_dies_when_another_has_a_smaller_state(folder: Path) -> None:
+def test_no_rank_dies_when_another_has_a_smaller_state(run: Run, folder: Path) -> None:
     """Rank 0 ends the file while rank 1 still stores behind that end. The save fails, and says why."""
     results = run(_RANKS, [str(folder), [4, 64], ["", "save.block:delay=3@1"]], ranks=2)
     assert [code for code, _ in results] == [0, 0], f"a rank was killed by a signal: {results}"
@@ -157,7 +148,7 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
         subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True, timeout=60)
 
 
-def test_a_file_has_all_its_blocks_before_it_is_mapped(small_disk: Path) -> None:
+def test_a_file_has_all_its_blocks_before_it_is_mapped(run: Run, small_disk: Path) -> None:
     nbytes = 8 << 20
     ((code, result),) = run(_FILL, [str(small_disk), nbytes])
     assert code == 0, f"exit code {code}: {result}"
@@ -268,9 +259,10 @@ print(json.dumps(said), flush=True)
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("into", ["new", "into", "keys"])
-def test_a_file_that_is_cut_while_it_is_loaded_is_damage_and_no_end_of_the_process(tmp_path: Path, into: str) -> None:
+def test_a_file_that_is_cut_while_it_is_loaded_is_damage_and_no_end_of_the_process(
+    run: Run, tmp_path: Path, into: str
+) -> None:
     assert run(_CUT_WHILE_LOADING, [str(tmp_path), into]) == [(0, "refused")]
 
 
@@ -302,7 +294,8 @@ print(json.dumps(wrong), flush=True)
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("agent", ["embedded", "process"])
-def test_files_that_are_prepared_and_given_back_while_one_is_filled_end_nothing(tmp_path: Path, agent: str) -> None:
+def test_files_that_are_prepared_and_given_back_while_one_is_filled_end_nothing(
+    run: Run, tmp_path: Path, agent: str
+) -> None:
     assert run(_FILLING, [str(tmp_path), agent]) == [(0, [])]

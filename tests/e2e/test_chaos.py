@@ -24,7 +24,6 @@ import pytest
 from resiliency.testing.zygote import Zygote
 from tests.e2e.chaos.models import MODELS
 from tests.e2e.chaos.script import actions
-from tests.e2e.chaos.trainer import zygote_preload
 from tests.e2e.chaos.world import World
 
 #: Actions that have an effect, of all models together.
@@ -49,20 +48,18 @@ def _torment(world: World, seed: int, count: int, stop: threading.Event) -> None
 
 @pytest.mark.kill
 @pytest.mark.timeout(180 + 2 * ACTIONS)
-def test_whatever_happens_what_is_loaded_is_the_newest_committed_state(tmp_path: Path) -> None:
+def test_whatever_happens_what_is_loaded_is_the_newest_committed_state(zygote: Zygote, tmp_path: Path) -> None:
     share = -(-ACTIONS // len(MODELS))
     stop = threading.Event()  # a problem in one folder ends the others too
-    root = str(Path(__file__).parents[2])
-    with Zygote(zygote_preload(), log=str(tmp_path / "log"), path=[root]) as zygote:
-        worlds = {model: World(zygote, tmp_path / model, model, stop=stop) for model in MODELS}
-        threads = [
-            threading.Thread(target=_torment, args=(world, SEED * len(MODELS) + number, share, stop))
-            for number, world in enumerate(worlds.values())
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    worlds = {model: World(zygote, tmp_path / model, model, stop=stop) for model in MODELS}
+    threads = [
+        threading.Thread(target=_torment, args=(world, SEED * len(MODELS) + number, share, stop))
+        for number, world in enumerate(worlds.values())
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     done, counts = Counter[str](), Counter[str]()
     for world in worlds.values():
         done += world.done

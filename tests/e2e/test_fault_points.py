@@ -15,7 +15,7 @@ IN_AGENT = [name for name in faultpoints.KNOWN if name.startswith("agent.") and 
 IN_UPLOAD = [name for name in faultpoints.KNOWN if name.startswith("agent.upload.")]
 IN_RESTORE = [name for name in faultpoints.KNOWN if name.startswith("restore.")]
 
-STEPS = 21
+STEPS = 15
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.e2e.driver import Job, chance, kill_agents, wait_ended
 KILLS = 104
 #: Long enough that most attempts are killed before they end, and the next one goes on from there; short enough that a
 #: good part of the kills falls into a start or a restore. A save every second or third step is under way most of the time.
-STEPS = 100
+STEPS = 40
 #: The time within which an attempt is killed grows by this with each kill, and shrinks by this with each attempt that
 #: reached its end before: so about one attempt in seven does, whatever else the machine has to do meanwhile.
 LONGER, SHORTER = 1.06, 0.7

@@ -395,29 +395,33 @@ def test_this_reader_uses_nothing_of_the_library() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.long
+def run(zygote: Any, code: str, output: Path, *arguments: str, **env: str) -> None:
+    """In a process of its own, see above."""
+    from tests.zygote import start_script
+
+    worker = start_script(zygote, code, output, *arguments, env=env)
+    try:
+        assert worker.wait(timeout_s=300) == 0, output.read_text()
+    finally:
+        worker.kill()
+
+
 @pytest.mark.skipif("FORMAT_SAMPLE" in os.environ, reason="one level of this is enough")
-def test_what_the_library_writes_now_is_what_stands_on_the_page(tmp_path: Path) -> None:
-    """The tests of this file, on a new sample. In processes of their own, see above."""
-    root = Path(__file__).parents[2]
-    for arguments, env in (
-        (["tests.storage.samples.make_format_3", str(tmp_path / "new")], {}),
-        (
-            ["pytest", "-q", "-p", "no:cacheprovider", "-k", "not library", str(Path(__file__))],
-            {"FORMAT_SAMPLE": str(tmp_path / "new")},
-        ),
-    ):
-        command = [sys.executable, "-m", *arguments]
-        env = {**os.environ, **env}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=root, env=env)
-        assert done.returncode == 0, done.stdout + done.stderr
+def test_what_the_library_writes_now_is_what_stands_on_the_page(zygote: Any, tmp_path: Path) -> None:
+    """The tests of this file, on a new sample."""
+    new = str(tmp_path / "new")
+    make = "import runpy; runpy.run_module('tests.storage.samples.make_format_3', run_name='__main__')"
+    run(zygote, make, tmp_path / "make.out", new)
+    options = ["-q", "-p", "no:cacheprovider", "-k", "not library", str(Path(__file__))]
+    run(
+        zygote, "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))", tmp_path / "out", *options, FORMAT_SAMPLE=new
+    )
 
 
-def test_the_library_reads_the_sample_too(tmp_path: Path) -> None:
-    """The other way round. In a process of its own, see above."""
+def test_the_library_reads_the_sample_too(zygote: Any, tmp_path: Path) -> None:
+    """The other way round."""
     code = (
-        "import shutil, sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "import shutil\n"
         f"shutil.copytree({str(SAMPLE)!r}, {str(tmp_path / 'copy')!r})\n"
         "from resiliency.testing.checkpoints import differences, make_checkpointer\n"
         "from tests.storage.samples.make_format_3 import per_rank, state\n"
@@ -431,5 +435,4 @@ def test_the_library_reads_the_sample_too(tmp_path: Path) -> None:
         "    assert differences(restored.state, wanted) == [], differences(restored.state, wanted)\n"
         "    assert differences(restored.per_rank, per_rank(step, 0)) == []\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    run(zygote, code, tmp_path / "out")

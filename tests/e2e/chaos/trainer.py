@@ -245,16 +245,3 @@ class _Training:
             self._ledger.write("wrong", text="a forked child could save")
         if closes:
             self._checkpointer.close()
-
-
-def zygote_preload() -> list[str]:
-    """Modules to import before the first trainer is forked."""
-    return [
-        "torch",
-        "torch.distributed",
-        "torch._dynamo",
-        "torch.profiler",
-        "asyncio",
-        __name__,
-        "tests.e2e.chaos.reader",
-    ]

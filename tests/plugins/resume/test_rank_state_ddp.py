@@ -2,81 +2,81 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
-import queue
 import signal
-import socket
 import time
-from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
+from resiliency.testing.zygote import Zygote
+from tests.e2e.driver import free_port
 
 RANKS = 2
 DEADLINE_S = 120.0
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@dataclass(frozen=True)
+class Ended:
+    """How a rank has ended, and its results if it got that far."""
 
-
-def _kill_session(process: Any) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        process.kill()
+    code: int
+    results: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
-    """What every rank found, rank -> list of results or the text of its traceback."""
-    context = multiprocessing.get_context("forkserver")  # a parent without threads, that has everything imported once
-    context.set_forkserver_preload(["tests.plugins.resume.resume_ddp"])
-    from tests.plugins.resume.resume_ddp import rank_main
-
-    results, port, folder = context.Queue(), _free_port(), str(tmp_path_factory.mktemp("ddp"))
-    ranks = [context.Process(target=rank_main, args=(rank, port, folder, results)) for rank in range(RANKS)]
-    found: dict[int, Any] = {}
+def outcome(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    """How each rank has ended."""
+    folder = tmp_path_factory.mktemp("ddp")
+    results, port = [folder / f"result-{rank}" for rank in range(RANKS)], str(free_port())
+    ranks = [
+        zygote.start(
+            "tests.plugins.resume.resume_ddp:rank_main",
+            {"rank": rank, "folder": str(folder), "result": str(results[rank])},
+            env={
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "GROUP_RANK": "0",
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "TORCHELASTIC_RUN_ID": "exam",
+            },
+        )
+        for rank in range(RANKS)
+    ]
     deadline = time.monotonic() + DEADLINE_S
     try:
-        for process in ranks:
-            process.start()
-        while len(found) < RANKS:
-            rank, value = results.get(timeout=max(0.1, deadline - time.monotonic()))
-            found[rank] = value
-            if isinstance(value, str):
-                break
-        for process in ranks:
-            process.join(timeout=max(0.1, min(10.0, deadline - time.monotonic())))
-    except queue.Empty:
-        found[-1] = f"no answer within {DEADLINE_S} s; exit codes {[process.exitcode for process in ranks]}"
+        codes = [worker.wait(timeout_s=max(0.1, deadline - time.monotonic())) for worker in ranks]
     finally:
-        for process in ranks:
-            if process.is_alive():
-                _kill_session(process)
-            process.join(timeout=5.0)
-        results.close()
-        results.join_thread()
-    yield found
+        for worker in ranks:
+            with suppress(ProcessLookupError):  # each has a session of its own, with the workers of its loaders
+                os.killpg(worker.pid, signal.SIGKILL)
+    return [
+        Ended(code, json.loads(result.read_text()) if result.exists() else [])
+        for code, result in zip(codes, results, strict=True)
+    ]
 
 
-def test_both_ranks_finish(outcome: dict[int, Any]) -> None:
-    assert sorted(outcome) == list(range(RANKS)), outcome
-    assert all(isinstance(value, list) for value in outcome.values()), "\n".join(map(str, outcome.values()))
+def test_both_ranks_finish(outcome: list[Ended]) -> None:
+    assert [rank.code for rank in outcome] == [0] * RANKS, "see the log of the zygote"
 
 
-def test_resumed_ranks_equal_the_undisturbed_ones(outcome: dict[int, Any]) -> None:
+def test_resumed_ranks_equal_the_undisturbed_ones(outcome: list[Ended]) -> None:
     results = [
-        result | {"rank": rank} for rank, found in outcome.items() for result in found if result["case"] != "stock"
+        result | {"rank": rank}
+        for rank, ended in enumerate(outcome)
+        for result in ended.results
+        if result["case"] != "stock"
     ]
     assert len(results) == RANKS * 21
     assert [result for result in results if not (result["losses"] and result["weights"])] == []
 
 
-def test_without_rank_state_they_differ(outcome: dict[int, Any]) -> None:
-    assert [result["weights"] for found in outcome.values() for result in found if result["case"] == "stock"] == [
-        False
-    ] * RANKS
+def test_without_rank_state_they_differ(outcome: list[Ended]) -> None:
+    stock = [result["weights"] for ended in outcome for result in ended.results if result["case"] == "stock"]
+    assert stock == [False] * RANKS
