@@ -191,9 +191,11 @@ class CheckpointSaver:
             for _ in range(2):
                 self.engine.flush(stage, timeout=left())
                 self.session.deliver_outcomes()
-        except (OSError, RuntimeError):
+        except (OSError, RuntimeError) as error:
             # Boundary: torch's store raises these when another rank has exited. Training is over, and the agent
             # finishes sealed saves.
+            if error is self.session.logger_error:
+                raise
             logger.warning("not every save was %s at the end; the next start finishes them", stage, exc_info=True)
         finally:
             self.session.waited_at_end += time.monotonic() - began
@@ -514,8 +516,12 @@ class CheckpointSaver:
 
     def _tell_loggers(self) -> None:
         if self._trainer.is_global_zero:
-            for log in self._trainer.loggers:
-                log.after_save_checkpoint(proxy(self._callback))
+            try:
+                for log in self._trainer.loggers:
+                    log.after_save_checkpoint(proxy(self._callback))
+            except Exception as error:
+                self.session.logger_error = error  # the user's, wherever the outcome was delivered
+                raise
 
     def _remove_stock_files(self, step: int) -> None:
         """Removes the files of the stock class that a checkpoint of this step, or an earlier one, replaces."""

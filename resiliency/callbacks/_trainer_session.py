@@ -63,6 +63,8 @@ class TrainerSession:
         self.training = False
         #: Seconds that the end of this fit has waited for saves.
         self.waited_at_end = 0.0
+        #: What a logger raised when it was told of a save.
+        self.logger_error: Exception | None = None
         #: False once something has changed tensors while they were copied late, or would have.
         self.lazy = True
         self._early_changes = EarlyChanges()

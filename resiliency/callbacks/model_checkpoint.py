@@ -495,8 +495,11 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         super().teardown(trainer, pl_module, stage)
         if stage != "fit" or self._saver is None:
             return
-        left = self._saver.settle(Stage.DURABLE, self._flush_timeout)
-        self._stop_saving(lambda engine: engine.close(timeout=left))
+        left = timedelta(0)
+        try:
+            left = self._saver.settle(Stage.DURABLE, self._flush_timeout)
+        finally:
+            self._stop_saving(lambda engine: engine.close(timeout=left))
 
     def _stop_saving(self, close_engine: Callable[[Checkpointer], None]) -> None:
         saver, self._saver = self._saver, None

@@ -256,6 +256,23 @@ def test_names_with_folders_and_links_to_nothing_are_as_with_the_stock_class(tmp
     both(tmp_path, script)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, OSError, KeyError])
+def test_what_a_logger_raises_ends_the_training(error: type[Exception], tmp_path: Path) -> None:
+    """Also at the last save, whose outcome is awaited at the end."""
+    loggers = importlib.import_module(f"{PL}.loggers")
+
+    class Failing(loggers.CSVLogger):  # type: ignore[name-defined,misc]
+        def after_save_checkpoint(self, callback: Any) -> None:
+            raise error("the logger is down")
+
+    def script(made: Any, folder: Path) -> None:
+        logger = Failing(str(tmp_path / "logs"))
+        with pytest.raises(error, match="the logger is down"):
+            fit(made(dirpath=folder), folder, max_epochs=1, logger=logger)
+
+    both(tmp_path, script)
+
+
 # -- when it saves, and what "last" is --------------------------------------------------------------------------------
 
 
