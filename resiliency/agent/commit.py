@@ -171,18 +171,24 @@ def read_records_here(tier: Tier, run: str, step: StepId, records: dict[int, Sha
             records.setdefault(record.rank, record)
 
 
-def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence) -> dict[str, str]:
+def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence, ranks: Collection[int]) -> dict[str, str]:
     """Writes the manifest, then the names. For one host's part of a step only the names: no folder has the whole step.
+
+    Args:
+        ranks: whose part of the step is looked for once more: a later attempt that has ended in order has removed the
+            folder, its number included, and a manifest alone would hide the steps that it has left as files.
 
     Returns:
         For each name that the step does not get, why.
 
     Raises:
         TierError: the tier refused.
+        FileNotFoundError: the step is not there any more.
         AgentError: a later attempt has started.
     """
     faultpoints.hit("agent.manifest.write")
     fence.check()
+    check_in_place(tier, step, ranks)
     if isinstance(step, Manifest):
         tier.put_bytes(step_prefix(step.run, step.id) + MANIFEST, step.to_json().encode())
     faultpoints.hit("agent.name.write")

@@ -225,7 +225,7 @@ class HostAgent:
         if isinstance(found, Manifest) and self._serves_all:
             found = join_shards(self._tier, found, self._fence)
             self._steps.add_record(found.shards[0])
-        return found, write_commit(self._tier, found, self._fence)
+        return found, write_commit(self._tier, found, self._fence, self.config.local_ranks)
 
     def wait(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
         """Waits until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`."""

@@ -4,6 +4,7 @@ attempt sees."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from resiliency import faultpoints
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Committed, Complete, Delete, Durable, Failed, Notice, Recorded
@@ -133,6 +135,25 @@ def test_an_agent_stopped_while_it_started_does_not_bring_its_attempt_back(
     assert {type(message) for message in heard} == {Failed}
     assert snapshot(local) == before
     save(new, 2)
+
+
+def test_an_agent_that_goes_on_when_a_later_job_has_tidied_up_makes_no_folder(
+    local: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped on another host before it wrote a manifest. A folder with that alone would hide what the later job left."""
+    old, heard = start(config_for(local))
+    save(old, 1)
+    hit = faultpoints.hit
+
+    def tidied_up(point: str, **further: Any) -> None:
+        if point == "agent.manifest.write":
+            shutil.rmtree(local / ".resiliency")
+        hit(point, **further)
+
+    monkeypatch.setattr(faultpoints, "hit", tidied_up)
+    save(old, 2)
+    assert Failed in {type(message) for message in heard}
+    assert not list(local.glob(".resiliency/*/steps/*"))
 
 
 def test_an_upload_in_progress_is_given_up_when_a_later_attempt_began(
