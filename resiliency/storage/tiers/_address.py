@@ -47,6 +47,10 @@ def unknown_store(address: str) -> str:
     """A sentence when an address is of a store that this library does not know; "" for others, and for folders."""
     if _scheme(address) in (None, "file", *_PACKAGES):
         return ""
+    return _no_store(address)
+
+
+def _no_store(address: str) -> str:
     return f"{address!r} is no object store this library knows ({', '.join(sorted(_PACKAGES))})"
 
 
@@ -56,10 +60,9 @@ def store_path(address: str) -> tuple[str, str]:
     Raises:
         ConfigError: unknown scheme, no bucket, or the package for it is not installed.
     """
-    unknown = unknown_store(address)
-    if unknown:
-        raise ConfigError(f"{unknown}; mount other storage and pass its folder")
-    kind = str(_scheme(address))
+    kind = _scheme(address)
+    if kind not in _PACKAGES:
+        raise ConfigError(f"{_no_store(address)}; mount other storage and pass its folder")
     for package in filter(None, ("fsspec", _PACKAGES[kind])):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{address!r} needs the package {package}; pip install {package}")
