@@ -18,6 +18,7 @@ import posixpath
 import re
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,7 +39,7 @@ from resiliency.storage.catalog import StepListing
 from resiliency.storage.fetch import copy_checked
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, shard_file
 from resiliency.storage.names import read_name
-from resiliency.storage.own_record import read_own_manifest
+from resiliency.storage.own_record import check_identity_is_absent, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, Identity, read_identity
 from resiliency.storage.single_files import SingleFile, read_shard_inside
 from resiliency.storage.step_id import StepId
@@ -94,6 +95,7 @@ def locate(path: str, *, run: str | None = None) -> Located | None:
 
     Raises:
         NoCheckpointFound: it is ours, but the step is gone or not committed, or of another run than ``run``.
+        CorruptShard: it is a file of ours, and its beginning or its records are damaged.
         ConfigError: it holds several runs; pass ``run``.
         TierError: the tier cannot be read.
     """
@@ -131,10 +133,22 @@ def _copy_elsewhere(path: str, run: str | None) -> Located | None:
         return None  # an address of a kind that this library does not write to
     identity = read_name(tier, name) if name and name not in (".", "..") else None
     if identity is None:
+        _check_is_not_ours(tier, name)
         return None  # a stock checkpoint, or no file: the caller decides what to do
     if run not in (None, identity.run):
         raise NoCheckpointFound(f"{path} is a checkpoint of run {identity.run!r}, not of {run!r}")
     return _named(tier, name, None)
+
+
+def _check_is_not_ours(tier: Tier, name: str) -> None:
+    """Raises CorruptShard for a file of ours whose first bytes do not say so any more."""
+    if name in ("", ".", ".."):
+        return
+    nbytes = next((info.nbytes for info in tier.list(name) if info.key == name), 0)
+    with suppress(FileNotFoundError):  # a name that has just gone
+        if nbytes:
+            where = f"{tier.root}/{name}"
+            check_identity_is_absent(lambda start, end: tier.read_range(name, start, end), nbytes, where=where)
 
 
 def _files_of(listing: StepListing) -> dict[int, str]:

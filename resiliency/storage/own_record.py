@@ -19,13 +19,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from resiliency.errors import CorruptShard
-from resiliency.storage.archive import ArchiveEntry, directory, listed_entries, local_header, read_directory
+from resiliency.storage.archive import PREFIX, ArchiveEntry, directory, listed_entries, local_header, read_directory
 from resiliency.storage.blocks import Blocks, block_digest
 from resiliency.storage.manifest import Manifest, ShardRecord, gather_records, shard_file
-from resiliency.storage.shard_file import Identity, StorageLayout, archive_tail
+from resiliency.storage.shard_file import IDENTITY, IDENTITY_BYTES, Identity, StorageLayout, archive_tail
 
 __all__ = [
     "OWN_RECORD",
+    "check_identity_is_absent",
     "joined_tail",
     "read_other_shard",
     "read_own_manifest",
@@ -39,6 +40,31 @@ _SHARDS = "resiliency/shard-"
 
 #: Room for the digits of numbers that are not known before the entry has its size.
 _SPARE_BYTES = 64
+
+
+def check_identity_is_absent(read: Callable[[int, int], bytes], nbytes: int, *, where: str) -> None:
+    """For a file that does not begin as one of ours: makes sure that it does not end as one either. Otherwise its first
+    bytes are damaged, and without their word nothing of it would be checked.
+
+    Args:
+        read: returns bytes ``[start, end)`` of the file.
+        nbytes: size of the file.
+        where: path, for messages.
+
+    Raises:
+        CorruptShard: it ends as one.
+    """
+    try:
+        listed, _ = listed_entries(read, nbytes, where=where)
+    except CorruptShard:
+        return  # no archive
+    if (PREFIX + IDENTITY).encode() in listed:
+        raise CorruptShard(
+            f"{where}: its first {IDENTITY_BYTES} bytes are damaged; by its end it is a checkpoint of this library."
+            " torch.load reads it as far as torch can, without a check",
+            path=where,
+            ranges=[(0, IDENTITY_BYTES)],
+        )
 
 
 def shard_entry(rank: int) -> str:

@@ -29,7 +29,7 @@ from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.regular_file import open_regular
 from resiliency.storage.catalog import StepListing, scan, step_prefix
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, record_file, shard_file
-from resiliency.storage.own_record import read_other_shard, read_own_manifest
+from resiliency.storage.own_record import check_identity_is_absent, read_other_shard, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
@@ -92,10 +92,16 @@ def read_single_file(path: str) -> Manifest | None:
     fd = open_regular(path)
     try:
         identity = read_identity(os.pread(fd, IDENTITY_BYTES, 0), where=path)
+        nbytes = os.fstat(fd).st_size
+
+        def read(start: int, end: int) -> bytes:
+            return os.pread(fd, end - start, start)
+
+        if identity is None:
+            check_identity_is_absent(read, nbytes, where=path)
         if identity is None or not identity.replicated or identity.rank:
             return None
-        nbytes = os.fstat(fd).st_size
-        return read_own_manifest(identity, lambda start, end: os.pread(fd, end - start, start), nbytes, where=path)
+        return read_own_manifest(identity, read, nbytes, where=path)
     finally:
         os.close(fd)
 

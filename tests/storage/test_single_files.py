@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from resiliency.checkpoint.options import LocalTierOptions
-from resiliency.errors import NoCheckpointFound
+from resiliency.errors import CorruptShard, NoCheckpointFound
 from resiliency.inspection import survey
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.inspection.verify import check_step
 from resiliency.storage.manifest import META_DIR
-from resiliency.storage.single_files import drop_folders, find_single_files, restore_folders
+from resiliency.storage.shard_file import IDENTITY_BYTES
+from resiliency.storage.single_files import drop_folders, find_single_files, read_single_file, restore_folders
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import (
     RUN,
@@ -150,6 +152,25 @@ def test_a_file_is_a_step_only_under_its_own_name(tmp_path: Path) -> None:
         state, own = load_path(located)
         assert differences(state, make_lightning_state(step)) == []
         assert own["rng"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("at", [0, 5, 40, 100, IDENTITY_BYTES - 500])
+def test_a_file_whose_first_bytes_are_damaged_is_no_stock_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int
+) -> None:
+    save_steps(tmp_path, 1)
+    drop_folders(LocalTier(tmp_path), RUN)
+    path = tmp_path / "step=1.ckpt"
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(b"\xff")
+    with pytest.raises(CorruptShard, match=r"step=1\.ckpt: its first 1024 bytes are damaged"):
+        locate(str(path))
+    assert find_single_files(str(tmp_path)) == []
+    assert "step=1.ckpt is not counted as a checkpoint: " in caplog.text
+    stock = path.with_name("stock.ckpt")
+    torch.save({"x": torch.ones(3)}, stock)
+    assert locate(str(stock)) is None and read_single_file(str(stock)) is None
 
 
 def test_a_damaged_file_is_not_brought_back_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
