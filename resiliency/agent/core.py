@@ -102,6 +102,9 @@ class HostAgent:
         self._finished: set[int] = set()
         self._left: set[int] = set()
         self._failures: dict[StepId, str] = {}  # steps that a rank could not save; the newest ones
+        self._given_up: dict[
+            StepId, set[int]
+        ] = {}  # of those, what is still to be deleted: ranks that are done with it
         self._closed = False
         self._files = FilePool(config, notify)
         self._remover = Remover(config, self._tier, self._files, self._fence)
@@ -254,6 +257,8 @@ class HostAgent:
             uploader.close()
         for worker in (self._syncs, self._commits):
             worker.close()
+        for step in self._given_up:
+            self._discard(step)
         self._files.close()
         if self.config.only_files:
             self._leave_only_files()
@@ -371,7 +376,7 @@ class HostAgent:
         if seal.id in self._failures:
             self._report.notify(rank, Recorded(id=seal.id))  # the next save may begin
             self._report.notify_failed(seal.id, self.config.local.name, self._failures[seal.id], ranks=(rank,))
-            self._discard(seal.id)
+            self._discard_given_up(rank, seal.id)
             return
         try:
             check_share(seal, self._path(seal.id, shard_file(0)))
@@ -390,6 +395,7 @@ class HostAgent:
                 self._files.want(record.nbytes)
         self._report.notify(rank, Recorded(id=seal.id))
         self._complete(seal.id)
+        self._discard_given_up(rank, seal.id)
 
     def _failed(self, step: StepId, rank: int, reason: str, *, keep: bool) -> None:
         """Notifies the rank, and those that wait for the commit: which have recorded theirs, or will."""
@@ -397,12 +403,14 @@ class HostAgent:
         self._report.notify_failed(step, tier, reason, ranks=(rank,))
         self._report.log_failed(step, Stage.RECORDED, tier, reason, will_retry=True, shard=rank)
         self._will_not_be_whole(step, rank, reason, keep=keep)
+        self._discard_given_up(rank, step)
 
     def _gave_up(self, rank: int, message: GiveUp) -> None:
         """A rank says that a part of a save will not come. It has reported that itself."""
         known = self._steps.get(message.id)
         if message.id not in self._failures and (known is None or known.committed is None):
             self._will_not_be_whole(message.id, rank, message.reason)
+        self._discard_given_up(rank, message.id)
 
     def _will_not_be_whole(self, step: StepId, rank: int, reason: str, *, keep: bool = False) -> None:
         known = self._steps.get(step)
@@ -414,10 +422,23 @@ class HostAgent:
             del self._failures[next(iter(self._failures))]
         logger.info("checkpoint of step %d failed on rank %d: %s", step.step, rank, reason)
         if not keep:
-            self._discard(step)
+            self._given_up[step] = recorded
+
+    def _discard_given_up(self, rank: int, step: StepId) -> None:
+        """Deletes what there is of steps that were given up and that no rank writes to any more; ``rank`` is done with
+        ``step``.
+
+        Whether the ranks of other agents are done is not heard here: they are once a rank is at another step.
+        """
+        if step in self._given_up:
+            self._given_up[step].add(rank)
+        for other, done in list(self._given_up.items()):
+            if other != step or (self._serves_all and done.issuperset(self.config.local_ranks)):
+                del self._given_up[other]
+                self._discard(other)
 
     def _discard(self, step: StepId, *, never_whole: bool = False) -> None:
-        """Deletes what there is of a step that will not be whole. Ranks may still write to it: to files without a name.
+        """Deletes what there is of a step that will not be whole, also files that a rank still writes to.
 
         It would go once a later step is committed, but a disk that it has filled may hold none.
         """

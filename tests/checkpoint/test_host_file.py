@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import shutil
+import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -389,18 +390,20 @@ def test_of_two_saves_of_one_step_a_rank_that_missed_the_first_has_no_part_in_it
 def test_what_one_rank_refuses_no_rank_waits_for_and_nothing_of_it_stays(tmp_path: Path, rank: int) -> None:
     """A rank that refuses every save must not fill the disk with the other ranks' parts."""
     job = Job(tmp_path, 2)
+    together = threading.Barrier(2)  # as the steps of a training are
 
     def work(mine: int, checkpointer: Checkpointer) -> None:
         for step in (1, 2):
             if mine == rank:
                 with pytest.raises(ConfigError):
                     checkpointer.save(step, make_state(step), per_rank=lambda: 1)
-                continue
-            ticket = checkpointer.save(step, make_state(step))
-            assert ticket is not None
-            with pytest.raises(ResiliencyError, match="another rank gave its part up"):
-                ticket.wait(timeout=SOON)
-            checkpointer.flush(Stage.COMMITTED, timeout=SOON)
+            else:
+                ticket = checkpointer.save(step, make_state(step))
+                assert ticket is not None
+                with pytest.raises(ResiliencyError, match="another rank gave its part up"):
+                    ticket.wait(timeout=SOON)
+                checkpointer.flush(Stage.COMMITTED, timeout=SOON)
+            together.wait(SOON.total_seconds())
 
     job.run(work)
     assert step_dirs(tmp_path / "shared") == {}

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from resiliency import faultpoints
 from resiliency.agent import core
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Stage, Ticket
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
@@ -152,12 +153,16 @@ def test_a_successor_that_is_given_up_deletes_nothing(tmp_path: Path) -> None:
     with job(tmp_path) as second:
         resume(second)
         state = {"w": torch.full((2_000_000,), 3.7)}
-        ticket = second.save(25, state, names=["25.ckpt"], supersedes=[GOOD], lazy=True)
-        assert ticket is not None
-        second.delete(GOOD)
-        state["w"].igamma_(torch.full((2_000_000,), 3.9))
-        second.fence()
-        settled(second)
+        faultpoints.arm("save.block:delay=0.5")  # the copy is not done before the change
+        try:
+            ticket = second.save(25, state, names=["25.ckpt"], supersedes=[GOOD], lazy=True)
+            assert ticket is not None
+            second.delete(GOOD)
+            state["w"].igamma_(torch.full((2_000_000,), 3.9))
+            second.fence()
+            settled(second)
+        finally:
+            faultpoints.arm("")
         assert ticket.failed is not None and is_good(tmp_path)
 
 
