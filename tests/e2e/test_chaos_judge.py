@@ -96,6 +96,20 @@ WRONG: dict[str, list[Line]] = {
         loading("named", falls_back=False),
         refused("a", "b"),
     ],
+    "a rank that hears nothing of the other, to which nothing was done": [
+        {"what": "action", "kind": "kill a rank"},
+        {"what": "started", "job": "j"},
+        *AB,
+        loading(),
+        {**refused("a", "b"), "job": "j", "error": "Timeout: x"},
+    ],
+    "an error after the other rank was killed, which is none about it": [
+        {"what": "started", "job": "j"},
+        *AB,
+        {"what": "action", "kind": "kill a rank"},
+        loading(),
+        {**refused("a", "b"), "job": "j"},
+    ],
     "a commit of yesterday's job": [opened(1), *save("a"), opened(2), *save("1b")],
     "two ranks that differ": [*save("a"), {**save("a", rank=1)[0], "state": "other"}],
 }
@@ -125,6 +139,13 @@ FINE: dict[str, list[Line]] = {
         loaded("a"),
     ],
     "what was deleted for a newer one": [*AB, loading(), *save("c"), loaded("a", still=("a", "c"))],
+    "a rank that hears nothing of the other, which was killed": [
+        {"what": "started", "job": "j"},
+        *AB,
+        loading(),
+        {"what": "action", "kind": "kill a rank"},
+        {**refused("a", "b"), "job": "j", "error": "Timeout: x"},
+    ],
     "an error about the damaged newest": [*AB, damage("b"), loading(falls_back=False), refused("a", "b")],
     "what nobody saved, from a file whose head we have damaged": [
         *AB,

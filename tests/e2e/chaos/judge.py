@@ -55,6 +55,10 @@ class _Load:
     excused: set[str] = field(default_factory=set)
 
 
+#: Actions that may take a rank away from the others of its job.
+_BLOWS = ("kill a rank", "kill a job", "kill everything", "stop a rank", "end a job")
+
+
 class Judge:
     """Takes the lines of one folder in order.
 
@@ -73,7 +77,11 @@ class Judge:
         self._newest_attempt = 0
         self._attempts: dict[str, int] = {}  # job -> its attempt
         self._went_on_from: dict[int, str | None] = {}  # attempt -> the save that it loaded
+        self._blows = 0  # how often processes of a job were killed or stopped
+        self._blows_before: dict[str, int] = {}  # job -> how many of them when it was started
         self._readers: dict[str, Callable[[dict[str, Any]], None]] = {
+            "action": self._action,
+            "started": self._started,
             "opened": self._opened,
             "save": self._save,
             "committed": self._committed,
@@ -123,6 +131,16 @@ class Judge:
             self._problem(line, f"{line['key']} was begun and committed although a later attempt had been opened")
         self.counts["commits"] += not save.committed
         save.committed = True
+
+    # -- what we do to processes ----------------------------------------------------------------------------------
+
+    def _action(self, line: dict[str, Any]) -> None:
+        self._blows += line["kind"] in _BLOWS
+        self._other(line)
+
+    def _started(self, line: dict[str, Any]) -> None:
+        self._blows_before.setdefault(line.get("job", ""), self._blows)
+        self._other(line)
 
     # -- what we do to files --------------------------------------------------------------------------------------
 
@@ -203,6 +221,10 @@ class Judge:
     def _refused(self, line: dict[str, Any]) -> None:
         load = self._loads.pop(line["load"])
         self.counts["refusals"] += 1
+        if line["error"].startswith("Timeout: ") and self._blows > self._blows_before.get(
+            line.get("job", ""), self._blows
+        ):
+            return  # another rank of the job is gone, or stopped
         expected = self._expected(load, line)
         if expected is None or (load.line["scope"] == "newest" and expected not in line["still"]):
             return
