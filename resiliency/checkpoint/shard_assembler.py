@@ -16,8 +16,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +45,7 @@ def threads_for(ranks: int) -> int:
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
-@dataclass(frozen=True)
-class _ByteRange:
+class _ByteRange(NamedTuple):
     """Bytes ``[start, start + nbytes)`` of a file, to be copied to memory at ``address``."""
 
     start: int

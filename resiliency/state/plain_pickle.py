@@ -12,7 +12,7 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,15 +34,13 @@ class StorageKind:
     _dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _StoredStorage:
+class _StoredStorage(NamedTuple):
     key: str
     numel: int
-    _dtype: torch.dtype
+    dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """Stands for a tensor of the pickle: which elements of which storage it has. Inside of the storage.
 
     Attributes:
@@ -108,7 +106,7 @@ def describe_plain(data: bytes) -> tuple[Any, Counter[str]]:
         extent, contiguous = _extent(shape, strides)
         if min(numbers) < 0 or (extent and offset + extent > storage.numel):
             raise NotPlain("a tensor outside of its storage")
-        return StoredTensor(storage.key, storage._dtype, offset, tuple(shape), tuple(strides), extent, contiguous)
+        return StoredTensor(storage.key, storage.dtype, offset, tuple(shape), tuple(strides), extent, contiguous)
 
     def parameter(data: Any, requires_grad: Any, hooks: Any) -> StoredTensor:
         if type(data) is not StoredTensor or hooks:
