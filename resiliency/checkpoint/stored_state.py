@@ -19,7 +19,7 @@ from torch.storage import UntypedStorage
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import CorruptShard
 from resiliency.state.harmless import harmless_classes
-from resiliency.state.plain_pickle import NotPlain, StoredTensor, describe_plain
+from resiliency.state.plain_pickle import NotPlain, StoredTensor, describe_plain, describe_tensor
 from resiliency.state.tree import dtype_name, is_leaf, keyed_leaves, replace_leaves
 from resiliency.state.unpickle import unpickle
 from resiliency.storage.shard_file import (
@@ -116,7 +116,8 @@ class ReplicatedState:
             CorruptShard: the file does not have its storage.
         """
         shape, itemsize, entry = leaf.shape, leaf.dtype.itemsize, self._entries.get(leaf.storage)
-        begin, end = leaf.offset * itemsize, (leaf.offset + leaf.extent) * itemsize
+        offset = leaf.offset if leaf.extent else 0  # a tensor without elements may begin anywhere
+        begin, end = offset * itemsize, (offset + leaf.extent) * itemsize
         if entry is None or end > entry.nbytes:
             raise self._missing(leaf.storage, end)
         chunk = Chunk(key, (0,) * len(shape), shape, dtype_name(leaf.dtype), itemsize, shape)
@@ -142,15 +143,7 @@ class ReplicatedState:
             if id(leaf) not in seen:
                 seen[id(leaf)] = leaf
                 self._uses[storage_key] -= 1
-            entry = self._entries[storage_key]
-            shape, itemsize = tuple(leaf.shape), leaf.element_size()
-            chunk = Chunk(key, (0,) * len(shape), shape, dtype_name(leaf.dtype), itemsize, shape)
-            start = entry.start + leaf.storage_offset() * itemsize
-            if leaf.is_contiguous():
-                placed[key] = Placed(chunk, start, start + chunk.nbytes)
-            else:
-                extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, leaf.stride(), strict=True))
-                placed[key] = Placed(chunk, start, start + extent * itemsize, tuple(leaf.stride()))
+            placed[key] = self._placed(key, describe_tensor(leaf, storage_key))
         if _has_objects(tree):
             return placed, list(self.storages)
         hidden = [key for key, uses in self._uses.items() if uses > 0]

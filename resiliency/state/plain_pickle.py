@@ -20,7 +20,7 @@ from torch import Tensor
 from resiliency.errors import ResiliencyError
 from resiliency.state.describe import STORAGE_CLASSES
 
-__all__ = ["NotPlain", "StorageKind", "StoredTensor", "describe_plain", "load_plain"]
+__all__ = ["NotPlain", "StorageKind", "StoredTensor", "describe_plain", "describe_tensor", "load_plain"]
 
 
 class NotPlain(Exception):
@@ -115,6 +115,12 @@ def describe_plain(data: bytes) -> tuple[Any, Counter[str]]:
 
     names = {**_NAMES, _REBUILD_TENSOR: tensor, _REBUILD_PARAMETER: parameter}
     return _checked(data, persistent_load, names), uses
+
+
+def describe_tensor(tensor: Tensor, storage: str) -> StoredTensor:
+    """Where a strided tensor is in its storage, which has this key."""
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    return StoredTensor(storage, tensor.dtype, int(tensor.storage_offset()), shape, strides, *_extent(shape, strides))
 
 
 _INTS = frozenset({int})

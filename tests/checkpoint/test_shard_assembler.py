@@ -308,6 +308,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         lambda: torch.nn.Parameter(torch.ones(draw(st.integers(1, 3)), 2)),
         lambda: torch.tensor(3.0).expand(2, 3),
         lambda: torch.empty(0, 3),
+        lambda: torch.ones(3).as_strided((0, 2), (2, 1), 100),
         lambda: torch.tensor(draw(st.booleans())),
     ]
     tensors = [draw(st.sampled_from(makers))() for _ in range(draw(st.integers(1, 4)))]
