@@ -344,3 +344,15 @@ def test_where_tensors_are_is_the_same_with_and_without_making_them(
         each.pop("storage", None)  # without values
     assert repr(trees[0]) == repr(trees[1])
     reader.close()
+
+
+@pytest.mark.parametrize("extra", [{}, {"object": Path("x")}], ids=["plain", "with an object"])
+def test_an_empty_view_that_begins_behind_its_storage_is_no_damage(tmp_path: Path, extra: dict[str, Any]) -> None:
+    state = {"a": torch.ones(2), "none": torch.ones(3).as_strided((0, 2), (2, 1), 100), **extra}
+    with make_checkpointer(tmp_path) as checkpointer:
+        ticket = checkpointer.save(1, state)
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED)
+        into = {"a": torch.zeros(2), "none": torch.empty(0, 2), **extra}
+        restored = checkpointer.load(into=into)
+    assert restored is not None and torch.equal(into["a"], state["a"]) and restored.state["none"].shape == (0, 2)
