@@ -19,7 +19,7 @@ from torch.storage import UntypedStorage
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import CorruptShard
 from resiliency.state.harmless import harmless_classes
-from resiliency.state.plain_pickle import NotPlain, StoredTensor, describe_plain, describe_tensor
+from resiliency.state.plain_pickle import NotPlain, StoredTensor, describe_plain, describe_tensor, is_described
 from resiliency.state.tree import dtype_name, is_leaf, keyed_leaves, replace_leaves
 from resiliency.state.unpickle import unpickle
 from resiliency.storage.shard_file import (
@@ -66,7 +66,8 @@ class ReplicatedState:
         self._reader, self._path = reader, reader.path
         self._data, self._allow_pickle = reader.entry(DATA_PICKLE), allow_pickle
         self._uses: Counter[str] = Counter()
-        self._plain: Any = None  # the tree of place(), if nothing in it depends on the values of its tensors
+        # The tree of place() and its leaves, if nothing in it depends on the values of its tensors.
+        self._plain: tuple[Any, Mapping[str, Any]] | None = None
         self._is_leaf: Callable[[Any], bool] = is_leaf
 
     @functools.cached_property
@@ -100,14 +101,10 @@ class ReplicatedState:
         """Where each tensor is stored, by its key in the tree, and the keys of the storages that something else uses,
         or may use, too: tensors of special layouts, and objects, which may hold any tensor."""
         try:
-            tree, uses = describe_plain(self._data)
+            tree, leaves = describe_plain(self._data)
         except NotPlain:
             return self._place_any()
-        leaves = keyed_leaves(tree, _is_described)
-        uses.subtract(leaf.storage for leaf in {id(leaf): leaf for leaf in leaves.values()}.values())
-        if any(count > 0 for count in uses.values()):
-            return self._place_any()
-        self._plain, self._is_leaf = tree, _is_described
+        self._plain, self._is_leaf = (tree, leaves), is_described
         return {key: self._placed(key, leaf) for key, leaf in leaves.items()}, []
 
     def _placed(self, key: str, leaf: StoredTensor) -> Placed:
@@ -136,7 +133,8 @@ class ReplicatedState:
         keys = {storage._cdata: key for key, storage in self.storages.items()}
         placed = {}
         seen: dict[int, Any] = {}
-        for key, leaf in keyed_leaves(tree).items():
+        leaves = keyed_leaves(tree)
+        for key, leaf in leaves.items():
             storage_key = keys.get(leaf.untyped_storage()._cdata) if _is_plain(leaf) else None
             if storage_key is None:
                 continue
@@ -148,7 +146,7 @@ class ReplicatedState:
             return placed, list(self.storages)
         hidden = [key for key, uses in self._uses.items() if uses > 0]
         if not hidden:
-            self._plain = tree
+            self._plain = tree, leaves
         return placed, hidden
 
     def _take_values(self) -> None:
@@ -164,17 +162,16 @@ class ReplicatedState:
 
     def with_leaves(self, leaves: Mapping[str, Any], *, partial: bool) -> Any:
         """The tree with these leaves under their keys. ``partial``: others become empty tensors."""
-        tree = self.tree() if self._plain is None else self._plain
+        if self._plain is None:
+            tree = self.tree()
+            self._plain = tree, keyed_leaves(tree, self._is_leaf)
+        tree, found = self._plain
         chosen: dict[int, Any] = {}
         absent = torch.empty(0, device="cpu")
-        for key, leaf in keyed_leaves(tree, self._is_leaf).items():
+        for key, leaf in found.items():
             if key in leaves:
                 chosen.setdefault(id(leaf), leaves[key])
         return replace_leaves(tree, lambda leaf: chosen.get(id(leaf), absent if partial else leaf), self._is_leaf)
-
-
-def _is_described(value: Any) -> bool:
-    return type(value) is StoredTensor
 
 
 #: Classes whose objects hold no tensor.

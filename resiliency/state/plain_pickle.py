@@ -1,43 +1,33 @@
 """Reads the structure of a plain state: dicts, lists, numbers, strings and tensors, and nothing else.
 
 Torch's restricted unpickler takes about 100 microseconds a tensor, half of it to ask whether the tensor is a fake one.
-This one takes a sixth, and leaves every other pickle to it. Nothing outside a short table can be named here, and of a
-pickle's operations only those that make plain values are known.
+This one takes a tenth, and leaves every other pickle to it. It is Python's own, in C, which may call what a short table
+names and nothing else: two containers, and descriptions of tensors. None of them has attributes that a pickle could
+set. (Like a large tensor, a pickle written to do harm can make it ask for much memory.)
 """
 
 from __future__ import annotations
 
+import copyreg
+import io
 import pickle
-import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.storage import UntypedStorage
 
 from resiliency.errors import ResiliencyError
 from resiliency.state.describe import STORAGE_CLASSES
+from resiliency.state.tree import keyed_leaves, replace_leaves
 
-__all__ = ["NotPlain", "StorageKind", "StoredTensor", "describe_plain", "describe_tensor", "load_plain"]
+__all__ = ["NotPlain", "StoredTensor", "describe_plain", "describe_tensor", "is_described", "load_plain"]
 
 
 class NotPlain(Exception):
     """The pickle holds something else, or is no pickle."""
-
-
-@dataclass(frozen=True, slots=True)
-class StorageKind:
-    """Stands for one of torch's storage classes. Cannot be called, so that a pickle makes nothing of it."""
-
-    _dtype: torch.dtype
-
-
-class _StoredStorage(NamedTuple):
-    key: str
-    numel: int
-    dtype: torch.dtype
 
 
 class StoredTensor(NamedTuple):
@@ -49,6 +39,7 @@ class StoredTensor(NamedTuple):
         shape, strides: in elements.
         extent: elements from the first to the last, with those between that are not its own.
         contiguous: it lies in C order.
+        requires_grad, parameter: what is made of it is a :class:`torch.nn.Parameter`.
     """
 
     storage: str
@@ -58,72 +49,113 @@ class StoredTensor(NamedTuple):
     strides: tuple[int, ...]
     extent: int
     contiguous: bool
+    requires_grad: bool
+    parameter: bool = False
 
 
-def load_plain(data: bytes, persistent_load: Callable[[Any], Any]) -> Any:
-    """The value of a pickle.
+def is_described(value: Any) -> bool:
+    """True for what stands for a tensor."""
+    return type(value) is StoredTensor
+
+
+def load_plain(data: bytes, storage: Callable[[str, int], UntypedStorage]) -> tuple[Any, Counter[str]]:
+    """The value of a pickle, and how often each storage is named.
 
     Args:
-        persistent_load: returns the typed storage of ``("storage", StorageKind, key, location, number of elements)``.
+        storage: returns the storage of a key, of at least this many bytes.
 
     Raises:
         NotPlain: it is for torch's unpickler, to read or to refuse.
-        ResiliencyError: of ``persistent_load``.
+        ResiliencyError: of ``storage``.
     """
-    return _checked(data, persistent_load, _NAMES)
+    tree, leaves = describe_plain(data)
+    made: dict[int, Tensor] = {}
+
+    def tensor(described: StoredTensor) -> Tensor:
+        if id(described) not in made:
+            made[id(described)] = _tensor(described, storage)
+        return made[id(described)]
+
+    try:
+        return replace_leaves(tree, tensor, is_described), _uses(leaves)
+    except ResiliencyError:
+        raise
+    except Exception as error:  # Boundary, as below.
+        raise NotPlain(str(error)) from error
 
 
-def describe_plain(data: bytes) -> tuple[Any, Counter[str]]:
-    """As :func:`load_plain`, with a :class:`StoredTensor` in the place of each tensor; takes half its time.
+def _uses(leaves: Mapping[str, StoredTensor]) -> Counter[str]:
+    return Counter(leaf.storage for leaf in {id(leaf): leaf for leaf in leaves.values()}.values())
+
+
+def _tensor(described: StoredTensor, storage: Callable[[str, int], UntypedStorage]) -> Tensor:
+    _, dtype, offset, shape, strides, extent, _, requires_grad, parameter = described
+    untyped = storage(described.storage, (offset + extent if extent else 0) * dtype.itemsize)
+    tensor = torch.empty((0,), dtype=dtype, device=untyped.device)
+    tensor.set_(untyped, offset, shape, strides)
+    if parameter:
+        tensor = torch.nn.Parameter(tensor, requires_grad)
+    tensor.requires_grad = requires_grad
+    tensor._backward_hooks = OrderedDict()
+    return tensor
+
+
+def describe_plain(data: bytes) -> tuple[Any, dict[str, StoredTensor]]:
+    """As :func:`load_plain`, with a :class:`StoredTensor` in the place of each tensor.
 
     Returns:
-        The tree, and how often each storage is named.
+        The tree, and what stands for tensors in it by its key, see :func:`~resiliency.state.tree.keyed_leaves`.
 
     Raises:
         NotPlain: as above.
     """
-    uses: Counter[str] = Counter()
+    if not data.startswith(b"\x80\x02"):
+        raise NotPlain("another protocol than torch's")
+    if getattr(copyreg, "_extension_registry", None):
+        raise NotPlain("pickles may name what this process has registered by numbers")
+    reader = _Reader(io.BytesIO(data))
+    try:
+        tree = reader.load()
+        leaves = keyed_leaves(tree, _is_described_and_others_plain)
+    except NotPlain:
+        raise
+    except Exception as error:
+        # Boundary: whatever is wrong with it, torch's unpickler has the words.
+        raise NotPlain(str(error)) from error
+    if _uses(leaves) != reader.uses:
+        raise NotPlain("a tensor in a place where only objects have one")
+    return tree, leaves
 
-    def persistent_load(reference: Any) -> _StoredStorage:
-        name, kind, key, _, numel = reference
-        if name != "storage" or type(kind) is not StorageKind or type(key) is not str or type(numel) is not int:
-            raise NotPlain("no reference to a storage")
-        uses[key] += 1
-        return _StoredStorage(key, numel, kind._dtype)
 
-    def tensor(
-        storage: Any,
-        offset: Any,
-        shape: Any,
-        strides: Any,
-        requires_grad: Any,
-        hooks: Any,
-        metadata: Any = None,
-    ) -> StoredTensor:
-        numbers = (offset, *shape, *strides)
-        if metadata or hooks or type(storage) is not _StoredStorage or not _INTS.issuperset(map(type, numbers)):
-            raise NotPlain("a tensor with properties of its own")
-        extent, contiguous = _extent(shape, strides)
-        if min(numbers) < 0 or (extent and offset + extent > storage.numel):
-            raise NotPlain("a tensor outside of its storage")
-        return StoredTensor(storage.key, storage.dtype, offset, tuple(shape), tuple(strides), extent, contiguous)
+_KEYS = frozenset({str, int, float, bool, complex, type(None), torch.dtype})
+_VALUES = _KEYS | {list, tuple, torch.Size}
 
-    def parameter(data: Any, requires_grad: Any, hooks: Any) -> StoredTensor:
-        if type(data) is not StoredTensor or hooks:
-            raise NotPlain("a parameter of its own kind")
-        return data
 
-    names = {**_NAMES, _REBUILD_TENSOR: tensor, _REBUILD_PARAMETER: parameter}
-    return _checked(data, persistent_load, names), uses
+def _is_described_and_others_plain(value: Any) -> bool:
+    """:func:`is_described`.
+
+    Raises:
+        NotPlain: a description may be in the value in a place that :func:`keyed_leaves` does not look into.
+    """
+    class_ = type(value)
+    if class_ is StoredTensor:
+        return True
+    if class_ is dict or class_ is OrderedDict:
+        for key in value:
+            if type(key) not in _KEYS and not (type(key) is tuple and _KEYS.issuperset(map(type, key))):
+                raise NotPlain(f"a key of type {type(key).__name__}")
+        if class_ is OrderedDict and keyed_leaves(vars(value), _is_described_and_others_plain):
+            raise NotPlain("a tensor that is an attribute")
+    elif class_ not in _VALUES and value is not OrderedDict and value is not torch.Size:
+        raise NotPlain(f"a {class_.__name__}")
+    return False
 
 
 def describe_tensor(tensor: Tensor, storage: str) -> StoredTensor:
     """Where a strided tensor is in its storage, which has this key."""
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-    return StoredTensor(storage, tensor.dtype, int(tensor.storage_offset()), shape, strides, *_extent(shape, strides))
-
-
-_INTS = frozenset({int})
+    shape, strides, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+    extent, contiguous = _extent(shape, strides)
+    return StoredTensor(storage, tensor.dtype, offset, shape, strides, extent, contiguous, tensor.requires_grad)
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool]:
@@ -139,177 +171,82 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool]:
     return last + 1, contiguous
 
 
-def _checked(data: bytes, persistent_load: Callable[[Any], Any], names: Mapping[tuple[str, str], Any]) -> Any:
-    if not data.startswith(b"\x80\x02"):
-        raise NotPlain("another protocol than torch's")
-    try:
-        return _load(data, persistent_load, names)
-    except (NotPlain, ResiliencyError):
-        raise
-    except Exception as error:
-        # Boundary: whatever is wrong with it, torch's unpickler has the words.
-        raise NotPlain(str(error)) from error
+class _StorageKind(NamedTuple):
+    """Stands for one of torch's storage classes. Cannot be called, so that a pickle makes nothing of it."""
+
+    dtype: torch.dtype
 
 
-def _rebuild_tensor(
-    storage: Any,
-    offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    hooks: OrderedDict[Any, Any],
-    metadata: Any = None,
-) -> Tensor:
-    """As torch's function of this name, without a question about fake tensors."""
-    if metadata or hooks:
-        raise NotPlain("a tensor with properties of its own")
-    untyped = storage._untyped_storage
-    tensor = torch.empty((0,), dtype=storage._dtype, device=untyped.device)
-    tensor.set_(untyped, offset, size, stride)
-    tensor.requires_grad = requires_grad
-    tensor._backward_hooks = hooks
-    return tensor
+class _StoredStorage(NamedTuple):
+    key: str
+    numel: int
+    dtype: torch.dtype
 
 
-def _rebuild_parameter(data: Tensor, requires_grad: bool, hooks: OrderedDict[Any, Any]) -> torch.nn.Parameter:
-    if type(data) is not Tensor or hooks:
-        raise NotPlain("a parameter of its own kind")
-    parameter = torch.nn.Parameter(data, requires_grad)
-    parameter._backward_hooks = hooks
-    return parameter
+_INTS = frozenset({int})
 
 
-_REBUILD_TENSOR, _REBUILD_PARAMETER = ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")
+class _Describe:
+    """Stands for the function of torch that makes a tensor. Without attributes, which a pickle could change."""
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        requires_grad: Any,
+        hooks: Any,
+        metadata: Any = None,
+    ) -> StoredTensor:
+        if metadata or hooks or type(storage) is not _StoredStorage or type(requires_grad) is not bool:
+            raise NotPlain("a tensor with properties of its own")
+        numbers = (offset, *shape, *strides)
+        if not _INTS.issuperset(map(type, numbers)) or min(numbers) < 0:
+            raise NotPlain("a tensor that is nowhere")
+        extent, contiguous = _extent(shape, strides)
+        key, numel, dtype = storage
+        if extent and offset + extent > numel:
+            raise NotPlain("a tensor outside of its storage")
+        return StoredTensor(key, dtype, offset, tuple(shape), tuple(strides), extent, contiguous, requires_grad)
+
+
+class _DescribeParameter:
+    __slots__ = ()
+
+    def __call__(self, data: Any, requires_grad: Any, hooks: Any) -> StoredTensor:
+        if type(data) is not StoredTensor or type(requires_grad) is not bool or hooks:
+            raise NotPlain("a parameter of its own kind")
+        return data._replace(requires_grad=requires_grad, parameter=True)
+
+
+#: All that a pickle may name.
 _NAMES: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
-    _REBUILD_TENSOR: _rebuild_tensor,
-    _REBUILD_PARAMETER: _rebuild_parameter,
-    **{("torch", name): StorageKind(dtype) for dtype, name in STORAGE_CLASSES.items()},
+    ("torch._utils", "_rebuild_tensor_v2"): _Describe(),
+    ("torch._utils", "_rebuild_parameter"): _DescribeParameter(),
+    **{("torch", name): _StorageKind(dtype) for dtype, name in STORAGE_CLASSES.items()},
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in STORAGE_CLASSES},
 }
 
-(_PUT, _LONG_PUT, _GET, _LONG_GET) = pickle.BINPUT[0], pickle.LONG_BINPUT[0], pickle.BINGET[0], pickle.LONG_BINGET[0]
-(_INT1, _INT2, _INT4, _LONG) = pickle.BININT1[0], pickle.BININT2[0], pickle.BININT[0], pickle.LONG1[0]
-(_TUPLE, _TUPLE0, _TUPLE1) = pickle.TUPLE[0], pickle.EMPTY_TUPLE[0], pickle.TUPLE1[0]
-(_TUPLE2, _TUPLE3, _MARK) = pickle.TUPLE2[0], pickle.TUPLE3[0], pickle.MARK[0]
-(_TEXT, _FLOAT, _TRUE, _FALSE) = pickle.BINUNICODE[0], pickle.BINFLOAT[0], pickle.NEWTRUE[0], pickle.NEWFALSE[0]
-(_NONE, _LIST, _APPEND, _APPENDS) = pickle.NONE[0], pickle.EMPTY_LIST[0], pickle.APPEND[0], pickle.APPENDS[0]
-(_DICT, _SETITEM, _SETITEMS, _STOP) = pickle.EMPTY_DICT[0], pickle.SETITEM[0], pickle.SETITEMS[0], pickle.STOP[0]
-(_REDUCE, _PERSID, _GLOBAL, _BUILD) = pickle.REDUCE[0], pickle.BINPERSID[0], pickle.GLOBAL[0], pickle.BUILD[0]
-_FLOAT_BYTES = struct.Struct(">d")
 
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.uses: Counter[str] = Counter()
 
-def _load(data: bytes, persistent_load: Callable[[Any], Any], names: Mapping[tuple[str, str], Any]) -> Any:
-    """Runs a pickle's operations, the most frequent of a described tensor first.
+    def find_class(self, module: str, name: str) -> Any:
+        found = _NAMES.get((module, name))
+        if found is None:
+            raise NotPlain(f"{module}.{name}")
+        return found
 
-    The file object and the dispatch of :mod:`pickle`'s own loop in Python take three times as long. A read behind the
-    end of the data gives less than it should; the next operation then fails, because there is none.
-
-    Raises:
-        NotPlain: an operation or a name that is not plain.
-        Exception: whatever a malformed pickle leads to.
-    """
-    stack: list[Any] = []
-    below: list[list[Any]] = []  # the stacks under the open marks
-    memo: dict[int, Any] = {}
-    at = 2  # behind the protocol
-    while True:
-        operation = data[at]
-        at += 1
-        if operation == _MARK:
-            below.append(stack)
-            stack = []
-        elif operation == _INT4:
-            stack.append(int.from_bytes(data[at : at + 4], "little", signed=True))
-            at += 4
-        elif operation == _TEXT:
-            start = at + 4
-            at = start + int.from_bytes(data[at:start], "little")
-            stack.append(str(data[start:at], "utf-8", "surrogatepass"))
-        elif operation == _TUPLE:
-            items = tuple(stack)
-            stack = below.pop()
-            stack.append(items)
-        elif operation == _LONG_GET:
-            stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
-            at += 4
-        elif operation == _REDUCE:
-            arguments = stack.pop()
-            stack[-1] = stack[-1](*arguments)
-        elif operation == _TUPLE0:
-            stack.append(())
-        elif operation == _FALSE:
-            stack.append(False)
-        elif operation == _PERSID:
-            stack[-1] = persistent_load(stack[-1])
-        elif operation == _PUT:
-            memo[data[at]] = stack[-1]
-            at += 1
-        elif operation == _LONG_PUT:
-            memo[int.from_bytes(data[at : at + 4], "little")] = stack[-1]
-            at += 4
-        elif operation == _GET:
-            stack.append(memo[data[at]])
-            at += 1
-        elif operation == _INT1:
-            stack.append(data[at])
-            at += 1
-        elif operation == _TUPLE1:
-            stack[-1] = (stack[-1],)
-        elif operation == _TUPLE2:
-            stack[-2:] = [(stack[-2], stack[-1])]
-        elif operation == _INT2:
-            stack.append(int.from_bytes(data[at : at + 2], "little"))
-            at += 2
-        elif operation == _FLOAT:
-            stack.append(_FLOAT_BYTES.unpack_from(data, at)[0])
-            at += 8
-        elif operation == _TUPLE3:
-            stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-        elif operation == _NONE:
-            stack.append(None)
-        elif operation == _TRUE:
-            stack.append(True)
-        elif operation == _LONG:
-            start = at + 1
-            at = start + data[at]
-            stack.append(int.from_bytes(data[start:at], "little", signed=True))
-        elif operation == _DICT:
-            stack.append({})
-        elif operation == _LIST:
-            stack.append([])
-        elif operation == _SETITEM or operation == _SETITEMS:
-            if operation == _SETITEM:
-                pairs = [stack.pop(-2), stack.pop()]
-            else:
-                pairs, stack = stack, below.pop()
-            if type(stack[-1]) not in (dict, OrderedDict):
-                raise NotPlain("items of an object")
-            stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
-        elif operation == _APPEND or operation == _APPENDS:
-            if operation == _APPEND:
-                more = [stack.pop()]
-            else:
-                more, stack = stack, below.pop()
-            if type(stack[-1]) is not list:
-                raise NotPlain("items of an object")
-            stack[-1].extend(more)
-        elif operation == _GLOBAL:
-            middle = data.index(b"\n", at)
-            end = data.index(b"\n", middle + 1)
-            name = (data[at:middle].decode(), data[middle + 1 : end].decode())
-            if name not in names:
-                raise NotPlain(".".join(name))
-            stack.append(names[name])
-            at = end + 1
-        elif operation == _BUILD:
-            # Attributes of an OrderedDict, as ``Module.state_dict`` gives them (``_metadata``).
-            attributes = stack.pop()
-            if type(stack[-1]) is not OrderedDict or type(attributes) is not dict:
-                raise NotPlain("attributes of an object")
-            stack[-1].__dict__.update(attributes)
-        elif operation == _STOP:
-            return stack.pop()
-        else:
-            raise NotPlain(f"operation {operation:#x}")
+    def persistent_load(self, reference: Any) -> _StoredStorage:
+        name, kind, key, _, numel = reference
+        if name != "storage" or type(kind) is not _StorageKind or type(key) is not str or type(numel) is not int:
+            raise NotPlain("no reference to a storage")
+        self.uses[key] += 1
+        return _StoredStorage(key, numel, kind.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from resiliency.state.harmless import harmless_classes
 from resiliency.state.plain_pickle import NotPlain, load_plain
 
 __all__ = ["unpickle"]
+
+logger = logging.getLogger(__name__)
 
 _typed_storage: Any = TypedStorage  # torch does not annotate it
 
@@ -47,9 +50,9 @@ def unpickle(
         return _typed_storage(wrap_storage=storage(key, numel * dtype.itemsize), dtype=dtype, _internal=True)
 
     try:
-        return load_plain(data, persistent_load), uses
-    except NotPlain:
-        uses.clear()
+        return load_plain(data, storage)
+    except NotPlain as error:
+        logger.debug("the structure is left to torch's unpickler, which is slower: %s", error)
     unpickler: Any
     if allow_pickle:
         unpickler = pickle.Unpickler(io.BytesIO(data), encoding="utf-8")  # noqa: S301 - the caller vouches for the file

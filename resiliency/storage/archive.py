@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from resiliency.errors import CorruptShard
 
@@ -24,6 +24,7 @@ __all__ = [
     "data_start",
     "directory",
     "directory_part",
+    "entry_at",
     "listed_entries",
     "local_header",
     "read_directory",
@@ -48,23 +49,27 @@ _PADDING_ID = 0x4246  # "FB", which torch uses too
 _MAX_DIRECTORY = 1 << 30
 
 
-@dataclass(frozen=True)
-class ArchiveEntry:
-    """An entry: its name without :data:`PREFIX`, the offset of its header, and the size of its data in bytes."""
+class ArchiveEntry(NamedTuple):
+    """An entry; made by :func:`entry_at`.
+
+    Attributes:
+        name: without :data:`PREFIX`.
+        at: offset of its header.
+        nbytes: size of its data.
+        start, end: offsets of the first byte of its data, and behind the last one.
+    """
 
     name: str
     at: int
     nbytes: int
+    start: int
+    end: int
 
-    @property
-    def start(self) -> int:
-        """Offset of the first byte of its data."""
-        return data_start(self.name, self.nbytes, self.at)
 
-    @property
-    def end(self) -> int:
-        """Offset behind the last byte of its data."""
-        return self.start + self.nbytes
+def entry_at(name: str, at: int, nbytes: int) -> ArchiveEntry:
+    """An entry whose header is at an offset."""
+    start = data_start(name, nbytes, at)
+    return ArchiveEntry(name, at, nbytes, start, start + nbytes)
 
 
 def data_start(name: str, nbytes: int, at: int) -> int:
@@ -202,4 +207,4 @@ def _read_central(data: bytes, position: int) -> tuple[ArchiveEntry, int]:
         tag, _, _, size, at = _CENTRAL_EXTRA64.unpack_from(data, position)
         if tag != 1:
             raise ValueError(f"entry {name!r} has an unknown extra field")
-    return ArchiveEntry(name.removeprefix(PREFIX), at, size), position + extra_length
+    return entry_at(name.removeprefix(PREFIX), at, size), position + extra_length

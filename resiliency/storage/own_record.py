@@ -19,7 +19,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from resiliency.errors import CorruptShard
-from resiliency.storage.archive import PREFIX, ArchiveEntry, directory, listed_entries, local_header, read_directory
+from resiliency.storage.archive import (
+    PREFIX,
+    ArchiveEntry,
+    directory,
+    entry_at,
+    listed_entries,
+    local_header,
+    read_directory,
+)
 from resiliency.storage.blocks import Blocks, block_digest
 from resiliency.storage.manifest import Manifest, ShardRecord, gather_records, shard_file
 from resiliency.storage.shard_file import IDENTITY, IDENTITY_BYTES, Identity, StorageLayout, archive_tail
@@ -114,14 +122,14 @@ def joined_tail(tail: bytes, step: Manifest, others: Sequence[bytes], *, where: 
     for other, data in zip(step.shards[1:], others, strict=True):
         if not _matches(data, other):
             raise CorruptShard(f"{where}: shard {other.rank} of the step does not match its record", path=where)
-        entry = ArchiveEntry(shard_entry(other.rank), at, len(data))
+        entry = entry_at(shard_entry(other.rank), at, len(data))
         pieces += [local_header(entry), data]
         placed.append(entry)
         at = entry.end
     before = b"".join(pieces)
 
     def assemble(size: int) -> tuple[bytes, int]:
-        own = ArchiveEntry(OWN_RECORD, at, size)
+        own = entry_at(OWN_RECORD, at, size)
         front = before + local_header(own)
         return front + bytes(size) + directory([*placed, own], own.end, listed=listed, count=count), len(front)
 
@@ -159,7 +167,7 @@ def _start_of_last(at: int, entries: Sequence[tuple[str, bytes]]) -> int:
     """Where the data of the last of these entries begin, counted from ``at``, the place of the first."""
     begin, start = at, at
     for name, data in entries:
-        entry = ArchiveEntry(name, at, len(data))
+        entry = entry_at(name, at, len(data))
         start, at = entry.start, entry.end
     return start - begin
 

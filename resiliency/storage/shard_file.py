@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.errors import CorruptShard
-from resiliency.storage.archive import ArchiveEntry, data_start, directory, directory_part, local_header
+from resiliency.storage.archive import ArchiveEntry, data_start, directory, directory_part, entry_at, local_header
 from resiliency.storage.format_version import FORMAT_VERSION, refuse_format
 from resiliency.storage.step_id import StepId
 
@@ -58,7 +58,7 @@ LEAF_PREFIX = "leaf-"
 IDENTITY_BYTES = 1024
 
 _IDENTITY_START = data_start(IDENTITY, 0, 0)
-_IDENTITY_ENTRY = ArchiveEntry(IDENTITY, 0, IDENTITY_BYTES - _IDENTITY_START)
+_IDENTITY_ENTRY = entry_at(IDENTITY, 0, IDENTITY_BYTES - _IDENTITY_START)
 #: What torch.load wants to find beside the structure.
 _STOCK_ENTRIES = (("byteorder", b"little"), ("version", b"3\n"), (".data/serialization_id", b"0" * 40))
 
@@ -180,7 +180,7 @@ def lay_out_storages(storages: Sequence[tuple[str, int]], *, identity: bool = Tr
     at = IDENTITY_BYTES if identity else 0
     entries = []
     for key, nbytes in storages:
-        entry = ArchiveEntry(storage_name(key), at, nbytes)
+        entry = entry_at(storage_name(key), at, nbytes)
         entries.append(entry)
         at = entry.end
     first = (_IDENTITY_ENTRY,) if identity else ()
@@ -193,7 +193,7 @@ def archive_tail(layout: StorageLayout, entries: Sequence[tuple[str, bytes]]) ->
     pieces: list[bytes] = []
     placed = []
     for name, data in (*entries, *_STOCK_ENTRIES):
-        entry = ArchiveEntry(name, at, len(data))
+        entry = entry_at(name, at, len(data))
         pieces += [local_header(entry), data]
         placed.append(entry)
         at = entry.end

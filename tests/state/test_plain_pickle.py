@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import zipfile
@@ -116,17 +117,74 @@ HOSTILE = {
     "a memo that it has not": b"\x80\x02j\xff\xff\xff\xff.",
     "a text of more bytes than there are": b"\x80\x02X\xff\xff\xff\xffx.",
     "a key that cannot be one": b"\x80\x02}}K\x01s.",
+    "slots of a function": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nN}X\x0c\x00\x00\x00__defaults__Ns\x86b.",
+    "state of a dtype": BUILD_ON % b"ctorch\nfloat32\n",
+    "a class in the place of another": b"\x80\x02ccollections\nOrderedDict\n)RN}X\x09\x00\x00\x00__class__"
+    b"ctorch\nSize\ns\x86b.",
+    "a method that is a number": b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsK\x01sb.",
 }
 
 
-@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_other_operations_and_names_are_not_for_this_reader(data: bytes) -> None:
+#: What this reader makes of some of them: nothing that could be wrong.
+HARMLESS = {"slots of an ordered dict", "a new object", "an object of a class", "an instance", "text for eval"}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_outside_of_the_table_is_named_called_or_changed(name: str) -> None:
     before = {name: dict(vars(value)) for name, value in _python_objects().items()}
-    with pytest.raises(NotPlain):
-        load_plain(data, lambda reference: reference)
+    if name in HARMLESS:
+        assert describe_plain(HOSTILE[name])[0] in (OrderedDict(), "x")
+    else:
+        with pytest.raises(NotPlain):
+            load_plain(HOSTILE[name], lambda key, nbytes: torch.UntypedStorage(nbytes))
+        with pytest.raises(NotPlain):
+            describe_plain(HOSTILE[name])
+    assert {name: dict(vars(value)) for name, value in _python_objects().items()} == before
+
+
+def test_numbers_that_stand_for_registered_classes_are_for_torchs_unpickler() -> None:
+    copyreg.add_extension("fractions", "Fraction", 251)
+    try:
+        assert pickle.loads(b"\x80\x02\x82\xfb.") is Fraction  # the interpreter keeps it
+        with pytest.raises(NotPlain):
+            describe_plain(b"\x80\x02\x82\xfbK\x01K\x03\x86R.")
+    finally:
+        copyreg.remove_extension("fractions", "Fraction", 251)
+        copyreg.clear_extension_cache()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("place", ["a key", "a part of a key", "a set", "an attribute", "an attribute's part"])
+def test_a_tensor_where_no_leaf_is_looked_for_is_for_torchs_unpickler(place: str, shared: bool) -> None:
+    """Also if it is a leaf elsewhere."""
+    tensor = torch.arange(3.0)
+    noted: Any = OrderedDict(a=1)
+    noted.extra = tensor if place == "an attribute" else [tensor]
+    value = {"a key": {tensor: 1}, "a part of a key": {(1, tensor): 1}, "a set": {tensor}}.get(place, noted)
+    data, storages = stored([tensor, value] if shared else [value])
     with pytest.raises(NotPlain):
         describe_plain(data)
-    assert {name: dict(vars(value)) for name, value in _python_objects().items()} == before
+    back, uses = unpickle(data, lambda key, nbytes: storages[key])
+    last = back[-1]
+    found = {"a part of a key": lambda: next(iter(last))[1], "an attribute": lambda: last.extra}
+    one = found.get(place, lambda: last.extra[0] if type(last) is OrderedDict else next(iter(last)))()
+    assert torch.equal(one, tensor) and uses == {"0": 1} and (not shared or one is back[0])
+
+
+def test_a_list_that_holds_itself_is_read() -> None:
+    value: list[Any] = [torch.ones(2)]
+    value.append(value)
+    (back, _) = read(value)
+    assert back[1] is back and torch.equal(back[0], torch.ones(2))
+
+
+def test_a_parameter_and_a_tensor_named_twice_come_back_as_they_were() -> None:
+    parameter, tensor = nn.Parameter(torch.ones(2)), torch.arange(3)
+    frozen = nn.Parameter(torch.arange(4), requires_grad=False)
+    back, uses = read([parameter, frozen, tensor, (tensor, torch.ones(1, requires_grad=True))])
+    assert [type(one) for one in back[:3]] == [nn.Parameter, nn.Parameter, torch.Tensor]
+    assert [one.requires_grad for one in (*back[:3], back[3][1])] == [True, False, False, True]
+    assert back[3][0] is back[2] and sum(uses.values()) == 4
 
 
 def _python_objects() -> dict[str, Any]:
@@ -136,13 +194,13 @@ def _python_objects() -> dict[str, Any]:
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
 def test_nothing_comes_of_them_elsewhere_either(data: bytes) -> None:
-    """Or a class that was named, or an empty mapping, comes of it."""
+    """Or a class that was named, an empty mapping, or a text comes of it."""
     try:
         value, _ = unpickle(data, lambda key, nbytes: torch.UntypedStorage(nbytes))
     except Exception as error:  # noqa: BLE001 - whichever torch has for it
         assert not isinstance(error, AssertionError | NotPlain)
     else:
-        assert isinstance(value, type) or type(value) in (dict, OrderedDict)
+        assert isinstance(value, type) or value in ({}, "x")
 
 
 def described(value: torch.Tensor) -> StoredTensor:
@@ -155,14 +213,14 @@ def test_a_described_tensor_is_what_torch_would_have_made() -> None:
     state = training_state()
     state["views"] = [torch.arange(24.0).view(2, 3, 4)[1:, ::2], torch.tensor(1.0).expand(3), torch.empty(2, 0)]
     data, storages = stored(state)
-    tree, uses = describe_plain(data)
-    made, by_torch = keyed_leaves(tree, lambda value: type(value) is StoredTensor), keyed_leaves(state)
+    _, made = describe_plain(data)
+    by_torch = keyed_leaves(state)
     assert list(made) == list(by_torch)
     for key, tensor in by_torch.items():
         one = made[key]
         assert (one.dtype, one.offset) == (tensor.dtype, tensor.storage_offset())
         assert (one.shape, one.strides) == (tuple(tensor.shape), tensor.stride())
-        assert one.contiguous == tensor.is_contiguous() and uses[one.storage] == 1
+        assert one.contiguous == tensor.is_contiguous() and one.requires_grad == tensor.requires_grad
         typed = storages[one.storage]
         assert tensor.numel() == 0 or (one.offset + one.extent) * tensor.itemsize <= typed.nbytes()
 

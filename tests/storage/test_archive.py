@@ -24,6 +24,7 @@ from resiliency.storage.archive import (
     ArchiveEntry,
     data_start,
     directory,
+    entry_at,
     local_header,
     read_directory,
 )
@@ -38,7 +39,7 @@ contents = st.dictionaries(names, st.binary(max_size=300), max_size=8)
 def lay_out(sizes: dict[str, int], at: int = 0) -> list[ArchiveEntry]:
     entries = []
     for name, nbytes in sizes.items():
-        entries.append(ArchiveEntry(name, at, nbytes))
+        entries.append(entry_at(name, at, nbytes))
         at = entries[-1].end
     return entries
 
@@ -76,7 +77,7 @@ def test_any_entries_come_back_in_order_and_every_data_begins_at_a_multiple_of_6
 def test_a_header_fills_the_bytes_up_to_its_data_and_the_data_follow_from_name_size_and_place(
     name: str, nbytes: int, at: int
 ) -> None:
-    entry = ArchiveEntry(name, at, nbytes)
+    entry = entry_at(name, at, nbytes)
     header = local_header(entry)
     assert len(header) == entry.start - at < 200 + 4 * len(name.encode()) and entry.start % ALIGNMENT == 0
     # As readers that know nothing of ours find the data: by the lengths in the header.
@@ -304,10 +305,10 @@ def relisted(entries: list[ArchiveEntry], at: int) -> bytes:
 @pytest.mark.parametrize(
     ("entries", "problem"),
     [
-        ([ArchiveEntry("data/0", 0, 200), ArchiveEntry("data/0", 0, 200)], "listed twice"),
-        ([ArchiveEntry("data/0", 0, 200_000)], "ends behind the directory"),
-        ([ArchiveEntry("data/0", AT, 1)], "ends behind the directory"),
-        ([ArchiveEntry("data/0", 1 << 40, 8)], "ends behind the directory"),
+        ([entry_at("data/0", 0, 200), entry_at("data/0", 0, 200)], "listed twice"),
+        ([entry_at("data/0", 0, 200_000)], "ends behind the directory"),
+        ([entry_at("data/0", AT, 1)], "ends behind the directory"),
+        ([entry_at("data/0", 1 << 40, 8)], "ends behind the directory"),
     ],
 )
 def test_entries_that_cannot_be_are_refused(entries: list[ArchiveEntry], problem: str) -> None:

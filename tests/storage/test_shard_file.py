@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.errors import CorruptShard, UnsupportedFormat
-from resiliency.storage.archive import ArchiveEntry, read_directory
+from resiliency.storage.archive import ArchiveEntry, entry_at, read_directory
 from resiliency.storage.format_version import FORMAT_VERSION
 from resiliency.storage.shard_file import (
     DATA_PICKLE,
@@ -247,7 +247,7 @@ def test_a_table_of_chunks_comes_back_with_its_places(table: dict[str, Chunk]) -
 
 
 CHUNK = Chunk("w", (0, 2), (3, 2), "float32", 4, (3, 4))
-ENTRIES = {"data/0": ArchiveEntry("data/0", 1024, CHUNK.nbytes)}
+ENTRIES = {"data/0": entry_at("data/0", 1024, CHUNK.nbytes)}
 junk = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from(["0", "w"]),
     lambda inner: (
