@@ -90,6 +90,8 @@ class CheckpointSaver:
         self._removed_names: list[str] = []
         #: The state, when a ``trainer.save_checkpoint`` of other code had it dumped in the current hook.
         self._dumped: dict[str, Any] | None = None
+        #: The callback's (last step saved, last path saved) before the first of these requests.
+        self.before_request: tuple[int, str] | None = None
         #: Names whose removal waits for the next save that succeeds.
         self._postponed_removals: list[str] = []
         #: (step, file of the stock class): removed once a save of that step or a later one is durable.
@@ -397,6 +399,7 @@ class CheckpointSaver:
         paths, self._save_paths = self._save_paths, []
         removed, self._removed_names = self._removed_names, []
         dumped, self._dumped = self._dumped, None
+        before, self.before_request = self.before_request, None
         if not paths and not removed:
             return
         names = list(dict.fromkeys(name for name in map(self.name_of, paths) if name is not None))
@@ -406,7 +409,14 @@ class CheckpointSaver:
         assert self.engine is not None
         removed = [name for name in dict.fromkeys([*self._postponed_removals, *removed]) if name not in names]
         self._postponed_removals = []
-        if names and not self._take_checkpoint(self.engine, paths[0], names, removed, dumped):
+        try:
+            taken = not names or self._take_checkpoint(self.engine, paths[0], names, removed, dumped)
+        except BaseException:
+            # Such as of a hook that had to give its state. The stock class notes a save when it was taken.
+            if before is not None:
+                self._callback._last_global_step_saved, self._callback._last_checkpoint_saved = before
+            raise
+        if not taken:
             # Removals wait for the next save that succeeds.
             self._postponed_removals = removed
             return

@@ -335,6 +335,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         wrapped = _lightning.save_is_wrapped(trainer)
         if wrapped:
             saver.collect_from_trainer(filepath)  # first, because it may raise
+        saver.before_request = saver.before_request or (self._last_global_step_saved, self._last_checkpoint_saved)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
         if wrapped:

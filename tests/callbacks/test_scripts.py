@@ -307,3 +307,31 @@ def test_last_is_the_newest_file_under_its_usual_name_in_a_fit(tmp_path: Path) -
         return trainer.ckpt_path, trainer.global_step
 
     both(tmp_path, script)
+
+
+# -- a hook that fails -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_save_that_a_hook_prevented_is_tried_again_when_the_exception_ends_the_fit(
+    namespace: str, tmp_path: Path
+) -> None:
+    """A hook of another callback fails once, in the save of step 4; the stock class has not noted that save."""
+
+    def script(made: Any, folder: Path) -> Any:
+        failed: list[int] = []
+
+        def on_save_checkpoint(self: Any, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            if trainer.global_step == 4 and not failed:
+                failed.append(trainer.global_step)
+                raise ConnectionError("the tracker is away")
+
+        kinds = importlib.import_module(f"{namespace}.callbacks")
+        other = type("Other", (kinds.Callback,), {"on_save_checkpoint": on_save_checkpoint})()
+        callback = made(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_on_exception=True)
+        with pytest.raises(ConnectionError, match="the tracker is away"):
+            fit([callback, other], folder, namespace=namespace)
+        return failed, callback._last_global_step_saved, os.path.basename(callback._last_checkpoint_saved)
+
+    both(tmp_path, script, namespace)
+    assert content(tmp_path / "done-2" / "step=4.ckpt")["global_step"] == 4
