@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+import tests.entry_points  # noqa: F401  before anything imports Lightning
+
 if TYPE_CHECKING:
     from resiliency.testing.zygote import Zygote
 
