@@ -92,6 +92,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m kill``, files without such tests are not imported: that would take as long as some of the tests."""
+    if config.option.markexpr != "kill" or collection_path.suffix != ".py":
+        return None
+    return True if b"mark.kill" not in collection_path.read_bytes() else None
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k have made their choice, so that only chosen tests are counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for marker, (_, present) in NEEDS.items():
