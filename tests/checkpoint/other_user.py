@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -120,7 +121,7 @@ class OtherUsers:
         assert self._process.stdin is not None and self._process.stdout is not None
         scripts = [(user, umask, textwrap.dedent(text)) for user, umask, text in jobs]
         # Whatever happens the lines end.
-        deadline = threading.Timer(timeout_s, self._process.kill)
+        deadline = threading.Timer(timeout_s, self._kill)
         deadline.start()
         lines: list[str] = []
         try:
@@ -137,8 +138,12 @@ class OtherUsers:
             deadline.join()
         raise AssertionError(f"it has ended:\n{''.join(lines)[-2000:]}\n{self._errors.read_text()[-4000:]}")
 
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the child that runs a script
+
     def end(self) -> None:
-        self._process.kill()
+        self._kill()
         self._process.wait(10)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
