@@ -1,4 +1,5 @@
 """Folders of several users, and folders that a user cannot read: it works, or it is refused at once and says why."""
+# ruff: noqa: F811 (fixtures that are imported)
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ with open(os.path.join(folder, ".resiliency/run/events", log)) as file:
 """
 
 
-def test_two_users_who_share_a_folder_take_turns(shared_folder: Path, other_users: OtherUsers) -> None:  # noqa: F811
+def test_two_users_who_share_a_folder_take_turns(shared_folder: Path, other_users: OtherUsers) -> None:
     """Each reads, names, deletes and appends to what the other made."""
     turns = ((ALICE, "embedded"), (BOB, "embedded"), (ALICE, "process"), (BOB, "process"))
     results = other_users.run(
@@ -36,7 +37,7 @@ def test_two_users_who_share_a_folder_take_turns(shared_folder: Path, other_user
 
 def test_a_user_who_may_not_write_is_told_at_once_and_may_still_read(
     shared_folder: Path, other_users: OtherUsers
-) -> None:  # noqa: F811
+) -> None:
     refused = """
     import time
     began = time.monotonic()
@@ -59,7 +60,7 @@ def test_a_user_who_may_not_write_is_told_at_once_and_may_still_read(
 
 def test_steps_that_another_user_keeps_to_himself_are_loaded_and_do_not_hold_up_saves(
     shared_folder: Path, other_users: OtherUsers
-) -> None:  # noqa: F811
+) -> None:
     """Alice made the folders for the group, but a step of hers with another umask."""
     first = "with checkpointer() as engine:\n    save(engine, 1)\n"
     second = "with checkpointer(keep=5) as engine:\n    save(engine, 2)\n    save(engine, 3)\n"
@@ -76,8 +77,8 @@ def test_steps_that_another_user_keeps_to_himself_are_loaded_and_do_not_hold_up_
 
 
 def test_a_folder_that_cannot_be_read_blocks_neither_loading_nor_locating_nor_saving(
-    shared_folder: Path,  # noqa: F811
-    other_users: OtherUsers,  # noqa: F811
+    shared_folder: Path,
+    other_users: OtherUsers,
 ) -> None:
     save_three = """
     with checkpointer(keep=5) as engine:
