@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+import tests.entry_points  # noqa: F401  before anything imports Lightning
+
 if TYPE_CHECKING:
     from resiliency.testing.zygote import Zygote
 
@@ -88,6 +90,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported is not looked at again by each collection in a test
     gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m kill``, files without such tests are not imported: that would take as long as some of the tests."""
+    if config.option.markexpr != "kill" or collection_path.suffix != ".py":
+        return None
+    return True if b"mark.kill" not in collection_path.read_bytes() else None
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have made their choice, so that only chosen tests are counted

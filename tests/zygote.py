@@ -14,6 +14,7 @@ from pathlib import Path
 from resiliency.testing.zygote import WorkerProcess, Zygote
 
 PRELOAD = [
+    "tests.entry_points",
     "torch",
     "torch.distributed",
     "lightning.pytorch",
@@ -28,6 +29,9 @@ PRELOAD = [
     # Lightning and torch import these in the first training of a process.
     "torch._dynamo",
     "torch.profiler",
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
     "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,8 @@ from resiliency.storage.single_files import find_single_files
 from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import NAMESPACES, differences, names, rank_state
 from tests.callbacks.test_ddp import run
+from tests.zygote import start_script
 
-ROOT = Path(__file__).parents[2]
 PL = "lightning.pytorch"
 FILES = ["last.ckpt", "step=3.ckpt", "step=6.ckpt"]
 
@@ -47,21 +44,38 @@ def cut(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, namespace: str
     return directory
 
 
-@pytest.fixture(scope="module")
-def straight(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, namespace: str) -> list[str]:
+def train_straight(zygote: Zygote, directory: Path, namespace: str) -> list[str]:
     """Weights of each rank after 11 steps in one go."""
-    answers = fit(zygote, tmp_path_factory.mktemp("straight") / "run", namespace=namespace, max_steps=11)
+    answers = fit(zygote, directory, namespace=namespace, max_steps=11)
     assert errors(answers) == ["", ""]
     return [answer["hash"] for answer in answers]
 
 
-def test_the_folder_looks_as_stock_leaves_it(zygote: Zygote, tmp_path: Path, cut: Path, namespace: str) -> None:
-    answers = fit(zygote, tmp_path / "stock", namespace=namespace, own=False)
+@pytest.fixture(scope="module")
+def straight(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, namespace: str) -> list[str]:
+    return train_straight(zygote, tmp_path_factory.mktemp("straight") / "run", namespace)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """As ``straight``, for tests that run with one package only."""
+    return train_straight(zygote, tmp_path_factory.mktemp("undisturbed") / "run", PL)
+
+
+@pytest.fixture(scope="module")
+def of_stock(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, namespace: str) -> Path:
+    """As ``cut``, with the stock class."""
+    directory = tmp_path_factory.mktemp("stock") / "run"
+    answers = fit(zygote, directory, namespace=namespace, own=False)
     assert errors(answers) == ["", ""] and answers[0]["files"] == FILES
+    return directory
+
+
+def test_the_folder_looks_as_stock_leaves_it(cut: Path, of_stock: Path) -> None:
     assert sorted(path.name for path in cut.rglob("*")) == FILES
     for name in FILES:
         found = torch.load(cut / name, weights_only=True)
-        assert found["global_step"] == torch.load(tmp_path / "stock" / name, weights_only=True)["global_step"]
+        assert found["global_step"] == torch.load(of_stock / name, weights_only=True)["global_step"]
 
 
 def test_each_file_has_what_every_rank_had(cut: Path) -> None:
@@ -95,15 +109,11 @@ def test_two_ranks_go_on_from_the_file_alone_bit_for_bit(
 
 
 def test_one_rank_goes_on_from_a_file_of_two_as_with_stock(
-    zygote: Zygote, tmp_path: Path, cut: Path, namespace: str
+    zygote: Zygote, tmp_path: Path, cut: Path, of_stock: Path, namespace: str
 ) -> None:
     directory, files = tmp_path / "run", []
     for own in (False, True):
-        if own:
-            shutil.copytree(cut, directory)
-        else:
-            fit(zygote, tmp_path / "stock", namespace=namespace, own=False)
-            shutil.copytree(tmp_path / "stock", directory)
+        shutil.copytree(cut if own else of_stock, directory)
         (answer,) = fit(zygote, directory, namespace=namespace, own=own, ranks=1, max_steps=11, ckpt_path="last")
         assert (answer["error"], answer["step"]) == ("", 11)
         files.append(answer["files"])
@@ -125,30 +135,28 @@ def test_a_launchers_job_keeps_its_folder(zygote: Zygote, tmp_path: Path) -> Non
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("hook", ["on_train_end", "teardown"])
 def test_a_rank_killed_at_the_end_loses_nothing_and_the_next_fit_tidies_up(
-    hook: str, victim: int, zygote: Zygote, tmp_path: Path
+    hook: str, victim: int, zygote: Zygote, tmp_path: Path, undisturbed: list[str]
 ) -> None:
-    straight = fit(zygote, tmp_path / "straight", max_steps=11)
     directory = tmp_path / "run"
     fit(zygote, directory, dies=(victim, hook))
     assert set(FILES) <= {path.name for path in directory.iterdir()}
     answers = fit(zygote, directory, max_steps=11, ckpt_path="last")
-    assert [(answer["error"], answer["hash"]) for answer in answers] == [("", answer["hash"]) for answer in straight]
+    assert [(answer["error"], answer["hash"]) for answer in answers] == [("", weights) for weights in undisturbed]
     assert answers[0]["files"] == answers[1]["files"] == ["last.ckpt", "step=6.ckpt", "step=9.ckpt"]
 
 
 @pytest.mark.kill
 @pytest.mark.parametrize("point", ["agent.join.record", "agent.drop.begin", "agent.drop.renamed", "agent.drop.removed"])
 def test_an_agent_killed_at_the_end_loses_nothing_and_the_next_fit_tidies_up(
-    point: str, zygote: Zygote, tmp_path: Path
+    point: str, zygote: Zygote, tmp_path: Path, undisturbed: list[str]
 ) -> None:
-    straight = fit(zygote, tmp_path / "straight", max_steps=11)
     directory = tmp_path / "run"
     times = 1 if "drop" in point else 2
     answers = fit(zygote, directory, env={"RESILIENCY_FAULTS": f"{point}:kill@{times}"})
     assert errors(answers) == ["", ""]
     assert set(FILES) <= {path.name for path in directory.iterdir()}
     answers = fit(zygote, directory, max_steps=11, ckpt_path="last")
-    assert [(answer["error"], answer["hash"]) for answer in answers] == [("", answer["hash"]) for answer in straight]
+    assert [(answer["error"], answer["hash"]) for answer in answers] == [("", weights) for weights in undisturbed]
     assert answers[0]["files"] == answers[1]["files"] == ["last.ckpt", "step=6.ckpt", "step=9.ckpt"]
 
 
@@ -189,20 +197,15 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("crashes", ["none", "all"])
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_processes_that_lightning_starts_leave_only_files_also_after_an_exception(
-    strategy: str, crashes: str, tmp_path: Path
+    strategy: str, crashes: str, zygote: Zygote, tmp_path: Path
 ) -> None:
     """In such a process an exception reaches no hook of a callback."""
-    script = tmp_path / "script.py"
-    script.write_text(SPAWNED)
-    done = subprocess.run(
-        [sys.executable, str(script), PL, strategy, str(tmp_path / "ckpts"), crashes],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        timeout=180,
-        start_new_session=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    worker = start_script(zygote, SPAWNED, tmp_path / "output", PL, strategy, str(tmp_path / "ckpts"), crashes)
+    try:
+        code = worker.wait(timeout_s=170)
+    finally:
+        worker.kill()
+    output = (tmp_path / "output").read_text()
+    assert code == 0, output
     step = 2 if crashes == "all" else 4
-    assert done.stdout.splitlines()[-1] == str([f"epoch={step // 2 - 1}-step={step}.ckpt"])
+    assert output.splitlines()[-1] == str([f"epoch={step // 2 - 1}-step={step}.ckpt"])

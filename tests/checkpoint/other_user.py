@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,8 @@ fi
 exec "$0" -c "$1"
 """
 
-#: The interpreter starts once, and becomes a user in a forked child for each script.
+#: The interpreter starts once for all tests of a file, and becomes a user in a forked child for each script. It reads
+#: lines of JSON, and prints one for each script of a user, and "done".
 _RUN = """
 import json, logging, os, sys, traceback
 from datetime import timedelta
@@ -51,8 +55,13 @@ def save(engine, step, *names):
     ticket = engine.save(step, {"w": torch.full((1000,), float(step))}, names=list(names))
     ticket.wait(Stage.DURABLE, timeout=timedelta(seconds=30))
 
-folder, group, jobs = json.loads(os.environ["JOBS"])
-for user, umask, script in jobs:
+def requests():
+    for line in sys.stdin:
+        folder, group, jobs = json.loads(line)
+        yield from ((folder, group, *job) for job in jobs)
+        print("done", flush=True)
+
+for folder, group, user, umask, script in requests():
     if user is None:
         exec(script)  # as root
         continue
@@ -79,34 +88,79 @@ for user, umask, script in jobs:
 """
 
 
-def run_as(folder: Path, *jobs: tuple[int | None, int, str], timeout_s: float = 150.0) -> list[dict[str, Any]]:
-    """Runs scripts one after the other, each as (user, umask, text); user None: as root, without a result.
+class OtherUsers:
+    """The interpreter that becomes other users. Used by one thread."""
 
-    A script saves in ``folder`` and sets ``result``, which is returned with its warnings. Fails the test when one raises
-    or all take too long.
-    """
+    def __init__(self, scratch: Path) -> None:
+        self._errors = scratch / "errors.log"
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                ["unshare", "--mount", "sh", "-c", _OPEN_THE_WAY, sys.executable, _RUN],
+                env={
+                    "PATH": os.environ["PATH"],
+                    "PYTHONPATH": str(Path(resiliency.__file__).parents[1]),
+                    "HOME": "/nonexistent",
+                    "SCRATCH": str(scratch),
+                    "BLOCKED": _blocked(sys.base_prefix),
+                    "PREFIX": sys.base_prefix,
+                },
+                cwd="/",
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+
+    def run(self, folder: Path, *jobs: tuple[int | None, int, str], timeout_s: float = 150.0) -> list[dict[str, Any]]:
+        """Runs scripts one after the other, each as (user, umask, text); user None: as root, without a result.
+
+        A script saves in ``folder`` and sets ``result``, which is returned with its warnings. Fails the test when one
+        raises or all take too long; those after it fail too.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        scripts = [(user, umask, textwrap.dedent(text)) for user, umask, text in jobs]
+        # Whatever happens the lines end.
+        deadline = threading.Timer(timeout_s, self._kill)
+        deadline.start()
+        lines: list[str] = []
+        try:
+            self._process.stdin.write(json.dumps([str(folder), GROUP, scripts]) + "\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout:
+                if line == "done\n":
+                    return [json.loads(line) for line in lines]
+                lines.append(line)
+        except BrokenPipeError:  # ended by an earlier failure
+            pass
+        finally:
+            deadline.cancel()
+            deadline.join()
+        raise AssertionError(f"it has ended:\n{''.join(lines)[-2000:]}\n{self._errors.read_text()[-4000:]}")
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the child that runs a script
+
+    def end(self) -> None:
+        self._kill()
+        self._process.wait(10)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+
+@pytest.fixture(scope="module")
+def other_users() -> Iterator[OtherUsers]:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
-    scripts = [(user, umask, textwrap.dedent(text)) for user, umask, text in jobs]
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
-        done = subprocess.run(
-            ["unshare", "--mount", "sh", "-c", _OPEN_THE_WAY, sys.executable, _RUN],
-            env={
-                "PATH": os.environ["PATH"],
-                "PYTHONPATH": str(Path(resiliency.__file__).parents[1]),
-                "HOME": "/nonexistent",
-                "SCRATCH": scratch,
-                "BLOCKED": _blocked(sys.base_prefix),
-                "PREFIX": sys.base_prefix,
-                "JOBS": json.dumps([str(folder), GROUP, scripts]),
-            },
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
-    assert done.returncode == 0, f"it ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return [json.loads(line) for line in done.stdout.splitlines()]
+        users = OtherUsers(Path(scratch))
+        try:
+            yield users
+        finally:
+            users.end()
 
 
 def _blocked(path: str) -> str:

@@ -1,10 +1,11 @@
 """Folders of several users, and folders that a user cannot read: it works, or it is refused at once and says why."""
+# ruff: noqa: F811 (fixtures that are imported)
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.checkpoint.other_user import ALICE, BOB, run_as, shared_folder  # noqa: F401 (a fixture)
+from tests.checkpoint.other_user import ALICE, BOB, OtherUsers, other_users, shared_folder  # noqa: F401 (fixtures)
 
 SHARE, KEEP_TO_MYSELF = 0o002, 0o022
 
@@ -22,17 +23,21 @@ with open(os.path.join(folder, ".resiliency/run/events", log)) as file:
 """
 
 
-def test_two_users_who_share_a_folder_take_turns(shared_folder: Path) -> None:  # noqa: F811
+def test_two_users_who_share_a_folder_take_turns(shared_folder: Path, other_users: OtherUsers) -> None:
     """Each reads, names, deletes and appends to what the other made."""
     turns = ((ALICE, "embedded"), (BOB, "embedded"), (ALICE, "process"), (BOB, "process"))
-    results = run_as(shared_folder, *((user, SHARE, SAVE.replace("AGENT", repr(agent))) for user, agent in turns))
+    results = other_users.run(
+        shared_folder, *((user, SHARE, SAVE.replace("AGENT", repr(agent))) for user, agent in turns)
+    )
     for turn, result in enumerate(results):
         assert result["loaded"] == ([turn, float(turn)] if turn else None)
         assert result["last"] == turn + 1 and result["steps"] == [f"{turn + 1:010d}"]
         assert result["warnings"] == [] and result["log"] == turn + 1
 
 
-def test_a_user_who_may_not_write_is_told_at_once_and_may_still_read(shared_folder: Path) -> None:  # noqa: F811
+def test_a_user_who_may_not_write_is_told_at_once_and_may_still_read(
+    shared_folder: Path, other_users: OtherUsers
+) -> None:
     refused = """
     import time
     began = time.monotonic()
@@ -43,7 +48,7 @@ def test_a_user_who_may_not_write_is_told_at_once_and_may_still_read(shared_fold
     result["read"] = float(load_path(locate(os.path.join(folder, "last.ckpt")))[0]["w"][0])
     """
     alice = SAVE.replace("AGENT", "'embedded'")
-    _, told, after = run_as(
+    _, told, after = other_users.run(
         shared_folder, (ALICE, KEEP_TO_MYSELF, alice), (BOB, KEEP_TO_MYSELF, refused), (ALICE, KEEP_TO_MYSELF, alice)
     )
     kind, text, took_s = told["refused"]
@@ -53,12 +58,14 @@ def test_a_user_who_may_not_write_is_told_at_once_and_may_still_read(shared_fold
     assert after["loaded"] == [1, 1.0] and after["warnings"] == []
 
 
-def test_steps_that_another_user_keeps_to_himself_are_loaded_and_do_not_hold_up_saves(shared_folder: Path) -> None:  # noqa: F811
+def test_steps_that_another_user_keeps_to_himself_are_loaded_and_do_not_hold_up_saves(
+    shared_folder: Path, other_users: OtherUsers
+) -> None:
     """Alice made the folders for the group, but a step of hers with another umask."""
     first = "with checkpointer() as engine:\n    save(engine, 1)\n"
     second = "with checkpointer(keep=5) as engine:\n    save(engine, 2)\n    save(engine, 3)\n"
     bob = SAVE.replace("AGENT", "'embedded'")
-    *_, result, again = run_as(
+    *_, result, again = other_users.run(
         shared_folder, (ALICE, SHARE, first), (ALICE, KEEP_TO_MYSELF, second), (BOB, SHARE, bob), (BOB, SHARE, bob)
     )
     assert result["loaded"] == [3, 3.0]
@@ -70,7 +77,8 @@ def test_steps_that_another_user_keeps_to_himself_are_loaded_and_do_not_hold_up_
 
 
 def test_a_folder_that_cannot_be_read_blocks_neither_loading_nor_locating_nor_saving(
-    shared_folder: Path,  # noqa: F811
+    shared_folder: Path,
+    other_users: OtherUsers,
 ) -> None:
     save_three = """
     with checkpointer(keep=5) as engine:
@@ -93,7 +101,7 @@ def test_a_folder_that_cannot_be_read_blocks_neither_loading_nor_locating_nor_sa
         save(engine, 10 + restored.step)
     result["steps"] = sorted(int(name[:10]) for name in os.listdir(os.path.join(folder, ".resiliency/run/steps")))
     """
-    _, old, newest = run_as(
+    _, old, newest = other_users.run(
         shared_folder,
         (ALICE, SHARE, save_three),
         (None, 0, close.replace("STEP", repr(f"{1:010d}"))),

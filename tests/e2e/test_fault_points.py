@@ -34,17 +34,23 @@ def _resumes_right(job: Job, committed: int, reference: str) -> None:
 
 @pytest.mark.kill
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("point", IN_RANK)
-def test_a_rank_killed_at_any_point_changes_no_weight(
-    point: str, victim: int, zygote: Zygote, reference: str, tmp_path: Path
-) -> None:
-    job = Job(zygote, tmp_path / "run", steps=STEPS)
-    assert job.attempt(victim, rank_faults={victim: f"{point}:kill@3"}) == [-9], (
-        "the fault point was not passed three times"
-    )
-    committed = job.newest_committed()
-    assert committed > 0, "nothing was committed before the third save"
-    _resumes_right(job, committed, reference)
+def test_a_rank_killed_at_any_point_changes_no_weight(victim: int, zygote: Zygote, tmp_path: Path) -> None:
+    """One job is killed at one point after the other, each time in the third save of an attempt."""
+    # Each attempt gets nine steps further than the last save it found, which is that of the sixth or the ninth.
+    steps = 9 * len(IN_RANK) + 3
+    reference = Job(zygote, tmp_path / "reference", steps=steps).run_to_end()["hash"]
+    job, committed = Job(zygote, tmp_path / "run", steps=steps), [0]
+    for point in IN_RANK:
+        assert job.attempt(victim, rank_faults={victim: f"{point}:kill@3"}) == [-9], (
+            f"{point} was not passed three times"
+        )
+        committed.append(job.newest_committed())
+        assert committed[-1] > committed[-2], f"nothing was committed before the third save, in which {point} is"
+    assert job.run_to_end()["hash"] == reference, f"resumed from {job.resumed_from()}"
+    resumed = job.resumed_from()
+    assert len(resumed) == len(IN_RANK)
+    for point, newest, step in zip(IN_RANK, committed[1:], resumed, strict=True):
+        assert step >= newest, f"after the kill at {point}"
 
 
 @pytest.mark.kill
@@ -85,15 +91,15 @@ def test_an_agent_killed_in_an_upload_changes_no_weight(
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize("point", IN_RESTORE)
-def test_a_rank_killed_while_restoring_changes_no_weight(
-    point: str, zygote: Zygote, reference: str, tmp_path: Path
-) -> None:
+def test_a_rank_killed_while_restoring_changes_no_weight(zygote: Zygote, reference: str, tmp_path: Path) -> None:
+    """At one point after the other: each start finds what the one before it has left."""
     job = Job(zygote, tmp_path / "run", steps=STEPS)
-    for faults in ({0: "save.begin:kill@4"}, {1: f"{point}:kill"}):
-        assert job.attempt(*faults, rank_faults=faults) == [-9]
-    committed = job.newest_committed()
-    assert committed > 0
+    assert job.attempt(0, rank_faults={0: "save.begin:kill@4"}) == [-9]
+    for point in IN_RESTORE:
+        committed = job.newest_committed()
+        assert committed > 0
+        assert job.attempt(1, rank_faults={1: f"{point}:kill"}) == [-9], f"{point} was not passed"
+        assert job.newest_committed() >= committed, f"after the kill at {point}"
     _resumes_right(job, committed, reference)
 
 

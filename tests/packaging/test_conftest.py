@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +28,10 @@ LEAKS = {
 def run_pytest(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST.read_text().replace("GRACE_S = 3.0", "GRACE_S = 0.3"))
     (folder / "test_it.py").write_text(code)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu\n  kill\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(folder)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
+    env = os.environ | {"PYTHONPATH": str(CONFTEST.parents[1])}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=150)
 
 
 @pytest.mark.parametrize("expected", LEAKS)
@@ -59,6 +61,14 @@ def test_gpu_tests_are_counted_where_there_is_no_gpu(
     result = run_pytest(tmp_path, code, *options)
     assert "2 gpu tests need CUDA and were not run" in result.stdout
     assert "1 passed" in result.stdout
+
+
+def test_files_without_kill_tests_are_not_imported_for_them(tmp_path: Path) -> None:
+    (tmp_path / "test_other.py").write_text("raise ImportError('this file was imported')")
+    code = "import pytest\n@pytest.mark.kill\ndef test_a(): pass\ndef test_b(): pass\n"
+    result = run_pytest(tmp_path, code, "-m", "kill")
+    assert "1 passed, 1 deselected" in result.stdout
+    assert "this file was imported" in run_pytest(tmp_path, code, "-m", "not kill").stdout
 
 
 class _Item:
