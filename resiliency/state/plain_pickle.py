@@ -51,6 +51,9 @@ class StoredTensor(NamedTuple):
         contiguous: it lies in C order.
     """
 
+    #: As a key of a dict it could not be replaced by the tensor it stands for.
+    __hash__ = None  # type: ignore[assignment]
+
     storage: str
     dtype: torch.dtype
     offset: int
@@ -200,6 +203,13 @@ _NAMES: Mapping[tuple[str, str], Any] = {
 _FLOAT_BYTES = struct.Struct(">d")
 
 
+def _has_stored(value: Any) -> bool:
+    """True when it holds a :class:`StoredTensor`, which nobody would replace among attributes."""
+    if type(value) in (dict, OrderedDict):
+        return any(map(_has_stored, value.values()))
+    return type(value) is StoredTensor or (type(value) in (list, tuple) and any(map(_has_stored, value)))
+
+
 def _load(data: bytes, persistent_load: Callable[[Any], Any], names: Mapping[tuple[str, str], Any]) -> Any:
     """Runs a pickle's operations, the most frequent of a described tensor first.
 
@@ -306,7 +316,7 @@ def _load(data: bytes, persistent_load: Callable[[Any], Any], names: Mapping[tup
         elif operation == _BUILD:
             # Attributes of an OrderedDict, as ``Module.state_dict`` gives them (``_metadata``).
             attributes = stack.pop()
-            if type(stack[-1]) is not OrderedDict or type(attributes) is not dict:
+            if type(stack[-1]) is not OrderedDict or type(attributes) is not dict or _has_stored(attributes):
                 raise NotPlain("attributes of an object")
             stack[-1].__dict__.update(attributes)
         elif operation == _STOP:
