@@ -51,9 +51,6 @@ class StoredTensor(NamedTuple):
         contiguous: it lies in C order.
     """
 
-    #: As a key of a dict it could not be replaced by the tensor it stands for.
-    __hash__ = None  # type: ignore[assignment]
-
     storage: str
     dtype: torch.dtype
     offset: int
@@ -61,6 +58,9 @@ class StoredTensor(NamedTuple):
     strides: tuple[int, ...]
     extent: int
     contiguous: bool
+
+    def __hash__(self) -> int:
+        raise TypeError("as a key of a dict it could not be replaced by the tensor it stands for")
 
 
 def load_plain(data: bytes, persistent_load: Callable[[Any], Any]) -> Any:
