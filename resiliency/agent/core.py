@@ -439,12 +439,13 @@ class HostAgent:
         """Deletes what there is of steps that were given up and that no rank writes to any more; ``rank`` is done with
         ``step``.
 
-        Whether the ranks of other agents are done is not heard here: they are once a rank is at another step.
+        A rank is done with a step also when it is at a later one; it may be behind the others. Whether the ranks of
+        other agents are done is not heard here: they are, as far as can be told, once a rank is at a later step.
         """
-        if step in self._given_up:
-            self._given_up[step].add(rank)
         for other, done in list(self._given_up.items()):
-            if other != step or (self._serves_all and done.issuperset(self.config.local_ranks)):
+            if step >= other:
+                done.add(rank)
+            if done.issuperset(self.config.local_ranks) if self._serves_all else step > other:
                 del self._given_up[other]
                 self._discard(other)
 
