@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 
 from resiliency.agent._fence import Fence
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.file_pool import FilePool
+from resiliency.errors import AgentError
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.deletion import delete_step
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.names import delete_names
+from resiliency.storage.single_files import remove_run_folder
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
 
@@ -76,10 +77,10 @@ class Remover:
     def drop_run(self, names: Iterable[str]) -> None:
         """Deletes the run's folder, those of ``names`` that point into it, and parent folders left empty."""
         delete_names(self._tier, self._config.run, names)
-        shutil.rmtree(self._run)
-        for folder in (os.path.dirname(self._run), self._config.local.address):
-            if os.path.isdir(folder) and not os.listdir(folder):
-                os.rmdir(folder)
+        if not remove_run_folder(self._run, os.path.join(self._tier.root, self._fence.staging)):
+            raise AgentError("a later attempt has started")
+        with suppress(OSError):
+            os.rmdir(self._config.local.address)  # if nothing else is there
 
 
 def _listing(folder: str) -> list[str]:

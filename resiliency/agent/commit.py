@@ -192,7 +192,10 @@ def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence, rank
     if isinstance(step, Manifest):
         tier.put_bytes(step_prefix(step.run, step.id) + MANIFEST, step.to_json().encode())
     faultpoints.hit("agent.name.write")
-    return give_names(tier, step, step.names, before_each=fence.check)
+    refused = give_names(tier, step, step.names, before_each=fence.check)
+    if refused:
+        fence.check()  # whether it is for that
+    return refused
 
 
 def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:

@@ -54,7 +54,7 @@ from resiliency.storage.manifest import (
     shard_file,
 )
 from resiliency.storage.retention import DeleteRequest, Hold
-from resiliency.storage.single_files import drop_folders
+from resiliency.storage.single_files import drop_folders, restore_folders
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
@@ -91,8 +91,8 @@ class HostAgent:
         self._only_agent = only_agent
         self._report = Reporter(config.local_ranks, notify, events)
         # A commit must be quick and survive a kill, not a power loss: fsync is the next stage.
-        self._tier = LocalTier(config.local.address, durable=False, name=config.local.name)
         self._fence = Fence(config)
+        self._tier = LocalTier(config.local.address, durable=False, name=config.local.name, staging=self._fence.staging)
         self._steps = LocalSteps()
         self._commits = Worker("resiliency-agent-commit")
         self._syncs = Worker("resiliency-agent-sync")
@@ -123,6 +123,11 @@ class HostAgent:
             TierError: the local tier cannot be listed.
         """
         self._end_earlier_attempts()
+        try:
+            # An earlier attempt's agent may have removed them since the ranks looked. It cannot any more.
+            restore_folders(self._tier, self.config.run)
+        except OSError as error:
+            logger.warning("what files of run %r are checkpoints cannot be told: %s", self.config.run, error)
         self._rescan(finish=True)
         self._syncs.submit(self._delete_partial_files)
         committed = self._steps.select(lambda step: step.committed is not None)
@@ -147,6 +152,10 @@ class HostAgent:
                 attempt_file(config.local.address, config.run),
                 error,
             )
+        try:
+            self._fence.end_earlier()
+        except OSError as error:
+            logger.warning("what an earlier attempt of run %r has begun cannot be deleted: %s", config.run, error)
 
     def _delete_partial_files(self) -> None:
         """Deletes partial files of killed writers and killed restores; no listing shows them, but they take space."""
@@ -260,6 +269,8 @@ class HostAgent:
         for step in self._given_up:
             self._discard(step)
         self._files.close()
+        if self._serves_all:
+            self._fence.release()
         if self.config.only_files:
             self._leave_only_files()
         elif not self.config.durable:
@@ -286,7 +297,7 @@ class HostAgent:
             if not all(step.durable and step.pins == 0 for step in committed):
                 reason = "not every step is durable yet"
             else:
-                reason = drop_folders(self._tier, self.config.run)
+                reason = drop_folders(self._tier, self.config.run, through=os.path.join(where, self._fence.staging))
             if reason:
                 logger.info("%s/%s/%s stays: %s", where, META_DIR, self.config.run, reason)
         except AgentError as error:
@@ -428,12 +439,13 @@ class HostAgent:
         """Deletes what there is of steps that were given up and that no rank writes to any more; ``rank`` is done with
         ``step``.
 
-        Whether the ranks of other agents are done is not heard here: they are once a rank is at another step.
+        A rank is done with a step also when it is at a later one; it may be behind the others. Whether the ranks of
+        other agents are done is not heard here: they are, as far as can be told, once a rank is at a later step.
         """
-        if step in self._given_up:
-            self._given_up[step].add(rank)
         for other, done in list(self._given_up.items()):
-            if other != step or (self._serves_all and done.issuperset(self.config.local_ranks)):
+            if step >= other:
+                done.add(rank)
+            if done.issuperset(self.config.local_ranks) if self._serves_all else step > other:
                 del self._given_up[other]
                 self._discard(other)
 

@@ -238,6 +238,8 @@ class Snapshot:
     _decided: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
     _watch: _Watch | None = None
     _kept: _Sources | None = None  # to be compared; changed under the next lock
+    # Of live tensors, which may be given other memory meanwhile (``tensor.data = other``): theirs is read, not freed.
+    _memory: list[UntypedStorage] = field(default_factory=list)
     _comparing: threading.Lock = field(default_factory=threading.Lock)
     _fenced: bool = False
     _question: Question | None = None
@@ -253,6 +255,7 @@ class Snapshot:
         self._watch = _Watch(self.job.copies, self.job.watched)
         if not self._watch.tensors:
             self._verdicts.append(None)  # nothing that it reads can change
+        self._memory = [copy.source.untyped_storage() for copy in self.job.copies if copy.storage >= 0]
         self._blocks_left = len(self.job.mine)
         self.digests = [""] * self.job.blocks.count
 
@@ -309,6 +312,7 @@ class Snapshot:
             self.error = self._await_verdict() or self._compare()
         with self._comparing:
             self._kept = None
+        self._memory = []
         self.compared.set()
         _freed_memory.release(self)
         if self.error is not None and self.slot is not None:
@@ -490,6 +494,8 @@ class Snapshot:
                 return
             if self.job.compare:
                 self._kept = self.sources
+            else:
+                self._memory = []
             self.sources = None  # drops the references to the tensors
             if self.slot is not None and self._stored and not self.slot.in_memory:
                 self.slot.small_pages = has_small_pages(self._faults, self._stored)

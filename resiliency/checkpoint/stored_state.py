@@ -181,16 +181,27 @@ _NO_OBJECTS = (Tensor, *_VALUES)
 
 
 def _has_objects(value: Any) -> bool:
-    """True when a tree holds something that :func:`keyed_leaves` does not look into."""
+    """True when a tree holds something that :func:`keyed_leaves` does not look into, and that may hold tensors: an
+    object, a key of a dict, an attribute of a container."""
     if isinstance(value, _NO_OBJECTS):
         return False
     if isinstance(value, dict):
         parts: Iterable[Any] = value.values()
+        if any(map(_may_hold_tensors, value)):
+            return True
     elif isinstance(value, list | tuple | deque):
         parts = value
     else:
         return True
-    return any(map(_has_objects, parts)) or any(map(_has_objects, getattr(value, "__dict__", {}).values()))
+    return any(map(_has_objects, parts)) or any(map(_may_hold_tensors, getattr(value, "__dict__", {}).values()))
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    if isinstance(value, _VALUES):
+        return False
+    if isinstance(value, dict):
+        return any(map(_may_hold_tensors, value)) or any(map(_may_hold_tensors, value.values()))
+    return not isinstance(value, list | tuple | deque) or any(map(_may_hold_tensors, value))
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -40,6 +40,7 @@ __all__ = [
     "find_single_files",
     "read_shard_inside",
     "read_single_file",
+    "remove_run_folder",
     "restore_folders",
     "single_file_at",
     "single_files_of",
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 #: Folders of these names are being removed, or made.
 _DROPPED, _RESTORED = "dropped-", "restored-"
+#: Begins the names of the files with the numbers of attempts.
+_ATTEMPT = "attempt"
 _OLD_S = 3600.0
 #: Folders below the root in which names count, and how they end there.
 _DEPTH, _ENDING = 2, ".ckpt"
@@ -276,12 +279,16 @@ def _remove_leftovers(folder: str) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def drop_folders(tier: LocalTier, run: str) -> str:
+def drop_folders(tier: LocalTier, run: str, *, through: str | None = None) -> str:
     """Removes the folder of a run when its steps are files that need nothing else. Nothing may be writing to the run.
 
     Unfinished steps go with it, and those whose files the user has deleted or renamed, when a newer one has its file:
     he wanted their room, or has them where the library does not look. Killed meanwhile: the steps are all there or all
     dropped, and :func:`restore_folders` makes them again.
+
+    Args:
+        through: a folder in the run's, into which everything is moved before it is removed. Who removes that folder has
+            ended this, wherever it stands, and loses nothing by it. None: a new one.
 
     Returns:
         Why it stays; "" when it is gone.
@@ -305,16 +312,44 @@ def drop_folders(tier: LocalTier, run: str) -> str:
             without.append(listing.id)
     if without and (newest is None or max(without) > newest):
         return f"the files of {max(without)} are gone, and no newer step has one"
-    steps = os.path.join(folder, STEPS_DIR)
-    faultpoints.hit("agent.drop.begin")
-    if os.path.isdir(steps):
-        os.rename(steps, os.path.join(folder, _DROPPED + secrets.token_hex(4)))
-    faultpoints.hit("agent.drop.renamed")
-    shutil.rmtree(folder)
-    faultpoints.hit("agent.drop.removed")
-    with suppress(OSError):  # other runs are there
-        os.rmdir(os.path.dirname(folder))
+    if through is None and os.path.isdir(folder):
+        through = os.path.join(folder, _DROPPED + secrets.token_hex(4))
+        os.mkdir(through)
+    if through is not None and not remove_run_folder(folder, through):
+        return "a later job has begun"
     return ""
+
+
+def remove_run_folder(folder: str, through: str) -> bool:
+    """Removes the folder of a run, by way of a folder in it (see :func:`drop_folders`), and the one above if empty.
+
+    Returns:
+        False when the folder that all goes through was removed by somebody else.
+
+    Raises:
+        OSError: something cannot be moved or removed.
+    """
+    faultpoints.hit("agent.drop.begin")
+    # The steps go first and at once, the numbers of attempts last: until then nobody begins with the same.
+    entries = sorted(os.listdir(folder), key=lambda name: (name != STEPS_DIR, name.startswith(_ATTEMPT), name))
+    for path in (os.path.join(folder, name) for name in entries):
+        if path == through:
+            continue
+        try:
+            os.rename(path, os.path.join(through, os.path.basename(path)))
+        except FileNotFoundError:
+            if os.path.isdir(through):
+                continue  # only a temp file
+            return False
+        if os.path.basename(path) == STEPS_DIR:
+            faultpoints.hit("agent.drop.renamed")
+    with suppress(FileNotFoundError):  # a later job removes it too
+        shutil.rmtree(through)
+    faultpoints.hit("agent.drop.removed")
+    for path in (folder, os.path.dirname(folder)):
+        with suppress(OSError):  # a job has begun meanwhile, or other runs are there
+            os.rmdir(path)
+    return True
 
 
 def _names_left(tier: LocalTier, manifest: Manifest) -> list[str]:

@@ -447,3 +447,23 @@ def test_what_an_agent_that_was_killed_owes_a_step_of_several_hosts_the_next_one
         manifest.unlink()
     settle(start(configs[1])[0])
     assert name.exists() and manifest.exists()
+
+
+def test_a_step_that_was_given_up_waits_for_the_rank_that_is_behind(local: Path, start: Start) -> None:
+    """It was deleted while that rank wrote to it, and what that rank had written stayed."""
+    config = config_for(local, world_size=2, local_ranks=(0, 1))
+    agent, heard = start(config)
+    agent.handle(0, sealed(config))
+    agent.handle(0, GiveUp(id=step_of(config, 2), reason="X"))
+    agent.handle(0, sealed(config, 3))
+    late = sealed(config, 2, 1)  # already being written
+    agent.handle(1, sealed(config, 1, 1))
+    settle(agent)
+    assert shard_path(config, 2, 1).exists()
+    agent.handle(1, late)
+    settle(agent)
+    assert reasons(heard, 1) == ["rank 0: X"]
+    assert not shard_path(config, 2).parent.exists()
+    agent.handle(1, sealed(config, 3, 1))
+    settle(agent)
+    assert manifest_of(config, 1) is not None and manifest_of(config, 3) is not None

@@ -3,7 +3,9 @@ attempt sees."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,14 +19,17 @@ import pytest
 from resiliency import faultpoints
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
-from resiliency.agent.messages import Committed, Complete, Delete, Durable, Failed, Notice, Recorded
+from resiliency.agent.messages import Bye, Committed, Complete, Delete, Durable, Failed, Notice, Recorded
 from resiliency.agent.protocol import config_to_json, pack
+from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
 from resiliency.storage import attempts
 from resiliency.storage.attempts import read_attempt, write_attempt
+from resiliency.storage.catalog import scan
 from resiliency.storage.claims import claim_attempt
 from resiliency.storage.names import read_name
+from resiliency.storage.single_files import restore_folders
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import make_checkpointer
@@ -179,8 +184,6 @@ def test_an_upload_in_progress_is_given_up_when_a_later_attempt_began(
 
 
 def test_the_checkpoints_of_a_ramdisk_stay_when_a_later_attempt_uses_them(local: Path, start: Any) -> None:
-    from resiliency.agent.messages import Bye
-
     old, _ = start(config_for(local, durable=False))
     save(old, 1)
     old.handle(0, Bye())
@@ -253,3 +256,74 @@ def test_an_agent_stopped_anywhere_and_continued_in_a_later_attempt_changes_noth
         if old.poll() is None:
             old.kill()
             old.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("call", "target"),
+    [
+        ("replace", "steps/0000000002-.*/shard-00000.json"),
+        ("replace", "steps/0000000002-.*/manifest.json"),
+        ("replace", "last.ckpt/manifest.json"),
+        ("rename", "steps/0000000001-.*/manifest.json"),
+        ("rename", "old.ckpt/manifest.json"),
+    ],
+    ids=["record", "manifest", "name", "deletion of a step", "deletion of a name"],
+)
+def test_an_agent_stopped_between_its_last_look_and_a_change_does_not_make_it(
+    local: Path, start: Any, monkeypatch: pytest.MonkeyPatch, call: str, target: str
+) -> None:
+    spec = TierSpec(address=str(local), name="local", keep=1)
+    old, _ = start(config_for(local, local=spec))
+    save(old, 1, names=("old.ckpt",))
+    real, pictures = getattr(os, call), []
+
+    def meanwhile(source: str, destination: str) -> None:
+        if not pictures and re.search(f"{target}$", destination if call == "replace" else source):
+            pictures.append({})
+            new, _ = start(config_for(local, local=TierSpec(address=str(local), name="local"), **LATER))
+            save(new, 2)
+            new.close()
+            pictures[0] = snapshot(local)
+        real(source, destination)
+
+    monkeypatch.setattr(os, call, meanwhile)
+    old.handle(0, sealed(old.config, 2, names=("step=2.ckpt", "last.ckpt"), supersedes=("old.ckpt",)))
+    assert old.wait(Stage.DURABLE, timeout_s=20)
+    monkeypatch.undo()
+    assert pictures and snapshot(local) == pictures[0]
+    old.close()
+    assert snapshot(local) == pictures[0]
+
+
+@pytest.mark.parametrize("moved", ["steps", "attempt"])
+def test_an_agent_that_tidies_up_while_a_later_job_begins_takes_nothing_from_it(
+    local: Path, start: Any, monkeypatch: pytest.MonkeyPatch, moved: str
+) -> None:
+    """The later job had looked for checkpoints before; it found none afterwards, and began at step 0."""
+    with make_checkpointer(LocalTierOptions(directory=str(local), only_files=True), run=RUN) as checkpointer:
+        ticket = checkpointer.save(7, {"a": 1}, names=["last.ckpt"])
+        assert ticket is not None
+        ticket.wait(Stage.DURABLE)
+        config = checkpointer.session.client.config
+    old, _ = start(dataclasses.replace(config, attempt=2, token="eeeeee"))
+    assert old.wait(Stage.DURABLE, timeout_s=20)
+    old.handle(0, Bye())
+    real, heard = os.rename, []
+
+    def meanwhile(source: str, destination: str) -> None:
+        if not heard and os.path.basename(source) == moved:
+            heard.append(source)
+            restore_folders(LocalTier(local), RUN)  # the ranks do so before there is an agent
+            if moved == "steps":
+                real(source, destination)
+            start(dataclasses.replace(config, attempt=3, token="ffffff"))
+            if moved == "steps":
+                return
+        real(source, destination)
+
+    monkeypatch.setattr(os, "rename", meanwhile)
+    old.close()
+    monkeypatch.undo()
+    assert heard and read_attempt(str(local), RUN) == 3
+    (step,) = scan(LocalTier(local), RUN)
+    assert step.id.step == 7 and step.committed

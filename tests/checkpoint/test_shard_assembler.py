@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +357,33 @@ def test_an_empty_view_that_begins_behind_its_storage_is_no_damage(tmp_path: Pat
         into = {"a": torch.zeros(2), "none": torch.empty(0, 2), **extra}
         restored = checkpointer.load(into=into)
     assert restored is not None and torch.equal(into["a"], state["a"]) and restored.state["none"].shape == (0, 2)
+
+
+def _with_attribute(tensor: torch.Tensor) -> OrderedDict[str, Any]:
+    attributes: OrderedDict[str, Any] = OrderedDict()
+    attributes.__dict__["seen"] = [tensor]
+    return attributes
+
+
+@pytest.mark.parametrize("extra", [{}, {"bytes": b"not plain"}], ids=["plain", "not plain"])
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        (lambda tensor: {tensor: 0.1}, lambda held: next(iter(held))),
+        (lambda tensor: {(tensor, 1): 0.1}, lambda held: next(iter(held))[0]),
+        (_with_attribute, lambda held: held.__dict__["seen"][0]),
+    ],
+    ids=["key", "within a key", "attribute"],
+)
+def test_a_tensor_that_is_also_a_key_or_an_attribute_comes_back_there_too(
+    tmp_path: Path, place: Callable[[torch.Tensor], Any], found: Callable[[Any], Any], extra: dict[str, Any]
+) -> None:
+    tensor = torch.randn(100)
+    with make_checkpointer(tmp_path) as checkpointer:
+        ticket = checkpointer.save(1, {"a": tensor, "held": place(tensor), **extra})
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED)
+        restored = checkpointer.load(into={"a": torch.zeros(100), "held": {}, **extra})
+    assert restored is not None and torch.equal(restored.state["a"], tensor)
+    there = found(restored.state["held"])
+    assert isinstance(there, torch.Tensor) and torch.equal(there, tensor)

@@ -554,6 +554,7 @@ def test_tensors_are_let_go_after_the_copy(copier: Copier) -> None:
     file = File(36_000)
     snapshot = file.start(copier, [copy_of(tensor, 0)])
     copier.fence(snapshot, deadline_s=10)
+    assert snapshot.done.wait(10)  # the copy thread lets go after the fence
     del tensor
     gc.collect()
     assert alive() is None, "a finished snapshot keeps the state alive"

@@ -262,6 +262,25 @@ def test_nothing_is_given_up_when_nothing_changes(checkpointer: Checkpointer, mo
     assert uncounted(checkpointer, lambda weight: weight.sum(), 9, monkeypatch) == []
 
 
+def test_a_tensor_that_is_given_other_memory_under_a_late_copy_is_saved_as_it_was(tmp_path: Path) -> None:
+    """In a fork, which must not end with SIGSEGV: nobody else holds the memory that it had."""
+
+    def work() -> None:
+        local = LocalTierOptions(directory=str(tmp_path))
+        with Checkpointer(local, run="r", rank=0, world_size=1, options=ALL_LATE) as made:
+            for step in (1, 2, 3):
+                weight = torch.full((8_000_000,), float(step))
+                ticket = save(made, step, {"weight": weight}, names=[f"{step}.ckpt"], lazy=True)
+                weight.data = torch.zeros(3)
+                made.fence()
+                ticket.wait(timeout=SOON)
+
+    assert forked(work) == 0
+    for step in (1, 2, 3):
+        weight = torch.load(tmp_path / f"{step}.ckpt")["weight"]
+        assert torch.equal(weight, torch.full((8_000_000,), float(step)))
+
+
 @pytest.mark.parametrize("compared", [True, False])
 def test_memory_that_is_freed_under_a_late_copy_is_copied_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: bool

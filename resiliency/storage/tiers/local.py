@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -76,15 +77,15 @@ def fsync_dir(path: str) -> None:
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
-def _link(source: str, target: str) -> None:
+def _link(source: str, target: str, folder: str) -> None:
+    """Links a file. A symbolic link is made for ``folder``, into which it will be moved."""
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno not in _NO_LINKS or not os.path.isfile(source):
             raise
         # By real paths: the name's folder may itself be a link to elsewhere.
-        folder = os.path.realpath(os.path.dirname(target))
-        os.symlink(os.path.relpath(os.path.realpath(source), folder), target)
+        os.symlink(os.path.relpath(os.path.realpath(source), os.path.realpath(folder)), target)
 
 
 class LocalTier:
@@ -98,14 +99,26 @@ class LocalTier:
         durable: True: a put returns after fsync of file and folders. False (ramdisk, or the caller syncs later with
             :func:`fsync_file` and :func:`fsync_dir`): also atomic, but may be lost in a power loss.
         name: word for listings, events and error messages.
+        staging: a folder, relative to the root, through which every put, alias and deletion goes: what is new is made
+            there and then moved into its place, what is deleted is moved there first. While it is missing they fail, so
+            whoever removes it has ended the writer, also one that was stopped right before a move. The caller makes it.
+            Not for names in a folder that is on another file system.
     """
 
     is_local = True
 
-    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True, name: str = "local") -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        durable: bool = True,
+        name: str = "local",
+        staging: str | None = None,
+    ) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.durable = durable
         self.name = name
+        self._staging = None if staging is None else os.path.join(self.root, staging)
 
     def __repr__(self) -> str:
         return f"LocalTier({self.root!r}, durable={self.durable}, name={self.name!r})"
@@ -153,27 +166,32 @@ class LocalTier:
         source, target = self.path(key), self.path(name)
         with self._errors("name", name):
             folder = os.path.dirname(target)
-            for attempt in range(_FOLDER_ATTEMPTS):
-                temp = os.path.join(folder, partial_name())
-                try:
-                    self._make_folder(folder)
-                    _link(source, temp)
-                    break
-                except FileNotFoundError:
-                    # The folder was removed as empty between the two calls; or the object is gone.
-                    if attempt == _FOLDER_ATTEMPTS - 1 or not os.path.lexists(source):
-                        raise
             try:
-                os.replace(temp, target)
-            except OSError:
-                with suppress(OSError):
-                    os.unlink(temp)
-                raise
-            # Renaming a link to another link of the same file does nothing, and leaves both.
-            with suppress(FileNotFoundError):
-                os.unlink(temp)
+                self._alias(source, target, through=self._staging or folder)
+            except OSError as error:
+                if error.errno != errno.EXDEV or self._staging is None:
+                    raise
+                self._alias(source, target, through=folder)
             if self.durable:
                 fsync_dir(folder)
+
+    def _alias(self, source: str, target: str, *, through: str) -> None:
+        folder, temp = os.path.dirname(target), os.path.join(through, partial_name())
+        for attempt in range(_FOLDER_ATTEMPTS):
+            try:
+                self._make_folder(folder)
+                _link(source, temp, folder)
+                break
+            except FileNotFoundError:
+                # The folder was removed as empty between the two calls; or the object is gone.
+                if attempt == _FOLDER_ATTEMPTS - 1 or through != folder or not os.path.lexists(source):
+                    raise
+        try:
+            os.replace(temp, target)
+        finally:
+            # Also after it: renaming a link to another link of the same file does nothing, and leaves both.
+            with suppress(OSError):
+                os.unlink(temp)
 
     def read(self, key: str) -> bytes:
         """The whole object; see the protocol.
@@ -210,8 +228,10 @@ class LocalTier:
         path = self.path(key)
         with self._errors("delete", key):
             try:
-                os.unlink(path)
+                self._unlink(path)
             except (FileNotFoundError, NotADirectoryError):
+                if self._staging is not None and os.path.lexists(path):
+                    raise
                 return
             except (IsADirectoryError, PermissionError):
                 # It is a folder, not an object; POSIX allows unlink to report EPERM for it.
@@ -230,6 +250,19 @@ class LocalTier:
                 # So that after a power loss there is no manifest again whose shards, deleted later, are gone.
                 with suppress(FileNotFoundError):
                     fsync_dir(folder)
+
+    def _unlink(self, path: str) -> None:
+        if self._staging is None or not os.path.lexists(path) or (os.path.isdir(path) and not os.path.islink(path)):
+            os.unlink(path)
+            return
+        temp = os.path.join(self._staging, partial_name())
+        try:
+            os.rename(path, temp)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            temp = path
+        os.unlink(temp)
 
     def sweep(self, *, older_than: timedelta = timedelta(hours=1)) -> int:
         """Removes temp files that killed writers left behind; returns how many.
@@ -285,7 +318,7 @@ class LocalTier:
                 with suppress(OSError):
                     file.close()
             with self._errors("store", key):
-                os.replace(temp, target)
+                self._move(temp, target)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temp)
@@ -295,15 +328,26 @@ class LocalTier:
             with self._errors("sync", key), suppress(FileNotFoundError):
                 fsync_dir(os.path.dirname(target))
 
+    def _move(self, temp: str, target: str) -> None:
+        try:
+            os.replace(temp, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV or self._staging is None:
+                raise
+            beside = os.path.join(os.path.dirname(target), partial_name())
+            shutil.copyfile(temp, beside)
+            os.replace(beside, target)
+            os.unlink(temp)
+
     def _create(self, folder: str) -> tuple[str, BinaryIO]:
         for attempt in range(_FOLDER_ATTEMPTS):
-            temp = os.path.join(folder, partial_name())
+            temp = os.path.join(self._staging or folder, partial_name())
             try:
                 self._make_folder(folder)
                 return temp, os.fdopen(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
             except FileNotFoundError:
                 # A delete removed the folder, or one above it, as empty between two of these calls.
-                if attempt == _FOLDER_ATTEMPTS - 1:
+                if attempt == _FOLDER_ATTEMPTS - 1 or self._staging is not None:
                     raise
         raise AssertionError("unreachable")
 
