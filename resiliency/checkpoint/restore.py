@@ -7,6 +7,7 @@ copies, and so makes the same plan.
 
 from __future__ import annotations
 
+import gc
 import logging
 import pickle
 import time
@@ -292,6 +293,17 @@ class Restorer:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def _read(self, plan: RestorePlan, request: _Request) -> tuple[Restored | None, list[CopyProblem]]:
+        """:meth:`_read_all`, without collections of garbage: a plan of many tensors leads to one of all objects of the
+        process, and makes no garbage (15 of 250 ms for 1 GiB in 1,000 tensors)."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return self._read_all(plan, request)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _read_all(self, plan: RestorePlan, request: _Request) -> tuple[Restored | None, list[CopyProblem]]:
         """Reads and checks this rank's part of the step. Collective: yes.
 
         Returns:

@@ -189,7 +189,7 @@ def _segment(read: Read, placed: Placed) -> _ByteRange | None:
     whole = read.lengths == chunk.sizes  # a box as large as the chunk begins where the chunk does
     whole_rows = whole or (read.lengths[1:] == chunk.sizes[1:] and not any(read.box_offsets[1:]))
     plain = (
-        target.device.type == "cpu"
+        target.is_cpu
         and target.layout == torch.strided
         and target.is_contiguous()
         and not target.is_conj()

@@ -20,7 +20,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from resiliency.errors import CorruptShard
 from resiliency.storage.archive import ArchiveEntry, data_start, directory, directory_part, entry_at, local_header
@@ -200,8 +200,7 @@ def archive_tail(layout: StorageLayout, entries: Sequence[tuple[str, bytes]]) ->
     return b"".join((*pieces, directory(placed, at, listed=layout.listed, count=len(layout.entries))))
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of one tensor, stored in one piece in C order.
 
     Attributes:
@@ -240,8 +239,7 @@ class Chunk:
         )
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """A chunk and the byte range ``[start, end)`` of the file it fills.
 
     Attributes:
