@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -264,12 +265,12 @@ def test_nothing_is_given_up_when_nothing_changes(checkpointer: Checkpointer, mo
 
 def test_a_tensor_that_is_given_other_memory_under_a_late_copy_is_saved_as_it_was(tmp_path: Path) -> None:
     """In a fork, which must not end with SIGSEGV: nobody else holds the memory that it had."""
+    weights = [torch.full((8_000_000,), float(step)) for step in (1, 2, 3)]  # a fork has no threads of OpenMP
 
     def work() -> None:
         local = LocalTierOptions(directory=str(tmp_path))
         with Checkpointer(local, run="r", rank=0, world_size=1, options=ALL_LATE) as made:
-            for step in (1, 2, 3):
-                weight = torch.full((8_000_000,), float(step))
+            for step, weight in enumerate(weights, 1):
                 ticket = save(made, step, {"weight": weight}, names=[f"{step}.ckpt"], lazy=True)
                 weight.data = torch.zeros(3)
                 made.fence()
@@ -319,4 +320,9 @@ def forked(work: Callable[[], None]) -> int:
             traceback.print_exc()
         finally:
             os._exit(code)
+    pidfd = os.pidfd_open(child)
+    ended, _, _ = select.select([pidfd], [], [], 60)
+    os.close(pidfd)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

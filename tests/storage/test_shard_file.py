@@ -307,6 +307,6 @@ def test_what_is_no_table_of_chunks_is_refused(data: bytes) -> None:
 
 
 def test_a_chunk_of_another_size_than_its_storage_is_refused() -> None:
-    table = chunks_to_json({"0": replace(CHUNK, sizes=(3, 1))})
+    table = chunks_to_json({"0": CHUNK._replace(sizes=(3, 1))})
     with pytest.raises(CorruptShard, match="tensor 'w' has 24 bytes instead of 12"):
         chunks_from_json(table, ENTRIES, where="x")
