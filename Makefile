@@ -17,7 +17,8 @@ STAMP := $(VENV)/.setup-done
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 # A worker that has finished takes over tests of the other; until then each keeps to its own files and their fixtures.
-PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+# Two workers have two cores: threads of tensor operations would only wait for each other (a tenth of all processor time).
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 # The tests start hundreds of interpreters: with this variable set each of them would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
