@@ -259,21 +259,22 @@ def savers(case: Case, folder: Path) -> list[Any]:
     ]
 
 
-def on_rank(*, directory: str, result: str, ckpt: str | None, case: dict[str, Any]) -> None:
-    """One rank of a job of several; writes its outcome."""
+def on_rank(*, directory: str, result: str, ckpts: list[str | None], case: dict[str, Any]) -> None:
+    """One rank of a job of several; trains once from each checkpoint (None: the start) and writes the outcomes."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     here = Case(**case, rank=rank, sync=True)
     lightning = importlib.import_module(here.namespace)
-    strategy = lightning.strategies.DDPStrategy(process_group_backend="gloo", find_unused_parameters=False)
-    here = dataclasses.replace(
-        here, trainer=here.trainer | {"devices": size, "strategy": strategy, "use_distributed_sampler": False}
-    )
-    outcome = train(
-        here,
-        Path(directory),
-        ckpt=Path(ckpt) if ckpt else None,
-        callbacks=[ours(here.namespace, Path(directory), save_top_k=0)] if ckpt else savers(here, Path(directory)),
-    )
-    Path(f"{result}.{rank}").write_text(json.dumps(dataclasses.asdict(outcome)))
+    outcomes = []
+    for ckpt in ckpts:
+        strategy = lightning.strategies.DDPStrategy(process_group_backend="gloo", find_unused_parameters=False)
+        settings = here.trainer | {"devices": size, "strategy": strategy, "use_distributed_sampler": False}
+        outcome = train(
+            dataclasses.replace(here, trainer=settings),
+            Path(directory),
+            ckpt=Path(ckpt) if ckpt else None,
+            callbacks=[ours(here.namespace, Path(directory), save_top_k=0)] if ckpt else savers(here, Path(directory)),
+        )
+        outcomes.append(dataclasses.asdict(outcome))
+    Path(f"{result}.{rank}").write_text(json.dumps(outcomes))

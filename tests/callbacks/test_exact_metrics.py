@@ -11,6 +11,7 @@ import io
 import json
 import random
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,16 @@ def saves_of(folder: Path) -> dict[str, list[Path]]:
     }
 
 
+def chosen_of(saves: dict[str, list[Path]], name: str) -> list[Path]:
+    """By lot one save within each epoch; and those at the last batch of the first, and of the hooks that follow it."""
+    lot, end = random.Random(name), saves["epoch"][0].name
+    batch, at = saves["batch"], [path.name for path in saves["batch"]].index(end)
+    sides = [next((path for path in saves["validation"] if (path.name == end) == last), None) for last in (False, True)]
+    found = [lot.choice(batch[:at]), batch[at], lot.choice(batch[at + 1 : -1]), *filter(None, sides), saves["epoch"][0]]
+    assert len(found) >= 5, "no validation was saved"
+    return found
+
+
 def resumed(case: Case, path: Path, tmp_path: Path) -> Outcome:
     return train(
         case, tmp_path / "resumed", ckpt=path, callbacks=[ours(case.namespace, tmp_path / "new", save_top_k=0)]
@@ -94,16 +105,7 @@ def test_resumed_run_equals_the_undisturbed_one(
     case = CASES[name]
     whole = train(case, tmp_path, callbacks=savers(case, tmp_path))
     assert len(set(whole.rates)) > 2, "the learning rate must depend on the metric"
-    saves = saves_of(tmp_path)
-    middle = len(saves["batch"]) // 3
-    steps = range(middle, len(saves["batch"]) - 1, 2)
-    # Within each epoch, at the last batch of the first, and after the hooks that follow it.
-    chosen = [
-        saves["batch"][0],
-        *(saves["batch"][step] for step in steps),
-        *saves["validation"][:3],
-        *saves["epoch"][:1],
-    ]
+    chosen = chosen_of(saves_of(tmp_path), name)
     wrong = {
         f"{path.parent.name} {path.stem}": found
         for path in chosen
@@ -126,36 +128,36 @@ def test_saves_hold_plain_data_only(tmp_path: Path) -> None:
         assert differences(state, torch.load(file, weights_only=True)) == []
 
 
-@pytest.mark.parametrize("sanity", [0, 2])
-def test_a_resumed_run_runs_the_validations_that_were_left(sanity: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sanity", "steps"), [(0, range(1, 8)), (2, (2, 5, 7))])
+def test_a_resumed_run_runs_the_validations_that_were_left(sanity: int, steps: Iterable[int], tmp_path: Path) -> None:
     """A save right before a validation: the stock trainer leaves that validation out, and the end of the epoch."""
     case = Case(trainer={"val_check_interval": 2, "num_sanity_val_steps": sanity})
     whole = train(case, tmp_path, callbacks=savers(case, tmp_path))
     done = [0, 0, 0, 1, 1, 2, 2, 3]  # before the save at this step
-    for step in range(1, 8):
+    for step in steps:
         again = resumed(case, tmp_path / "batch" / f"step={step}.ckpt", tmp_path)
         assert again.validations == whole.validations - bool(sanity) - done[step]
 
 
 @pytest.mark.parametrize("every", [3, 7])
-@pytest.mark.parametrize("batch", [1, 4])
 def test_terminated_within_a_validation_all_of_it_is_run_again(
-    every: int, batch: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    every: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the second validation, which is within an epoch or at its end."""
-    settings = {"num_sanity_val_steps": 0, "val_check_interval": every, "max_epochs": 3}
+    """In the second validation, which is within an epoch or at its end; at its first batch and at a later one."""
+    settings = {"num_sanity_val_steps": 0, "val_check_interval": every, "max_epochs": 2 if every == 3 else 3}
     case = Case(monitor="val_mse", trainer=settings)
-    whole = train(case, tmp_path, callbacks=savers(case, tmp_path))
+    whole = train(case, tmp_path)
     saving = {"filename": "{step}", "save_on_exception": True, "save_top_k": -1, "every_n_epochs": 100}
-    with pytest.raises(SystemExit):
-        train(
-            dataclasses.replace(case, terminate_at=len(loader()) + batch),
-            tmp_path,
-            callbacks=[ours(PL, tmp_path / "stopped", **saving)],
-        )
-    assert "exact resume" not in caplog.text
-    (path,) = (tmp_path / "stopped").glob("*.ckpt")
-    assert unequal(whole, resumed(case, path, tmp_path)) == []
+    for batch in (1, 4):
+        with pytest.raises(SystemExit):
+            train(
+                dataclasses.replace(case, terminate_at=len(loader()) + batch),
+                tmp_path,
+                callbacks=[ours(PL, tmp_path / f"stopped-{batch}", **saving)],
+            )
+        assert "exact resume" not in caplog.text
+        (path,) = (tmp_path / f"stopped-{batch}").glob("*.ckpt")
+        assert unequal(whole, resumed(case, path, tmp_path)) == [], f"stopped at batch {batch}"
 
 
 # -- the module's own hook --------------------------------------------------------------------------------------------
@@ -385,10 +387,15 @@ def test_a_module_without_the_metric_says_what_is_lost(tmp_path: Path, caplog: p
 # -- two ranks --------------------------------------------------------------------------------------------------------
 
 
-def ranks(zygote: Zygote, directory: Path, *, ckpt: Path | None = None, **case: Any) -> list[Outcome]:
-    """The outcome of each of two ranks; fails when one is not done in time."""
+def ranks(zygote: Zygote, directory: Path, *, ckpts: Sequence[Path | None], **case: Any) -> list[list[Outcome]]:
+    """The outcomes of each of two ranks, of one training after the other; fails when one is not done in time."""
     port, result = str(free_port()), directory.parent / f"outcome-{time.monotonic_ns()}"
-    arguments = {"directory": str(directory), "result": str(result), "ckpt": str(ckpt) if ckpt else None, "case": case}
+    arguments = {
+        "directory": str(directory),
+        "result": str(result),
+        "ckpts": [str(ckpt) if ckpt else None for ckpt in ckpts],
+        "case": case,
+    }
     started = [
         zygote.start(
             "tests.callbacks.epoch_job:on_rank",
@@ -414,22 +421,23 @@ def ranks(zygote: Zygote, directory: Path, *, ckpt: Path | None = None, **case: 
     finally:
         for worker in started:
             worker.kill()
-    return [Outcome(**json.loads(Path(f"{result}.{rank}").read_text())) for rank in range(2)]
+    return [[Outcome(**one) for one in json.loads(Path(f"{result}.{rank}").read_text())] for rank in range(2)]
 
 
-@pytest.mark.parametrize("monitor", ["loss_epoch", "order"])
-def test_two_ranks_with_batches_of_their_own_sizes_resume_exactly(monitor: str, zygote: Zygote, tmp_path: Path) -> None:
+SIDES = ("batch/step=2", "batch/step=3", "validation/step=3", "batch/step=7", "epoch/step=7")
+
+
+@pytest.mark.parametrize(("monitor", "saves"), [("loss_epoch", SIDES), ("order", SIDES[:4:3])])
+def test_two_ranks_with_batches_of_their_own_sizes_resume_exactly(
+    monitor: str, saves: tuple[str, ...], zygote: Zygote, tmp_path: Path
+) -> None:
     """Metrics are reduced over the ranks at the end of the epoch, from what each rank has saved of its own."""
     settings: dict[str, Any] = {"monitor": monitor, "trainer": {"val_check_interval": 3, "max_epochs": 2}}
-    whole = ranks(zygote, tmp_path / "whole", **settings)
-    assert whole[0].shown["loss_epoch"] == whole[1].shown["loss_epoch"]
-    assert whole[0].shown["step_only"] != whole[1].shown["step_only"]
-    for save in (
-        "batch/step=2.ckpt",
-        "batch/step=3.ckpt",
-        "validation/step=3.ckpt",
-        "batch/step=7.ckpt",
-        "epoch/step=7.ckpt",
-    ):
-        again = ranks(zygote, tmp_path / "again", ckpt=tmp_path / "whole" / save, **settings)
-        assert [unequal(one, other) for one, other in zip(whole, again, strict=True)] == [[], []], save
+    (one,), (other,) = ranks(zygote, tmp_path / "whole", ckpts=[None], **settings)
+    assert one.shown["loss_epoch"] == other.shown["loss_epoch"]
+    assert one.shown["step_only"] != other.shown["step_only"]
+    ckpts = [tmp_path / "whole" / f"{save}.ckpt" for save in saves]
+    for whole, resumed in zip((one, other), ranks(zygote, tmp_path / "again", ckpts=ckpts, **settings), strict=True):
+        assert {save: unequal(whole, again) for save, again in zip(saves, resumed, strict=True)} == dict.fromkeys(
+            saves, []
+        )
