@@ -66,6 +66,7 @@ def test_an_agent_killed_at_any_point_changes_no_weight(
     # In the trainer the same point kills the trainer itself, once the agent has died too often.
     if codes == [0, 0]:
         assert job.outcome()["hash"] == reference
+        assert job.newest_committed() == STEPS, "the last save of a run that ended in order"
         return
     _resumes_right(job, job.newest_committed(), reference)
 
