@@ -17,6 +17,7 @@ PRELOAD = [
     "tests.entry_points",
     "torch",
     "torch.distributed",
+    "torch.distributed.run",
     "lightning.pytorch",
     "torchmetrics",
     "resiliency.checkpoint.checkpointer",
@@ -25,6 +26,7 @@ PRELOAD = [
     "tests.e2e.chaos.reader",
     "tests.e2e.chaos.trainer",
     "tests.e2e.job",
+    "tests.launch.test_run",
     "tests.plugins.resume.resume_ddp",
     # Lightning and torch import these in the first training of a process.
     "torch._dynamo",

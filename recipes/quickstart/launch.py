@@ -1,4 +1,4 @@
-"""Starts torchrun for the demo, and kills all of its processes however the demo ends."""
+"""Starts ``resiliency run`` for the demo, and kills all of its processes however the demo ends."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class Launch:
-    """``torchrun -m recipes.quickstart.train`` in its own process group, with a deadline.
+    """``resiliency run -m recipes.quickstart.train`` in its own process group, with a deadline.
 
     Thread: one. Use as a context manager: leaving it kills all processes of the launch (not only the process
-    group: torchrun gives workers sessions of their own, and the host agent outlives them by design).
+    group: the launcher gives workers sessions of their own, and the host agent outlives them by design).
 
     Attributes:
         folder: where checkpoints, event logs, ``result.json`` and ``output.log`` go.
@@ -36,11 +36,11 @@ class Launch:
         command = [
             sys.executable,
             "-m",
-            "torch.distributed.run",
+            "resiliency.cli",
+            "run",
             "--standalone",
             f"--nproc-per-node={ranks}",
             f"--max-restarts={restarts}",
-            "--monitor-interval=0.1",
             "-m",
             "recipes.quickstart.train",
             "--dir",
@@ -53,8 +53,6 @@ class Launch:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "RESILIENCY_RUN": folder.name,
-            # Otherwise torchrun may keep one store over all restarts, with the addresses of dead workers in it.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         self.started_s = time.monotonic()
@@ -77,7 +75,7 @@ class Launch:
         self.stop()
 
     def running(self) -> bool:
-        """True while torchrun runs. Raises SystemExit with the end of the output when it passed its deadline."""
+        """True while the launcher runs. Raises SystemExit with the end of the output when it passed its deadline."""
         if self._process.poll() is not None:
             return False
         if time.monotonic() > self._deadline_s:
@@ -87,14 +85,14 @@ class Launch:
         return True
 
     def check(self) -> None:
-        """Raises SystemExit with the end of the output when torchrun failed."""
+        """Raises SystemExit with the end of the output when the launcher failed."""
         if self._process.returncode != 0:
             raise SystemExit(
-                f"torchrun exited with {self._process.returncode}; the end of its output:\n{self.output_tail()}"
+                f"the launcher exited with {self._process.returncode}; the end of its output:\n{self.output_tail()}"
             )
 
     def worker_pids(self) -> set[int]:
-        """Processes below torchrun."""
+        """Processes below the launcher."""
         try:
             return {child.pid for child in psutil.Process(self._process.pid).children(recursive=True)}
         except psutil.NoSuchProcess:

@@ -11,9 +11,11 @@ from resiliency import __version__
 
 __all__ = ["SUBCOMMANDS", "main"]
 
-#: Subcommand -> (module that holds its Typer ``app``, one line of help).
+#: Subcommand -> (module, one line of help). The module holds a Typer ``app``, or ``main(words)`` if another parser has
+#: the words.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "ckpt": ("resiliency.cli.ckpt", "list, verify and convert checkpoints"),
+    "run": ("resiliency.cli.run", "start a job as torchrun does, and again within a second of a death"),
     "goodput": ("resiliency.cli.goodput", "say where the time of a run went"),
 }
 
@@ -53,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only the first word is parsed here: "resiliency ckpt --help" is the subcommand's.
     command: str = parser.parse_args(words[:1]).command
     module = importlib.import_module(SUBCOMMANDS[command][0])
+    if hasattr(module, "main"):
+        status: int = module.main(words[1:])
+        return status
 
     import typer  # here, so that "resiliency --help" stays quick
 

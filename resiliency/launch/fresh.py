@@ -1,0 +1,147 @@
+"""Makes a forked process what a newly started interpreter is, and runs a script in it."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import io
+import os
+import random
+import runpy
+import signal
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ScriptCommand", "become_fresh", "parse_command", "run_script"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptCommand:
+    """``python [-u] [-m] target arguments``.
+
+    Attributes:
+        target: path of a script, or name of a module.
+        is_module: it is a module.
+        arguments: of the script.
+    """
+
+    target: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+    def import_folder(self, cwd: str) -> str:
+        """The folder that the interpreter puts first in ``sys.path``."""
+        if self.is_module:
+            return cwd
+        return os.path.dirname(os.path.realpath(os.path.join(cwd, self.target)))
+
+
+def parse_command(words: Sequence[str]) -> ScriptCommand | str:
+    """What a command line of this interpreter runs, or why a fork cannot run it."""
+    program, *rest = words
+    if os.path.realpath(program) != os.path.realpath(sys.executable):
+        return f"{program} is not this interpreter"
+    while rest and rest[0] in ("-u", "-m"):
+        word = rest.pop(0)
+        if word == "-m" and rest:
+            return ScriptCommand(target=rest[0], is_module=True, arguments=tuple(rest[1:]))
+    if not rest or rest[0].startswith("-"):
+        return f"it has options of the interpreter: {' '.join(rest[:1])}"
+    if not rest[0].endswith(".py"):
+        return f"{rest[0]} is not a .py file"
+    return ScriptCommand(target=rest[0], is_module=False, arguments=tuple(rest[1:]))
+
+
+def become_fresh(
+    command: ScriptCommand,
+    *,
+    environment: dict[str, str],
+    cwd: str,
+    words: Sequence[str],
+    ignored: Sequence[int] = (),
+    blocked: Sequence[int] = (),
+) -> None:
+    """Takes back what the process has from the one that forked it, as far as a script can see.
+
+    Thread: the only one. It does not touch file descriptors. What stays: modules that are imported already, and the
+    warnings filters that they set.
+
+    Args:
+        ignored: signals that the launcher ignores, which a program that it starts would inherit; others are as usual.
+        blocked: likewise, the signal mask.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    for number in signal.valid_signals():
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            continue
+        default: Any = signal.SIG_IGN if number in (signal.SIGPIPE, signal.SIGXFSZ, *ignored) else signal.SIG_DFL
+        if number == signal.SIGINT and number not in ignored:
+            default = signal.default_int_handler
+        signal.signal(number, default)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    _seed_anew()
+    sys.argv = [command.target, *command.arguments]
+    sys.orig_argv[:] = words
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, command.import_folder(cwd))
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        main.__dict__["__annotations__"] = {}
+    sys.modules["__main__"] = main
+
+
+def _seed_anew() -> None:
+    """From the system's source, as every interpreter, and torch's CPU generator in it, begins."""
+    random.seed()
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed()
+    if torch is not None:
+        torch.default_generator.seed()
+
+
+def run_script(command: ScriptCommand) -> None:
+    """Runs it as the interpreter does, in ``__main__``. An exception is shown as of a script: without frames of ours.
+
+    Raises:
+        BaseException: whatever the script raises. Its traceback is printed without the frames of this package.
+    """
+    try:
+        if command.is_module:
+            run: Any = runpy.__dict__["_run_module_as_main"]  # what ``python -m`` calls
+            run(command.target, alter_argv=True)
+            return
+        path = os.path.join(os.getcwd(), command.target)  # not normalised, as the interpreter does it
+        main = sys.modules["__main__"]
+        main.__file__ = path
+        main.__dict__["__cached__"] = None
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+        with io.open_code(path) as file:
+            source = file.read()
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - the user's script
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+            trace = trace.tb_next
+        _hide_frames_above(error, trace)
+        raise
+
+
+def _hide_frames_above(error: BaseException, trace: types.TracebackType | None) -> None:
+    """What prints the error when it ends the process, the script's own hook too, is given this traceback."""
+    hook = getattr(sys, "excepthook", sys.__excepthook__)
+
+    def print_error(kind: type[BaseException], value: BaseException, found: types.TracebackType | None) -> None:
+        shown = trace if value is error else found
+        hook(kind, value.with_traceback(shown), shown)
+
+    sys.excepthook = print_error

@@ -1,0 +1,148 @@
+"""Processes that are watched and ended by their pidfd, which means one process for ever, unlike a number."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from resiliency.errors import ResiliencyError
+
+__all__ = ["ForkedProcess", "become_subreaper", "mark_own", "reap_others", "wait_for_any"]
+
+_PR_SET_CHILD_SUBREAPER = 36
+#: For a process to end after SIGKILL; longer only in uninterruptible sleep.
+_KILL_TIMEOUT_S = 5.0
+#: Children whose exit status somebody waits for, by process id; those that were waited for stay until the number is
+#: given to another.
+_own: dict[int, ForkedProcess | subprocess.Popen[Any]] = {}
+
+
+def become_subreaper() -> None:
+    """From now on orphans among this process's descendants become its children, so that it can wait for them.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+class ForkedProcess:
+    """A child of this process that :class:`subprocess.Popen` did not start, with the part of its interface that
+    torch's launcher uses. Thread: one.
+
+    Attributes:
+        pid: of the process and of its process group.
+        pidfd: readable when the process has ended.
+        returncode: None while it runs; negative when a signal ended it.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.returncode: int | None = None
+        mark_own(self)
+
+    def poll(self) -> int | None:
+        """The return code; None while it runs."""
+        if self.returncode is None:
+            try:
+                ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                raise ResiliencyError(
+                    f"process {self.pid} ended, and something else in this process took its exit status"
+                ) from None
+            if ended is not None:
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                if code:
+                    # What a failed process leaves in its group may hold a GPU or a port that the next one needs. While
+                    # its exit status is not taken, the number means this group.
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(self.pid, signal.SIGKILL)
+                os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+                os.close(self.pidfd)
+                self.returncode = code
+                if code:
+                    self._wait_for_orphans()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The return code. Blocks: until it has ended, up to ``timeout`` seconds.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs still.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            wait_for_any([self.pidfd], left)
+        assert self.returncode is not None
+        return self.returncode
+
+    def _wait_for_orphans(self) -> None:
+        """A kill takes effect later. Blocks: up to 5 s."""
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while (members := self._orphans()) and time.monotonic() < deadline:
+            for child in members:
+                with suppress(ProcessLookupError, ChildProcessError):
+                    pidfd = os.pidfd_open(child)
+                    wait_for_any([pidfd], deadline - time.monotonic())
+                    os.close(pidfd)
+                    os.waitpid(child, os.WNOHANG)
+
+    def _orphans(self) -> list[int]:
+        """Of the process's group, one generation at a time: orphans become children of this process."""
+        found = []
+        for pid in _adopted():
+            with suppress(ProcessLookupError):
+                if os.getpgid(pid) == self.pid:
+                    found.append(pid)
+        return found
+
+    def send_signal(self, number: int) -> None:
+        """To the process alone. No error when it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+
+def wait_for_any(pidfds: Iterable[int], timeout_s: float | None) -> None:
+    """Blocks until one of the processes has ended, or for ``timeout_s``; a handled signal may end it earlier."""
+    poller = select.poll()
+    for fd in pidfds:
+        poller.register(fd, select.POLLIN)
+    poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
+
+
+def mark_own(process: ForkedProcess | subprocess.Popen[Any]) -> None:
+    """Says that somebody waits for a child: :func:`reap_others` leaves its exit status to it."""
+    for pid in [pid for pid, known in _own.items() if known.returncode is not None]:
+        del _own[pid]
+    _own[process.pid] = process
+
+
+def reap_others() -> None:
+    """Takes the exit status of adopted orphans that have ended."""
+    for pid in _adopted():
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _adopted() -> set[int]:
+    """Children that nobody here has started."""
+    children: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
+            children.update(map(int, file.read().split()))
+    return {pid for pid in children if pid not in _own or _own[pid].returncode is not None}

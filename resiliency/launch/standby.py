@@ -1,0 +1,215 @@
+"""The zygote: imports what ranks need, then keeps standbys, forks of itself that become ranks when they are told to.
+
+This process runs one thread, touches no GPU and no tensor. A standby is the launcher's child, not the zygote's: it is
+forked twice, so that its end can be seen and waited for there, and so that ranks outlive the zygote. When the launcher
+ends, the kernel ends standbys and ranks (PR_SET_PDEATHSIG).
+
+The idea of a process that has everything imported and forks is Android's zygote.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from resiliency.launch.channel import receive, send
+from resiliency.launch.fresh import ScriptCommand, become_fresh, run_script
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_PID_BYTES = 8
+#: What is to be run, and file descriptors.
+_Request = tuple[dict[str, Any], list[int]]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The zygote's process. Ends when the launcher closes its end, or as the rank that it has become.
+
+    Args:
+        arguments: file descriptors of the control and the request socket; the launcher's process id; number of
+            standbys; modules to import, separated by commas.
+    """
+    control, requests = (socket.socket(fileno=int(word)) for word in arguments[:2])
+    launcher, count, modules = int(arguments[2]), int(arguments[3]), arguments[4].split(",")
+    _die_with_parent(launcher)
+    began = time.monotonic()
+    changed: dict[str, str] = {}
+    try:
+        changed = _preload(modules)
+        problem = _why_not_fork()
+    except BaseException as error:  # Boundary: a module may raise anything when it is imported; the launcher is told.
+        problem = f"a preloaded module cannot be imported: {type(error).__name__}: {error}"
+    report = {"problem": problem, "seconds": time.monotonic() - began, "modules": _module_folders()}
+    with suppress(OSError):  # a launcher that is gone: the next wait ends this process
+        send(control, report)
+    if problem:
+        return
+    given = _serve(control, requests, launcher, count)
+    if given is not None:
+        # Here, near the bottom of the stack, because the script sees its depth.
+        _run(given[0], given[1], changed)
+
+
+def _preload(modules: Sequence[str]) -> dict[str, str]:
+    """Imports them; returns what they have set in the environment, as they do in any process."""
+    before = dict(os.environ)
+    # So that a question whether there is a GPU does not touch it, which a fork could not take back.
+    asked = os.environ.pop(_NVML_CHECK, None)
+    os.environ[_NVML_CHECK] = "1"
+    gc.disable()  # nothing that an import makes is garbage, and looking for it takes a tenth of the time
+    for name in filter(None, modules):
+        importlib.import_module(name)
+    gc.freeze()  # a collection in a rank would write to, and so copy, every page of what was imported here
+    gc.enable()
+    if asked is None and not {"lightning.fabric", "lightning_fabric"} & set(sys.modules):
+        del os.environ[_NVML_CHECK]  # Lightning sets it itself
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def _why_not_fork() -> str:
+    """Why forks of this process would not work; empty when they would."""
+    threads = _threads_after_a_fork()
+    if threads > 1:
+        return f"a preloaded module has started {threads - 1} threads, which a fork would lack"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "a preloaded module has initialised CUDA, which does not work in a fork"
+    return ""
+
+
+def _threads_after_a_fork() -> int:
+    """Threads of this process that a fork does not end. OpenBLAS, in numpy, starts its own when it is imported, ends
+    them before any fork, and starts them again in the child."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + 0.2
+    # A thread that was joined may be in this list for a moment longer, and nothing says when it no longer is.
+    while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return threads
+
+
+def _module_folders() -> dict[str, str]:
+    """The folder in which each top level module was found; "" for those that are built in."""
+    folders = {}
+    for name, module in list(sys.modules.items()):
+        if "." not in name and name != "__main__":
+            origin = getattr(module, "__file__", None) or ""
+            is_package = os.path.basename(origin).startswith("__init__.")
+            folders[name] = os.path.realpath(os.path.dirname(os.path.dirname(origin) if is_package else origin))
+    return folders
+
+
+def _serve(control: socket.socket, requests: socket.socket, launcher: int, count: int) -> _Request | None:
+    """Keeps standbys until the launcher is gone (returns None); in a standby returns what it is to run."""
+    taken_read, taken = os.pipe()
+    standbys: dict[int, int] = {}  # process id -> pidfd
+    while True:
+        while len(standbys) < count:
+            pid = _fork_standby(launcher)
+            if pid == 0:
+                for fd in (taken_read, *standbys.values()):
+                    os.close(fd)
+                control.close()
+                return _wait_for_request(requests, taken)
+            standbys[pid] = os.pidfd_open(pid)
+        poller = select.poll()
+        for fd in (control.fileno(), taken_read, *standbys.values()):
+            poller.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poller.poll()}
+        if control.fileno() in ready:
+            return None
+        gone = {pid for pid, fd in standbys.items() if fd in ready}
+        if taken_read in ready:
+            gone.add(int.from_bytes(os.read(taken_read, _PID_BYTES), "little"))  # it is a rank now
+        for pid in gone & set(standbys):
+            os.close(standbys.pop(pid))
+
+
+def _fork_standby(launcher: int) -> int:
+    """Forks a child of the launcher; returns its process id, or 0 in the standby itself."""
+    said_read, said = os.pipe()
+    between = os.fork()
+    if between == 0:
+        pid = os.fork()
+        if pid == 0:
+            os.close(said_read)
+            os.close(said)
+            _wait_for_new_parent(launcher)
+            _die_with_parent(launcher)
+            return 0
+        os.write(said, pid.to_bytes(_PID_BYTES, "little"))
+        os._exit(0)
+    os.close(said)
+    pid = int.from_bytes(os.read(said_read, _PID_BYTES), "little")
+    os.close(said_read)
+    os.waitpid(between, 0)
+    return pid
+
+
+def _wait_for_new_parent(launcher: int) -> None:
+    """Until the process between has ended; the kernel gives its children away before its pidfd becomes readable."""
+    parent = os.getppid()
+    if parent != launcher:
+        with suppress(ProcessLookupError):
+            fd = os.pidfd_open(parent)
+            select.select([fd], [], [], 10)
+            os.close(fd)
+
+
+def _die_with_parent(launcher: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:
+        os._exit(1)  # it ended before
+
+
+def _wait_for_request(requests: socket.socket, taken: int) -> _Request:
+    """A standby's life. Any of the standbys may get a request."""
+    received = receive(requests)
+    if received is None:
+        os._exit(0)
+    request, fds = received
+    os.write(taken, os.getpid().to_bytes(_PID_BYTES, "little"))
+    os.close(taken)
+    requests.close()
+    return request, fds
+
+
+def _run(request: dict[str, Any], fds: list[int], changed: dict[str, str]) -> None:
+    """Becomes the rank.
+
+    Args:
+        fds: the end on which the launcher waits for a sign, standard output and error.
+        changed: what imported modules have set in the environment.
+    """
+    reply, *output = fds
+    command = ScriptCommand(**{**request["command"], "arguments": tuple(request["command"]["arguments"])})
+    os.setsid()
+    for number, fd in enumerate(output, start=1):
+        os.dup2(fd, number)
+        os.close(fd)
+    become_fresh(
+        command,
+        environment={**request["environment"], **changed},
+        cwd=request["cwd"],
+        words=request["words"],
+        ignored=request["ignored"],
+        blocked=request["blocked"],
+    )
+    with socket.socket(fileno=reply) as end:
+        send(end, {"pid": os.getpid()})
+    run_script(command)

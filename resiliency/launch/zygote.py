@@ -1,0 +1,189 @@
+"""The launcher's side of the zygote: starts it, and asks it for ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import resiliency
+from resiliency.errors import ResiliencyError
+from resiliency.launch.channel import pair, receive, send
+from resiliency.launch.fresh import parse_command
+from resiliency.launch.processes import ForkedProcess, mark_own
+
+__all__ = ["CannotFork", "Zygote"]
+
+logger = logging.getLogger(__name__)
+
+#: Without the working directory, where a file of the user may have the name of a module.
+_BOOTSTRAP = (
+    "import sys; sys.path[:] = [entry for entry in sys.path if entry]; sys.path.append(sys.argv[1]); "
+    "from resiliency.launch.standby import main; sys.path.pop(); main(sys.argv[2:])"
+)
+#: Seconds for the imports of a zygote.
+_IMPORT_TIMEOUT_S = 120.0
+#: Seconds for a standby to answer.
+_START_TIMEOUT_S = 20.0
+
+
+class CannotFork(ResiliencyError):
+    """A rank must be started as a fresh interpreter; the message says why."""
+
+
+class Zygote:
+    """A process that forks ranks. Thread: one. Call :func:`~resiliency.launch.processes.become_subreaper` before.
+
+    Args:
+        modules: what it imports, in this order.
+        standbys: how many ranks it has ready.
+        environment: of the zygote: torch and OpenMP read some of it when they are imported.
+        words: command line of the ranks, shown in a list of processes.
+    """
+
+    def __init__(
+        self, modules: Sequence[str], *, standbys: int, environment: Mapping[str, str], words: Sequence[str]
+    ) -> None:
+        self._control, control = pair()
+        self._requests, requests = pair()
+        self._problem = ""
+        self._silent = False
+        self._ready = False
+        self._modules: Mapping[str, str] = {}
+        package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
+        arguments = [control.fileno(), requests.fileno(), os.getpid(), standbys]
+        with control, requests:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _BOOTSTRAP, package, *map(str, arguments), ",".join(modules), *words],
+                pass_fds=(control.fileno(), requests.fileno()),
+                env=dict(environment),
+                start_new_session=True,
+            )
+        mark_own(self._process)
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """For a wait for its end."""
+        return self._process
+
+    @property
+    def has_died(self) -> bool:
+        """True when it was able to fork, and has ended or does not answer: another one would do better."""
+        return self._ready and (self._silent or self._process.poll() is not None)
+
+    def start(
+        self,
+        words: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> ForkedProcess:
+        """Starts a rank as ``subprocess.Popen(words, env=environment, start_new_session=True)`` does.
+
+        Blocks: until the rank has begun; the first time until the zygote has imported everything.
+
+        Raises:
+            CannotFork: it cannot be run in a fork, or not by this zygote.
+        """
+        command = parse_command(words)
+        if isinstance(command, str):
+            raise CannotFork(command)
+        self._wait_until_ready()
+        cwd = os.getcwd()
+        shadowed = self._shadowed(command.import_folder(cwd))
+        if shadowed:
+            raise CannotFork(
+                f"{shadowed} beside the script has the name of a module that is imported in advance, and would be"
+                " imported in its place"
+            )
+        request = {
+            "command": dataclasses.asdict(command),
+            "environment": dict(environment),
+            "cwd": cwd,
+            "words": list(words),
+            **_inherited_signals(),
+        }
+        mine, reply = pair()
+        with mine:
+            with reply:
+                fds = [reply.fileno(), 1 if stdout is None else stdout, 2 if stderr is None else stderr]
+                try:
+                    send(self._requests, request, fds)
+                except OSError as error:
+                    raise CannotFork(f"the standbys are gone ({error})") from error
+            return ForkedProcess(self._answer(mine))
+
+    def _answer(self, mine: socket.socket) -> int:
+        mine.settimeout(_START_TIMEOUT_S)
+        try:
+            answer = receive(mine)
+        except OSError as error:
+            self._silent = True  # stopped, perhaps; the other ranks of this attempt need not wait for it, too
+            raise CannotFork(f"no standby answered within {_START_TIMEOUT_S:.0f} s ({error})") from error
+        if answer is None:
+            raise CannotFork("the standby ended before it began")
+        return int(answer[0]["pid"])
+
+    def _wait_until_ready(self) -> None:
+        if self._ready:
+            if self._silent:
+                raise CannotFork("its standbys do not answer")
+            if self.has_died:
+                raise CannotFork(f"the zygote has ended ({self._process.returncode})")
+            return
+        if not self._problem:
+            self._control.settimeout(_IMPORT_TIMEOUT_S)
+            began = time.monotonic()
+            try:
+                answer = receive(self._control)
+            except OSError as error:
+                self._problem = f"the imports took more than {time.monotonic() - began:.0f} s ({error})"
+            else:
+                self._problem = "the zygote ended while it imported" if answer is None else answer[0]["problem"]
+                if answer is not None:
+                    self._modules = answer[0]["modules"]
+                    logger.debug("imported in advance in %.2f s: %s", answer[0]["seconds"], len(self._modules))
+        if self._problem:
+            raise CannotFork(self._problem)
+        self._ready = True
+
+    def _shadowed(self, folder: str) -> str:
+        """A file or package in a folder with the name of an imported module that came from elsewhere."""
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                name, _, ending = entry.name.partition(".")
+                if self._modules.get(name, folder) == os.path.realpath(folder):
+                    continue
+                if ending in ("py", "so") or ending.endswith(".so") or _is_package(entry.path):
+                    return entry.name
+        return ""
+
+    def close(self) -> None:
+        """Ends the zygote and its standbys, not the ranks. Idempotent. Blocks: up to 5 s."""
+        self._control.close()
+        self._requests.close()
+        try:
+            self._process.wait(0 if self._silent else 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(5)
+
+
+def _inherited_signals() -> dict[str, list[int]]:
+    """What a program that this process starts has of its signals: those it ignores and those it blocks."""
+    return {
+        "ignored": [int(number) for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN],
+        "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+    }
+
+
+def _is_package(path: str) -> bool:
+    return os.path.exists(os.path.join(path, "__init__.py"))
