@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 
 from resiliency.errors import ConfigError
 
-__all__ = ["Environment", "Launch", "child_environment", "environment"]
+__all__ = [
+    "Environment",
+    "Launch",
+    "all_variables",
+    "child_environment",
+    "environment",
+    "replace_variables",
+    "set_variable",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +141,25 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         launch=_launch(source),
         faults=source.get("RESILIENCY_FAULTS", ""),
     )
+
+
+def all_variables() -> dict[str, str]:
+    """A copy of all variables, to be given to another process."""
+    return dict(os.environ)
+
+
+def replace_variables(values: Mapping[str, str]) -> None:
+    """Makes these all variables of the process, for its C libraries too."""
+    os.environ.clear()
+    os.environ.update(values)
+
+
+def set_variable(name: str, value: str | None) -> None:
+    """Sets a variable that a library of another reads; None: removes it."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def child_environment(package_parent: str) -> dict[str, str]:

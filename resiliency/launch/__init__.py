@@ -4,3 +4,7 @@ It is torchrun (:mod:`torch.distributed.run`) with another way to start a proces
 has imported torch and Lightning already (:mod:`~resiliency.launch.zygote`), and their end is seen through a pidfd.
 Flags, environment, rendezvous, error files, logs and exit codes are torchrun's own code.
 """
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -31,6 +31,7 @@ from resiliency.launch.preload import modules_to_preload
 from resiliency.launch.processes import ForkedProcess, mark_own, reap_others, wait_for_any
 from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure
 from resiliency.launch.zygote import CannotFork, Zygote
+from resiliency.settings import all_variables
 
 __all__ = ["StandbyAgent", "StandbyOptions"]
 
@@ -94,7 +95,7 @@ class StandbyAgent(LocalElasticAgent):
             return
         modules = [*modules_to_preload(command, os.getcwd()), *self._options.preload]
         self._zygote = Zygote(
-            list(dict.fromkeys(modules)), standbys=spec.local_world_size, environment=os.environ, words=words[1:]
+            list(dict.fromkeys(modules)), standbys=spec.local_world_size, environment=all_variables(), words=words[1:]
         )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from resiliency.settings import replace_variables
+
 __all__ = ["ScriptCommand", "become_fresh", "parse_command", "run_script"]
 
 
@@ -73,8 +75,7 @@ def become_fresh(
         ignored: signals that the launcher ignores, which a program that it starts would inherit; others are as usual.
         blocked: likewise, the signal mask.
     """
-    os.environ.clear()
-    os.environ.update(environment)
+    replace_variables(environment)
     os.chdir(cwd)
     for number in signal.valid_signals():
         if number in (signal.SIGKILL, signal.SIGSTOP):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+from resiliency.settings import all_variables, set_variable
 
 __all__ = ["main"]
 
@@ -43,9 +44,9 @@ def main(words: Sequence[str]) -> int:
     # Torch 2.13 keeps one store for all attempts unless this is set, and gloo connects to processes that are gone. On
     # one host the agent makes a store for each attempt, which is faster.
     if options.one_host:
-        os.environ.pop(_OWN_STORE, None)
+        set_variable(_OWN_STORE, None)
     else:
-        os.environ.setdefault(_OWN_STORE, "1")
+        set_variable(_OWN_STORE, all_variables().get(_OWN_STORE, "1"))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored the kernel keeps no exit status for us
     become_subreaper()
     with _agents_with(options):

@@ -24,6 +24,7 @@ from typing import Any
 
 from resiliency.launch.channel import receive, send
 from resiliency.launch.fresh import ScriptCommand, become_fresh, run_script
+from resiliency.settings import all_variables, set_variable
 
 __all__ = ["main"]
 
@@ -64,18 +65,17 @@ def main(arguments: Sequence[str]) -> None:
 
 def _preload(modules: Sequence[str]) -> dict[str, str]:
     """Imports them; returns what they have set in the environment, as they do in any process."""
-    before = dict(os.environ)
+    before = all_variables()
     # So that a question whether there is a GPU does not touch it, which a fork could not take back.
-    asked = os.environ.pop(_NVML_CHECK, None)
-    os.environ[_NVML_CHECK] = "1"
+    set_variable(_NVML_CHECK, "1")
     gc.disable()  # nothing that an import makes is garbage, and looking for it takes a tenth of the time
     for name in filter(None, modules):
         importlib.import_module(name)
     gc.freeze()  # a collection in a rank would write to, and so copy, every page of what was imported here
     gc.enable()
-    if asked is None and not {"lightning.fabric", "lightning_fabric"} & set(sys.modules):
-        del os.environ[_NVML_CHECK]  # Lightning sets it itself
-    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+    if _NVML_CHECK not in before and not {"lightning.fabric", "lightning_fabric"} & set(sys.modules):
+        set_variable(_NVML_CHECK, None)  # Lightning sets it itself
+    return {name: value for name, value in all_variables().items() if before.get(name) != value}
 
 
 def _why_not_fork() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,9 @@ def test_a_disk_that_stays_full_is_said_once_and_again_when_it_has_room_and_summ
     with make_checkpointer(LocalTierOptions(directory=str(disk), keep=1)) as checkpointer:
         assert saved(checkpointer, 1)
         for spell in (10, 20):
+            assert checkpointer.flush(
+                timeout=timedelta(seconds=30)
+            )  # older steps are deleted now, and give no room in the spell
             lost = 0
             for step in range(5):
                 filler = fill(disk)  # again, because an older step's file may have gone meanwhile
