@@ -15,7 +15,7 @@ __all__ = ["SUBCOMMANDS", "main"]
 #: the words.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "ckpt": ("resiliency.cli.ckpt", "list, verify and convert checkpoints"),
-    "run": ("resiliency.cli.run", "start a job as torchrun does, and again within a second of a death"),
+    "run": ("resiliency.cli.run", "start a job as torchrun does, and soon again when a rank dies"),
     "goodput": ("resiliency.cli.goodput", "say where the time of a run went"),
 }
 

@@ -1,4 +1,4 @@
-"""``resiliency run``: starts the ranks of a job on this host, and starts them again within a second of a death.
+"""``resiliency run``: starts the ranks of a job on this host, and starts all of them again when one dies.
 
 It is torchrun (:mod:`torch.distributed.run`) with another way to start a process: ranks are forked from a process that
 has imported torch and Lightning already (:mod:`~resiliency.launch.zygote`), and their end is seen through a pidfd.

@@ -5,7 +5,7 @@ replaced, and why (measured by ``benchmarks/restart.py``):
 
 * ranks are forked from a zygote: a fresh interpreter needs seconds to import torch and Lightning;
 * the end of a rank ends the wait at once, through its pidfd;
-* a restart on one host keeps its rendezvous: nothing about the hosts has changed.
+* a restart on one host asks nobody: nothing about the hosts has changed. It gets a store of its own.
 """
 
 from __future__ import annotations

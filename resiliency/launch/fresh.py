@@ -6,7 +6,6 @@ import builtins
 import importlib.machinery
 import io
 import os
-import random
 import runpy
 import signal
 import sys
@@ -99,11 +98,11 @@ def become_fresh(
 
 
 def _seed_anew() -> None:
-    """From the system's source, as every interpreter, and torch's CPU generator in it, begins."""
-    random.seed()
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None:
-        numpy.random.seed()
+    """From the system's source, as numpy and torch begin in every interpreter. Python's own generator is seeded at a
+    fork."""
+    numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
+    if numpy_random is not None:
+        numpy_random.seed()
     if torch is not None:
         torch.default_generator.seed()
 

@@ -1,4 +1,4 @@
-"""``resiliency run``: torchrun's command line with two flags more, run by torchrun's own code with our agent."""
+"""``resiliency run``: torchrun's command line with three flags more, run by torchrun's own code with our agent."""
 
 from __future__ import annotations
 
