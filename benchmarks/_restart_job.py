@@ -21,8 +21,11 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from resiliency import ModelCheckpoint  # noqa: E402
+from resiliency.launch import restartable  # noqa: E402
 
 IMPORTED = time.monotonic()
+#: In which this process began.
+ATTEMPT = os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
 class Marks(Callback):
@@ -30,8 +33,9 @@ class Marks(Callback):
         self._attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         self._file = (folder / f"marks-{os.environ['RANK']}").open("a", buffering=1)
         self._file.write(f"pid {self._attempt} {os.getpid()} 0\n")
-        self.mark("script", 0, BEGAN)
-        self.mark("imports", 0, IMPORTED)
+        stayed = self._attempt != ATTEMPT
+        self.mark("script", 0, time.monotonic() if stayed else BEGAN)
+        self.mark("imports", 0, time.monotonic() if stayed else IMPORTED)
 
     def mark(self, name: str, step: int, at: float) -> None:
         self._file.write(f"{name} {self._attempt} {step} {at}\n")
@@ -64,7 +68,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--restartable", action="store_true")
     options = parser.parse_args()
+    run = restartable(train) if options.restartable else train
+    run(options)
+
+
+def train(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     marks = Marks(options.folder)
     checkpoint = ModelCheckpoint(dirpath=options.folder / "checkpoints", every_n_train_steps=5, auto_resume=True)

@@ -36,6 +36,8 @@ __all__ = ["Recovery", "main", "measure"]
 ROOT = Path(__file__).parents[1]
 JOB = Path(__file__).with_name("_restart_job.py")
 DEADLINE_S = 60.0
+#: Ours, with a job whose other ranks stay in their processes.
+STAYING = "resiliency run, restartable"
 #: Marks of the job, in order, and the part of a recovery that ends with each.
 PARTS = {"script": "noticed, process up", "imports": "imports", "group": "process group", "restored": "model, restore"}
 PARTS["step"] = "first step"
@@ -58,6 +60,7 @@ def launchers() -> dict[str, list[str]]:
         "torchrun": [sys.executable, "-m", "torch.distributed.run", *common],
         "resiliency run": [sys.executable, "-m", "resiliency.cli", "run", *common, "--crash-loop=0"],
     }
+    found[STAYING] = found["resiliency run"]
     other = shutil.which("ft_launcher", path=os.path.dirname(sys.executable))
     if other:
         endpoint = [
@@ -143,6 +146,7 @@ def measure(
         folder = Path(name)
         marks = _Marks(folder, ranks)
         words = [*command, f"--nproc-per-node={ranks}", str(JOB), str(folder)]
+        words += ["--restartable"] if launcher == STAYING else []
         with _running(words, folder):
             attempt = 0
             for _ in range(kills):

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from resiliency.errors import ConfigError
 
 __all__ = [
+    "LAUNCHER_VARIABLE",
+    "START_VARIABLE",
     "Environment",
     "Launch",
     "all_variables",
@@ -22,6 +24,11 @@ __all__ = [
     "replace_variables",
     "set_variable",
 ]
+
+#: Where ``resiliency run`` can be reached, see :mod:`resiliency.launch.rank_links`.
+LAUNCHER_VARIABLE = "RESILIENCY_LAUNCHER"
+#: Set when a process begins another attempt, see :mod:`resiliency.launch.survivor`.
+START_VARIABLE = "RESILIENCY_LAUNCHER_START"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +59,7 @@ class Environment:
         world_size: number of ranks (``WORLD_SIZE``), 1 when unset.
         node: name of this host, as the failure domain (``RESILIENCY_NODE``, else ``NODE_NAME``, else the host name).
         restart: restart count set by the launcher (``TORCHELASTIC_RESTART_COUNT``), 0 when unset.
+        start: changes when this process begins another attempt; what a new process counts from zero is counted anew.
         events_dir: folder for event logs (``RESILIENCY_EVENTS_DIR``), None: below the checkpoint directory.
         local_dir: folder of the fast local tier (``RESILIENCY_LOCAL_DIR``), None: chosen by the caller.
         file_tracking: True when ``GOODPUT_USE_FILE_TRACKING`` is set (to anything, as the older library reads it).
@@ -64,6 +72,7 @@ class Environment:
     world_size: int
     node: str
     restart: int
+    start: str
     events_dir: str | None
     local_dir: str | None
     file_tracking: bool
@@ -135,6 +144,7 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         world_size=_integer(source, "WORLD_SIZE", 1),
         node=source.get("RESILIENCY_NODE") or source.get("NODE_NAME") or socket.gethostname(),
         restart=_integer(source, "TORCHELASTIC_RESTART_COUNT", 0),
+        start=source.get(START_VARIABLE, ""),
         events_dir=source.get("RESILIENCY_EVENTS_DIR") or None,
         local_dir=source.get("RESILIENCY_LOCAL_DIR") or None,
         file_tracking="GOODPUT_USE_FILE_TRACKING" in source,

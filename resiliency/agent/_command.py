@@ -11,10 +11,13 @@ import resiliency
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.protocol import config_to_json
 
-__all__ = ["AGENT_WORD", "agent_command"]
+__all__ = ["AGENT_FUNCTION", "AGENT_WORD", "agent_command", "import_path"]
 
 #: An argument of every agent process, by which it is found in a list of processes.
 AGENT_WORD = "resiliency.agent"
+
+#: What an agent process runs.
+AGENT_FUNCTION = "resiliency.agent.server:main"
 
 #: ``-m`` would put the working directory first, so that a file ``json.py`` of the user there would be imported.
 _BOOTSTRAP = (
@@ -25,12 +28,13 @@ _BOOTSTRAP = (
 
 def agent_command(config: AgentConfig, ready_fd: int) -> list[str]:
     """The command line; the process writes one byte to ``ready_fd`` when ranks can connect."""
-    path = "\n".join(_import_path())
+    path = "\n".join(import_path())
     return [sys.executable, "-c", _BOOTSTRAP, AGENT_WORD, path, config_to_json(config), str(ready_fd)]
 
 
-def _import_path() -> list[str]:
-    """This process's, but the standard library and this copy of the package come before the user's files."""
+def import_path() -> list[str]:
+    """Where an agent looks for modules: as this process, but the standard library and this copy of the package come
+    before the user's files."""
     package = str(Path(resiliency.__file__).resolve().parent.parent)
     path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
     return list(dict.fromkeys([*filter(_is_standard, path), package, *path]))

@@ -12,24 +12,24 @@ import dataclasses
 import errno
 import logging
 import os
-import select
 import socket
 import struct
 import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from pathlib import Path
-from typing import IO, get_args
+from collections.abc import Callable, Iterable
+from typing import get_args
 
-from resiliency.agent._command import AGENT_WORD, agent_command
+from resiliency.agent._command import AGENT_WORD
 from resiliency.agent._peer import Peer
+from resiliency.agent._start import start_agent
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import (
     Delete,
     Failed,
+    FileReady,
     Flush,
     Flushed,
     GiveUp,
@@ -44,11 +44,8 @@ from resiliency.agent.messages import (
     Welcome,
 )
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
-from resiliency.agent.server import EXIT_TAKEN
 from resiliency.errors import AgentError, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
-from resiliency.regular_file import open_regular
-from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 
@@ -97,6 +94,7 @@ class AgentClient:
         self._events = events
         self._lock = threading.Condition()
         self._inbox: deque[Notice] = deque()
+        self._take_file: Callable[[FileReady], None] | None = None
         self._woken = False
         # Sent again to the next agent when this one dies; an agent may get either twice.
         self._unacknowledged: dict[StepId, Seal] = {}  # until recorded or failed
@@ -267,51 +265,16 @@ class AgentClient:
     def _start_and_dial(self) -> socket.socket:
         pause = threading.Event()
         for attempt in range(_CONNECT_TRIES):
-            self._spawn()
+            process = start_agent(self.config)
+            if process is not None:
+                self._reap()
+                self._process = process
             connection = self._dial()
             if connection is not None:
                 return connection
             # The agent that had the address is exiting; the next one can bind it in a moment.
             pause.wait(0.1 * 2**attempt)
         raise ConnectionError("no agent could be reached or started")
-
-    def _spawn(self) -> None:
-        """Starts an agent and waits until it listens. Returns also when another agent already serves the directory."""
-        log = Path(self.config.local.address, META_DIR, self.config.run, "logs", f"agent-{self.config.node}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        ready, ready_child = os.pipe()
-        try:
-            with _log_file(log) as output:
-                process = subprocess.Popen(
-                    agent_command(self.config, ready_child),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    pass_fds=(ready_child,),
-                )
-            os.close(ready_child)
-            ready_child = -1
-            poller = select.poll()  # select() refuses descriptors from 1024 on
-            poller.register(ready, select.POLLIN)
-            readable = poller.poll(_START_S * 1000)
-            started = bool(readable) and os.read(ready, 1) == b"1"
-        finally:
-            os.close(ready)
-            if ready_child >= 0:
-                os.close(ready_child)
-        if started:
-            self._reap()
-            self._process = process
-            return
-        try:
-            code = process.wait(timeout=5 if readable else 0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(timeout=5)
-            raise TimeoutError(f"the agent did not listen within {_START_S:.0f} s; see {log}") from None
-        if code != EXIT_TAKEN:
-            raise ConnectionError(f"the agent exited with status {code} while starting; see {log}")
 
     def _reap(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -470,9 +433,25 @@ class AgentClient:
                 self._unacknowledged.pop(message.id, None)
             if isinstance(message, Flushed):
                 self._flushed[message.ticket] = message.done
+            elif isinstance(message, FileReady) and self._take_file is not None:
+                self._take_file(message)
+                self._woken = True
             else:
                 self._inbox.append(message)
             self._lock.notify_all()
+
+    def give_files_to(self, take: Callable[[FileReady], None]) -> None:
+        """From now on ``take`` is called with each prepared file, those that have come already too, as soon as it is
+        there: a trainer may not look for messages before its next save. It must not block. Thread: any."""
+        with self._lock:
+            self._take_file = take
+            others: list[Notice] = []
+            for message in self._inbox:
+                if isinstance(message, FileReady):
+                    take(message)
+                else:
+                    others.append(message)
+            self._inbox = deque(others)
 
     def _accept(self, messages: Iterable[Message]) -> None:
         for message in messages:
@@ -621,15 +600,6 @@ class AgentClient:
         while agent.watched and (left := deadline - time.monotonic()) > 0 and not agent.wait_gone(min(left, _LOOK_S)):
             if watch.too_long(agent):
                 self._end_stopped(agent, "the next start finishes its work")
-
-
-def _log_file(path: Path) -> IO[bytes]:
-    """The agent's log; nothing where it cannot be written."""
-    try:
-        return os.fdopen(open_regular(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
-    except OSError as error:
-        logger.warning("the agent's log %s cannot be written, so it has none: %s", path, error)
-        return open(os.devnull, "ab")
 
 
 class _StopWatch:

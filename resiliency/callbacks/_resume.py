@@ -16,6 +16,7 @@ from resiliency.errors import ConfigError, NoCheckpointFound, TierError
 from resiliency.inspection.by_path import locate, locate_and_load
 from resiliency.plugins import _lightning
 from resiliency.plugins.resume.rank_state import RankState
+from resiliency.settings import environment
 from resiliency.storage.manifest import META_DIR, STEPS_DIR
 from resiliency.storage.step_id import StepId
 
@@ -37,9 +38,17 @@ class EngineUser(Protocol):
 class Process:
     """What this process has done so far, in all its trainers."""
 
-    #: A fit with a checkpoint callback of this library has begun to train. What comes after it in the same script is
-    #: another training, which a restart of the job does not mean.
-    has_trained = False
+    #: The start in which a fit with a checkpoint callback of this library has begun to train. What comes after it in
+    #: the same script is another training, which a restart of the job does not mean.
+    _trained_in: str | None = None
+
+    @classmethod
+    def has_trained(cls) -> bool:
+        return cls._trained_in == environment().start
+
+    @classmethod
+    def begins_to_train(cls) -> None:
+        cls._trained_in = environment().start
 
 
 class Resume:
@@ -142,7 +151,7 @@ class Resume:
         found = [key for key in self._offers if self.found(key).steps]
         chosen = [key for key in found if self._offers[key]]
         others = [key for key in found if not self._offers[key]]
-        if others and not Process.has_trained and is_restart(self._trainer):
+        if others and not Process.has_trained() and is_restart(self._trainer):
             for key in others:
                 step = self._newest_step(key)
                 if step is not None and continues_writer(self._trainer, self._places(key), step):

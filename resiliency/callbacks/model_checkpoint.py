@@ -423,7 +423,8 @@ class EngineModelCheckpoint(StockModelCheckpoint):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         if self._saver is not None:
-            self._saver.session.training = Process.has_trained = True
+            self._saver.session.training = True
+            Process.begins_to_train()
             self._saver.warm_up()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -18,7 +18,8 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -172,13 +173,14 @@ class Checkpointer:
             environment=self._environment,
             sinks=self._sinks,
         )
-        arena = Arena()
+        arena = Arena(part=session.host_part.index, writers=session.host_part.writers)
+        session.client.give_files_to(lambda file: arena.offer(file.path, file.inode, file.nbytes))
         self._opened = _Parts(
             session=session,
             coordinator=coordinator,
             arena=arena,
             copier=Copier(),
-            saves=SaveTracker(session=session, coordinator=coordinator, arena=arena),
+            saves=SaveTracker(session=session, coordinator=coordinator),
             schedule=RemoteSchedule(self._remotes, coordinator),
             restorer=Restorer(
                 session=session,
@@ -675,6 +677,7 @@ class Checkpointer:
         finally:
             session.events.emit(EventKind.JOB_TERMINATED, reason=reason)
             parts.copier.close()
+            parts.arena.close()
             session.client.send(Bye(finished=reason == "finished"))
             idle_s = _IDLE_AGENT_S if done else _BUSY_AGENT_S
             if reason != "finished" and self.world_size > 1:
@@ -774,11 +777,12 @@ def _default_coordinator(rank: int, world_size: int) -> Coordinator:
     # The prefix must be unique: the default store may outlive an attempt (torchrun keeps its own), and a process may
     # open several checkpointers, in the same order on every rank. The store cannot count starts: a rank can die before
     # it is counted.
-    prefix = f"resiliency/{environment().restart}/{next(_counter)}"
+    prefix = f"resiliency/{environment().restart}/{next(_opened[environment().start])}"
     return StoreCoordinator(store, rank=rank, world_size=world_size, prefix=prefix)
 
 
-_counter = itertools.count()
+#: A process that goes on in another attempt counts from zero again, as the new ones that it meets.
+_opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def _remove(path: str) -> None:

@@ -11,13 +11,11 @@ from resiliency.agent.messages import (
     Complete,
     Durable,
     Failed,
-    FileReady,
     GiveUp,
     NameRefused,
     Notice,
     Recorded,
 )
-from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.save_health import SaveHealth
 from resiliency.checkpoint.session import Session
@@ -66,11 +64,10 @@ class SaveTracker:
     Args:
         session: of this attempt.
         coordinator: counts the recorded shards when the ranks have several agents.
-        arena: gets the files that the agent prepares.
     """
 
-    def __init__(self, *, session: Session, coordinator: Coordinator, arena: Arena) -> None:
-        self._session, self._coordinator, self._arena = session, coordinator, arena
+    def __init__(self, *, session: Session, coordinator: Coordinator) -> None:
+        self._session, self._coordinator = session, coordinator
         self._rank = coordinator.rank
         self._counted = not session.together and coordinator.world_size > 1
         self._tickets: dict[StepId, Ticket] = {}
@@ -234,9 +231,7 @@ class SaveTracker:
         self._health.fail(step.step, reason, kind="peer", own=False)
 
     def _process(self, message: Notice) -> None:
-        if isinstance(message, FileReady):
-            self._arena.offer(message.path, message.inode, message.nbytes)
-        elif isinstance(message, Recorded):
+        if isinstance(message, Recorded):
             self._recorded(message.id)
         elif isinstance(message, Committed):
             self._reached(message.id, Stage.COMMITTED, message.tier)

@@ -7,4 +7,6 @@ Flags, environment, rendezvous, error files, logs and exit codes are torchrun's 
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from resiliency.launch.survivor import AttemptEnded, restartable
+
+__all__ = ["AttemptEnded", "restartable"]

@@ -5,18 +5,21 @@ replaced, and why (measured by ``benchmarks/restart.py``):
 
 * ranks are forked from a zygote: a fresh interpreter needs seconds to import torch and Lightning;
 * the end of a rank ends the wait at once, through its pidfd;
-* a restart on one host asks nobody: nothing about the hosts has changed. It gets a store of its own.
+* a restart on one host asks nobody: nothing about the hosts has changed. It gets a store of its own;
+* ranks that can go on in their process (:func:`~resiliency.launch.survivor.restartable`) are told to, not ended: a CUDA
+  context costs seconds.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -29,9 +32,10 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from resiliency.launch.fresh import parse_command
 from resiliency.launch.preload import modules_to_preload
 from resiliency.launch.processes import ForkedProcess, mark_own, reap_others, wait_for_any
+from resiliency.launch.rank_links import RankLink, RankLinks
 from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure
 from resiliency.launch.zygote import CannotFork, Zygote
-from resiliency.settings import all_variables
+from resiliency.settings import LAUNCHER_VARIABLE, all_variables
 
 __all__ = ["StandbyAgent", "StandbyOptions"]
 
@@ -40,6 +44,8 @@ logger = logging.getLogger(__name__)
 #: Seconds between two looks at ranks whose end is seen at once anyway.
 _QUIET_S = 1.0
 _TAIL_BYTES = 16 * 1024
+#: Longer only in uninterruptible sleep.
+_KILL_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +55,14 @@ class StandbyOptions:
         standby: False: every rank is a fresh interpreter.
         preload: modules to import in advance, after those that the script was found to import.
         crash_loop_s: attempts that fail sooner than this, one after the other, wait longer and longer.
+        leave_timeout_s: for a rank that goes on in its process to leave its attempt.
         one_host: the job has one host and never more, so that nothing about the hosts changes between attempts.
     """
 
     standby: bool
     preload: tuple[str, ...]
     crash_loop_s: float
+    leave_timeout_s: float
     one_host: bool
 
 
@@ -80,6 +88,13 @@ class StandbyAgent(LocalElasticAgent):
         self._began_s = 0.0
         #: How long each attempt so far has run until a rank failed.
         self._lengths_s: list[float] = []
+        self._links = RankLinks(fork=self._fork)
+        #: Another attempt follows.
+        self._restarts = False
+        #: Processes that were told to leave and go on, by local rank.
+        self._kept: dict[int, Any] = {}
+        #: How often the ranks have been started.
+        self._starts = 0
         self._start_zygote()
 
     # -- how ranks are started ----------------------------------------------------------------------------------------
@@ -102,6 +117,8 @@ class StandbyAgent(LocalElasticAgent):
         self._replace_zygote()
         with _handlers_made_by(self._handler):
             ids = cast(dict[int, Any], super()._start_workers(worker_group))
+        self._end_kept()  # those for which there is no place: the host has fewer ranks now
+        self._starts += 1
         self._running, self._began_s = len(ids), time.monotonic()
         return ids
 
@@ -118,35 +135,102 @@ class StandbyAgent(LocalElasticAgent):
         return [zygote.process] if zygote is not None and zygote.process.poll() is None else []
 
     def _handler(self, *arguments: Any, **named: Any) -> SubprocessHandler:
-        return _Handler(self._start_rank, *arguments, **named)
+        return _Handler(self, *arguments, **named)
 
-    def _start_rank(self, words: Sequence[str], environment: Mapping[str, str], *output: IO[str] | None) -> Any:
-        """A process, or None when it is to be a fresh interpreter."""
+    def start_rank(self, words: Sequence[str], environment: dict[str, str], *output: IO[str] | None) -> Any:
+        """A process, or None when it is to be a fresh interpreter. Adds to ``environment``."""
+        environment[LAUNCHER_VARIABLE] = self._links.address
+        stdout, stderr = (None if file is None else file.fileno() for file in output)
+        process = self._kept.pop(int(environment["LOCAL_RANK"]), None)
+        if process is not None:
+            link = self._link_of(process)
+            files = (1 if stdout is None else stdout, 2 if stderr is None else stderr)
+            if link is not None and self._links.start(link, self._starts, environment, files):
+                return process
+            _kill(process)
         if self._zygote is None:
             return None
-        stdout, stderr = (None if file is None else file.fileno() for file in output)
         try:
             return self._zygote.start(words, environment=environment, stdout=stdout, stderr=stderr)
         except CannotFork as error:
             self._say_why(str(error))
             return None
 
+    def _fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
+        """Something else than a rank; who asks sees that nobody has its files when it cannot be forked."""
+        if self._zygote is not None:
+            with suppress(CannotFork):
+                self._zygote.start_function(request, fds)
+
     def _say_why(self, reason: str) -> None:
         if not self._told_why:
             self._told_why = True
             logger.warning("ranks start as fresh interpreters, which takes seconds longer: %s", reason)
 
+    # -- ranks that go on in their process ----------------------------------------------------------------------------
+
+    def _link_of(self, process: Any) -> RankLink | None:
+        """Of a rank that can be told to leave."""
+        return self._links.link_of(process.pid) if process.poll() is None else None
+
+    def _tell_to_leave(self) -> None:
+        """Tells ranks that can go on to leave. For torch they have ended, so that it does not end them."""
+        self._links.serve()
+        for local_rank, handler in self._handlers().items():
+            link = self._link_of(handler.proc)
+            if link is not None and self._links.tell_to_leave(link, within_s=self._options.leave_timeout_s):
+                self._kept[local_rank] = handler.proc
+                handler.goes_on()
+
+    def _end_kept(self) -> None:
+        for process in self._kept.values():
+            _kill(process)
+        self._kept.clear()
+
+    def _replace_lost(self) -> None:
+        """Gives the place of a rank that did not leave its attempt, or that ended instead, to a new process."""
+        self._links.serve()
+        for local_rank, handler in self._handlers().items():
+            link = self._links.leaving(handler.proc.pid)
+            if link is None or link.deadline is None:
+                continue
+            ended = handler.proc.poll() is not None
+            if ended or time.monotonic() >= link.deadline:
+                logger.warning(
+                    "local rank %d (process %d) %s, and a new process takes its place",
+                    local_rank,
+                    handler.proc.pid,
+                    "ended when it was to leave its attempt"
+                    if ended
+                    else f"did not leave its attempt within {self._options.leave_timeout_s:.0f} s",
+                )
+                _kill(handler.proc)
+                self._links.drop(link)
+                handler.start_again()
+                self._worker_group.workers[local_rank].id = handler.proc.pid
+
+    def _handlers(self) -> dict[int, _Handler]:
+        return dict(getattr(self._pcontext, "subprocess_handlers", {}))
+
+    def _seconds_to_deadline(self) -> float:
+        return max(0.0, min((deadline - time.monotonic() for deadline in self._links.deadlines()), default=_QUIET_S))
+
     # -- how their end is seen ----------------------------------------------------------------------------------------
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Blocks until a rank has ended, or until it is time to look whether hosts want to join."""
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        running = [handler.proc for handler in handlers.values() if handler.proc.poll() is None]
+        self._replace_lost()
+        running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]
         if len(running) == self._running:
             self._replace_zygote()
+            longest_s = _QUIET_S if self._options.one_host else self._interval_s
             with _pidfds_of([*running, *self._living_zygote()]) as pidfds:
-                wait_for_any(pidfds, _QUIET_S if self._options.one_host else self._interval_s)
-        self._running = sum(process.poll() is None for process in running)
+                wait_for_any([*pidfds, *self._links.fds()], min(longest_s, self._seconds_to_deadline()))
+        self._replace_lost()
+        codes = [handler.proc.poll() for handler in self._handlers().values()]
+        self._running = codes.count(None)
+        if any(codes) and self._remaining_restarts > 0:
+            self._tell_to_leave()
         logs = dict(getattr(self._pcontext, "stderrs", {}))
         result = cast(RunResult, super()._monitor_workers(worker_group))
         reap_others()
@@ -175,13 +259,20 @@ class StandbyAgent(LocalElasticAgent):
             ran_s=self._lengths_s[-1],
             restarts_left=self._remaining_restarts,
             last_lines=_last_lines(first.log),
+            staying=len(self._kept),
         )
         logger.error("%s", text)
 
     # -- how they are started again -----------------------------------------------------------------------------------
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        self._stop_workers(worker_group)
+        self._tell_to_leave()
+        self._restarts = True
+        try:
+            self._stop_workers(worker_group)
+        finally:
+            self._restarts = False
+        self._attempt_store = None  # ends waits of ranks that are to leave
         worker_group.state = WorkerState.STOPPED
         delay_s = delay_before_restart(self._lengths_s, quick_s=self._options.crash_loop_s)
         if delay_s:
@@ -200,11 +291,16 @@ class StandbyAgent(LocalElasticAgent):
         worker_group.master_port = self._attempt_store.port
 
     def _shutdown(self, *arguments: Any, **named: Any) -> None:
+        if not self._restarts:
+            for local_rank, process in self._kept.items():
+                self._handlers()[local_rank].proc = process  # to be ended as the others
+            self._kept.clear()
         super()._shutdown(*arguments, **named)
         reap_others()
 
     def close(self) -> None:
         """Ends the zygote. Idempotent."""
+        self._links.close()
         if self._zygote is not None:
             self._zygote.close()
             self._zygote = None
@@ -230,19 +326,52 @@ def _last_lines(path: str, count: int = 20) -> list[str]:
 
 
 class _Handler(SubprocessHandler):
-    """Torch's, around a forked process if there is one."""
+    """Torch's, around a process that the agent gives it if there is one."""
 
-    def __init__(self, start: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-        self._start_forked = start
+    def __init__(self, agent: StandbyAgent, *arguments: Any, **named: Any) -> None:
+        self._agent = agent
         super().__init__(*arguments, **named)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        forked = self._start_forked(args, env, self._stdout, self._stderr)
-        if forked is not None:
-            return forked
-        process = super()._popen(args, env)
-        mark_own(process)
+        self._command = args, env
+        process = self._agent.start_rank(args, env, self._stdout, self._stderr)
+        if process is None:
+            process = super()._popen(args, env)
+            mark_own(process)
         return process
+
+    def start_again(self) -> None:
+        """Another process in the place of one that has ended."""
+        self.proc = self._popen(*self._command)
+
+    def goes_on(self) -> None:
+        """The process is no longer of this attempt."""
+        self.proc = cast(Any, _Kept(self.proc.pid))
+        for file in (self._stdout, self._stderr):
+            if file is not None:
+                file.close()
+
+
+class _Kept:
+    """What torch sees of a process that goes on: one that has ended well."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int:
+        return 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+
+def _kill(process: Any) -> None:
+    """Ends a rank and its process group. Blocks: up to 5 s."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_TIMEOUT_S)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import builtins
 import importlib.machinery
 import io
 import os
+import random
 import runpy
 import signal
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 from resiliency.settings import replace_variables
 
-__all__ = ["ScriptCommand", "become_fresh", "parse_command", "run_script"]
+__all__ = ["ScriptCommand", "become_fresh", "parse_command", "run_script", "seed_anew"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ def become_fresh(
         signal.signal(number, default)
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    _seed_anew()
+    seed_anew()
     sys.argv = [command.target, *command.arguments]
     sys.orig_argv[:] = words
     if not getattr(sys.flags, "safe_path", False):
@@ -97,9 +98,9 @@ def become_fresh(
     sys.modules["__main__"] = main
 
 
-def _seed_anew() -> None:
-    """From the system's source, as numpy and torch begin in every interpreter. Python's own generator is seeded at a
-    fork."""
+def seed_anew() -> None:
+    """Seeds from the system's source, as Python, numpy and torch begin in every interpreter."""
+    random.seed()  # a fork does it; a process that begins another attempt does not
     numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     if numpy_random is not None:
         numpy_random.seed()

@@ -45,6 +45,8 @@ def modules_to_preload(command: ScriptCommand, cwd: str) -> list[str]:
     if tops & set(_LIGHTNING):
         modules += _LATER
     modules += [module for top, module in _LIGHTNING.items() if top in tops]
+    if "resiliency" in tops:
+        modules += ["resiliency.agent.server"]  # a process of its own, forked as well
     if "resiliency" in tops and tops & set(_LIGHTNING):
         modules += ["resiliency.callbacks.model_checkpoint"]
     elif "resiliency" in tops:

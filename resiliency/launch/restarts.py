@@ -56,9 +56,19 @@ def first_failure(failures: Mapping[int, RankFailure]) -> RankFailure:
 
 
 def failure_text(
-    failure: RankFailure, *, attempt: int, ran_s: float, restarts_left: int, last_lines: Sequence[str]
+    failure: RankFailure,
+    *,
+    attempt: int,
+    ran_s: float,
+    restarts_left: int,
+    last_lines: Sequence[str],
+    staying: int = 0,
 ) -> str:
-    """What is said of an attempt that failed."""
+    """What is said of an attempt that failed.
+
+    Args:
+        staying: ranks of this host that go on in their processes.
+    """
     how = f"exited with {failure.exit_code}"
     if failure.exit_code < 0:
         how = f"was ended by {_signal_name(-failure.exit_code)}"
@@ -66,6 +76,8 @@ def failure_text(
     if failure.message:
         lines[0] += f": {failure.message}"
     lines[0] += f"; {restarts_left or 'no'} restart{'' if restarts_left == 1 else 's'} left"
+    if staying:
+        lines[0] += f"; {staying} rank{'' if staying == 1 else 's'} of this host stay{'s' if staying == 1 else ''}"
     if last_lines:
         lines.append(f"its last lines, of {failure.log}:")
         lines += [f"  {line}" for line in last_lines]

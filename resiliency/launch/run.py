@@ -39,6 +39,7 @@ def main(words: Sequence[str]) -> int:
         standby=not args.no_standby,
         preload=tuple(filter(None, args.preload.split(","))),
         crash_loop_s=args.crash_loop,
+        leave_timeout_s=args.leave_timeout,
         one_host=torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1,
     )
     # Torch 2.13 keeps one store for all attempts unless this is set, and gloo connects to processes that are gone. On
@@ -68,6 +69,14 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         default=10.0,
         metavar="SECONDS",
         help="attempts in a row that fail sooner than this after their start wait 1, 2, 4, up to 60 seconds; 0: never",
+    )
+    own.add_argument(
+        "--leave-timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="a rank that goes on in its process (restartable) and does not leave an attempt that has ended within this"
+        " time is killed, and a new process takes its place",
     )
     own.add_argument(
         "--no-standby",

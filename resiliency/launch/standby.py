@@ -23,6 +23,8 @@ from contextlib import suppress
 from typing import Any
 
 from resiliency.launch.channel import receive, send
+from resiliency.launch.command_line import show_command_line
+from resiliency.launch.forked_function import run_function
 from resiliency.launch.fresh import ScriptCommand, become_fresh, run_script
 from resiliency.settings import all_variables, set_variable
 
@@ -171,6 +173,10 @@ def _wait_for_new_parent(launcher: int) -> None:
             os.close(fd)
 
 
+def _outlive_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 def _die_with_parent(launcher: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:
@@ -190,12 +196,15 @@ def _wait_for_request(requests: socket.socket, taken: int) -> _Request:
 
 
 def _run(request: dict[str, Any], fds: list[int], changed: dict[str, str]) -> None:
-    """Becomes the rank.
+    """Becomes the rank, or another process that a rank has asked for.
 
     Args:
-        fds: the end on which the launcher waits for a sign, standard output and error.
+        fds: of a rank: the end on which the launcher waits for a sign, standard output and error.
         changed: what imported modules have set in the environment.
     """
+    if "function" in request:
+        _outlive_parent()
+        sys.exit(run_function(request, fds))
     reply, *output = fds
     command = ScriptCommand(**{**request["command"], "arguments": tuple(request["command"]["arguments"])})
     os.setsid()
@@ -210,6 +219,7 @@ def _run(request: dict[str, Any], fds: list[int], changed: dict[str, str]) -> No
         ignored=request["ignored"],
         blocked=request["blocked"],
     )
+    show_command_line(request["words"])
     with socket.socket(fileno=reply) as end:
         send(end, {"pid": os.getpid()})
     run_script(command)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import resiliency
 from resiliency.errors import ResiliencyError
@@ -120,6 +121,18 @@ class Zygote:
                 except OSError as error:
                     raise CannotFork(f"the standbys are gone ({error})") from error
             return ForkedProcess(self._answer(mine))
+
+    def start_function(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
+        """Starts what :func:`~resiliency.launch.forked_function.call_in_fork` asks for. Blocks: as :meth:`start`.
+
+        Raises:
+            CannotFork: not by this zygote.
+        """
+        self._wait_until_ready()
+        try:
+            send(self._requests, request, fds)
+        except OSError as error:
+            raise CannotFork(f"the standbys are gone ({error})") from error
 
     def _answer(self, mine: socket.socket) -> int:
         mine.settimeout(_START_TIMEOUT_S)

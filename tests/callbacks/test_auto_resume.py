@@ -28,7 +28,7 @@ class Machine:
         self._monkeypatch = monkeypatch
 
     def process(self, env: dict[str, str]) -> None:
-        self._monkeypatch.setattr(Process, "has_trained", False)
+        self._monkeypatch.setattr(Process, "_trained_in", None)
         for name in VARIABLES:
             self._monkeypatch.delenv(name, raising=False)
         for name, value in env.items():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from resiliency.checkpoint import arena as arena_module
+from resiliency.checkpoint._pages import page_faults
 from resiliency.checkpoint.arena import Arena, Slot
 from resiliency.errors import TierError
 
@@ -168,3 +173,111 @@ def test_a_file_for_which_there_is_no_room_does_not_keep_what_was_left_of_the_di
     with pytest.raises(TierError, match="free space"):
         arena.open(str(tmp_path / "steps" / "1" / "shard"), 8 * PAGE, writers=2)
     assert list(tmp_path.rglob("*")) == [tmp_path / "steps"]
+
+
+# -- on a ramdisk a prepared file is mapped before a save takes it -----------------------------------------------------
+
+
+@pytest.fixture
+def ramdisk() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def idle(arena: Arena) -> None:
+    assert arena._pages.wait_idle(time.monotonic() + 30)
+
+
+def faults_of_stores(slot: Slot, first: int, last: int) -> int:
+    before = page_faults()
+    for at in range(first, last, PAGE):
+        slot.map[at] = 1
+    return page_faults() - before
+
+
+@pytest.fixture
+def arenas() -> Iterator[list[Arena]]:
+    made: list[Arena] = []
+    yield made
+    for arena in made:
+        arena.close()
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_pages_of_this_ranks_part_of_a_prepared_file_are_there_before_a_save(
+    part: int, ramdisk: Path, slots: list[Slot], arenas: list[Arena]
+) -> None:
+    arenas.append(arena := Arena(part=part, writers=2))
+    inode = offer(arena, prepared(ramdisk, 512 * PAGE))
+    idle(arena)
+    slots.append(arena.open(str(ramdisk / "s" / "shard"), 512 * PAGE, writers=2))
+    assert slots[0].inode == inode and not slots[0].fresh and slots[0].in_memory
+    halves = [faults_of_stores(slots[0], start, start + 256 * PAGE) for start in (0, 256 * PAGE)]
+    assert halves[part] < 16 < halves[1 - part]
+    assert (ramdisk / "s" / "shard").read_bytes() == (b"\x01" + b"\xaa" * (PAGE - 1)) * 512
+
+
+@pytest.mark.parametrize("nbytes", [100 * PAGE, 900 * PAGE])
+def test_a_prepared_file_that_is_mapped_fits_another_size_too(
+    nbytes: int, ramdisk: Path, slots: list[Slot], arenas: list[Arena]
+) -> None:
+    arenas.append(arena := Arena())
+    offer(arena, prepared(ramdisk, 500 * PAGE))
+    idle(arena)
+    slots.append(arena.open(str(ramdisk / "s" / "shard"), nbytes))
+    slots[0].map[nbytes - 1] = 7
+    assert slots[0].nbytes == nbytes and slots[0].fresh == (nbytes > 500 * PAGE)
+    assert (ramdisk / "s" / "shard").read_bytes()[nbytes - 1] == 7
+
+
+def test_nothing_is_held_of_prepared_files_that_went_elsewhere(ramdisk: Path, arenas: list[Arena]) -> None:
+    before = descriptors()
+    arenas.append(arena := Arena())
+    for number in range(20):
+        offer(arena, prepared(ramdisk, 64 * PAGE, f"free-{number}"))
+    idle(arena)
+    for path in ramdisk.iterdir():
+        path.unlink()
+    assert arena.prepared == 0 and descriptors() == before
+    offer(arena, prepared(ramdisk, 64 * PAGE))
+    idle(arena)
+    arena.close()
+    assert descriptors() == before
+
+
+def test_a_save_does_not_wait_until_a_file_is_mapped_in_advance(
+    ramdisk: Path, slots: list[Slot], arenas: list[Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def populate(address: int, nbytes: int, advice: int) -> int:
+        begun.set()
+        assert go_on.wait(30)
+        ctypes.memmove(address, ctypes.string_at(address, nbytes), nbytes)  # it is mapped still
+        return 0
+
+    monkeypatch.setattr(arena_module, "_madvise", populate)
+    arenas.append(arena := Arena())
+    offer(arena, prepared(ramdisk, 64 * PAGE))
+    assert begun.wait(30)
+    slot = arena.open(str(ramdisk / "s" / "shard"), 64 * PAGE)
+    slot.close()
+    go_on.set()
+    idle(arena)
+
+
+def test_a_child_does_not_map_a_file_that_was_mapped_in_advance(ramdisk: Path, arenas: list[Arena]) -> None:
+    arenas.append(arena := Arena())
+    offer(arena, prepared(ramdisk, 64 * PAGE))
+    idle(arena)
+    assert str(ramdisk) in Path("/proc/self/maps").read_text()
+    pid = os.fork()
+    if pid == 0:
+        mapped = str(ramdisk) in Path("/proc/self/maps").read_text()
+        arena.close()  # what is mapped at the same address in the child is not unmapped
+        os._exit(mapped)
+    assert os.waitpid(pid, 0)[1] == 0

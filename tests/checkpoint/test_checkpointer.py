@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import pathlib
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -512,6 +514,19 @@ def test_warming_up_makes_the_files_the_first_save_uses(tmp_path: Path) -> None:
         checkpointer.warm_up(nbytes=100, slots=1)
         with pytest.raises(ConfigError, match="nbytes"):
             checkpointer.warm_up()
+
+
+def test_the_next_file_on_a_ramdisk_is_mapped_while_the_trainer_does_something_else() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, make_checkpointer(Path(folder)) as checkpointer:
+        large = {"w": torch.ones(600_000)}
+        checkpointer.warm_up(large)
+        ticket = checkpointer.save(1, large)
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED, timeout=SOON)
+        deadline = time.monotonic() + 30
+        while ".free" not in Path("/proc/self/maps").read_text():  # no call of the checkpointer is needed for it
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_warming_up_for_a_small_state_waits_for_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

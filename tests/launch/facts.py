@@ -57,6 +57,7 @@ def facts() -> dict[str, object]:
     return {
         "argv": sys.argv,
         "orig_argv": sys.orig_argv[1:],
+        "command line": shown(),
         "path": sys.path,
         "cwd": os.getcwd(),
         "name": __name__,
@@ -92,6 +93,12 @@ def facts() -> dict[str, object]:
     }
 
 
+def shown() -> list[str]:
+    """What ``ps`` shows."""
+    with open("/proc/self/cmdline") as file:
+        return file.read().rstrip("\0").split("\0")[1:]
+
+
 def stack() -> list[object]:
     frame, found = sys._getframe(), []
     while frame is not None:
@@ -100,8 +107,14 @@ def stack() -> list[object]:
     return found
 
 
-#: Different in every run.
-CHANGING = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT"}
+#: Different in every run, and where our launcher can be reached.
+CHANGING = {
+    "RESILIENCY_LAUNCHER",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_RESTART_COUNT",
+}
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def test_what_the_files_beside_it_import_counts(tmp_path: Path) -> None:
     (tmp_path / "package" / "part.py").write_text("from resiliency import ModelCheckpoint")
     found = preloaded(tmp_path)
     assert found[:2] == ["torch", "torch.distributed"] and "pytorch_lightning" not in found
-    assert found[-2:] == ["lightning.pytorch", "resiliency.callbacks.model_checkpoint"]
+    assert found[-3:] == ["lightning.pytorch", "resiliency.agent.server", "resiliency.callbacks.model_checkpoint"]
 
 
 def test_a_module_of_an_installed_package_is_followed_through_that_package(

@@ -11,133 +11,18 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from resiliency.cli.main import main
 from resiliency.launch import processes
-from resiliency.testing.zygote import WorkerProcess, Zygote
+from resiliency.testing.zygote import Zygote
 from tests.launch import facts as facts_script
-
-ROOT = Path(__file__).parents[2]
+from tests.launch.launching import ROOT, Job, wait_for
 
 pytestmark = pytest.mark.timeout(180)
-
-
-class Job:
-    """A launcher in a session of its own; everything it has started is killed at the end of the test.
-
-    Ours is forked from the tests' zygote, because an import of torch costs more than most of these tests.
-    """
-
-    def __init__(
-        self,
-        launcher: str,
-        words: Sequence[Any],
-        output: Path,
-        zygote: Zygote,
-        *,
-        cwd: Path,
-        env: Mapping[str, str] = {},
-    ) -> None:
-        self.output = output
-        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
-        given = [*map(str, words)]
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._worker: WorkerProcess | None = None
-        self._seen: dict[int, psutil.Process] = {}
-        if launcher == "ours":
-            self._worker = zygote.start(
-                "tests.launch.test_run:run_launcher",
-                {"words": given, "output": str(output), "cwd": str(cwd)},
-                env=environment,
-            )
-            self.pid = self._worker.pid
-            return
-        words = {"torchrun": ["torch.distributed.run"], "ours, not forked": ["resiliency.cli", "run"]}[launcher]
-        with open(output, "wb") as file:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", *words, *given],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                cwd=cwd,
-                env=os.environ | environment,
-            )
-        self.pid = self._popen.pid
-
-    def wait(self, timeout_s: float = 90) -> int:
-        if self._worker is not None:
-            return self._worker.wait(timeout_s=timeout_s)
-        assert self._popen is not None
-        return self._popen.wait(timeout_s)
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text(errors="replace")
-
-    def descendants(self) -> list[psutil.Process]:
-        try:
-            found = psutil.Process(self.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            found = []
-        self._seen.update({process.pid: process for process in found})
-        return found
-
-    def left(self, timeout_s: float = 10) -> list[psutil.Process]:
-        """What still runs of all that was seen, after a wait for its end."""
-        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=timeout_s)
-        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-    def close(self) -> None:
-        self.descendants()
-        for pid in (self.pid, *self._seen):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.wait(10)
-
-
-def run_launcher(*, words: list[str], output: str, cwd: str) -> None:
-    """``resiliency run`` in a fork."""
-    os.chdir(cwd)
-    sys.stdout.flush()
-    with open(output, "wb") as file, open(os.devnull) as nothing:
-        for number, source in enumerate((nothing, file, file)):
-            os.dup2(source.fileno(), number)
-    sys.exit(main(["run", *words]))
-
-
-@pytest.fixture
-def launch(tmp_path: Path, zygote: Zygote) -> Iterator[Any]:
-    jobs: list[Job] = []
-
-    def start(
-        script: str, *flags: Any, arguments: Sequence[Any] = (), launcher: str = "ours", env: Mapping[str, str] = {}
-    ) -> Job:
-        path = tmp_path / "train.py"
-        path.write_text(textwrap.dedent(script))
-        words = [*flags, path, *arguments] if script else [*flags, *arguments]
-        job = Job(launcher, words, tmp_path / f"output-{len(jobs)}", zygote, cwd=tmp_path, env=env)
-        jobs.append(job)
-        return job
-
-    yield start
-    for job in jobs:
-        job.close()
-
-
-def wait_for(path: Path, timeout_s: float = 60) -> str:
-    deadline = time.monotonic() + timeout_s
-    while not path.exists() or not path.read_text():
-        assert time.monotonic() < deadline, f"{path} was not written"
-        time.sleep(0.02)
-    return path.read_text()
 
 
 # -- a rank is what it is under torchrun -------------------------------------------------------------------------------

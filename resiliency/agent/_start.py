@@ -1,0 +1,113 @@
+"""Starts the agent process of a host."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import subprocess
+from pathlib import Path
+from typing import IO
+
+from resiliency.agent._command import AGENT_FUNCTION, AGENT_WORD, agent_command, import_path
+from resiliency.agent.config import AgentConfig
+from resiliency.agent.protocol import config_to_json
+from resiliency.agent.server import EXIT_TAKEN
+from resiliency.launch.forked_function import call_in_fork
+from resiliency.regular_file import open_regular
+from resiliency.storage.manifest import META_DIR
+
+__all__ = ["start_agent"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds for an agent to listen.
+_START_S = 30.0
+
+
+def start_agent(config: AgentConfig) -> subprocess.Popen[bytes] | None:
+    """Starts an agent and waits until it listens.
+
+    Under ``resiliency run`` it is forked from a process that has imported what it needs, which takes a tenth of the
+    time of a new interpreter, and is no child of this process.
+
+    Returns:
+        The process, if it is a child of this one; None when it is not, or when another agent serves the folder already.
+
+    Raises:
+        TimeoutError: it does not listen within 30 s.
+        ConnectionError: it has ended.
+        OSError: it cannot be started.
+    """
+    log = Path(config.local.address, META_DIR, config.run, "logs", f"agent-{config.node}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with _log_file(log) as output:
+        return None if _fork(config, output, log) else _spawn(config, output, log)
+
+
+def _fork(config: AgentConfig, output: IO[bytes], log: Path) -> bool:
+    """True when the launcher has forked an agent that listens."""
+    ready, ready_child = os.pipe()
+    with os.fdopen(ready, "rb", buffering=0) as listens:
+        try:
+            asked = call_in_fork(
+                AGENT_FUNCTION,
+                [config_to_json(config)],
+                words=[AGENT_WORD, config.local.address],
+                path=import_path(),
+                output=output.fileno(),
+                extra=ready_child,
+            )
+        finally:
+            os.close(ready_child)
+        return asked and _is_ready(listens, log)
+
+
+def _spawn(config: AgentConfig, output: IO[bytes], log: Path) -> subprocess.Popen[bytes] | None:
+    """Starts it as a new interpreter; None when another one has the address."""
+    ready, ready_child = os.pipe()
+    with os.fdopen(ready, "rb", buffering=0) as listens:
+        try:
+            process = subprocess.Popen(
+                agent_command(config, ready_child),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                pass_fds=(ready_child,),
+            )
+        finally:
+            os.close(ready_child)
+        try:
+            if _is_ready(listens, log):
+                return process
+            code = process.wait(5)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait(5)
+            raise TimeoutError(f"the agent did not listen within {_START_S:.0f} s; see {log}") from None
+        if code != EXIT_TAKEN:
+            raise ConnectionError(f"the agent exited with status {code} while starting; see {log}")
+        return None
+
+
+def _is_ready(listens: IO[bytes], log: Path) -> bool:
+    """Waits for an agent's sign; False when nobody is there to give one.
+
+    Raises:
+        TimeoutError: there is none within 30 s.
+    """
+    poller = select.poll()  # select() refuses descriptors from 1024 on
+    poller.register(listens, select.POLLIN)
+    if not poller.poll(_START_S * 1000):
+        raise TimeoutError(f"the agent did not listen within {_START_S:.0f} s; see {log}")
+    return listens.read(1) == b"1"
+
+
+def _log_file(path: Path) -> IO[bytes]:
+    """The agent's log; nothing where it cannot be written."""
+    try:
+        return os.fdopen(open_regular(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+    except OSError as error:
+        logger.warning("the agent's log %s cannot be written, so it has none: %s", path, error)
+        return open(os.devnull, "ab")

@@ -1,0 +1,80 @@
+"""A function in a process that is forked, not started, where ``resiliency run`` keeps one that has its imports."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from resiliency.launch.channel import send
+from resiliency.launch.command_line import show_command_line
+from resiliency.settings import LAUNCHER_VARIABLE, all_variables, replace_variables
+
+__all__ = ["call_in_fork", "run_function"]
+
+
+def call_in_fork(
+    function: str, arguments: Sequence[str], *, words: Sequence[str], path: Sequence[str], output: int, extra: int
+) -> bool:
+    """Asks the launcher to call ``function([*arguments, str(extra)])`` in a new process, as an interpreter that this
+    process starts in a session of its own would. False where there is no launcher. Blocks: no.
+
+    The process is no child of this one, and outlives it and the launcher. When it could not be forked, nobody has
+    ``extra`` open any more.
+
+    Args:
+        function: "module:function".
+        words: command line that ``ps`` shows.
+        path: ``sys.path`` of the process.
+        output: file descriptor of its standard output and error.
+        extra: a file descriptor that it gets, under another number.
+    """
+    address = all_variables().get(LAUNCHER_VARIABLE, "")
+    if not address:
+        return False
+    request = {
+        "kind": "fork",
+        "number": 0,
+        "function": function,
+        "arguments": list(arguments),
+        "words": list(words),
+        "path": list(path),
+        "environment": all_variables(),
+        "cwd": os.getcwd(),
+    }
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect("\0" + address)
+            send(connection, request, [output, extra])
+    except OSError:
+        return False
+    return True
+
+
+def run_function(request: dict[str, Any], fds: Sequence[int]) -> int:
+    """The other end, in a fork. Returns the exit status. See :func:`call_in_fork`."""
+    output, extra = fds
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, fd in enumerate((nothing, output, output)):
+        os.dup2(fd, number)
+    os.close(nothing)
+    os.close(output)
+    replace_variables(request["environment"])
+    with suppress(FileNotFoundError):  # a folder that is gone is no reason to have no process
+        os.chdir(request["cwd"])
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    sys.path[:] = request["path"]
+    if not show_command_line(request["words"]):
+        return 1
+    module, _, name = request["function"].partition(":")
+    return int(getattr(importlib.import_module(module), name)([*request["arguments"], str(extra)]))

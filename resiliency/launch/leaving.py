@@ -1,0 +1,100 @@
+"""How a process that stays leaves an attempt that has ended: what it holds of it is given up."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from resiliency.errors import Timeout
+from resiliency.launch.fresh import seed_anew
+
+__all__ = ["abort_collectives", "child_processes", "leave_attempt", "looks_like_a_lost_peer"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds for a child process to end after SIGKILL.
+_KILL_TIMEOUT_S = 5.0
+#: In errors of process groups and their stores, most of which torch raises as RuntimeError.
+_WORDS = ("gloo", "nccl", "process group", "connection", "broken pipe", "store", "socket")
+
+
+def looks_like_a_lost_peer(error: BaseException) -> bool:
+    """True for errors that a rank raises when another one is gone, itself or as a cause. Pure."""
+    for one in _chain(error):
+        kinds = {kind.__name__ for kind in type(one).__mro__}
+        if isinstance(one, (Timeout, ConnectionError)) or "DistError" in kinds:
+            return True
+        if isinstance(one, RuntimeError) and any(word in str(one).lower() for word in _WORDS):
+            return True
+    return False
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that led to it."""
+    seen: set[int] = set()
+    left = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            left += [one.__cause__, one.__context__]
+
+
+def abort_collectives() -> None:
+    """Ends operations of NCCL that wait for a peer; those of gloo end with an error by themselves.
+
+    Thread: not the one that waits in the operation.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    try:
+        if "nccl" in distributed.get_backend():
+            distributed.distributed_c10d._abort_process_group()
+    except Exception:  # Boundary: torch's private function; what is not aborted is killed by the launcher.
+        logger.warning("operations between GPUs could not be aborted", exc_info=True)
+
+
+def child_processes() -> set[int]:
+    """Process ids of this process's children that multiprocessing has started, as workers of data loaders."""
+    return {child.pid for child in multiprocessing.active_children() if child.pid is not None}
+
+
+def leave_attempt(error: BaseException, *, children: Collection[int]) -> None:
+    """Gives up what the process holds of an attempt: frames and the model in them, process groups, worker processes.
+
+    What modules and the caller of the function hold stays. Blocks: until worker processes have ended, up to 5 s each.
+
+    Args:
+        error: that ended the attempt.
+        children: process ids that are to stay.
+    """
+    for one in list(_chain(error)):
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
+    gc.collect()  # loops, data loaders and trainers refer to each other; connections to peers close with the last one
+    _destroy_groups()
+    for child in multiprocessing.active_children():
+        if child.pid not in children:
+            child.kill()
+            child.join(_KILL_TIMEOUT_S)
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    seed_anew()
+
+
+def _destroy_groups() -> None:
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    try:
+        distributed.destroy_process_group()
+    except Exception:  # Boundary: whatever a backend raises whose peers are gone; the next attempt has its own group.
+        logger.warning("the process group of the attempt that ended was not destroyed cleanly", exc_info=True)

@@ -1,0 +1,197 @@
+"""The launcher's side of its connections to ranks that can go on in their process when a peer is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from resiliency.launch.channel import receive, send
+
+__all__ = ["RankLink", "RankLinks"]
+
+logger = logging.getLogger(__name__)
+
+_UCRED = struct.Struct("3i")  # process, user and group id
+_BACKLOG = 256
+
+
+@dataclass(kw_only=True)
+class RankLink:
+    """A process of a rank that has something to say.
+
+    Attributes:
+        pid: of the process that has connected.
+        group: its process group, which the launcher has made for the rank.
+        socket: to the rank.
+        joined: it can go on when another rank has died.
+        given: number of the start that it was given last; None: the one that made its process.
+        left: number of the start that it was told to leave last; below -1: none.
+        deadline: monotonic seconds by which it must have begun again after it was told to leave; None: it has.
+        finished: it has ended for good, with the launcher's consent.
+        closed: it cannot be reached any more.
+    """
+
+    pid: int
+    group: int
+    socket: socket.socket
+    joined: bool = False
+    given: int | None = None
+    left: int = -2
+    deadline: float | None = None
+    finished: bool = False
+    closed: bool = False
+
+
+class RankLinks:
+    """Thread: one. A rank connects to :attr:`address`, which is in its environment; there is no file of it.
+
+    Messages of ranks: ``inside`` (it has begun the function), ``finished`` (answered with ``exit`` unless it was told
+    to leave), ``fork`` (see :mod:`~resiliency.launch.forked_function`). Messages to ranks: ``leave``, ``start`` (with
+    an environment and two files for output). Each carries the number of a start of the ranks of this host; -1 is the
+    start that made the process.
+
+    Args:
+        fork: does what ``fork`` asks for, with its files.
+    """
+
+    def __init__(self, fork: Callable[[Mapping[str, Any], Sequence[int]], None]) -> None:
+        self._fork = fork
+        # A name without a file: nothing is left behind by a launcher that is killed.
+        self.address = f"resiliency-run-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind("\0" + self.address)
+        self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        self._links: list[RankLink] = []
+
+    def fds(self) -> list[int]:
+        """Readable when :meth:`serve` has something to do."""
+        return [self._listener.fileno(), *(link.socket.fileno() for link in self._links if not link.closed)]
+
+    def serve(self) -> None:
+        """Takes what ranks have sent. Blocks: no."""
+        with suppress(BlockingIOError):
+            while True:
+                self._accept(self._listener.accept()[0])
+        for link in [link for link in self._links if not link.closed]:
+            with suppress(BlockingIOError):
+                while self._take(link):
+                    pass
+
+    def _accept(self, connection: socket.socket) -> None:
+        pid, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        try:
+            group = os.getpgid(pid)
+        except ProcessLookupError:
+            connection.close()
+            return
+        if user != os.getuid():
+            logger.warning("process %d of another user asked for orders of this launcher, and was refused", pid)
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._links.append(RankLink(pid=pid, group=group, socket=connection))
+
+    def _take(self, link: RankLink) -> bool:
+        """False when the rank has closed its end."""
+        try:
+            received = receive(link.socket)
+        except BlockingIOError:
+            raise
+        except ConnectionResetError:  # it has ended without reading what was sent
+            received = None
+        except (OSError, ValueError, KeyError) as error:
+            logger.warning("process %d said something that is not understood: %s", link.pid, error)
+            received = None
+        if received is None:
+            self._lose(link)
+            return False
+        message, fds = received
+        try:
+            return self._understand(link, message, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _understand(self, link: RankLink, message: Mapping[str, Any], fds: Sequence[int]) -> bool:
+        if message["kind"] == "fork":
+            self._fork(message, fds)
+            return True
+        if message["number"] <= link.left:
+            return True  # it did not know yet that it is to leave
+        if message["kind"] == "inside":
+            link.joined, link.deadline = True, None
+        elif message["kind"] == "finished":
+            link.finished = True
+            self._send(link, {"kind": "exit", "number": message["number"]})
+        return True
+
+    def link_of(self, group: int) -> RankLink | None:
+        """Of the rank that has this process group, if it can go on."""
+        for link in self._links:
+            if link.group == group and link.joined and not (link.finished or link.closed):
+                return link
+        return None
+
+    def leaving(self, group: int) -> RankLink | None:
+        """Of the rank that has this process group, if it was told to leave and has not begun again, lost or not."""
+        for link in self._links:
+            if link.group == group and link.deadline is not None:
+                return link
+        return None
+
+    def tell_to_leave(self, link: RankLink, *, within_s: float) -> bool:
+        """Asks a rank to leave what it was given last; False when it cannot be reached. Blocks: no."""
+        link.left = -1 if link.given is None else link.given
+        if link.deadline is None:
+            link.deadline = time.monotonic() + within_s
+        return self._send(link, {"kind": "leave", "number": link.left})
+
+    def start(self, link: RankLink, number: int, environment: Mapping[str, str], output: Sequence[int]) -> bool:
+        """Gives a rank that was told to leave its next attempt; False when it cannot be reached. Blocks: no.
+
+        Args:
+            number: of this start, larger than that of the one before.
+        """
+        link.given = number
+        return self._send(link, {"kind": "start", "number": number, "environment": dict(environment)}, output)
+
+    def _send(self, link: RankLink, message: Mapping[str, Any], fds: Sequence[int] = ()) -> bool:
+        try:
+            send(link.socket, message, fds)
+        except OSError as error:  # it has ended, or has not read for a very long time
+            logger.debug("process %d cannot be told %s: %s", link.pid, message["kind"], error)
+            self._lose(link)
+            return False
+        return True
+
+    def _lose(self, link: RankLink) -> None:
+        """Closes a connection. A rank that was to begin again is remembered until its place is taken."""
+        link.closed = True
+        link.socket.close()
+        if link.deadline is None:
+            self.drop(link)
+
+    def deadlines(self) -> list[float]:
+        """Monotonic seconds by which ranks that were told to leave must have begun again."""
+        return [link.deadline for link in self._links if link.deadline is not None]
+
+    def drop(self, link: RankLink) -> None:
+        """Forgets a rank. Idempotent."""
+        if link in self._links:
+            self._links.remove(link)
+            link.socket.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        for link in list(self._links):
+            self.drop(link)
+        self._listener.close()

@@ -1,0 +1,249 @@
+"""A rank that stays in its process when a peer dies: it leaves what it does, and meets the others again."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from resiliency.errors import ResiliencyError
+from resiliency.launch.channel import receive, send
+from resiliency.launch.leaving import abort_collectives, child_processes, leave_attempt, looks_like_a_lost_peer
+from resiliency.settings import LAUNCHER_VARIABLE, START_VARIABLE, all_variables, set_variable
+
+__all__ = ["AttemptEnded", "restartable"]
+
+logger = logging.getLogger(__name__)
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+#: Seconds for the launcher to say that a peer is gone, after an error that looks like it. Another host's launcher ends
+#: its ranks first.
+_WORD_TIMEOUT_S = 30.0
+#: Seconds until a thread that did not leave is interrupted again: the first time may have hit a place that swallows
+#: exceptions, as ``__del__``.
+_AGAIN_S = 10.0
+#: Number of the start that made this process.
+_FIRST = -1
+#: Interrupts the main thread. Nobody uses it: not Python, torch, Lightning (SIGUSR1, SIGUSR2) or debuggers.
+_SIGNAL = signal.SIGRTMIN + 10
+
+
+class AttemptEnded(BaseException):
+    """Raised in the main thread of a rank, wherever it is, to make it leave an attempt in which a peer has died.
+
+    Not an ``Exception``, so that code that goes on after errors does not swallow it.
+    """
+
+
+def restartable(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Lets ``function`` be run again in this process when another rank has died, instead of starting a new process.
+
+    Under ``resiliency run``, when a rank dies, the others leave ``function`` by an exception (:class:`AttemptEnded`, or
+    the error that the lost peer caused), drop process groups and worker processes of data loaders, and call it again
+    with the environment of the next attempt. Only the lost rank is a new process. Imports and the CUDA context are
+    kept. Anywhere else this is ``function``.
+
+    ``function`` must build all that belongs to an attempt: process group, model, trainer, data loaders; and resume from
+    the newest checkpoint::
+
+        @restartable
+        def main():
+            trainer = Trainer(callbacks=[ModelCheckpoint(dirpath="checkpoints")])
+            trainer.fit(Model(), data)
+
+        main()
+
+    What modules hold is kept. Before the call there must be no collective operation, because only new processes run
+    what is there. Threads that ``function`` started are not ended.
+
+    Thread: main. One call in a process can be run again, the first. Collective: no. A rank that does not leave within
+    10 s (``--leave-timeout``) is killed, and a new process takes its place.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        survivor = _Survivor.join()
+        if survivor is None:
+            return function(*args, **kwargs)
+        return survivor.run(lambda: function(*args, **kwargs))
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Returned(Generic[Result]):
+    value: Result
+
+
+class _Survivor:
+    """This process's connection to the launcher.
+
+    Starts of ranks are numbered by the launcher; -1 is the one that made this process. Threads: the main thread runs
+    the function; a daemon thread listens.
+    """
+
+    _joined_pid = 0
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._number = _FIRST
+        #: The main thread is in the function.
+        self._inside = False
+        self._changed = threading.Condition()
+        #: The last start that this rank was told to leave.
+        self._to_leave = _FIRST - 1
+        #: The last one that it has left.
+        self._left = _FIRST - 1
+        #: Messages for the main thread; None: the launcher is gone.
+        self._orders: queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None] = queue.SimpleQueue()
+
+    @classmethod
+    def join(cls) -> _Survivor | None:
+        """Connects to the launcher; None where there is none, or when this call cannot be run again."""
+        address = all_variables().get(LAUNCHER_VARIABLE, "")
+        if not address:
+            return None
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("restartable() was called outside the main thread: this process ends when a peer dies")
+            return None
+        if cls._joined_pid == os.getpid():
+            logger.warning("a second call of a restartable function: this process ends when a peer dies")
+            return None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect("\0" + address)
+        except OSError as error:
+            logger.warning("the launcher cannot be reached (%s): this process ends when a peer dies", error)
+            connection.close()
+            return None
+        cls._joined_pid = os.getpid()
+        return cls(connection)
+
+    def run(self, function: Callable[[], Result]) -> Result:
+        """Calls ``function`` until it has ended in an attempt that has not."""
+        before = signal.signal(_SIGNAL, self._interrupt)
+        threading.Thread(target=self._listen, name="resiliency-launcher", daemon=True).start()
+        try:
+            children = child_processes()
+            while True:
+                self._say("inside")
+                ended = self._call(function)
+                if isinstance(ended, _Returned):
+                    return ended.value
+                leave_attempt(ended, children=children)
+                del ended
+                self._meet_again()
+        finally:
+            signal.signal(_SIGNAL, before)
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)  # ends the thread that listens
+
+    def _call(self, function: Callable[[], Result]) -> _Returned[Result] | BaseException:
+        """What it returns, or what ended it when it is to be called again.
+
+        Raises:
+            BaseException: of ``function``, when that is not because the attempt has ended.
+        """
+        try:
+            try:
+                self._inside = True
+                if self._is_to_leave():
+                    raise AttemptEnded("a peer died when this attempt began")
+                result = function()
+            finally:
+                self._inside = False
+        except BaseException as error:  # Boundary: whatever it raises after it was told to leave is how it left.
+            if looks_like_a_lost_peer(error):
+                with self._changed:
+                    self._changed.wait_for(self._is_to_leave, _WORD_TIMEOUT_S)
+            if not self._is_to_leave():
+                raise
+            self._has_left()
+            return error
+        if self._may_end():
+            return _Returned(result)
+        self._has_left()
+        return AttemptEnded("a peer died when this rank had finished")
+
+    def _has_left(self) -> None:
+        with self._changed:
+            self._left = self._number
+            self._changed.notify_all()
+
+    def _is_to_leave(self) -> bool:
+        return self._to_leave >= self._number
+
+    def _may_end(self) -> bool:
+        """True when the launcher agrees that this rank has finished, False when the attempt has failed. Blocks: for
+        its answer."""
+        self._say("finished")
+        order = self._orders.get()
+        if order is not None and order[0]["kind"] == "start":
+            self._orders.put(order)  # it was told to leave at the same time
+        return not self._is_to_leave()
+
+    def _meet_again(self) -> None:
+        """Waits for the next attempt, and takes its environment and output. Blocks: until the launcher starts it."""
+        while self._is_to_leave():
+            order = self._orders.get()
+            if order is None:
+                raise ResiliencyError("the launcher has ended, so there is no further attempt")
+            message, output = order
+            if message["kind"] != "start":
+                continue
+            self._number = message["number"]
+            for name, value in {**message["environment"], START_VARIABLE: str(self._number)}.items():
+                set_variable(name, value)
+            for number, fd in enumerate(output, start=1):
+                (sys.stdout if number == 1 else sys.stderr).flush()
+                os.dup2(fd, number)
+                os.close(fd)
+        logger.info("this process goes on in the next attempt")
+
+    def _say(self, kind: str) -> None:
+        with suppress(OSError):  # no launcher: no further attempt, and nothing to be told
+            send(self._connection, {"kind": kind, "number": self._number})
+
+    # -- other threads ------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        try:
+            while (received := receive(self._connection)) is not None:
+                if received[0]["kind"] == "leave":
+                    self._leave(received[0]["number"])
+                else:
+                    self._orders.put(received)
+        except (OSError, ValueError) as error:
+            logger.debug("the connection to the launcher has ended: %s", error)
+        self._orders.put(None)
+
+    def _leave(self, number: int) -> None:
+        with self._changed:
+            self._to_leave = number
+            self._changed.notify_all()
+        threading.Thread(target=self._interrupt_until_left, args=(number,), daemon=True).start()
+
+    def _interrupt_until_left(self, number: int) -> None:
+        abort_collectives()
+        main = threading.main_thread().ident
+        assert main is not None
+        has_left = False
+        while not has_left:
+            signal.pthread_kill(main, _SIGNAL)
+            with self._changed:
+                has_left = self._changed.wait_for(lambda: self._left >= number, _AGAIN_S)
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        if self._inside and self._is_to_leave():
+            raise AttemptEnded("another rank has died: this one leaves its attempt and begins the next one")

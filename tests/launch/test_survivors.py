@@ -1,0 +1,425 @@
+"""Ranks that stay in their process when a peer dies, with real processes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import signal
+import textwrap
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.launch import AttemptEnded, leaving, restartable
+from resiliency.launch.leaving import leave_attempt, looks_like_a_lost_peer
+from tests.launch.launching import wait_for
+
+pytestmark = pytest.mark.timeout(180)
+
+#: Rank 1 dies in the first attempts, when the others are about to be at their places.
+DYING = """
+    import os, signal, sys, threading, time
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    from resiliency.launch import restartable
+
+    def say(*words):  # one write, so that lines of ranks do not mix
+        os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+    folder = Path(sys.argv[1])
+
+    def wait_for(name):
+        deadline = time.monotonic() + 60
+        while not (folder / name).exists():
+            assert time.monotonic() < deadline, name
+            time.sleep(0.005)
+
+    def place(rank, attempt):
+{place}
+
+    @restartable
+    def main():
+        rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        say("rank", rank, "attempt", attempt, "process", os.getpid())
+        if attempt == {deaths}:
+            dist.init_process_group("gloo")
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            say("rank", rank, "sums", int(total))
+            dist.destroy_process_group()
+            return
+        if rank == 1:
+            for other in (0, 2):
+                wait_for(f"at-{{other}}-{{attempt}}")
+            time.sleep(0.1)  # they are about to be at their places
+            os.kill(os.getpid(), signal.SIGKILL)
+        (folder / f"at-{{rank}}-{{attempt}}").touch()
+        place(rank, attempt)
+
+    main()
+    say("the end of", os.environ["RANK"])
+"""
+
+PLACES = {
+    "asleep": "time.sleep(100)",
+    "waiting for an event": "threading.Event().wait()",
+    "computing": "while True:\n    sum(range(1000))",
+    "going on after errors": "while True:\n    try:\n        time.sleep(100)\n    except Exception:\n        pass",
+    "in a clean-up that takes its time": "try:\n    time.sleep(100)\nfinally:\n    time.sleep(0.3)",
+    "raising something else": "try:\n    time.sleep(100)\nexcept BaseException:\n    sys.exit(3)",
+    "finished in spite of it": "try:\n    time.sleep(100)\nexcept BaseException:\n    pass",
+    "reading from nobody": "os.read(os.pipe()[0], 1)",
+}
+
+
+def _job(launch: Any, tmp_path: Path, place: str, *flags: Any, deaths: int = 1) -> Any:
+    script = textwrap.dedent(DYING).format(place=textwrap.indent(place, "    " * 2), deaths=deaths)
+    flags = ("--nproc-per-node", 3, "--max-restarts", deaths, "--crash-loop", 0, *flags)
+    return launch(script, *flags, arguments=[tmp_path])
+
+
+def _processes(text: str) -> dict[int, list[int]]:
+    """Of each rank, in order of attempts."""
+    found: dict[int, dict[int, int]] = {}
+    for rank, attempt, pid in re.findall(r"rank (\d+) attempt (\d+) process (\d+)", text):
+        found.setdefault(int(rank), {})[int(attempt)] = int(pid)
+    return {rank: [pids[attempt] for attempt in sorted(pids)] for rank, pids in found.items()}
+
+
+def test_ranks_that_are_well_stay_wherever_they_are(launch: Any, tmp_path: Path) -> None:
+    cases = [
+        f"if attempt == {attempt}:  # {name}\n{textwrap.indent(place, '    ')}"
+        for attempt, (name, place) in enumerate(PLACES.items())
+    ]
+    job = _job(launch, tmp_path, "\n".join(cases), deaths=len(PLACES))
+    assert job.wait() == 0, job.text
+    pids = _processes(job.text)
+    assert [len(pids[rank]) for rank in range(3)] == [len(PLACES) + 1] * 3, job.text
+    assert [len(set(pids[rank])) for rank in range(3)] == [1, len(PLACES) + 1, 1], job.text
+    assert [job.text.count(f"rank {rank} sums 3") for rank in range(3)] == [1, 1, 1], job.text
+    assert [job.text.count(f"the end of {rank}") for rank in range(3)] == [1, 1, 1], job.text
+    assert job.text.count("2 ranks of this host stay") == len(PLACES)
+
+
+def test_ranks_that_cannot_leave_are_replaced_within_the_attempt(launch: Any, tmp_path: Path) -> None:
+    place = """
+        if rank == 0:
+            import ctypes
+            ctypes.PyDLL(None).sleep(100)  # holds the GIL, so that no Python code runs
+        os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    job = _job(launch, tmp_path, textwrap.dedent(place), "--leave-timeout", 1)
+    assert job.wait() == 0, job.text
+    pids = _processes(job.text)
+    assert [len(set(pids[rank])) for rank in range(3)] == [2, 2, 2], job.text
+    assert job.text.count("did not leave its attempt within 1 s, and a new process takes its place") == 2, job.text
+    assert job.text.count("sums 3") == 3
+    assert job.text.count("was ended by") == 1, job.text  # they do not count as failures
+
+
+def test_a_rank_that_dies_when_it_is_to_leave_is_replaced_within_the_attempt(launch: Any, tmp_path: Path) -> None:
+    job = _job(launch, tmp_path, "try:\n    time.sleep(100)\nfinally:\n    os.kill(os.getpid(), signal.SIGKILL)")
+    assert job.wait() == 0, job.text
+    pids = _processes(job.text)
+    assert [len(set(pids[rank])) for rank in range(3)] == [2, 2, 2], job.text
+    assert job.text.count("sums 3") == 3
+    assert job.text.count("was ended by") == 1, job.text
+    assert "not understood" not in job.text
+
+
+def test_ranks_that_wait_for_a_dead_one_in_a_collective_leave_it(launch: Any, tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys
+        import torch
+        import torch.distributed as dist
+        from resiliency.launch import restartable
+
+        def say(*words):  # one write, so that lines of ranks do not mix
+            os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+        @restartable
+        def main():
+            rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            say("rank", rank, "attempt", attempt, "process", os.getpid())
+            dist.init_process_group("gloo")
+            total = torch.ones(1000)
+            for step in range(200):
+                if attempt < 4 and (rank, step) == (attempt, 50 + attempt):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                total.fill_(1)
+                dist.all_reduce(total)
+                assert total.eq(4).all()
+            dist.destroy_process_group()
+
+        main()
+    """
+    job = launch(script, "--nproc-per-node", 4, "--max-restarts", 4, "--crash-loop", 0)
+    assert job.wait() == 0, job.text
+    # Each rank died once, and stayed in all other attempts.
+    assert [len(set(pids)) for pids in _processes(job.text).values()] == [2, 2, 2, 2], job.text
+
+
+def test_a_rank_that_fails_by_itself_is_a_new_process_and_its_peer_stays(launch: Any) -> None:
+    script = """
+        import os, sys
+        import torch
+        import torch.distributed as dist
+        from resiliency.launch import restartable
+
+        def say(*words):  # one write, so that lines of ranks do not mix
+            os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+        @restartable
+        def main():
+            rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            say("rank", rank, "attempt", attempt, "process", os.getpid())
+            dist.init_process_group("gloo")
+            dist.barrier()
+            if rank == 1:
+                raise ValueError(f"wrong in attempt {attempt}")
+            dist.barrier()
+
+        main()
+    """
+    job = launch(script, "--nproc-per-node", 2, "--max-restarts", 1, "--crash-loop", 0)
+    assert job.wait() == 1, job.text
+    pids = _processes(job.text)
+    assert [len(set(pids[rank])) for rank in (0, 1)] == [1, 2], job.text
+    assert [job.text.count(f"ValueError: wrong in attempt {attempt}") for attempt in (0, 1)] == [1, 1], job.text
+    assert "rank 1 (process" in job.text and "rank 0 (process" not in job.text
+    job.descendants()
+    assert job.left() == []
+
+
+def test_a_rank_that_has_finished_runs_again_when_another_one_has_not(launch: Any, tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys, time
+        from resiliency.launch import restartable
+
+        def say(*words):  # one write, so that lines of ranks do not mix
+            os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+        @restartable
+        def main():
+            rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            say("rank", rank, "attempt", attempt, "process", os.getpid())
+            if rank == 1 and attempt == 0:
+                deadline = time.monotonic() + 60
+                while not os.path.exists(sys.argv[1] + "/finished"):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        main()
+        open(sys.argv[1] + "/finished", "w").close()
+    """
+    job = launch(script, "--nproc-per-node", 2, "--max-restarts", 1, "--crash-loop", 0, arguments=[tmp_path])
+    assert job.wait() == 0, job.text
+    assert job.text.count("rank 0 attempt 1") == job.text.count("rank 1 attempt 1") == 1, job.text
+
+
+def test_a_process_that_stays_has_the_environment_files_and_numbers_of_a_new_one(launch: Any, tmp_path: Path) -> None:
+    script = """
+        import json, os, random, signal, sys, time
+        import torch
+        import torch.distributed as dist
+        from resiliency.launch import restartable
+
+        def say(*words):  # one write, so that lines of ranks do not mix
+            os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+        os.environ["OF_THE_SCRIPT"] = "kept"
+        random.seed(0)
+        torch.manual_seed(0)
+
+        @restartable
+        def main():
+            rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            drawn = [random.random(), torch.rand(1).item()]
+            with open(f"{sys.argv[1]}/{rank}-{attempt}", "w") as file:
+                json.dump({"variables": dict(os.environ), "drawn": drawn, "process": os.getpid()}, file)
+            print("said by", rank, "in", attempt, flush=True)
+            print("shouted by", rank, "in", attempt, file=sys.stderr, flush=True)
+            dist.init_process_group("gloo")
+            if attempt == 0:
+                if rank == "1":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(100)
+
+        main()
+    """
+    flags = ["--nproc-per-node", 2, "--max-restarts", 1, "--log-dir", tmp_path / "logs", "-r", 3]
+    job = launch(script, *flags, arguments=[tmp_path])
+    assert job.wait() == 0, job.text
+    first, stayed, new = (json.loads((tmp_path / name).read_text()) for name in ("0-0", "0-1", "1-1"))
+    assert first["process"] == stayed["process"] != new["process"]
+    own = {"RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE", "RESILIENCY_LAUNCHER_START"}
+    for name in (stayed["variables"].keys() | new["variables"].keys()) - own:
+        assert stayed["variables"].get(name) == new["variables"].get(name), name
+    assert stayed["variables"]["OF_THE_SCRIPT"] == "kept"
+    assert stayed["variables"]["TORCHELASTIC_ERROR_FILE"].endswith("attempt_1/0/error.json")
+    assert all(a != b for a, b in zip(first["drawn"], stayed["drawn"], strict=True))
+    logs = {
+        path.relative_to(tmp_path / "logs").parts[1:]: path.read_text()
+        for path in (tmp_path / "logs").rglob("std*.log")
+    }
+    for attempt in (0, 1):
+        assert logs[f"attempt_{attempt}", "0", "stdout.log"] == f"said by 0 in {attempt}\n"
+        assert f"shouted by 0 in {attempt}" in logs[f"attempt_{attempt}", "0", "stderr.log"]
+        assert f"shouted by 0 in {1 - attempt}" not in logs[f"attempt_{attempt}", "0", "stderr.log"]
+
+
+def test_workers_of_data_loaders_do_not_outlive_their_attempt(launch: Any, tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys, time
+        import torch
+        from torch.utils.data import DataLoader
+        from resiliency.launch import restartable
+
+        def say(*words):  # one write, so that lines of ranks do not mix
+            os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+        class Slow(torch.utils.data.Dataset):
+            def __len__(self):
+                return 100
+
+            def __getitem__(self, index):
+                time.sleep(0.02)
+                return index
+
+        @restartable
+        def main():
+            rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            children = os.popen(f"pgrep -P {os.getpid()} -f train.py").read().split()
+            say("rank", rank, "attempt", attempt, "has", len(children), "children")
+            if attempt == 1:
+                return
+            loader = DataLoader(Slow(), num_workers=2, persistent_workers=True)
+            for step, _ in enumerate(loader):
+                if rank == "1" and step == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        main()
+    """
+    job = launch(script, "--nproc-per-node", 2, "--max-restarts", 1)
+    assert job.wait() == 0, job.text
+    assert "rank 0 attempt 1 has 0 children" in job.text.replace("has 1 children", "has 0 children"), job.text
+    job.descendants()
+    assert job.left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_nothing_is_left_of_ranks_that_wait_for_their_next_attempt(
+    number: signal.Signals, launch: Any, tmp_path: Path
+) -> None:
+    script = """
+        import os, sys, time
+        from resiliency.launch import restartable
+
+        def say(*words):  # one write, so that lines of ranks do not mix
+            os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+        @restartable
+        def main():
+            attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            if os.environ["RANK"] == "1":
+                if attempt == 2:
+                    open(sys.argv[1] + "/fails", "w").write("now")
+                sys.exit(1)
+            time.sleep(100)
+
+        main()
+    """
+    # The third attempt waits for ever so long.
+    job = launch(script, "--nproc-per-node", 2, "--max-restarts", 9, "--crash-loop", 1000, arguments=[tmp_path])
+    wait_for(tmp_path / "fails")
+    deadline = time.monotonic() + 30
+    while "the next one waits for 2 s" not in job.text:
+        assert time.monotonic() < deadline, job.text
+        time.sleep(0.01)
+    assert any("train.py" in " ".join(process.cmdline()) for process in job.descendants())
+    os.kill(job.pid, number)
+    job.wait()
+    assert job.left() == []
+
+
+def test_a_death_does_not_end_the_peers_of_a_job_with_no_restart_left_in_silence(launch: Any, tmp_path: Path) -> None:
+    job = _job(launch, tmp_path, "time.sleep(100)", "--max-restarts", 0)
+    assert job.wait() == 1
+    assert "rank 1 (process" in job.text and "SIGKILL" in job.text and "stay" not in job.text
+    job.descendants()
+    assert job.left() == []
+
+
+# -- in one process ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_launcher_the_function_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RESILIENCY_LAUNCHER", raising=False)
+
+    @restartable
+    def add(left: int, *, right: int) -> int:
+        """Adds."""
+        return left + right
+
+    assert add(1, right=2) == 3 and add.__name__ == "add" and add.__doc__ == "Adds."
+    with pytest.raises(ZeroDivisionError):
+        restartable(lambda: 1 / 0)()
+
+
+def test_a_launcher_that_is_gone_is_said_and_the_function_is_called(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RESILIENCY_LAUNCHER", "resiliency-run-nobody")
+    assert restartable(lambda: 5)() == 5
+    assert "the launcher cannot be reached" in caplog.text
+
+
+class _Model:
+    pass
+
+
+def test_what_frames_of_an_attempt_held_is_gone_when_it_was_left() -> None:
+    held: list[weakref.ref[_Model]] = []
+
+    def train(model: _Model) -> None:
+        held.append(weakref.ref(model))
+        model.itself = model  # type: ignore[attr-defined]
+        try:
+            raise RuntimeError("gloo: connection closed by peer")
+        except RuntimeError as error:
+            raise AttemptEnded("told") from error
+
+    gc.disable()
+    try:
+        try:
+            train(_Model())
+        except AttemptEnded as error:
+            leave_attempt(error, children=leaving.child_processes())
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), True),
+        (ConnectionResetError("reset"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("a gloo of mine"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_errors_that_a_lost_peer_causes(error: BaseException, lost: bool) -> None:
+    assert looks_like_a_lost_peer(error) is lost
+    caused = KeyError("in a callback")
+    caused.__context__ = error
+    assert looks_like_a_lost_peer(caused) is lost
