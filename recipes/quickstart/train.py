@@ -1,7 +1,8 @@
 """Trains the small GPT. A user's script: a Trainer, with our ModelCheckpoint instead of Lightning's.
 
 ``torchrun --nproc-per-node 2 -m recipes.quickstart.train --dir run``; start it again after any crash, and it continues
-(``auto_resume=True``: also when it was started by hand).
+(``auto_resume=True``: also when it was started by hand). Under ``resiliency run`` a rank whose peer has died stays in
+its process (``restartable``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from recipes.quickstart.data import ByteWindows, read_corpus
 from recipes.quickstart.model import TinyGPT
 from resiliency import ModelCheckpoint
+from resiliency.launch import restartable
 
 __all__ = ["main"]
 
@@ -45,6 +47,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@restartable
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)

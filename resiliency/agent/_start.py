@@ -25,11 +25,12 @@ logger = logging.getLogger(__name__)
 _START_S = 30.0
 
 
-def start_agent(config: AgentConfig) -> subprocess.Popen[bytes] | None:
+def start_agent(config: AgentConfig, *, fork: bool) -> subprocess.Popen[bytes] | None:
     """Starts an agent and waits until it listens.
 
-    Under ``resiliency run`` it is forked from a process that has imported what it needs, which takes a tenth of the
-    time of a new interpreter, and is no child of this process.
+    Args:
+        fork: under ``resiliency run`` fork it from a process that has imported what it needs, which takes a tenth of
+            the time of a new interpreter. Whether it listens then, a call shows.
 
     Returns:
         The process, if it is a child of this one; None when it is not, or when another agent serves the folder already.
@@ -42,11 +43,11 @@ def start_agent(config: AgentConfig) -> subprocess.Popen[bytes] | None:
     log = Path(config.local.address, META_DIR, config.run, "logs", f"agent-{config.node}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with _log_file(log) as output:
-        return None if _fork(config, output, log) else _spawn(config, output, log)
+        return None if fork and _fork(config, output) else _spawn(config, output, log)
 
 
-def _fork(config: AgentConfig, output: IO[bytes], log: Path) -> bool:
-    """True when the launcher has forked an agent that listens."""
+def _fork(config: AgentConfig, output: IO[bytes]) -> bool:
+    """Asks the launcher to fork an agent, and waits until it listens or has ended; False where there is no launcher."""
     ready, ready_child = os.pipe()
     with os.fdopen(ready, "rb", buffering=0) as listens:
         try:
@@ -60,7 +61,9 @@ def _fork(config: AgentConfig, output: IO[bytes], log: Path) -> bool:
             )
         finally:
             os.close(ready_child)
-        return asked and _is_ready(listens, log)
+        if asked:
+            _wait(listens)
+        return asked
 
 
 def _spawn(config: AgentConfig, output: IO[bytes], log: Path) -> subprocess.Popen[bytes] | None:
@@ -78,30 +81,25 @@ def _spawn(config: AgentConfig, output: IO[bytes], log: Path) -> subprocess.Pope
             )
         finally:
             os.close(ready_child)
-        try:
-            if _is_ready(listens, log):
-                return process
-            code = process.wait(5)
-        except (TimeoutError, subprocess.TimeoutExpired):
-            process.kill()
-            process.wait(5)
-            raise TimeoutError(f"the agent did not listen within {_START_S:.0f} s; see {log}") from None
-        if code != EXIT_TAKEN:
-            raise ConnectionError(f"the agent exited with status {code} while starting; see {log}")
-        return None
+        listening = _wait(listens)
+    if listening:
+        return process
+    try:
+        code = process.wait(0 if listening is None else 5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(5)
+        raise TimeoutError(f"the agent did not listen within {_START_S:.0f} s; see {log}") from None
+    if code != EXIT_TAKEN:
+        raise ConnectionError(f"the agent exited with status {code} while starting; see {log}")
+    return None
 
 
-def _is_ready(listens: IO[bytes], log: Path) -> bool:
-    """Waits for an agent's sign; False when nobody is there to give one.
-
-    Raises:
-        TimeoutError: there is none within 30 s.
-    """
+def _wait(listens: IO[bytes]) -> bool | None:
+    """Waits for an agent's sign; False when nobody is there to give one, None when there is none within 30 s."""
     poller = select.poll()  # select() refuses descriptors from 1024 on
     poller.register(listens, select.POLLIN)
-    if not poller.poll(_START_S * 1000):
-        raise TimeoutError(f"the agent did not listen within {_START_S:.0f} s; see {log}")
-    return listens.read(1) == b"1"
+    return listens.read(1) == b"1" if poller.poll(_START_S * 1000) else None
 
 
 def _log_file(path: Path) -> IO[bytes]:

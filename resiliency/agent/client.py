@@ -265,7 +265,7 @@ class AgentClient:
     def _start_and_dial(self) -> socket.socket:
         pause = threading.Event()
         for attempt in range(_CONNECT_TRIES):
-            process = start_agent(self.config)
+            process = start_agent(self.config, fork=attempt == 0)
             if process is not None:
                 self._reap()
                 self._process = process

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from resiliency.launch.channel import send
 from resiliency.launch.command_line import show_command_line
@@ -56,8 +58,8 @@ def call_in_fork(
     return True
 
 
-def run_function(request: dict[str, Any], fds: Sequence[int]) -> int:
-    """The other end, in a fork. Returns the exit status. See :func:`call_in_fork`."""
+def run_function(request: dict[str, Any], fds: Sequence[int]) -> NoReturn:
+    """The other end, in a fork. Ends the process. See :func:`call_in_fork`."""
     output, extra = fds
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -74,7 +76,16 @@ def run_function(request: dict[str, Any], fds: Sequence[int]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     sys.path[:] = request["path"]
-    if not show_command_line(request["words"]):
-        return 1
-    module, _, name = request["function"].partition(":")
-    return int(getattr(importlib.import_module(module), name)([*request["arguments"], str(extra)]))
+    code = 1
+    try:
+        if show_command_line(request["words"]):
+            module, _, name = request["function"].partition(":")
+            code = int(getattr(importlib.import_module(module), name)([*request["arguments"], str(extra)]))
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:  # Boundary: as the interpreter shows it.
+        traceback.print_exc()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the interpreter would take apart all that was imported before the fork, for half a second

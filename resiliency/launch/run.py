@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from resiliency.settings import all_variables, set_variable
 
-__all__ = ["main"]
+__all__ = ["EXIT_GAVE_UP", "main"]
 
+logger = logging.getLogger(__name__)
+
+#: Exit status when all restarts are used up.
+EXIT_GAVE_UP = 3
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -22,10 +28,13 @@ def main(words: Sequence[str]) -> int:
         words: of the command line, behind ``run``.
 
     Returns:
-        0 when every rank has finished. Otherwise torchrun's exceptions end the process.
+        Exit status: 0 when every rank has finished, :data:`EXIT_GAVE_UP` when restarts were allowed and none is left,
+        128 and the number of the signal that has ended the launcher (143 for SIGTERM, as on preemption). Where no
+        restart was allowed torchrun's exception ends the process, with 1.
     """
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
     parser = torchrun.get_args_parser()
     parser.prog = "resiliency run"
@@ -50,8 +59,17 @@ def main(words: Sequence[str]) -> int:
         set_variable(_OWN_STORE, all_variables().get(_OWN_STORE, "1"))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored the kernel keeps no exit status for us
     become_subreaper()
-    with _agents_with(options):
-        record(torchrun.run)(args)
+    try:
+        with _agents_with(options):
+            record(torchrun.run)(args)
+    except SignalException as error:
+        logger.warning("%s has ended the job; the ranks of this host have ended", error.sigval.name)
+        return 128 + error.sigval
+    except ChildFailedError:
+        if args.max_restarts == 0:
+            raise
+        traceback.print_exc()
+        return EXIT_GAVE_UP
     return 0
 
 

@@ -204,7 +204,7 @@ def _run(request: dict[str, Any], fds: list[int], changed: dict[str, str]) -> No
     """
     if "function" in request:
         _outlive_parent()
-        sys.exit(run_function(request, fds))
+        run_function(request, fds)
     reply, *output = fds
     command = ScriptCommand(**{**request["command"], "arguments": tuple(request["command"]["arguments"])})
     os.setsid()

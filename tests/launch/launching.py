@@ -72,6 +72,13 @@ class Job:
         return self._popen.wait(timeout_s)
 
     @property
+    def running(self) -> bool:
+        if self._worker is not None:
+            return self._worker.returncode is None
+        assert self._popen is not None
+        return self._popen.poll() is None
+
+    @property
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from resiliency.launch import processes
+from resiliency.launch.run import EXIT_GAVE_UP
 from resiliency.testing.zygote import Zygote
 from tests.launch import facts as facts_script
 from tests.launch.launching import ROOT, Job, wait_for
@@ -144,7 +145,7 @@ def test_the_last_lines_of_the_rank_that_failed_are_shown_and_not_those_of_its_p
 def test_a_crash_loop_waits_longer_each_time_and_is_given_up(launch: Any) -> None:
     job = launch("import sys; sys.exit(3)", "--max-restarts", 3)
     began = time.monotonic()
-    assert job.wait() == 1
+    assert job.wait() == EXIT_GAVE_UP
     assert time.monotonic() - began >= 1 + 2
     waits = re.findall(r"the next one waits for (\d+) s", job.text)
     assert waits == ["1", "2"] and job.text.count("exited with 3") == 4
@@ -307,7 +308,7 @@ def test_nothing_is_left_when_the_launcher_ends(number: signal.Signals, launch: 
         wait_for(tmp_path / f"rank-{rank}-0")
     assert len(job.descendants()) >= 5  # the zygote, two ranks, two standbys
     os.kill(job.pid, number)
-    assert job.wait() != 0
+    assert job.wait() == (-number if number == signal.SIGKILL else 128 + number)
     assert job.left() == []
 
 

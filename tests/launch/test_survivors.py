@@ -17,6 +17,7 @@ import pytest
 
 from resiliency.launch import AttemptEnded, leaving, restartable
 from resiliency.launch.leaving import leave_attempt, looks_like_a_lost_peer
+from resiliency.launch.run import EXIT_GAVE_UP
 from tests.launch.launching import wait_for
 
 pytestmark = pytest.mark.timeout(180)
@@ -188,7 +189,7 @@ def test_a_rank_that_fails_by_itself_is_a_new_process_and_its_peer_stays(launch:
         main()
     """
     job = launch(script, "--nproc-per-node", 2, "--max-restarts", 1, "--crash-loop", 0)
-    assert job.wait() == 1, job.text
+    assert job.wait() == EXIT_GAVE_UP, job.text
     pids = _processes(job.text)
     assert [len(set(pids[rank])) for rank in (0, 1)] == [1, 2], job.text
     assert [job.text.count(f"ValueError: wrong in attempt {attempt}") for attempt in (0, 1)] == [1, 1], job.text
