@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from resiliency.telemetry.step_observer import StepObserver
+from resiliency.launch.heartbeat import beat, pause
+from resiliency.telemetry.step_observer import StepObserver, StepSubscriber
 
 if TYPE_CHECKING:
     from resiliency.callbacks._stock import StockCallback
@@ -25,7 +26,21 @@ def step_observer(trainer: Any) -> StepObserver:
     observer = _observers.get(trainer)
     if observer is None:
         observer = _observers[trainer] = StepObserver()
+        observer.subscribe(_Beats())
     return observer
+
+
+class _Beats(StepSubscriber):
+    """Tells the launcher that the rank makes progress while it trains."""
+
+    def progressed(self) -> None:
+        beat()
+
+    def training_ended(self, step: int) -> None:
+        pause()
+
+    def training_interrupted(self) -> None:
+        pause()
 
 
 class StepHooks(StockCallback):
@@ -60,6 +75,13 @@ class StepHooks(StockCallback):
         super().on_validation_start(trainer, pl_module)
         if not trainer.sanity_checking:
             step_observer(trainer).validation_started()
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
+        if not trainer.sanity_checking:
+            step_observer(trainer).validation_batch_ended()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:

@@ -7,6 +7,7 @@ Flags, environment, rendezvous, error files, logs and exit codes are torchrun's 
 
 from __future__ import annotations
 
+from resiliency.launch.heartbeat import beat
 from resiliency.launch.survivor import AttemptEnded, restartable
 
-__all__ = ["AttemptEnded", "restartable"]
+__all__ = ["AttemptEnded", "beat", "restartable"]

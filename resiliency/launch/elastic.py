@@ -30,8 +30,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from resiliency.launch.fresh import parse_command
+from resiliency.launch.hangs import Seen, hang_text, hung
+from resiliency.launch.heartbeat import STACKS_SIGNAL
 from resiliency.launch.preload import modules_to_preload
-from resiliency.launch.processes import ForkedProcess, mark_own, reap_others, wait_for_any
+from resiliency.launch.processes import ForkedProcess, is_stopped, mark_own, reap_others, wait_for_any
 from resiliency.launch.rank_links import RankLink, RankLinks
 from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure
 from resiliency.launch.zygote import CannotFork, Zygote
@@ -44,6 +46,10 @@ logger = logging.getLogger(__name__)
 #: Seconds between two looks at ranks whose end is seen at once anyway.
 _QUIET_S = 1.0
 _TAIL_BYTES = 16 * 1024
+#: In a job, so that imports that end the process are not tried for ever.
+_MOST_ZYGOTES = 1000
+#: For ranks to write their stacks; nothing tells when they have.
+_STACKS_S = 1.0
 #: Longer only in uninterruptible sleep.
 _KILL_TIMEOUT_S = 5.0
 
@@ -55,6 +61,8 @@ class StandbyOptions:
         standby: False: every rank is a fresh interpreter.
         preload: modules to import in advance, after those that the script was found to import.
         crash_loop_s: attempts that fail sooner than this, one after the other, wait longer and longer.
+        hang_timeout_s: a rank that has made no progress for this long, and for ten times its longest step, is killed;
+            0: never.
         leave_timeout_s: for a rank that goes on in its process to leave its attempt.
         one_host: the job has one host and never more, so that nothing about the hosts changes between attempts.
     """
@@ -62,6 +70,7 @@ class StandbyOptions:
     standby: bool
     preload: tuple[str, ...]
     crash_loop_s: float
+    hang_timeout_s: float
     leave_timeout_s: float
     one_host: bool
 
@@ -81,6 +90,7 @@ class StandbyAgent(LocalElasticAgent):
         # Torch's loop sleeps this long and looks then; here the look itself waits.
         self._interval_s, spec.monitor_interval = float(spec.monitor_interval), 0
         self._zygote: Zygote | None = None
+        self._zygotes = 1
         self._told_why = False
         self._attempt_store: TCPStore | None = None
         #: Ranks that ran at the last look; what ended since then is not waited for.
@@ -93,6 +103,8 @@ class StandbyAgent(LocalElasticAgent):
         self._restarts = False
         #: Processes that were told to leave and go on, by local rank.
         self._kept: dict[int, Any] = {}
+        #: Ranks that hung at the last look, and when that was.
+        self._suspects: tuple[float, set[int]] = 0.0, set()
         #: How often the ranks have been started.
         self._starts = 0
         self._start_zygote()
@@ -124,7 +136,8 @@ class StandbyAgent(LocalElasticAgent):
 
     def _replace_zygote(self) -> None:
         """Starts another zygote if there was a good one and it has ended, so that it is there when it is needed."""
-        if self._zygote is not None and self._zygote.has_died:
+        if self._zygote is not None and self._zygote.has_died and self._zygotes < _MOST_ZYGOTES:
+            self._zygotes += 1
             logger.warning("the process that forks ranks has ended; another one is started")
             self._zygote.close()
             self._start_zygote()
@@ -205,9 +218,50 @@ class StandbyAgent(LocalElasticAgent):
                     else f"did not leave its attempt within {self._options.leave_timeout_s:.0f} s",
                 )
                 _kill(handler.proc)
+                self._links.serve()
+                began = link.deadline is None  # at the last moment: the others may have met it
                 self._links.drop(link)
+                if began:
+                    continue
                 handler.start_again()
                 self._worker_group.workers[local_rank].id = handler.proc.pid
+
+    # -- ranks that hang ----------------------------------------------------------------------------------------------
+
+    def _end_hung(self) -> None:
+        """Kills ranks that hang, after the stacks of all were written. Blocks: for that, a second."""
+        floor_s = self._options.hang_timeout_s
+        if not floor_s:
+            return
+        processes = {
+            self._worker_group.workers[local_rank].global_rank: handler.proc
+            for local_rank, handler in self._handlers().items()
+            if handler.proc.poll() is None
+        }
+        now = time.monotonic()
+        seen = {}
+        for rank, process in processes.items():
+            page = self._links.page_of(process.pid)
+            if page is not None:
+                seen[rank] = Seen(page=page, quiet_s=now - page.last_s, stopped=is_stopped(process.pid))
+        found = hung(seen, floor_s=floor_s)
+        # Twice in a row: when this process, and perhaps the whole host, did not run for a time, no rank has beaten.
+        when, before = self._suspects
+        self._suspects = (when if before and set(found) == before else now), set(found)
+        if not found or set(found) != before or now - when < _QUIET_S:
+            return
+        for process in processes.values():
+            if self._links.page_of(process.pid) is not None:  # else it has no handler, and the signal would end it
+                process.send_signal(STACKS_SIGNAL)
+        threading.Event().wait(_STACKS_S)
+        self._links.serve()
+        for rank in found:
+            page = self._links.page_of(processes[rank].pid)
+            if page is not None and page.beats != seen[rank].page.beats:
+                logger.warning("rank %d seemed to hang, but goes on since its stacks were written", rank)
+                continue
+            logger.error("%s", hang_text(rank, processes[rank].pid, seen[rank], seen))
+            _kill(processes[rank])
 
     def _handlers(self) -> dict[int, _Handler]:
         return dict(getattr(self._pcontext, "subprocess_handlers", {}))
@@ -227,6 +281,7 @@ class StandbyAgent(LocalElasticAgent):
             with _pidfds_of([*running, *self._living_zygote()]) as pidfds:
                 wait_for_any([*pidfds, *self._links.fds()], min(longest_s, self._seconds_to_deadline()))
         self._replace_lost()
+        self._end_hung()
         codes = [handler.proc.poll() for handler in self._handlers().values()]
         self._running = codes.count(None)
         if any(codes) and self._remaining_restarts > 0:

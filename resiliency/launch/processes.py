@@ -14,7 +14,7 @@ from typing import Any
 
 from resiliency.errors import ResiliencyError
 
-__all__ = ["ForkedProcess", "become_subreaper", "mark_own", "reap_others", "wait_for_any"]
+__all__ = ["ForkedProcess", "become_subreaper", "is_stopped", "mark_own", "reap_others", "wait_for_any"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 #: For a process to end after SIGKILL; longer only in uninterruptible sleep.
@@ -123,6 +123,13 @@ def wait_for_any(pidfds: Iterable[int], timeout_s: float | None) -> None:
     for fd in pidfds:
         poller.register(fd, select.POLLIN)
     poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
+
+
+def is_stopped(pid: int) -> bool:
+    """True when a signal or a debugger has stopped the process; False also when it is gone."""
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] in "tT"
+    return False
 
 
 def mark_own(process: ForkedProcess | subprocess.Popen[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import secrets
 import socket
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.launch.channel import receive, send
+from resiliency.launch.heartbeat import Page
 
 __all__ = ["RankLink", "RankLinks"]
 
@@ -37,6 +39,7 @@ class RankLink:
         deadline: monotonic seconds by which it must have begun again after it was told to leave; None: it has.
         finished: it has ended for good, with the launcher's consent.
         closed: it cannot be reached any more.
+        page: its heartbeat.
     """
 
     pid: int
@@ -48,15 +51,16 @@ class RankLink:
     deadline: float | None = None
     finished: bool = False
     closed: bool = False
+    page: mmap.mmap | None = None
 
 
 class RankLinks:
     """Thread: one. A rank connects to :attr:`address`, which is in its environment; there is no file of it.
 
     Messages of ranks: ``inside`` (it has begun the function), ``finished`` (answered with ``exit`` unless it was told
-    to leave), ``fork`` (see :mod:`~resiliency.launch.forked_function`). Messages to ranks: ``leave``, ``start`` (with
-    an environment and two files for output). Each carries the number of a start of the ranks of this host; -1 is the
-    start that made the process.
+    to leave), ``heartbeat`` (with its page), ``fork`` (see :mod:`~resiliency.launch.forked_function`). Messages to
+    ranks: ``leave``, ``start`` (with an environment and two files for output). Each carries the number of a start of
+    the ranks of this host; -1 is the start that made the process.
 
     Args:
         fork: does what ``fork`` asks for, with its files.
@@ -83,7 +87,7 @@ class RankLinks:
                 self._accept(self._listener.accept()[0])
         for link in [link for link in self._links if not link.closed]:
             with suppress(BlockingIOError):
-                while self._take(link):
+                while not link.closed and self._take(link):
                     pass
 
     def _accept(self, connection: socket.socket) -> None:
@@ -125,6 +129,9 @@ class RankLinks:
         if message["kind"] == "fork":
             self._fork(message, fds)
             return True
+        if message["kind"] == "heartbeat":
+            link.page = mmap.mmap(fds[0], 0, access=mmap.ACCESS_READ)
+            return True
         if message["number"] <= link.left:
             return True  # it did not know yet that it is to leave
         if message["kind"] == "inside":
@@ -146,6 +153,13 @@ class RankLinks:
         for link in self._links:
             if link.group == group and link.deadline is not None:
                 return link
+        return None
+
+    def page_of(self, group: int) -> Page | None:
+        """The heartbeat of the rank that has this process group."""
+        for link in self._links:
+            if link.group == group and link.page is not None and not link.closed:
+                return Page.read(link.page)
         return None
 
     def tell_to_leave(self, link: RankLink, *, within_s: float) -> bool:
@@ -188,6 +202,7 @@ class RankLinks:
         """Forgets a rank. Idempotent."""
         if link in self._links:
             self._links.remove(link)
+            link.closed = True
             link.socket.close()
 
     def close(self) -> None:

@@ -48,6 +48,7 @@ def main(words: Sequence[str]) -> int:
         standby=not args.no_standby,
         preload=tuple(filter(None, args.preload.split(","))),
         crash_loop_s=args.crash_loop,
+        hang_timeout_s=args.hang_timeout,
         leave_timeout_s=args.leave_timeout,
         one_host=torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1,
     )
@@ -87,6 +88,14 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         default=10.0,
         metavar="SECONDS",
         help="attempts in a row that fail sooner than this after their start wait 1, 2, 4, up to 60 seconds; 0: never",
+    )
+    own.add_argument(
+        "--hang-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="a rank that beats (with a callback of this library, or resiliency.launch.beat) and has made no progress"
+        " for this long, and for ten times its longest step, is killed; 0: never",
     )
     own.add_argument(
         "--leave-timeout",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from resiliency.errors import ResiliencyError
+from resiliency.launch import heartbeat
 from resiliency.launch.channel import receive, send
 from resiliency.launch.leaving import abort_collectives, child_processes, leave_attempt, looks_like_a_lost_peer
 from resiliency.settings import LAUNCHER_VARIABLE, START_VARIABLE, all_variables, set_variable
@@ -170,6 +171,7 @@ class _Survivor:
             if not self._is_to_leave():
                 raise
             self._has_left()
+            heartbeat.pause()
             return error
         if self._may_end():
             return _Returned(result)
@@ -209,6 +211,7 @@ class _Survivor:
                 (sys.stdout if number == 1 else sys.stderr).flush()
                 os.dup2(fd, number)
                 os.close(fd)
+        heartbeat.start_anew()
         logger.info("this process goes on in the next attempt")
 
     def _say(self, kind: str) -> None:

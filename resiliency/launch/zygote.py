@@ -76,8 +76,11 @@ class Zygote:
 
     @property
     def has_died(self) -> bool:
-        """True when it was able to fork, and has ended or does not answer: another one would do better."""
-        return self._ready and (self._silent or self._process.poll() is not None)
+        """True when it was able to fork, and has ended or does not answer, or when a signal ended it before that:
+        another one may do better."""
+        if not self._ready:
+            return bool(self._problem) and (self._process.poll() or 0) < 0
+        return self._silent or self._process.poll() is not None
 
     def start(
         self,
@@ -160,6 +163,9 @@ class Zygote:
             except OSError as error:
                 self._problem = f"the imports took more than {time.monotonic() - began:.0f} s ({error})"
             else:
+                if answer is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        self._process.wait(5)
                 self._problem = "the zygote ended while it imported" if answer is None else answer[0]["problem"]
                 if answer is not None:
                     self._modules = answer[0]["modules"]

@@ -57,6 +57,9 @@ class StepSubscriber:
     def step_ended(self, timing: StepTiming) -> None:
         """One step has ended."""
 
+    def progressed(self) -> None:
+        """A batch has arrived or ended, of training or validation, whether it was a step or not."""
+
     def training_ended(self, step: int) -> None:
         """The last batch has ended."""
 
@@ -138,6 +141,8 @@ class StepObserver:
         self._batch_from = now
         self._inside_off = 0.0
         self._backward = False
+        for subscriber in self._subscribers:
+            subscriber.progressed()
 
     def backward_started(self) -> None:
         """The forward is done; in the backward ranks wait for one another. Only the first call in a batch counts."""
@@ -155,6 +160,8 @@ class StepObserver:
         self._between_off = 0.0
         if step != self._step:
             self._end_step(step, now)
+        for subscriber in self._subscribers:
+            subscriber.progressed()
 
     def _end_step(self, step: int, now: float) -> None:
         count = step - self._step
@@ -185,6 +192,11 @@ class StepObserver:
         """Does nothing when validation has started already."""
         if self._validating_from is None:
             self._validating_from = self._clock()
+
+    def validation_batch_ended(self) -> None:
+        if self._training:
+            for subscriber in self._subscribers:
+                subscriber.progressed()
 
     def validation_ended(self) -> None:
         if self._validating_from is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -110,6 +111,7 @@ def run_launcher(*, words: list[str], output: str, cwd: str) -> None:
     with open(output, "wb") as file, open(os.devnull) as nothing:
         for number, source in enumerate((nothing, file, file)):
             os.dup2(source.fileno(), number)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.exit(main(["run", *words]))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -60,5 +62,6 @@ def main(folder: Path, steps: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     run = restartable(main) if "--restartable" in sys.argv else main
     run(Path(sys.argv[1]), int(sys.argv[2]))

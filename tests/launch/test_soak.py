@@ -46,10 +46,20 @@ class Soak:
     def wait_beyond(self, attempt: int, step: int, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while self.step() <= (attempt, step) and self._job.running:
+            if time.monotonic() > deadline:
+                self._show_stacks()
             assert time.monotonic() < deadline, (
                 f"no step after {attempt, step} for {timeout_s} s:\n{self._job.text[-6000:]}"
             )
             time.sleep(0.01)
+
+    def _show_stacks(self) -> None:
+        with open(self._job.output, "a") as output:
+            for process, words in self._processes().items():
+                output.write(f"process {process.pid} {process.status()} {' '.join(words)[-200:]}\n")
+        for pid in (self._job.pid, *(process.pid for process in self._ranks())):
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.5)  # they write into the output of the job
 
     def compound(self) -> None:
         for number in range(self._draw.choice((1, 1, 2, 3))):
@@ -67,28 +77,30 @@ class Soak:
                     else:
                         victim.send_signal(signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
 
-    def _victims(self, kind: str) -> list[psutil.Process]:
-        below = self._job.descendants()
+    def _processes(self) -> dict[psutil.Process, list[str]]:
+        """Words of the command line of each."""
         words = {}
-        for process in below:
+        for process in self._job.descendants():
             with suppress(psutil.NoSuchProcess):
                 words[process] = [*filter(None, process.cmdline())]
-        ranks = [
-            process for process in below if str(self._folder) in words.get(process, ()) and "-c" not in words[process]
+        return words
+
+    def _ranks(self) -> list[psutil.Process]:
+        return [
+            process for process, words in self._processes().items() if str(self._folder) in words and "-c" not in words
         ]
-        agents = [process for process in below if AGENT_WORD in words.get(process, ())]
-        forkers = [process for process in below if "-c" in words.get(process, ()) and process not in agents]
-        if kind == "agent":
-            return agents[:1]
-        if kind == "zygote":
-            return forkers[:1]
-        if not ranks:
-            return []
-        return (
-            self._draw.sample(ranks, self._draw.randint(2, len(ranks)))
-            if kind == "ranks" and len(ranks) > 2
-            else [self._draw.choice(ranks)]
-        )
+
+    def _victims(self, kind: str) -> list[psutil.Process]:
+        if kind in ("agent", "zygote"):
+            found = [
+                process
+                for process, words in self._processes().items()
+                if (AGENT_WORD in words if kind == "agent" else "-c" in words and AGENT_WORD not in words)
+            ]
+            return found[:1]
+        ranks = self._ranks()
+        count = self._draw.randint(2, len(ranks)) if kind == "ranks" and len(ranks) > 2 else min(1, len(ranks))
+        return self._draw.sample(ranks, count)
 
 
 @pytest.mark.parametrize("stays", [True, False], ids=["restartable", "plain"])

@@ -112,7 +112,9 @@ def test_ranks_that_cannot_leave_are_replaced_within_the_attempt(launch: Any, tm
     place = """
         if rank == 0:
             import ctypes
-            ctypes.PyDLL(None).sleep(100)  # holds the GIL, so that no Python code runs
+            mutex = ctypes.create_string_buffer(64)
+            for _ in range(2):  # holds the GIL, so that no Python code runs
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
         os.kill(os.getpid(), signal.SIGSTOP)
     """
     job = _job(launch, tmp_path, textwrap.dedent(place), "--leave-timeout", 1)

@@ -1,0 +1,70 @@
+"""Which ranks hang, by what is read from outside. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from resiliency.launch.heartbeat import Page
+
+__all__ = ["Seen", "hang_text", "hung", "threshold"]
+
+#: A rank is quiet when it takes this many times as long as it has ever taken.
+_FACTOR = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A rank at one look.
+
+    Attributes:
+        page: what it has written.
+        quiet_s: seconds since its last beat.
+        stopped: a signal has stopped the process.
+    """
+
+    page: Page
+    quiet_s: float
+    stopped: bool
+
+
+def threshold(page: Page, *, floor_s: float) -> float:
+    """Seconds without a beat after which a rank hangs."""
+    return max(floor_s, _FACTOR * page.longest_s)
+
+
+def hung(ranks: Mapping[int, Seen], *, floor_s: float) -> list[int]:
+    """The ranks that are to be ended: those that are quiet for too long and hold up the others.
+
+    When one rank hangs, the others wait for it in a collective operation and are quiet as well. The one that hangs is
+    stopped, or has made fewer beats than the others, or, where all have made as many, has made the last one first.
+    """
+    quiet = {
+        rank: seen
+        for rank, seen in ranks.items()
+        if seen.page.watched and seen.quiet_s > threshold(seen.page, floor_s=floor_s)
+    }
+    if not quiet:
+        return []
+    stopped = sorted(rank for rank, seen in quiet.items() if seen.stopped)
+    if stopped:
+        return stopped
+    fewest = min(seen.page.beats for seen in quiet.values())
+    behind = [rank for rank, seen in quiet.items() if seen.page.beats == fewest]
+    if len(behind) < len(quiet):
+        return sorted(behind)
+    return [max(behind, key=lambda rank: (quiet[rank].quiet_s, -rank))]
+
+
+def hang_text(rank: int, pid: int, seen: Seen, ranks: Mapping[int, Seen]) -> str:
+    """What is said of it."""
+    others = [other.page.beats for number, other in ranks.items() if number != rank]
+    compared = f"; the other ranks of this host are at {min(others)} to {max(others)}" if others else ""
+    if others and min(others) == max(others) == seen.page.beats and not seen.stopped:
+        compared += ", so that it may be another one that hangs"
+    state = ", and a signal has stopped it" if seen.stopped else ""
+    return (
+        f"rank {rank} (process {pid}) has made no progress for {seen.quiet_s:.0f} s (its longest step took"
+        f" {seen.page.longest_s:.2g} s){state}: it hangs, and is killed. It is at {seen.page.beats} beats"
+        f"{compared}. The stacks of all ranks are in their standard error"
+    )
