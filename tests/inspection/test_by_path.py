@@ -185,6 +185,41 @@ def test_a_name_that_moves_on_while_it_is_read_is_no_damage(series: Series, monk
     assert locate_and_load(str(series.root / "nothing.ckpt")) is None
 
 
+@pytest.mark.parametrize("place", [".", f".resiliency/{RUN}"])
+@pytest.mark.parametrize("deleted", ["looked up", "opened"])
+def test_a_step_that_is_deleted_while_its_folder_is_read_is_no_damage(
+    series: Series, monkeypatch: pytest.MonkeyPatch, place: str, deleted: str
+) -> None:
+    """As beside a job that keeps one step: the newer one is taken."""
+    newer, aside = step_dir(series.local_dir, RUN, 20), series.root / "aside"
+    newer.rename(aside)
+
+    def saves_and_deletes() -> None:
+        if aside.exists():
+            aside.rename(newer)
+            shutil.rmtree(step_dir(series.local_dir, RUN, 10))
+
+    original = {"looked up": by_path.survey.one_step, "opened": by_path.ShardReader}[deleted]
+
+    def meanwhile(*args: Any, **further: Any) -> Any:
+        if deleted == "opened":
+            saves_and_deletes()
+            return original(*args, **further)
+        found = original(*args, **further)
+        saves_and_deletes()
+        return found
+
+    monkeypatch.setattr(
+        *((by_path.survey, "one_step") if deleted == "looked up" else (by_path, "ShardReader")), meanwhile
+    )
+    found = locate_and_load(str(series.local_dir / place), rank=1)
+    assert found is not None and found[0].id.step == 20
+    assert differences(found[1:], (make_state(20), Series.per_rank(20, 1))) == []
+    flip_bits(newer / "shard-00000.ckpt", [(5000, 5001)])
+    with pytest.raises(CorruptShard, match="do not match"):
+        locate_and_load(str(series.local_dir / place))
+
+
 def test_a_copy_beside_its_step_is_checked(series: Series, caplog: pytest.LogCaptureFixture) -> None:
     shutil.copy(series.local_dir / "step=10.ckpt", series.local_dir / "best.ckpt")
     assert step_of(series.local_dir / "best.ckpt") == 10 and not caplog.text
