@@ -258,7 +258,12 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         if "://" in str(dirpath):
             if self._is_silent(str(dirpath)):
                 return
-            super()._ModelCheckpoint__warn_if_dir_not_empty(dirpath)
+            try:
+                super()._ModelCheckpoint__warn_if_dir_not_empty(dirpath)
+            except Exception as error:  # Boundary: a client library raises anything for what a proxy or store answers.
+                if unknown_store(str(dirpath)):
+                    raise  # the stock class will write there, and it cannot
+                logger.warning("whether %s is empty is not known: %r; training goes on", dirpath, error)
         elif self.save_top_k != 0 and os.path.isdir(dirpath) and os.listdir(dirpath):
             _lightning.warn_user(self.namespace, f"Checkpoint directory {dirpath} exists and is not empty.")
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,37 @@ def test_a_fit_that_is_to_resume_from_a_dead_bucket_does_not_start_from_scratch(
     trainer = make_trainer(PL, [_callback(tmp_path, auto_resume=True)], root=tmp_path, max_steps=12, max_epochs=-1)
     trainer.fit(net, loader())
     assert (net.ran, trainer.global_step) == (4, 12)
+
+
+@pytest.mark.parametrize("answer", [b"\xff not json", b"[]", b"null", b'{"items":"x"}'], ids=repr)
+def test_a_server_that_answers_nonsense_does_not_end_a_fit_before_it_began(
+    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy's login page, say. A look that only warns raised in the stock class's code."""
+
+    class Nonsense(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_POST = do_PUT = do_DELETE = do_GET
+
+        def log_message(self, *_: Any) -> None: ...
+
+    monkeypatch.setattr(_glance, "_silent", {})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nonsense) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_address[1]}")
+            monkeypatch.setenv("NO_GCE_CHECK", "true")
+            before = set(psutil.Process().children())
+            trainer = make_trainer(PL, [_callback(tmp_path)], root=tmp_path)
+            trainer.fit(make_net(PL), loader())
+            psutil.wait_procs(set(psutil.Process().children()) - before, timeout=20)
+        finally:
+            server.shutdown()
+            thread.join(10)
+    assert trainer.global_step == 12
