@@ -24,7 +24,7 @@ from typing import get_args
 from resiliency.agent._command import AGENT_WORD
 from resiliency.agent._peer import Peer
 from resiliency.agent._start import start_agent
-from resiliency.agent.config import AgentConfig
+from resiliency.agent.config import AgentConfig, embedded_address, held
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import (
     Delete,
@@ -291,7 +291,12 @@ class AgentClient:
         )
         self._claim_address(own_config)
         agent = HostAgent(
-            own_config, lambda _, message: self._deliver(message), events, only_agent=config.local_ranks == (self.rank,)
+            own_config,
+            lambda _, message: self._deliver(message),
+            events,
+            only_agent=lambda: config.local_ranks == (self.rank,),
+            # An agent process that serves the other ranks still, or is hung, may be adding to the newest step.
+            may_finish=lambda: config.local_ranks == (self.rank,) or not held([config.address]),
         )
         try:
             agent.start()
@@ -329,7 +334,8 @@ class AgentClient:
         """
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         pause, deadline = threading.Event(), time.monotonic() + _CLAIM_S
-        address, left_behind = f"{config.address}-{self.rank}", 0
+        own = address = embedded_address(config.address, self.rank)
+        left_behind = 0
         while True:
             try:
                 claim.bind(address)
@@ -340,7 +346,7 @@ class AgentClient:
                 if error.errno == errno.EADDRINUSE and _held_by_a_dead_process(address):
                     # A child that it forked has its socket and may live as long as it likes.
                     left_behind += 1
-                    address = f"{config.address}-{self.rank}.{left_behind}"
+                    address = f"{own}.{left_behind}"
                     continue
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                     claim.close()
@@ -526,8 +532,10 @@ class AgentClient:
         deadline = time.monotonic() + timeout_s
         while True:
             left = max(0.0, deadline - time.monotonic())
-            if self._embedded is not None:
-                return self._embedded.wait(stage, tier=tier, timeout_s=left)
+            with self._lock:  # an agent in this process has all that is to be sent again when the lock is free
+                embedded = self._embedded
+            if embedded is not None:
+                return embedded.wait(stage, tier=tier, timeout_s=left)
             answer = self._ask_flush(stage, tier, left)
             if answer is not None:
                 return answer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["AgentConfig", "TierSpec", "agent_address"]
+__all__ = ["AgentConfig", "TierSpec", "agent_address", "embedded_address", "held"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +75,21 @@ def agent_address(directory: str, run: str, node: str) -> str:
     """
     identity = f"{os.getuid()}:{os.path.realpath(directory)}:{run}:{node}"
     return "\0resiliency-" + hashlib.blake2b(os.fsencode(identity), digest_size=12).hexdigest()
+
+
+def embedded_address(address: str, rank: int) -> str:
+    """Name of the socket that a rank holds while it does the agent's work itself."""
+    return f"{address}-{rank}"
+
+
+def held(addresses: Iterable[str]) -> set[str]:
+    """Those of these socket names that a process of this machine holds; none where the kernel does not tell.
+
+    To connect would tell too, but each try stays in the queue of who never accepts. Blocks: for 0.1 ms.
+    """
+    try:
+        with open("/proc/net/unix", "rb") as file:
+            names = {line.split(maxsplit=7)[-1] for line in file.read().splitlines()}
+    except OSError:
+        return set()
+    return {address for address in addresses if os.fsencode(address).replace(b"\0", b"@") in names}

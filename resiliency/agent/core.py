@@ -10,9 +10,11 @@ was fsynced (:mod:`resiliency.agent.local_pruner`).
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 
 from resiliency import faultpoints
@@ -63,6 +65,8 @@ __all__ = ["HostAgent"]
 
 logger = logging.getLogger(__name__)
 
+#: How long a commit on a full disk waits for the prepared files to be deleted.
+_MAKE_ROOM_S = 5.0
 #: Of how many failed steps it is known why; a rank may seal its part of one later.
 _FAILURES = 16
 
@@ -74,7 +78,9 @@ class HostAgent:
         config: of this attempt.
         notify: sends a message to a rank.
         events: the agent's event log.
-        only_agent: no other agent of this host works in the same folder.
+        only_agent: True while no other agent of this host works in the same folder. Asked before each effect that
+            counts on it.
+        may_finish: whether this agent may finish what an agent before it has left of the newest step.
 
     Threads: :meth:`handle` from any; the work is done on own threads, all named ``resiliency-agent-*``.
     """
@@ -85,10 +91,11 @@ class HostAgent:
         notify: Notify,
         events: EventWriter,
         *,
-        only_agent: bool = True,
+        only_agent: Callable[[], bool] = lambda: True,
+        may_finish: Callable[[], bool] = lambda: True,
     ) -> None:
         self.config = config
-        self._only_agent = only_agent
+        self._only_agent, self._may_finish = only_agent, may_finish
         self._report = Reporter(config.local_ranks, notify, events)
         # A commit must be quick and survive a kill, not a power loss: fsync is the next stage.
         self._fence = Fence(config)
@@ -163,7 +170,7 @@ class HostAgent:
             self._fence.check()
             remove_dead_fetches(self.config.local.address, self.config.run, self.config.node)
             self._tier.sweep()
-            if self._only_agent:
+            if self._only_agent():
                 self._files.delete_leftovers()
         except (TierError, OSError, AgentError) as error:
             logger.info("partial files in %s could not be deleted: %s", self.config.local.address, error)
@@ -185,18 +192,20 @@ class HostAgent:
     @property
     def _serves_all(self) -> bool:
         """True when all ranks of the job are on this host, and no other agent commits what they save."""
-        return self._only_agent and len(self.config.local_ranks) == self.config.world_size
+        return len(self.config.local_ranks) == self.config.world_size and self._only_agent()
 
     def _is_of_this_attempt(self, step: StepId) -> bool:
         return step.of_attempt(self.config.attempt, self.config.token)
 
     def _rescan(self, *, finish: bool = False) -> None:
         listings = scan(self._tier, self.config.run)
-        if 0 in self.config.local_ranks:
+        may_finish = self._may_finish()
+        # Of several agents of a host the first that comes: the manifest must not be written over a file that is longer.
+        if may_finish and (0 in self.config.local_ranks or not self._only_agent()):
             for listing in listings:
                 cut_back(self._tier, listing)
         fresh = self._steps.add_listed(listings)
-        if finish:
+        if finish and may_finish:
             self._finish_newest()
         for step in fresh:
             # The agent that committed it may have been killed before its fsync, and older steps wait for one.
@@ -308,7 +317,7 @@ class HostAgent:
 
     def _free_ramdisk(self) -> None:
         """Deletes the checkpoints when the job has finished and a slower tier has the newest."""
-        if not self._only_agent or not self._finished.issuperset(self.config.local_ranks):
+        if not self._only_agent() or not self._finished.issuperset(self.config.local_ranks):
             return
         committed = [step.committed for step in self._steps.select() if step.committed is not None]
         newest = max((step.id for step in committed), default=None)
@@ -339,7 +348,7 @@ class HostAgent:
             self._delete(message)
         elif isinstance(message, Complete):
             self._check_attempt(rank, message.id)
-            self._commits.submit(partial(self._complete, message.id, all_recorded=True))
+            self._commits.submit(partial(self._complete_recorded, message.id))
         elif isinstance(message, Rescan):
             self._hold(message)
             self._commits.submit(self._rescan)
@@ -464,6 +473,13 @@ class HostAgent:
         except (OSError, TierError, AgentError) as error:
             logger.info("step %d stays until a later one is committed: %s", step.step, error)
 
+    def _complete_recorded(self, step: StepId) -> None:
+        """A rank says that all ranks have recorded a step, or asks whether they have: another agent may have committed
+        it, of another host or of a rank that does its agent's work itself."""
+        if self.config.shared:
+            self._find_commits_of_others()
+        self._complete(step, all_recorded=True)
+
     def _complete(self, step_id: StepId, *, all_recorded: bool = False) -> None:
         """Commits the step when every shard has a record: as seen in this folder, or as ``all_recorded`` says."""
         with self._steps.lock:
@@ -477,7 +493,7 @@ class HostAgent:
         part = not config.shared and len(config.local_ranks) < config.world_size
         if part and not all_recorded:
             return  # whether the other hosts have recorded theirs cannot be seen here, only the ranks know
-        if part and not self._only_agent:
+        if part and not self._only_agent():
             read_records_here(self._tier, config.run, step_id, records)
         found = gather_records(records.values())
         if found is None:
@@ -489,12 +505,16 @@ class HostAgent:
         elif isinstance(found, UnfinishedStep):
             return
         try:
-            found, refused = self._write_commit(found)
+            try:
+                found, refused = self._write_commit(found)
+            except (OSError, TierError) as error:
+                if not _is_no_room(error):
+                    raise
+                # What is to be written is small: the files that are prepared for the next saves make room for it.
+                self._files.make_room(timeout_s=_MAKE_ROOM_S)
+                found, refused = self._write_commit(found)
         except (OSError, TierError, AgentError) as error:
-            tier = self.config.local.name
-            self._report.log_failed(step_id, Stage.COMMITTED, tier, str(error), will_retry=True)
-            logger.info("checkpoint of step %d failed: %s", step_id.step, error)
-            self._report.notify_failed(step_id, tier, str(error))
+            self._commit_failed(step_id, error)
             return
         self._steps.commit(step, found)
         self._report.log_reached(
@@ -509,6 +529,19 @@ class HostAgent:
             self._report.report_refused(step_id, self.config.local.name, name, reason)
         faultpoints.hit("agent.committed")
         self._after_commit(step)
+
+    def _commit_failed(self, step: StepId, error: OSError | TierError | AgentError) -> None:
+        tier, reason = self.config.local.name, str(error)
+        if _is_no_room(error) and self._serves_all:
+            # It would take room until a later step is committed, for which there may be none.
+            self._discard(step, never_whole=True)
+        if not isinstance(error, AgentError) and os.path.lexists(self._path(step, record_file(0))):
+            reason += (
+                "; all its shards are recorded: it goes when a later step is durable, or else the next start has it"
+            )
+        self._report.log_failed(step, Stage.COMMITTED, tier, reason, will_retry=True)
+        logger.info("checkpoint of step %d failed: %s", step.step, reason)
+        self._report.notify_failed(step, tier, reason)
 
     def _after_commit(self, step: LocalStep) -> None:
         """Notifies the ranks, and queues the step for fsync and for the tiers it is due for."""
@@ -623,3 +656,10 @@ class HostAgent:
                 continue
             self._steps.commit(step, manifest)
             self._after_commit(step)
+
+
+def _is_no_room(error: BaseException | None) -> bool:
+    """True when a disk or a quota is full."""
+    return error is not None and (
+        getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _is_no_room(error.__cause__)
+    )

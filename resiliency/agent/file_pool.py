@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import re
+import time
 from collections.abc import Iterable
 
 from resiliency.agent._reporter import Notify
@@ -91,6 +92,12 @@ class FilePool:
         self._used.append(target)
         self._worker.submit(self._refill)
 
+    def make_room(self, *, timeout_s: float) -> None:
+        """Deletes the files that are ready; the next refill makes new ones. Blocks: up to ``timeout_s``, behind a file
+        that is being prepared."""
+        self._worker.submit(self._delete_all)
+        self._worker.wait_idle(time.monotonic() + timeout_s)
+
     def announce(self, rank: int) -> None:
         """Tells a rank that has just connected which files are ready."""
 
@@ -103,12 +110,15 @@ class FilePool:
     def close(self) -> None:
         """Ends the thread and deletes the files that are left. Idempotent."""
         self._worker.close()
+        self._delete_all()
+
+    # -- on the pool's thread -----------------------------------------------------------------------------------
+
+    def _delete_all(self) -> None:
         for path in (*self._ready, *self._used):
             _unlink(path)
         self._ready.clear()
         self._used.clear()
-
-    # -- on the pool's thread -----------------------------------------------------------------------------------
 
     def _refill(self) -> None:
         self._ready = {path: inode for path, inode in self._ready.items() if os.path.lexists(path)}

@@ -19,7 +19,7 @@ from typing import get_args
 
 from resiliency import faultpoints
 from resiliency.agent._peer import Peer
-from resiliency.agent.config import AgentConfig
+from resiliency.agent.config import AgentConfig, embedded_address, held
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Flush, Flushed, Hello, Message, Notice, Refused, Request, Welcome
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, config_from_json, pack
@@ -198,7 +198,9 @@ class AgentServer:
         events = EventWriter(run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,))
         events.emit(EventKind.AGENT_STARTED, pid=os.getpid())
         self._agent = None
-        agent = HostAgent(config, self._send, events)
+        # A rank that has lost agents too often does the work itself, while this agent serves the others.
+        own = [embedded_address(config.address, rank) for rank in config.local_ranks if len(config.local_ranks) > 1]
+        agent = HostAgent(config, self._send, events, only_agent=lambda: not (own and held(own)))
         try:
             agent.start()
         except BaseException:

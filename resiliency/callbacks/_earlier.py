@@ -33,23 +33,33 @@ class Found:
     Attributes:
         steps: some rank sees steps of the run, whole or not.
         unsupported: some rank sees steps that another version of the format wrote.
+        unknown: a remote tier cannot be listed, so that there may be more.
     """
 
     steps: bool
     unsupported: bool
+    unknown: bool = False
 
 
 def look(trainer: Any, places: CheckpointPlaces) -> Found:
     """Whether there are steps of the run. Collective: yes. Blocks: one listing per tier."""
-    steps = unsupported = False
-    for tier in _tiers(trainer, places):
+    steps = unsupported = unknown = False
+    for number, tier in enumerate(_tiers(trainer, places)):
         try:
             steps = bool(step_folders(tier, places.key.run) or single_files_of(tier, places.key.run)) or steps
         except UnsupportedFormat:
             unsupported = True
         except (TierError, OSError) as error:
-            logger.debug("%s cannot be listed: %s", tier.root, error)
-    return Found(steps=_any_rank(trainer, steps), unsupported=_any_rank(trainer, unsupported))
+            if number == 0:  # the folder of this host, of which the engine says what is wrong
+                logger.debug("%s cannot be listed: %s", tier.root, error)
+                continue
+            unknown = True
+            logger.warning("whether there are checkpoints of run %r is not known: %s", places.key.run, error)
+    return Found(
+        steps=_any_rank(trainer, steps),
+        unsupported=_any_rank(trainer, unsupported),
+        unknown=_any_rank(trainer, unknown),
+    )
 
 
 def is_restart(trainer: Any) -> bool:
@@ -106,7 +116,7 @@ def _tiers(trainer: Any, places: CheckpointPlaces) -> Iterator[Tier]:
     if trainer.is_global_zero:
         for remote in places.remotes:
             options = {"storage_options": dict(remote.storage_options)} if remote.storage_options else {}
-            yield open_tier(remote.address, **options)
+            yield open_tier(remote.address, glance=True, **options)
 
 
 def _any_rank(trainer: Any, decision: bool) -> bool:

@@ -49,7 +49,7 @@ def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:
     """
     names: set[str] = set()
     try:
-        tier = open_tier(dirpath)
+        tier = open_tier(dirpath, glance=True)
         names |= set(live_names([listing.manifest for listing in scan(tier, run) if listing.manifest is not None]))
         if "://" in dirpath:
             names |= {info.key for info in tier.list("") if not info.key.startswith(META_DIR + "/")}

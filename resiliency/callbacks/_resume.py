@@ -147,8 +147,13 @@ class Resume:
         return located is not None and located.id == step
 
     def _chosen_runs(self) -> list[EngineKey]:
-        """The runs to resume from when the user named no checkpoint. Collective: yes."""
-        found = [key for key in self._offers if self.found(key).steps]
+        """The runs to resume from when the user named no checkpoint. Collective: yes.
+
+        Raises:
+            TierError: a tier that may hold them cannot be listed, and no other has any. A start from scratch would be
+                a loss in silence.
+        """
+        found = [key for key in self._offers if self.found(key).steps or self.found(key).unknown]
         chosen = [key for key in found if self._offers[key]]
         others = [key for key in found if not self._offers[key]]
         if others and not Process.has_trained() and is_restart(self._trainer):
@@ -198,7 +203,7 @@ class Resume:
         return shared
 
     def _newest_step(self, key: EngineKey) -> StepId | None:
-        if not self.found(key).steps:
+        if not self.found(key).steps and not self.found(key).unknown:
             return None
         shared = self._open(key)
         if shared is not None:

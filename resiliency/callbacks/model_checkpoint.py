@@ -34,7 +34,7 @@ from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.callbacks._trainer_session import load_in_session, sessions_using, trainer_session
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
-from resiliency.errors import ConfigError
+from resiliency.errors import ConfigError, TierError
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.resume.rank_state import is_step_boundary
@@ -42,8 +42,9 @@ from resiliency.plugins.strategies.base import StrategyAdapter
 from resiliency.plugins.strategies.registry import adapter_for
 from resiliency.settings import environment
 from resiliency.storage.interval import Interval
+from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
-from resiliency.storage.tiers import unknown_store
+from resiliency.storage.tiers import open_tier, unknown_store
 
 if TYPE_CHECKING:
     from resiliency.callbacks._stock import StockModelCheckpoint
@@ -255,9 +256,28 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         if self._auto_resume or (self._auto_resume is None and environment().launch.restarts):
             return
         if "://" in str(dirpath):
-            super()._ModelCheckpoint__warn_if_dir_not_empty(dirpath)
+            if self._is_silent(str(dirpath)):
+                return
+            try:
+                super()._ModelCheckpoint__warn_if_dir_not_empty(dirpath)
+            except Exception as error:  # Boundary: a client library raises anything for what a proxy or store answers.
+                if unknown_store(str(dirpath)):
+                    raise  # the stock class will write there, and it cannot
+                logger.warning("whether %s is empty is not known: %r; training goes on", dirpath, error)
         elif self.save_top_k != 0 and os.path.isdir(dirpath) and os.listdir(dirpath):
             _lightning.warn_user(self.namespace, f"Checkpoint directory {dirpath} exists and is not empty.")
+
+    @staticmethod
+    def _is_silent(dirpath: str) -> bool:
+        """True when the store does not answer: the stock class would wait for it without a limit."""
+        if unknown_store(dirpath):
+            return False
+        try:
+            open_tier(dirpath, glance=True).list(f"{META_DIR}/")
+        except TierError as error:
+            logger.debug("%s cannot be listed: %s", dirpath, error)  # the look for what to resume from says it
+            return bool(error.retryable)
+        return False
 
     def _is_new_fit(self, trainer: Any) -> bool:
         """Ends what is left of an earlier fit whose last hooks did not reach this callback."""

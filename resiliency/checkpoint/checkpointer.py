@@ -129,12 +129,7 @@ class Checkpointer:
         self._sinks = tuple(sinks)
         self._coordinator = coordinator
         self._tier = LocalTier(self._local.directory, durable=False)
-        self._remote_tiers = [
-            open_tier(
-                r.address, name=r.name, **({"storage_options": dict(r.storage_options)} if r.storage_options else {})
-            )
-            for r in self._remotes
-        ]
+        self._remote_tiers = [open_tier(r.address, name=r.name, **_store_options(r)) for r in self._remotes]
         self._planner = ShardPlanner(rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes)
         self._bounce = BouncePool()
         self._late_saves = 0  # of which some are compared with the tensors when they are done, ever fewer
@@ -165,7 +160,6 @@ class Checkpointer:
         session = open_session(
             local=self._local,
             remotes=self._remotes,
-            remote_tiers=self._remote_tiers,
             local_tier=self._tier,
             run=self.run,
             coordinator=coordinator,
@@ -763,6 +757,10 @@ class _Parts:
     saves: SaveTracker
     schedule: RemoteSchedule
     restorer: Restorer
+
+
+def _store_options(remote: RemoteTierOptions) -> dict[str, Any]:
+    return {"storage_options": dict(remote.storage_options)} if remote.storage_options else {}
 
 
 def _default_coordinator(rank: int, world_size: int) -> Coordinator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 _TICKETS = 64
 #: Seconds between two reads of the count of recorded shards, about whose changes the store sends no message.
 _COUNT_EVERY_S = 0.05
+#: Seconds after which the agent is asked for a step that this rank has recorded and that is not committed: the agent of
+#: another rank may have committed it, when ranks do their agents' work themselves.
+_ASK_EVERY_S = 0.25
 #: Added to that count by a rank that has given its part up: more than there are ranks.
 _GIVEN_UP = 1 << 32
 
@@ -73,6 +77,8 @@ class SaveTracker:
         self._tickets: dict[StepId, Ticket] = {}
         self._serials: dict[int, int] = {}
         self._uncounted: set[StepId] = set()
+        self._asks = session.client.config.shared and not self._counted and coordinator.world_size > 1
+        self._awaited: dict[StepId, float] = {}  # recorded, not committed: when the agent is asked next
         self._outcomes: list[Outcome] = []
         self.in_flight: InFlightSave | None = None
         self.skipped = 0
@@ -175,6 +181,7 @@ class SaveTracker:
             self.fail(self.in_flight, reason, kind=type(failure).__name__)
         for message in self._session.client.poll():
             self._process(message)
+        self._ask()
         for step in sorted(self._uncounted):
             recorded = self._count(step, 0)
             if recorded is None:
@@ -187,9 +194,16 @@ class SaveTracker:
                 self._session.client.send(Complete(id=step))
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for a message, or 50 ms when waiting for other ranks; then processes the messages received."""
-        self._session.client.wait_message(min(timeout_s, _COUNT_EVERY_S) if self._uncounted else timeout_s)
+        """Waits for a message, or 50 or 250 ms when waiting for other ranks; then processes the messages received."""
+        pause = _COUNT_EVERY_S if self._uncounted else _ASK_EVERY_S if self._awaited else timeout_s
+        self._session.client.wait_message(min(timeout_s, pause))
         self.process_messages()
+
+    def _ask(self) -> None:
+        now = time.monotonic()
+        for step in [step for step, due in self._awaited.items() if due <= now]:
+            self._awaited[step] = now + _ASK_EVERY_S
+            self._session.client.send(Complete(id=step))
 
     def _count(self, step: StepId, amount: int) -> int | None:
         """Adds to the number of ranks that have recorded a save, and returns it.
@@ -214,6 +228,7 @@ class SaveTracker:
     def _give_up(self, step: StepId, reason: str) -> None:
         """Tells the ranks that wait for this rank's part, and the agent, that it will not come."""
         self._uncounted.discard(step)
+        self._awaited.pop(step, None)
         if self._counted:
             self._count(step, _GIVEN_UP)
         if self._coordinator.world_size > 1:
@@ -257,11 +272,17 @@ class SaveTracker:
         if self._counted:
             self._uncounted.add(step)
             self._count(step, 1)
+        ticket = self._tickets.get(step)
+        if self._asks and ticket is not None and not ticket.failed and not ticket.has_reached(Stage.COMMITTED):
+            self._awaited[step] = time.monotonic() + _ASK_EVERY_S
 
     def _reached(self, step: StepId, stage: Stage, tier: str) -> None:
         ticket = self._tickets.get(step)
         if ticket is None:
             return
+        if tier == LOCAL:
+            # Older ones that are still incomplete will never be committed: a rank failed there.
+            self._awaited = {other: due for other, due in self._awaited.items() if other > step}
         ticket.mark_reached(stage, tier)
         self._health.reach(tier, ticket.step, stage)
         if tier == LOCAL:
@@ -277,6 +298,7 @@ class SaveTracker:
                 ticket.given_up[message.tier] = reason
             self._health.fail_remote(message.tier, step, reason, retrying=message.retrying, gave_way=message.gave_way)
         elif ticket is not None:
+            self._awaited.pop(message.id, None)
             ticket.failed = reason
             in_flight = self._land(message.id)
             if in_flight is not None and in_flight.undo_schedule is not None:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from resiliency.agent.client import AgentClient
 from resiliency.agent.config import AgentConfig, TierSpec
@@ -23,8 +24,8 @@ from resiliency.storage.attempts import largest_of_steps, read_attempt
 from resiliency.storage.claims import largest_claim
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.single_files import restore_folders
+from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._address import local_path
-from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["Session", "open_session"]
@@ -76,7 +77,6 @@ def open_session(
     *,
     local: LocalTierOptions,
     remotes: Sequence[RemoteTierOptions],
-    remote_tiers: Sequence[Tier],
     local_tier: LocalTier,
     run: str,
     coordinator: Coordinator,
@@ -110,7 +110,9 @@ def open_session(
         # Reported to the other ranks before raising, so that they do not wait for this one.
         problem = f"rank {rank}: {local.directory} cannot be used: {error}{_advice(error)}"
     if rank == 0:
-        for tier in remote_tiers:
+        for remote in remotes:
+            store: dict[str, Any] = {"storage_options": remote.storage_options} if remote.storage_options else {}
+            tier = open_tier(remote.address, name=remote.name, glance=True, **store)
             try:
                 there = largest_of_steps(tier, run)
                 largest, line = max(largest, there[0]), max(line, there[1])

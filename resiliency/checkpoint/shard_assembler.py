@@ -97,6 +97,8 @@ class ShardAssembler:
             for index, reader in readers.items():
                 for placed in sharded_chunks(reader):
                     where[placed.chunk.key, placed.chunk.offsets] = (index, placed)
+            if planner is not None:  # it may want each of several tensors that were one
+                _add_further_keys(where, self._sharded.further_keys)
         planner = planner or plan_new()
         self._plan = planner([placed.chunk for _, placed in where.values()])
         for read in self._plan.reads:
@@ -178,9 +180,19 @@ class ShardAssembler:
                 return self._replicated.tree(), own
             return self._replicated.with_leaves(plan.tensors, partial=plan.partial), own
         assert self._sharded is not None and plan is not None
-        absent, wanted = torch.empty(0, device="cpu"), plan.tensors
-        lookup: Any = (lambda key: wanted.get(key, absent)) if plan.partial else wanted.__getitem__
-        return self._sharded.with_leaves(lookup), own
+        return self._sharded.with_leaves(plan.tensors, partial=plan.partial), own
+
+
+def _add_further_keys(
+    where: dict[tuple[str, tuple[int, ...]], tuple[int, Placed]], further_keys: Mapping[str, str]
+) -> None:
+    """Adds the chunks of each leaf under its other keys."""
+    under: dict[str, list[str]] = {}
+    for key, stored in further_keys.items():
+        under.setdefault(stored, []).append(key)
+    for (stored, offsets), (index, placed) in list(where.items()):
+        for key in under.get(stored, ()):
+            where.setdefault((key, offsets), (index, placed._replace(chunk=placed.chunk._replace(key=key))))
 
 
 def _segment(read: Read, placed: Placed) -> _ByteRange | None:
@@ -199,6 +211,8 @@ def _segment(read: Read, placed: Placed) -> _ByteRange | None:
         not whole_rows
         or not plain
         or placed.strides is not None
+        or placed.conjugated
+        or placed.negated
         or target.dtype != dtype_from_name(chunk.dtype)
         or target.shape != read.lengths
     ):

@@ -29,7 +29,7 @@ from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import ConfigError
 from resiliency.state.leaf_kinds import Box, has_memory, kind_of, kind_of_class, refusal
 from resiliency.state.structure import Structure, dump, without_refused
-from resiliency.state.tree import dtype_from_name, keyed_leaves
+from resiliency.state.tree import count_leaves, dtype_from_name, keyed_leaves
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.shard_file import (
     CHUNKS,
@@ -263,6 +263,7 @@ class ShardPlanner:
                     " sharded tensors may hold tensors in those only"
                 )
             leaves[key] = kind_of(leaf).detach(leaf, key)
+        _refuse_hidden(state, structure, keys)
         agreed = self._agree(describe(leaves), coordinator, agree_timeout)
         sources = [
             _source(chunk.key, leaves[chunk.key], Box(chunk.offsets, chunk.sizes)) for chunk in agreed.share.chunks
@@ -353,6 +354,29 @@ class ShardPlanner:
             keys = tuple(dict.fromkeys(str(box["key"]) for of_rank in described for box in of_rank))
             known = self._cached_share = _CachedShare(boxes, share, keys)
         return known
+
+
+def _refuse_hidden(state: Any, structure: Structure, keys: Mapping[int, str]) -> None:
+    """A plain tensor that is also a key of a dict, or in an object, is stored once and comes back in all places. Of a
+    leaf of another class only those places are filled that :func:`keyed_leaves` looks into.
+
+    Raises:
+        ConfigError: one is in another place too.
+    """
+    several = [
+        leaf
+        for leaf in structure.leaves
+        if structure.leaf_uses[id(leaf)] > 1 and type(leaf) not in (Tensor, torch.nn.Parameter)
+    ]
+    if not several:
+        return
+    seen = count_leaves(state)
+    for leaf in several:
+        if structure.leaf_uses[id(leaf)] > seen[id(leaf)]:
+            raise ConfigError(
+                f"the {type(leaf).__qualname__} {keys[id(leaf)]!r} is also a key of a dict or in an object; a state"
+                " may hold sharded tensors in dicts, lists and tuples only"
+            )
 
 
 def _paths(state: Any, structure: Structure) -> dict[int, str]:

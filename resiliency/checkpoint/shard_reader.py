@@ -153,9 +153,11 @@ class ShardReader:
         raw = torch.empty(placed.end - placed.start, dtype=torch.uint8, device="cpu")
         self.copy(placed.start, raw.data_ptr(), raw.numel())
         elements = raw.view(dtype)
-        if placed.strides is not None:
-            return elements.as_strided(chunk.sizes, placed.strides)
-        return elements.view(chunk.sizes)
+        tensor = (
+            elements.view(chunk.sizes) if placed.strides is None else elements.as_strided(chunk.sizes, placed.strides)
+        )
+        tensor = tensor.conj() if placed.conjugated else tensor
+        return torch._neg_view(tensor) if placed.negated else tensor
 
     def close(self) -> None:
         """Idempotent."""

@@ -40,6 +40,7 @@ __all__ = ["ReplicatedState", "ShardedState", "load_rank_state", "sharded_chunks
 _torch_utils: Any = torch._utils
 _sparse_checks: Any = torch.sparse.check_sparse_tensor_invariants
 _new_storage: Any = UntypedStorage
+_can_be_data: Any = torch._has_compatible_shallow_copy_type
 
 
 def load_rank_state(reader: ShardReader, *, allow_pickle: bool) -> Any:
@@ -141,7 +142,8 @@ class ReplicatedState:
             if id(leaf) not in seen:
                 seen[id(leaf)] = leaf
                 self._uses[storage_key] -= 1
-            placed[key] = self._placed(key, describe_tensor(leaf, storage_key))
+            where = self._placed(key, describe_tensor(leaf, storage_key))
+            placed[key] = where._replace(conjugated=leaf.is_conj(), negated=leaf.is_neg())
         if _has_objects(tree):
             return placed, list(self.storages)
         hidden = [key for key, uses in self._uses.items() if uses > 0]
@@ -212,8 +214,6 @@ def _is_plain(leaf: Any) -> bool:
         and not leaf.is_nested
         and not leaf.is_quantized
         and not leaf.is_meta
-        and not leaf.is_conj()
-        and not leaf.is_neg()
     )
 
 
@@ -240,12 +240,38 @@ class ShardedState:
         self._leaves[storage._cdata] = self._keys[int(number)]
         return storage
 
-    def with_leaves(self, leaf: Callable[[str], Any]) -> Any:
-        """The tree with ``leaf(key)`` in the place of each leaf."""
+    @functools.cached_property
+    def further_keys(self) -> dict[str, str]:
+        """For each key under which a leaf is in the tree once more (tied weights), the key under which it is stored."""
+        found = {}
+        for key, stand_in in keyed_leaves(self._tree).items():
+            stored = self._leaves.get(stand_in.untyped_storage()._cdata, key)
+            if stored != key:
+                found[key] = stored
+        return found
+
+    def with_leaves(self, leaves: Mapping[str, Any], *, partial: bool) -> Any:
+        """The tree with these leaves under their keys. ``partial``: others become empty tensors. Call it once.
+
+        Raises:
+            KeyError: not ``partial``, and one is missing.
+        """
+        first_keys = {stored: key for key, stored in reversed(self.further_keys.items()) if key in leaves}
+        first_keys.update({key: key for key in leaves})
+        absent = torch.empty(0, device="cpu")
+        filled: set[int] = set()
 
         def replacement(stand_in: Any) -> Any:
             key = self._leaves.get(stand_in.untyped_storage()._cdata)
-            return stand_in if key is None else leaf(key)
+            if key is None or id(stand_in) in filled:
+                return stand_in
+            leaf = leaves[first_keys.get(key, key)] if not partial or key in first_keys else absent
+            # Into the tensor that stands there, if possible: it may be a key of a dict too, or in an object.
+            if type(leaf) is Tensor and not leaf.is_conj() and not leaf.is_neg() and _can_be_data(stand_in, leaf):
+                filled.add(id(stand_in))
+                stand_in.data = leaf
+                return stand_in
+            return leaf
 
         return replace_leaves(self._tree, replacement)
 

@@ -11,11 +11,13 @@ and a warning says so.
 
 from __future__ import annotations
 
+import glob
 import io
 import logging
 import os
 import posixpath
 import re
+import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -37,7 +39,7 @@ from resiliency.storage.archive import read_directory
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.catalog import StepListing
 from resiliency.storage.fetch import copy_checked
-from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, shard_file
+from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, shard_file
 from resiliency.storage.names import read_name
 from resiliency.storage.own_record import check_identity_is_absent, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, Identity, read_identity
@@ -276,7 +278,8 @@ def load_path(
 def locate_and_load(
     path: str, *, run: str | None = None, rank: int = 0, allow_pickle: bool = False
 ) -> tuple[Located, Any, Any] | None:
-    """As :func:`locate` and :func:`load_path`, also of a name that a job moves on all the time.
+    """As :func:`locate` and :func:`load_path`, also of a name that a job moves on all the time, and of a folder in
+    which it saves and deletes.
 
     Returns:
         The step, its state tree and the per-rank tree; None when nothing of ours is there.
@@ -296,12 +299,20 @@ def locate_and_load(
     raise AssertionError  # the last try returns or raises
 
 
-def _file_at(path: str) -> tuple[int, int] | None:
+def _file_at(path: str) -> object:
+    """What is at a path: equal as long as no other file is there, and in a folder of steps none comes or goes."""
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    if not stat.S_ISDIR(found.st_mode):
+        return found.st_dev, found.st_ino
+    steps = [path, *glob.glob(f"{glob.escape(path)}/{META_DIR}/*/{STEPS_DIR}"), f"{path}/{STEPS_DIR}"]
+    times = {}
+    for folder in (inner for place in steps for inner in (place, *glob.glob(f"{glob.escape(place)}/*/"))):
+        with suppress(OSError):
+            times[folder] = os.stat(folder).st_mtime_ns
+    return times
 
 
 class NameMoved(NoCheckpointFound):

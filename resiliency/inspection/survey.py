@@ -377,20 +377,25 @@ def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
     if len(runs) > 1:
         raise ConfigError(f"{target.path} holds several runs ({', '.join(runs)}); choose one with --run")
     for run in runs:
-        views = survey(label_tiers([target]), run)
-        committed = [view.id for view in views if view.state == "committed"]
-        if committed:
-            _tell_damaged(views, committed[-1])
-            return run, committed[-1]
+        taken, damaged = _newest(target, run)
+        if taken is not None and damaged is not None:
+            # Beside a job that saves and deletes, what was listed may be gone when it is read: that is no damage.
+            before = damaged.id
+            taken, damaged = _newest(target, run)
+            damaged = damaged if damaged is not None and damaged.id == before else None
+        if taken is not None:
+            if damaged is not None:
+                what = damaged.notes[0] if damaged.notes else "files are missing"
+                logger.warning("%s of run %r is damaged: %s; %s is taken instead", damaged.id, run, what, taken)
+            return run, taken
     raise NoCheckpointFound(
         f"{target.path}: no committed checkpoint; `resiliency ckpt ls {target.tier.root}` shows what is there"
     )
 
 
-def _tell_damaged(views: Sequence[StepView], taken: StepId) -> None:
-    """Warns when a newer step than the one that is taken is damaged."""
-    damaged = [view for view in views if view.id > taken and view.state == "damaged"]
-    if damaged:
-        newest = damaged[-1]
-        what = newest.notes[0] if newest.notes else "files are missing"
-        logger.warning("%s of run %r is damaged: %s; %s is taken instead", newest.id, newest.run, what, taken)
+def _newest(target: Target, run: str) -> tuple[StepId | None, StepView | None]:
+    """The newest committed step, and the newest damaged one that is newer."""
+    views = survey(label_tiers([target]), run)
+    taken = max((view.id for view in views if view.state == "committed"), default=None)
+    damaged = [view for view in views if taken is not None and view.id > taken and view.state == "damaged"]
+    return taken, damaged[-1] if damaged else None

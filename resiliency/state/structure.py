@@ -54,6 +54,7 @@ class Structure:
             version counter of the tensor in the state, so that changes in place are noticed. When it does not lie there
             in C order, the bytes are all of its storage.
         leaves: the objects that ``is_leaf`` took; leaf ``i`` stands as an empty tensor of storage ``leaf-<i>``.
+        leaf_uses: how often each of them is met in the tree, by its ``id``.
         signature: equal for two structures with the same storages and the same tensors in them, whatever the values:
             a description of each tensor, and (bytes, location) of each storage.
         torch_described: numbers of the storages that torch describes.
@@ -61,6 +62,7 @@ class Structure:
 
     extents: list[tuple[Tensor, int, int]]
     leaves: list[Any]
+    leaf_uses: dict[int, int]
     signature: tuple[list[Any], list[tuple[int, str]]]
     torch_described: frozenset[int]
     _template: bytes
@@ -239,7 +241,9 @@ def _pickled(kind: type[_Pickler], tree: Any, is_leaf: Callable[[type], bool] | 
     del pickler.reducer_override  # a closure over the pickler: the cycle would keep every tensor until the next gc
     signature = (pickler.tensors, pickler.storages)
     described = frozenset(pickler.torch_described)
-    return Structure(pickler.extents, pickler.leaves, signature, described, file.getvalue(), pickler.nonce)
+    return Structure(
+        pickler.extents, pickler.leaves, pickler.leaf_uses, signature, described, file.getvalue(), pickler.nonce
+    )
 
 
 def _culprit(tree: Any, is_leaf: Any, error: Exception) -> tuple[str, Any, Exception]:
@@ -285,6 +289,7 @@ class _Pickler(pickle.Pickler):
         #: For each marker: (storage, dtype, shape, requires_grad), and (offset, strides) of a tensor not in C order.
         self.tensors: list[Any] = []
         self.leaves: list[Any] = []
+        self.leaf_uses: dict[int, int] = {}
         self.torch_described: set[int] = set()
         self.is_leaf = is_leaf
         #: Storages by (address, bytes, dtype): a shorter view of the same bytes must not come between two tied tensors,
@@ -449,6 +454,7 @@ class _FullPickler(_Pickler):
         def reduce(obj: Any) -> Any:
             if is_leaf is not None and is_leaf(type(obj)):
                 self.leaves.append(obj)
+                self.leaf_uses[id(obj)] = 1
                 standing = _LeafStorage(f"{LEAF_PREFIX}{len(self.leaves) - 1}")
                 return _rebuild_tensor, (standing, 0, (0,), (1,), False, OrderedDict())
             if type(obj) in _STORAGES:
@@ -461,6 +467,8 @@ class _FullPickler(_Pickler):
         self.reducer_override = reduce
 
     def persistent_id(self, obj: Any) -> Any:
+        if id(obj) in self.leaf_uses:  # once more: the first time it comes here it is not known yet
+            self.leaf_uses[id(obj)] += 1
         if isinstance(obj, _LeafStorage):
             return ("storage", torch.ByteStorage, obj.key, "cpu", 0)
         if isinstance(obj, TypedStorage):

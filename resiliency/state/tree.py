@@ -13,7 +13,7 @@ from torch import Tensor
 from resiliency.errors import ConfigError
 from resiliency.state.leaf_kinds import kind_of_class
 
-__all__ = ["dtype_from_name", "dtype_name", "is_leaf", "keyed_leaves", "replace_leaves"]
+__all__ = ["count_leaves", "dtype_from_name", "dtype_name", "is_leaf", "keyed_leaves", "replace_leaves"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -56,6 +56,23 @@ def keyed_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> dict[st
         return leaf
 
     _walk(tree, "", take, is_leaf)
+    return found
+
+
+def count_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> collections.Counter[int]:
+    """How often :func:`keyed_leaves` would find each leaf, by its ``id``, if it looked into each container once."""
+    found: collections.Counter[int] = collections.Counter()
+    seen: set[int] = set()
+
+    def count(value: Any) -> None:
+        if is_leaf(value):
+            found[id(value)] += 1
+        elif isinstance(value, dict | list | tuple | collections.deque) and id(value) not in seen:
+            seen.add(id(value))
+            for item in value.values() if isinstance(value, dict) else value:
+                count(item)
+
+    count(tree)
     return found
 
 

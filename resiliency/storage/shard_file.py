@@ -244,12 +244,16 @@ class Placed(NamedTuple):
 
     Attributes:
         strides: elements between neighbours in each dimension, of a tensor that is not in C order; None: C order.
+        conjugated, negated: the tensor's elements are those of the file, conjugated or negated, as torch stores lazy
+            views.
     """
 
     chunk: Chunk
     start: int
     end: int
     strides: tuple[int, ...] | None = None
+    conjugated: bool = False
+    negated: bool = False
 
 
 def chunks_to_json(chunks: Mapping[str, Chunk]) -> bytes:

@@ -103,6 +103,34 @@ def test_the_next_agent_finishes_what_a_killed_one_began(tmp_path: Path, added: 
     assert [restored.per_rank["rng"][0] for restored in loaded(tmp_path)] == [0, 1]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_ranks_that_do_the_work_themselves_cut_off_what_a_killed_agent_began(
+    tmp_path: Path, order: tuple[int, int]
+) -> None:
+    """Rank 1 may be first: it must not write the manifest over a file that is longer than its record says."""
+    config = half_committed(tmp_path)
+    with open(step_dir(tmp_path, RUN, 1) / "shard-00000.ckpt", "ab") as file:
+        file.write(b"PK\x03\x04 half an entry")
+    for agent in [start(dataclasses.replace(config, local_ranks=(rank,)), only_agent=lambda: False) for rank in order]:
+        settle(agent)
+    (listing,) = scan(LocalTier(tmp_path), RUN)
+    assert listing.committed and not listing.missing_files()
+    assert [restored.per_rank["rng"][0] for restored in loaded(tmp_path)] == [0, 1]
+
+
+def test_what_an_agent_may_be_adding_to_is_left_alone(tmp_path: Path) -> None:
+    """A rank that begins to do the work itself, while an agent is still there."""
+    config = half_committed(tmp_path)
+    shard = step_dir(tmp_path, RUN, 1) / "shard-00000.ckpt"
+    with shard.open("ab") as file:
+        file.write(b"PK\x03\x04 half an entry")
+    before = shard.read_bytes()
+    settle(
+        start(dataclasses.replace(config, local_ranks=(0,)), only_agent=lambda: False, may_finish=lambda: False),
+    )
+    assert shard.read_bytes() == before and not scan(LocalTier(tmp_path), RUN)[0].committed
+
+
 @pytest.mark.parametrize("point", ["agent.join.write", "agent.join.record"])
 @pytest.mark.parametrize("action", ["error", "full"])
 def test_a_disk_that_fails_leaves_the_step_as_it_was(tmp_path: Path, point: str, action: str) -> None:

@@ -185,7 +185,7 @@ def test_embedded_agents_put_the_shares_together_from_their_records(
     local: Path, start: Start, order: tuple[int, ...]
 ) -> None:
     host = config_for(local, world_size=3, local_ranks=(0, 1, 2))
-    started = [start(dataclasses.replace(host, local_ranks=(rank,)), only_agent=False) for rank in range(3)]
+    started = [start(dataclasses.replace(host, local_ranks=(rank,)), only_agent=lambda: False) for rank in range(3)]
     agents = [agent for agent, _ in started]
     seals = parts(host, 1, writers=3)
     for rank in order:
@@ -331,7 +331,7 @@ def test_embedded_agents_of_a_host_with_its_own_folder_commit_send_and_delete_th
     for config in hosts:
         for rank in config.local_ranks:
             alone = dataclasses.replace(config, local_ranks=(rank,))
-            agents[rank], heard[rank] = start(alone, only_agent=False)
+            agents[rank], heard[rank] = start(alone, only_agent=lambda: False)
     for step in (1, 2):
         seals = {
             rank: seal

@@ -116,8 +116,34 @@ def test_what_was_committed_before_the_failure_is_restored_after_it(local: Path,
         for step in (2, 3, 4):
             assert not saved(checkpointer, step)
     faultpoints.arm("")
-    # All records are on disk when only the manifest cannot be written: such a step is whole, and newer.
-    assert loads(local) == (4 if point == "agent.manifest.write" else 1)
+    assert loads(local) == 1, "what was said to have failed is there"
+    assert {step.step for step in step_dirs(local)} == {1}, "what has failed takes room"
+
+
+def test_a_full_disk_at_the_manifest_gives_way_to_files_prepared_in_advance(
+    local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is committed: what is missing is small, and files for the next saves are the size of the state."""
+    put_bytes = LocalTier.put_bytes
+    full = False
+
+    def put(tier: LocalTier, key: str, data: bytes) -> None:
+        if full and key.endswith("manifest.json") and list(local.glob(".resiliency/*/files/*")):
+            raise TierError("full", retryable=True) from OSError(errno.ENOSPC, "No space left on device")
+        put_bytes(tier, key, data)
+
+    monkeypatch.setattr(LocalTier, "put_bytes", put)
+    state = {"large": torch.arange(1 << 19)}
+    with make_checkpointer(local) as checkpointer:
+        checkpointer.warm_up(state)
+        assert list(local.glob(".resiliency/*/files/*")), "nothing was prepared"
+        for step in (1, 2):
+            full = step == 2
+            ticket = checkpointer.save(step, state)
+            assert ticket is not None
+            ticket.wait(Stage.COMMITTED, timeout=SOON)
+            assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
+    assert not events(local, "checkpoint_failed")
 
 
 @pytest.mark.parametrize("point", ["save.eager", "save.fill"])

@@ -387,3 +387,49 @@ def test_a_tensor_that_is_also_a_key_or_an_attribute_comes_back_there_too(
     assert restored is not None and torch.equal(restored.state["a"], tensor)
     there = found(restored.state["held"])
     assert isinstance(there, torch.Tensor) and torch.equal(there, tensor)
+
+
+_COMPLEX = torch.complex(torch.arange(12.0), -torch.arange(12.0)).view(4, 3)
+_VIEWS = {
+    "conjugate": lambda: _COMPLEX.clone().conj(),
+    "conjugate transpose": lambda: _COMPLEX.clone().mH,
+    "part of a conjugate": lambda: _COMPLEX.clone().conj()[1:3, ::2],
+    "imaginary part of a conjugate": lambda: _COMPLEX.clone().conj().imag,
+    "negative": lambda: torch._neg_view(torch.arange(5.0)),
+    "empty conjugate": lambda: torch.empty((0, 3), dtype=torch.complex64).conj(),
+}
+_TARGETS = {
+    "plain": lambda zeros: zeros,
+    "negative": torch._neg_view,
+    "conjugate": lambda zeros: zeros.conj() if zeros.is_complex() else torch._neg_view(zeros),
+}
+
+
+@pytest.mark.parametrize("stored", _VIEWS)
+def test_lazy_conjugates_and_negatives_are_loaded_into_tensors_with_and_without_such_a_view(
+    tmp_path: Path, stored: str
+) -> None:
+    tensor, other = _VIEWS[stored](), torch.arange(3.0)
+    with make_checkpointer(tmp_path) as checkpointer:
+        ticket = checkpointer.save(1, {"x": tensor, "w": other})
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED)
+        chosen = checkpointer.load(keys=lambda key: key == "x")
+        assert chosen is not None and torch.equal(chosen.state["x"], tensor)
+        for make in _TARGETS.values():
+            target = make(torch.zeros(tensor.shape, dtype=tensor.dtype))
+            into = {"x": target, "w": torch.zeros(3)}
+            restored = checkpointer.load(into=into)
+            assert restored is not None and torch.equal(into["w"], other)
+            assert torch.equal(target, tensor) and torch.equal(restored.state["x"], tensor)
+
+
+@pytest.mark.parametrize("target", ["negative", "conjugate"])
+def test_a_plain_tensor_is_loaded_into_a_lazy_view(tmp_path: Path, target: str) -> None:
+    with make_checkpointer(tmp_path) as checkpointer:
+        ticket = checkpointer.save(1, {"x": _COMPLEX.clone()})
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED)
+        into = {"x": _TARGETS[target](torch.zeros_like(_COMPLEX))}
+        checkpointer.load(into=into)
+    assert torch.equal(into["x"], _COMPLEX)

@@ -17,6 +17,7 @@ from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
 from resiliency.inspection import by_path
 from resiliency.inspection.by_path import NameMoved, load_path, locate, locate_and_load
+from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import (
     RUN,
     Series,
@@ -183,6 +184,64 @@ def test_a_name_that_moves_on_while_it_is_read_is_no_damage(series: Series, monk
     with pytest.raises(CorruptShard, match=r"last\.ckpt"):
         locate_and_load(str(name))
     assert locate_and_load(str(series.root / "nothing.ckpt")) is None
+
+
+@pytest.mark.parametrize("place", [".", f".resiliency/{RUN}"])
+@pytest.mark.parametrize("deleted", ["looked up", "opened"])
+def test_a_step_that_is_deleted_while_its_folder_is_read_is_no_damage(
+    series: Series, monkeypatch: pytest.MonkeyPatch, place: str, deleted: str
+) -> None:
+    """As beside a job that keeps one step: the newer one is taken."""
+    newer, aside = step_dir(series.local_dir, RUN, 20), series.root / "aside"
+    newer.rename(aside)
+
+    def saves_and_deletes() -> None:
+        if aside.exists():
+            aside.rename(newer)
+            shutil.rmtree(step_dir(series.local_dir, RUN, 10))
+
+    original = {"looked up": by_path.survey.one_step, "opened": by_path.ShardReader}[deleted]
+
+    def meanwhile(*args: Any, **further: Any) -> Any:
+        if deleted == "opened":
+            saves_and_deletes()
+            return original(*args, **further)
+        found = original(*args, **further)
+        saves_and_deletes()
+        return found
+
+    monkeypatch.setattr(
+        *((by_path.survey, "one_step") if deleted == "looked up" else (by_path, "ShardReader")), meanwhile
+    )
+    found = locate_and_load(str(series.local_dir / place), rank=1)
+    assert found is not None and found[0].id.step == 20
+    assert differences(found[1:], (make_state(20), Series.per_rank(20, 1))) == []
+    flip_bits(newer / "shard-00000.ckpt", [(5000, 5001)])
+    with pytest.raises(CorruptShard, match="do not match"):
+        locate_and_load(str(series.local_dir / place))
+
+
+def test_a_step_that_is_deleted_while_a_folder_is_listed_is_not_called_damaged(
+    series: Series, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newer one than that which is taken: the one after it is durable by then."""
+    newest, aside = step_dir(series.local_dir, RUN, 20), series.root / "aside"
+    read = LocalTier.read
+
+    def meanwhile(tier: LocalTier, key: str) -> bytes:
+        if newest.name in key and not aside.exists():
+            newest.rename(aside)
+        return read(tier, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalTier, "read", meanwhile)
+        assert step_of(series.local_dir) == 10
+    assert aside.exists() and "damaged" not in caplog.text
+    aside.rename(newest)
+    (newest / "manifest.json").write_text("{")
+    (newest / "shard-00000.json").write_text("{")
+    assert step_of(series.local_dir) == 10
+    assert "is damaged" in caplog.text
 
 
 def test_a_copy_beside_its_step_is_checked(series: Series, caplog: pytest.LogCaptureFixture) -> None:

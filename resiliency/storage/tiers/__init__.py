@@ -11,12 +11,14 @@ from resiliency.storage.tiers.base import ObjectInfo, Tier
 __all__ = ["ObjectInfo", "Tier", "open_tier", "unknown_store"]
 
 
-def open_tier(address: str, **options: Any) -> Tier:
+def open_tier(address: str, *, glance: bool = False, **options: Any) -> Tier:
     """The tier of an address. Opens no connection and accesses no disk before the first verb.
 
     Args:
         address: "/folder", "folder" or "file:///folder" give a :class:`~.local.LocalTier`; every other scheme
             ("gs://bucket/job", "memory://x") an :class:`~.object_store.ObjectStoreTier`.
+        glance: for listings at the start of a job, which must not wait long for a store that hangs, and may do without:
+            see :mod:`~._glance`.
         options: passed to the class (``durable``, ``name``; ``storage_options``, ``deadline``, ``attempts``, ``name``).
 
     Raises:
@@ -29,6 +31,10 @@ def open_tier(address: str, **options: Any) -> Tier:
         from resiliency.storage.tiers.local import LocalTier
 
         return LocalTier(path, **options)
+    if glance:
+        from resiliency.storage.tiers._glance import GlancedStore
+
+        return GlancedStore(address, **options)
     from resiliency.storage.tiers.object_store import ObjectStoreTier
 
     return ObjectStoreTier(address, **options)
