@@ -64,7 +64,8 @@ class LocalPruner:
         tier = self._config.local
         self._forget_what_is_gone()
         with self._steps.lock:
-            durable = [step.committed for step in self._steps.select() if step.committed is not None and step.durable]
+            committed = self._steps.select(lambda step: step.committed is not None)
+            durable = [step.committed for step in committed if step.committed is not None and step.durable]
             if not durable:
                 return
             newest = max(step.id for step in durable)
@@ -73,7 +74,8 @@ class LocalPruner:
             started = any(step.id.of_attempt(self._config.attempt, self._config.token) for step in durable)
             with self._lock:
                 held = self._held.held(durable) if self._held is not None else frozenset()
-                due = due_requests(self._requests, durable, held)
+                # While a start syncs the steps that it found, a request is also about those whose turn comes later.
+                due = due_requests(self._requests, durable, held, committed=[step.id for step in committed])
             unfinished = [step.id for step in self._steps.select(lambda step: step.committed is None)]
             kept = self._steps.select(lambda step: step.pins > 0 or (step.committed is not None and not step.durable))
             busy = {step.id for step in kept} | held

@@ -67,7 +67,11 @@ class Hold:
 
 
 def due_requests(
-    requests: Mapping[str, DeleteRequest], safe: Collection[StepRecords], held: Collection[StepId]
+    requests: Mapping[str, DeleteRequest],
+    safe: Collection[StepRecords],
+    held: Collection[StepId],
+    *,
+    committed: Iterable[StepId] = (),
 ) -> dict[str, StepId]:
     """Names that may be deleted now, each with the newest step the request covers.
 
@@ -75,11 +79,12 @@ def due_requests(
         requests: by name.
         safe: the durable steps.
         held: steps that keep their names for now.
+        committed: further steps that a request may cover, although they are not durable yet.
     """
-    known = [step.id for step in safe]
-    if not known:
+    if not safe:
         return {}
-    live, newest = live_names(safe), max(known)
+    live, newest = live_names(safe), max(step.id for step in safe)
+    known = {step.id for step in safe}.union(committed)
     due: dict[str, StepId] = {}
     for name, request in requests.items():
         upto = request.newest_covered(known)

@@ -129,6 +129,7 @@ class FaultProxy:
 class _Handler(BaseHTTPRequestHandler):
     state: _State
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and content are two writes
 
     def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

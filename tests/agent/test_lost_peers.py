@@ -27,6 +27,7 @@ from resiliency.errors import AgentError
 from resiliency.events import EventWriter
 from resiliency.storage.stage import Stage
 from tests.agent.sealing import config_for, sealed
+from tests.processes import wait_ended
 
 
 @pytest.fixture
@@ -122,8 +123,7 @@ def test_a_child_of_a_killed_trainer_does_not_delay_the_restart(config: AgentCon
 def test_an_agent_ends_when_its_trainer_was_killed_though_a_child_has_the_socket(config: AgentConfig) -> None:
     child = killed_trainer(config, "process")
     try:
-        _, alive = psutil.wait_procs(agents_of(config), timeout=15)
-        assert not alive and psutil.pid_exists(child)
+        assert not wait_ended(agents_of(config), timeout_s=15) and psutil.pid_exists(child)
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -152,7 +152,7 @@ def test_what_a_killed_trainer_sent_last_is_still_committed(config: AgentConfig,
         trainer.stdout.close()
         process = psutil.Process(agent)
         process.resume()
-        process.wait(15)
+        assert not wait_ended([process], timeout_s=15)
         assert list(Path(config.local.address).rglob("manifest.json")), "the last save of the trainer is lost"
     finally:
         os.kill(child, signal.SIGKILL)
@@ -179,8 +179,9 @@ def test_another_live_job_is_still_refused(config: AgentConfig, monkeypatch: pyt
 
 @pytest.fixture
 def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped agent is given up after a second."""
-    monkeypatch.setattr(client_module, "_STOPPED_S", 1.0)
+    """A stopped agent is given up after half a second."""
+    monkeypatch.setattr(client_module, "_STOPPED_S", 0.5)
+    monkeypatch.setattr(client_module, "_LOOK_S", 0.1)
 
 
 @pytest.mark.usefixtures("sooner")
@@ -252,6 +253,7 @@ def test_who_waits_does_not_wait_for_a_stopped_agent(
         rank.close()
 
 
+@pytest.mark.usefixtures("sooner")
 def test_an_agent_that_is_stopped_at_the_end_does_not_stay(
     config: AgentConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -265,9 +267,8 @@ def test_an_agent_that_is_stopped_at_the_end_does_not_stay(
     assert agents_of(config) == [] and "the next start finishes its work" in caplog.text
 
 
-def test_ranks_that_find_a_stopped_agent_at_the_same_moment_both_start_the_next(
-    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("sooner")
+def test_ranks_that_find_a_stopped_agent_at_the_same_moment_both_start_the_next(config: AgentConfig) -> None:
     """One kills it; of a process that has just been killed nothing can be read any more."""
     old = client_of(config)
     old.open()
@@ -278,12 +279,13 @@ def test_ranks_that_find_a_stopped_agent_at_the_same_moment_both_start_the_next(
 
     def killed_by_another(peer: client_module.Peer, word: str) -> bool:
         assert runs(peer, word) and peer.kill() and peer.wait_gone(10)
-        monkeypatch.undo()
+        patched.undo()
         return runs(peer, word)
 
-    monkeypatch.setattr(client_module.Peer, "runs", killed_by_another)
     new = client_of(next_attempt(config))
-    new.open()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(client_module.Peer, "runs", killed_by_another)
+        new.open()
     try:
         assert not new.embedded
     finally:

@@ -21,6 +21,7 @@ from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.agent.server import EXIT_TAKEN, AgentServer
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
+from resiliency.storage.manifest import MANIFEST
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
@@ -167,7 +168,9 @@ def test_a_new_attempt_joins_an_agent_that_is_still_sending(
     from datetime import timedelta
 
     free = threading.Event()
-    remote = SlowTier(LocalTier(tmp_path / "remote", name="store"), delay=timedelta(seconds=30), pause=free.wait)
+    store = LocalTier(tmp_path / "remote", name="store")
+    # The upload that waits is cut off; the next one does not wait.
+    remote = SlowTier(store, delay=timedelta(seconds=30), pause=lambda s: not free.is_set() and free.wait(s))
     monkeypatch.setattr(uploader, "open_tier", lambda *_, **__: remote)
     config = dataclasses.replace(
         config, world_size=1, local_ranks=(0,), remotes=(TierSpec(address=str(tmp_path / "remote"), name="store"),)
@@ -186,6 +189,8 @@ def test_a_new_attempt_joins_an_agent_that_is_still_sending(
     new.open()
     try:
         assert not new.embedded
+        assert new.flush(Stage.DURABLE, tier="store", timeout_s=10)
+        assert [info for info in store.list("") if info.key.endswith(MANIFEST)]
     finally:
         new.close()
 

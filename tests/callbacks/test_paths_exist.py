@@ -25,7 +25,7 @@ BEST: dict[str, Any] = {
     "save_last": True,
 }
 #: Long against a step of these trainings (a millisecond), so that no commit is done by the next hook.
-SLOW = "agent.manifest.write:delay=0.15@*"
+SLOW = "agent.manifest.write:delay=0.05@*"
 HOOKS = (
     "on_train_batch_start on_train_batch_end on_before_optimizer_step on_train_epoch_end on_validation_start"
     " on_validation_end on_train_end on_fit_end"

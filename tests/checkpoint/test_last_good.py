@@ -23,6 +23,7 @@ from resiliency.agent import core
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Stage, Ticket
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.snapshot import Snapshot
+from resiliency.storage.manifest import ShardRecord
 from resiliency.testing.checkpoints import flip_bits, step_dir
 
 SOON = timedelta(seconds=30)
@@ -56,7 +57,7 @@ def damaged_newest(folder: Path, *, bucket: Path | None = None) -> None:
     with job(folder, bucket=bucket) as first:
         for step in (10, 20, 30):
             save(first, step, names=[f"{step}.ckpt"]).wait(Stage.DURABLE, timeout=SOON)
-        assert first.flush(timeout=SOON)
+            assert first.flush(timeout=SOON)  # a step that the bucket is too busy for gives way to the next one
     for place in (folder, bucket):
         if place is not None:
             damage(place, 30)
@@ -77,7 +78,7 @@ def settled(checkpointer: Checkpointer) -> None:
 
 
 def gone_soon(folder: Path, name: str = GOOD) -> bool:
-    deadline, pause = time.monotonic() + 60, threading.Event()
+    deadline, pause = time.monotonic() + 20, threading.Event()
     while (folder / name).exists() and time.monotonic() < deadline:
         pause.wait(0.05)  # a folder notifies nobody
     return not (folder / name).exists()
@@ -100,6 +101,33 @@ def test_a_deletion_before_the_first_save_waits_for_it(tmp_path: Path) -> None:
         save(second, 25).wait(Stage.DURABLE, timeout=SOON)
         settled(second)
         assert gone_soon(tmp_path), "and it is done when it may be"
+
+
+def test_a_deletion_is_not_forgotten_while_a_start_still_syncs_the_steps_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the steps 10, 20 and 30 only the first is durable when the agent first looks what it may delete."""
+    damaged_newest(tmp_path)
+    held, go_on, fsync = threading.Event(), threading.Event(), core.fsync_step
+
+    def fsync_step(root: str, folder: str, records: list[ShardRecord]) -> None:
+        if records[0].id.step == 20:
+            held.set()
+            assert go_on.wait(20)
+        fsync(root, folder, records)
+
+    monkeypatch.setattr(core, "fsync_step", fsync_step)
+    with job(tmp_path) as second:
+        try:
+            resume(second)
+            assert held.wait(20)
+            second.delete(GOOD)
+            assert nothing_left_to_delete(second)
+        finally:
+            go_on.set()
+        save(second, 25).wait(Stage.DURABLE, timeout=SOON)
+        settled(second)
+        assert gone_soon(tmp_path)
 
 
 def test_other_names_are_deleted_without_waiting(tmp_path: Path) -> None:

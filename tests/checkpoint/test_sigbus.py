@@ -100,7 +100,7 @@ def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
 @pytest.mark.timeout(240)
 def test_no_rank_dies_when_another_has_a_smaller_state(run: Run, folder: Path) -> None:
     """Rank 0 ends the file while rank 1 still stores behind that end. The save fails, and says why."""
-    results = run(_RANKS, [str(folder), [4, 64], ["", "save.block:delay=3@1"]], ranks=2)
+    results = run(_RANKS, [str(folder), [4, 64], ["", "save.block:delay=1.5@1"]], ranks=2)
     assert [code for code, _ in results] == [0, 0], f"a rank was killed by a signal: {results}"
     for _, said in results:
         assert "different sets of tensors" in said[0] and said[1] == "committed", results

@@ -196,8 +196,8 @@ def test_a_process_that_was_stopped_at_the_fence_does_not_take_the_copy_for_hang
     assert snapshot.opened.wait(10)
     while snapshot._next == 0:
         threading.Event().wait(0.001)  # until the copy thread has the only block
-    threading.Timer(1.2, woken.set).start()
-    copier.fence(snapshot, deadline_s=1.0)
+    threading.Timer(0.6, woken.set).start()
+    copier.fence(snapshot, deadline_s=0.5)
 
 
 @pytest.mark.parametrize("fenced", [True, False])

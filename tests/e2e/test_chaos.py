@@ -46,6 +46,7 @@ def _torment(world: World, seed: int, count: int, stop: threading.Event) -> None
             world.problems.append(f"processes {left} cannot be ended")
 
 
+@pytest.mark.long
 @pytest.mark.kill
 @pytest.mark.timeout(180 + 2 * ACTIONS)
 def test_whatever_happens_what_is_loaded_is_the_newest_committed_state(zygote: Zygote, tmp_path: Path) -> None:

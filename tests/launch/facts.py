@@ -15,8 +15,9 @@ import sys
 import threading
 import warnings
 
-import numpy as np
-import torch
+if __name__ == "__main__":  # a spawned process imports this file again, and would take seconds for them
+    import numpy as np
+    import torch
 
 
 class Mine:

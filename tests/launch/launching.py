@@ -17,6 +17,7 @@ import psutil
 
 from resiliency.cli.main import main
 from resiliency.testing.zygote import WorkerProcess, Zygote
+from tests.processes import wait_ended
 
 __all__ = ["ROOT", "Job", "run_launcher", "wait_for"]
 
@@ -93,8 +94,7 @@ class Job:
 
     def left(self, timeout_s: float = 10) -> list[psutil.Process]:
         """What still runs of all that was seen, after a wait for its end."""
-        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=timeout_s)
-        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        return wait_ended(self._seen.values(), timeout_s=timeout_s)
 
     def close(self) -> None:
         self.descendants()

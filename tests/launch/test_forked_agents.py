@@ -15,6 +15,7 @@ from resiliency.agent._command import AGENT_WORD
 from resiliency.checkpoint import Checkpointer
 from resiliency.checkpoint.options import LocalTierOptions
 from tests.launch.launching import wait_for
+from tests.processes import wait_ended
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -84,7 +85,7 @@ def test_an_agent_is_forked_where_ranks_are(standby: bool, launch: Any, tmp_path
     assert not {path for path in held if str(tmp_path) not in path}
     (tmp_path / "go-0-1").write_text("end")
     assert job.wait() == 0, job.text
-    psutil.wait_procs([agent], timeout=30)
+    assert not wait_ended([agent], timeout_s=30)
     assert agents(tmp_path) == []
     assert newest(directory) == 1
 
@@ -95,12 +96,10 @@ def test_an_agent_outlives_a_launcher_that_is_killed_and_ends_by_itself(launch: 
     (agent,) = agents(tmp_path)
     agent.suspend()  # it is to be there still when the others are gone
     os.kill(job.pid, signal.SIGKILL)
-    psutil.wait_procs([rank], timeout=30)
-    assert not rank.is_running()
+    assert not wait_ended([rank], timeout_s=30)
     assert agent.is_running() and agent.status() == psutil.STATUS_STOPPED
     agent.resume()
-    _, alive = psutil.wait_procs([agent], timeout=60)
-    assert not alive
+    assert not wait_ended([agent], timeout_s=60)
     assert newest(tmp_path / "checkpoints") == 1
 
 
@@ -124,7 +123,7 @@ def test_without_standbys_left_an_agent_is_a_new_interpreter(launch: Any, tmp_pa
     others = [process for process in job.descendants() if process.pid not in (rank, agent.pid)]
     for process in others:  # the zygote and its standbys
         process.kill()
-    psutil.wait_procs(others, timeout=10)
+    assert not wait_ended(others, timeout_s=10)
     agent.kill()
     (tmp_path / "go-0-1").write_text("on")
     wait_for(tmp_path / "saved-0-2")

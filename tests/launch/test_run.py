@@ -22,6 +22,7 @@ from resiliency.launch.run import EXIT_GAVE_UP
 from resiliency.testing.zygote import Zygote
 from tests.launch import facts as facts_script
 from tests.launch.launching import ROOT, Job, wait_for
+from tests.processes import wait_ended
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -289,7 +290,7 @@ def test_ranks_outlive_the_process_that_forked_them_and_the_next_ones_are_forked
     others = [process for process in job.descendants() if process.pid not in pids]
     for process in others:  # the zygote and its standbys
         process.kill()
-    psutil.wait_procs(others, timeout=10)
+    assert not wait_ended(others, timeout_s=10)
     assert all(psutil.pid_exists(pid) for pid in pids)
     os.kill(pids[0], signal.SIGKILL)
     for rank in (0, 1):

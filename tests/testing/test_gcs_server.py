@@ -15,6 +15,7 @@ import pytest
 from resiliency.errors import ConfigError, Timeout
 from resiliency.testing import gcs_server
 from resiliency.testing.gcs_server import FakeGcs
+from tests.processes import wait_ended
 
 
 def test_it_serves_from_start_to_stop() -> None:
@@ -57,8 +58,7 @@ def test_it_dies_with_a_killed_parent() -> None:
             assert any("fake-gcs-server" in " ".join(member.cmdline()) for member in family)
         finally:
             child.send_signal(signal.SIGKILL)
-    # Orphans are reaped by init, which may not be there in a container; a zombie is dead enough.
-    alive = [p for p in psutil.wait_procs(family, timeout=0.5)[1] if p.status() != psutil.STATUS_ZOMBIE]
+    alive = wait_ended(family, timeout_s=0.5)
     names = [process.cmdline() for process in alive]
     for process in alive:
         process.kill()
