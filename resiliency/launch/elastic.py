@@ -160,7 +160,7 @@ class StandbyAgent(LocalElasticAgent):
             files = (1 if stdout is None else stdout, 2 if stderr is None else stderr)
             if link is not None and self._links.start(link, self._starts, environment, files):
                 return process
-            _kill(process)
+            self._end(process)
         if self._zygote is None:
             return None
         try:
@@ -197,8 +197,12 @@ class StandbyAgent(LocalElasticAgent):
 
     def _end_kept(self) -> None:
         for process in self._kept.values():
-            _kill(process)
+            self._end(process)
         self._kept.clear()
+
+    def _end(self, process: Any) -> None:
+        _kill(process)
+        self._links.forget(process.pid)
 
     def _replace_lost(self) -> None:
         """Gives the place of a rank that did not leave its attempt, or that ended instead, to a new process."""
@@ -220,7 +224,7 @@ class StandbyAgent(LocalElasticAgent):
                 _kill(handler.proc)
                 self._links.serve()
                 began = link.deadline is None  # at the last moment: the others may have met it
-                self._links.drop(link)
+                self._links.forget(handler.proc.pid)
                 if began:
                     continue
                 handler.start_again()
@@ -267,7 +271,9 @@ class StandbyAgent(LocalElasticAgent):
         return dict(getattr(self._pcontext, "subprocess_handlers", {}))
 
     def _seconds_to_deadline(self) -> float:
-        return max(0.0, min((deadline - time.monotonic() for deadline in self._links.deadlines()), default=_QUIET_S))
+        links = [self._links.leaving(handler.proc.pid) for handler in self._handlers().values()]
+        deadlines = [link.deadline for link in links if link is not None and link.deadline is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else _QUIET_S
 
     # -- how their end is seen ----------------------------------------------------------------------------------------
 

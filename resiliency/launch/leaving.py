@@ -92,9 +92,14 @@ def leave_attempt(error: BaseException, *, children: Collection[int]) -> None:
 
 def _destroy_groups() -> None:
     distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    if distributed is None or not distributed.is_available():
         return
     try:
-        distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
     except Exception:  # Boundary: whatever a backend raises whose peers are gone; the next attempt has its own group.
         logger.warning("the process group of the attempt that ended was not destroyed cleanly", exc_info=True)
+    # Groups are numbered, and meet under their numbers: one that was left while it formed has one, too.
+    world = getattr(distributed.distributed_c10d, "_world", None)
+    if world is not None and hasattr(world, "group_count"):
+        world.group_count = 0

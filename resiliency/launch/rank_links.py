@@ -194,9 +194,10 @@ class RankLinks:
         if link.deadline is None:
             self.drop(link)
 
-    def deadlines(self) -> list[float]:
-        """Monotonic seconds by which ranks that were told to leave must have begun again."""
-        return [link.deadline for link in self._links if link.deadline is not None]
+    def forget(self, group: int) -> None:
+        """Drops all connections of a rank that has ended."""
+        for link in [link for link in self._links if link.group == group]:
+            self.drop(link)
 
     def drop(self, link: RankLink) -> None:
         """Forgets a rank. Idempotent."""

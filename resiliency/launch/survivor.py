@@ -198,6 +198,7 @@ class _Survivor:
     def _meet_again(self) -> None:
         """Waits for the next attempt, and takes its environment and output. Blocks: until the launcher starts it."""
         while self._is_to_leave():
+            self._has_left()  # also one that has ended before it was begun here
             order = self._orders.get()
             if order is None:
                 raise ResiliencyError("the launcher has ended, so there is no further attempt")

@@ -23,7 +23,7 @@ from resiliency.agent._command import AGENT_WORD
 from tests.launch import soak_job
 from tests.launch.launching import ROOT, Job
 
-FAULTS = int(os.environ.get("RESILIENCY_SOAK", "16"))
+FAULTS = int(os.environ.get("RESILIENCY_SOAK", "10"))
 RANKS = 3
 
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(120 + 20 * FAULTS)]

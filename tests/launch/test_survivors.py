@@ -168,6 +168,34 @@ def test_ranks_that_wait_for_a_dead_one_in_a_collective_leave_it(launch: Any, tm
     assert [len(set(pids)) for pids in _processes(job.text).values()] == [2, 2, 2, 2], job.text
 
 
+def test_ranks_that_form_a_group_when_a_peer_dies_form_the_next_one(launch: Any, tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys, time
+        from datetime import timedelta
+        import torch
+        import torch.distributed as dist
+        from resiliency.launch import restartable
+
+        @restartable
+        def main():
+            rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            os.write(1, f"rank {rank} attempt {attempt} process {os.getpid()}\\n".encode())
+            if rank == 1 and attempt in (1, 2):
+                time.sleep(0.5)  # the others wait for it
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+            if rank == 1 and attempt == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+            dist.destroy_process_group()
+
+        main()
+    """
+    job = launch(script, "--nproc-per-node", 3, "--max-restarts", 3, "--crash-loop", 0)
+    assert job.wait() == 0, job.text
+    assert [len(set(pids)) for pids in _processes(job.text).values()] == [1, 4, 1], job.text
+
+
 def test_a_rank_that_fails_by_itself_is_a_new_process_and_its_peer_stays(launch: Any) -> None:
     script = """
         import os, sys
