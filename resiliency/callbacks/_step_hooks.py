@@ -31,10 +31,14 @@ def step_observer(trainer: Any) -> StepObserver:
 
 
 class _Beats(StepSubscriber):
-    """Tells the launcher that the rank makes progress while it trains."""
+    """Tells the launcher that the rank makes progress from batch to batch. What happens between epochs and in a
+    validation, hooks of the user included, may take any time."""
 
     def progressed(self) -> None:
         beat()
+
+    def paused(self) -> None:
+        pause()
 
     def training_ended(self, step: int) -> None:
         pause()
@@ -69,19 +73,15 @@ class StepHooks(StockCallback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        step_observer(trainer).batch_ended(trainer.global_step)
+        observer = step_observer(trainer)
+        observer.batch_ended(trainer.global_step)
+        if trainer.is_last_batch:
+            observer.epoch_ends()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_validation_start(trainer, pl_module)
         if not trainer.sanity_checking:
             step_observer(trainer).validation_started()
-
-    def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        super().on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx, dataloader_idx)
-        if not trainer.sanity_checking:
-            step_observer(trainer).validation_batch_ended()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:

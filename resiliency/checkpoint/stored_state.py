@@ -243,12 +243,16 @@ class ShardedState:
     @functools.cached_property
     def further_keys(self) -> dict[str, str]:
         """For each key under which a leaf is in the tree once more (tied weights), the key under which it is stored."""
-        found = {}
+        places: dict[str, list[str]] = {}
         for key, stand_in in keyed_leaves(self._tree).items():
-            stored = self._leaves.get(stand_in.untyped_storage()._cdata, key)
-            if stored != key:
-                found[key] = stored
-        return found
+            places.setdefault(self._leaves.get(stand_in.untyped_storage()._cdata, key), []).append(key)
+        # The caller of a write plan names leaves as it likes: the first place is that of the leaf.
+        return {
+            key: stored
+            for stored, keys in places.items()
+            for key in keys
+            if key != (stored if stored in keys else keys[0])
+        }
 
     def with_leaves(self, leaves: Mapping[str, Any], *, partial: bool) -> Any:
         """The tree with these leaves under their keys. ``partial``: others become empty tensors. Call it once.

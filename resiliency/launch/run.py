@@ -92,7 +92,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--hang-timeout",
         type=float,
-        default=600.0,
+        default=1800.0,
         metavar="SECONDS",
         help="a rank that beats (with a callback of this library, or resiliency.launch.beat) and has made no progress"
         " for this long, and for ten times its longest step, is killed; 0: never",

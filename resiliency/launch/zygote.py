@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -126,11 +127,13 @@ class Zygote:
             return ForkedProcess(self._answer(mine))
 
     def start_function(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
-        """Starts what :func:`~resiliency.launch.forked_function.call_in_fork` asks for. Blocks: as :meth:`start`.
+        """Starts what :func:`~resiliency.launch.forked_function.call_in_fork` asks for. Blocks: no.
 
         Raises:
-            CannotFork: not by this zygote.
+            CannotFork: not by this zygote, or not yet.
         """
+        if not self._ready and not select.select([self._control], [], [], 0)[0]:
+            raise CannotFork("it imports still")
         self._wait_until_ready()
         try:
             send(self._requests, request, fds)

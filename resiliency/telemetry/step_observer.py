@@ -58,7 +58,10 @@ class StepSubscriber:
         """One step has ended."""
 
     def progressed(self) -> None:
-        """A batch has arrived or ended, of training or validation, whether it was a step or not."""
+        """A batch has arrived or ended, whether it was a step or not."""
+
+    def paused(self) -> None:
+        """What comes next is no batch of training: validation, the end of an epoch."""
 
     def training_ended(self, step: int) -> None:
         """The last batch has ended."""
@@ -163,6 +166,11 @@ class StepObserver:
         for subscriber in self._subscribers:
             subscriber.progressed()
 
+    def epoch_ends(self) -> None:
+        """The batch that has ended was the last one of the epoch."""
+        for subscriber in self._subscribers:
+            subscriber.paused()
+
     def _end_step(self, step: int, now: float) -> None:
         count = step - self._step
         follows = 0 < count <= _MAX_STEPS_AT_ONCE
@@ -192,11 +200,8 @@ class StepObserver:
         """Does nothing when validation has started already."""
         if self._validating_from is None:
             self._validating_from = self._clock()
-
-    def validation_batch_ended(self) -> None:
-        if self._training:
             for subscriber in self._subscribers:
-                subscriber.progressed()
+                subscriber.paused()
 
     def validation_ended(self) -> None:
         if self._validating_from is None:

@@ -158,7 +158,7 @@ def test_a_fit_that_is_to_resume_from_a_dead_bucket_does_not_start_from_scratch(
         if restart:
             for name, value in {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
                 monkeypatch.setenv(name, value)
-            monkeypatch.setattr(Process, "has_trained", False)
+            monkeypatch.setattr(Process, "_trained_in", None)
         net = make_net(PL)
         trainer = make_trainer(
             PL, [_callback(tmp_path, **({} if restart else {"auto_resume": True}))], root=tmp_path, max_steps=12

@@ -100,7 +100,7 @@ def test_what_was_subscribed_by_callbacks_of_an_earlier_fit_is_not_written_again
     with pytest.raises(ZeroDivisionError):
         trainer.fit(net, loader())
     observer = step_observer(trainer)
-    assert [type(subscriber).__name__ for subscriber in observer.subscribers] == ["StepTotals"]
+    assert [type(subscriber).__name__ for subscriber in observer.subscribers] == ["_Beats", "StepTotals"]
     heartbeat = Heartbeat()
     observer.subscribe(heartbeat)
     assert heartbeat.starts == [], "nothing trains now"

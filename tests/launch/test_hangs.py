@@ -148,17 +148,27 @@ HANGING = """
     ],
     ids=["holding the GIL", "stopped", "waiting for data"],
 )
-def test_a_rank_that_hangs_is_named_and_replaced(place: str, stacks: bool, launch: Any) -> None:
+def test_a_rank_that_hangs_is_named_and_replaced(place: str, stacks: bool, launch: Any, tmp_path: Path) -> None:
     script = textwrap.dedent(HANGING).format(place=textwrap.indent(place, "    " * 2))
     flags = ["--nproc-per-node", 3, "--max-restarts", 1, "--hang-timeout", 2, "--crash-loop", 0]
-    job = launch(script, *flags)
+    job = launch(script, *flags, "--log-dir", tmp_path / "logs", "-r", "3")
     assert job.wait() == 0, job.text
     found = re.search(r"rank 1 \(process (\d+)\) has made no progress for \d+ s", job.text)
     assert found is not None, job.text
-    assert f"rank 1 attempt 0 process {found[1]}\n" in job.text
+    (logs,) = (tmp_path / "logs").iterdir()
+    said = {
+        (attempt, rank): [
+            (logs / f"attempt_{attempt}" / str(rank) / name).read_text() for name in ("stdout.log", "stderr.log")
+        ]
+        for attempt in (0, 1)
+        for rank in range(3)
+    }
+    assert f"rank 1 attempt 0 process {found[1]}\n" in said[0, 1][0]
     assert job.text.count("has made no progress") == 1
-    assert ("in hang" in job.text) is stacks and job.text.count("in main") >= 2, job.text  # the others wait in a step
-    assert job.text.count("ends\n") == 3
+    # The stacks: what the one that hangs does, if it can say so, and the others in their step.
+    assert ("in hang" in said[0, 1][1]) is stacks
+    assert all("in main" in said[0, rank][1] for rank in (0, 2))
+    assert all(f"rank {rank} ends\n" in said[1, rank][0] for rank in range(3))
     assert ("a signal has stopped it" in job.text) is (not stacks)
     job.descendants()
     assert job.left() == []
@@ -220,3 +230,51 @@ def test_a_launcher_that_was_stopped_with_its_ranks_takes_none_for_hung(launch: 
         process.resume()
     assert job.wait() == 0, job.text
     assert "no progress" not in job.text
+
+
+def test_a_trainer_beats_from_batch_to_batch_and_not_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A validation, or what a user does at the end of an epoch, may take any time."""
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from resiliency import ModelCheckpoint
+    from resiliency.callbacks import _step_hooks
+
+    said: list[str] = []
+    monkeypatch.setattr(_step_hooks, "beat", lambda: said.append("beat"))
+    monkeypatch.setattr(_step_hooks, "pause", lambda: said.append("pause"))
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch[0]).mean()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            said.append("validation")
+
+        def on_train_epoch_end(self) -> None:
+            said.append("end of epoch")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = DataLoader(TensorDataset(torch.ones(4, 4)), batch_size=2)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        callbacks=[ModelCheckpoint(dirpath=tmp_path)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(Net(), data, data)
+    words = " ".join(said)
+    epoch = "beat beat beat beat pause pause validation validation end of epoch"
+    assert words == f"{epoch} {epoch} pause", words

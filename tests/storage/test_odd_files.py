@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from resiliency.agent.client import _log_file
+from resiliency.agent._start import _log_file
 from resiliency.callbacks._names import is_stock
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.shard_reader import ShardReader
