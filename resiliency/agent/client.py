@@ -46,6 +46,7 @@ from resiliency.agent.messages import (
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.errors import AgentError, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
+from resiliency.launch.leaving import close_when_left
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 
@@ -132,6 +133,7 @@ class AgentClient:
             AgentError: the agent refused this job (another one is using the directory), or the local tier cannot be
                 used.
         """
+        close_when_left(self)
         if not self._force_embedded:
             closed = 0
             for _ in range(_MAX_LOSSES):

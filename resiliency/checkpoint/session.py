@@ -181,7 +181,12 @@ def open_session(
     except Exception as error:  # Boundary: reported to the other ranks before this rank raises.
         problem, failure = f"rank {rank}: {error}", error
     ready = AgentReady(embedded=client.embedded, problem=problem)
-    answers = gather(coordinator, "agent", ready, timeout=options.agree_timeout)
+    try:
+        answers = gather(coordinator, "agent", ready, timeout=options.agree_timeout)
+    except BaseException:  # a rank is missing, or this one is interrupted: the agent must not wait for it
+        client.close(timeout_s=2.0)
+        events.close()
+        raise
     if problem:
         client.close(timeout_s=2.0)
         raise failure

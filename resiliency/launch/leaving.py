@@ -7,18 +7,21 @@ import logging
 import multiprocessing
 import sys
 import traceback
+import weakref
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from resiliency.errors import Timeout
 from resiliency.launch.fresh import seed_anew
 
-__all__ = ["abort_collectives", "child_processes", "leave_attempt", "looks_like_a_lost_peer"]
+__all__ = ["abort_collectives", "child_processes", "close_when_left", "leave_attempt", "looks_like_a_lost_peer"]
 
 logger = logging.getLogger(__name__)
 
 #: Seconds for a child process to end after SIGKILL.
 _KILL_TIMEOUT_S = 5.0
+#: Seconds for something that an attempt has left open to close.
+_CLOSE_TIMEOUT_S = 0.5
 #: In errors of process groups and their stores, most of which torch raises as RuntimeError.
 _WORDS = ("gloo", "nccl", "process group", "connection", "broken pipe", "store", "socket")
 
@@ -32,6 +35,29 @@ def looks_like_a_lost_peer(error: BaseException) -> bool:
         if isinstance(one, RuntimeError) and any(word in str(one).lower() for word in _WORDS):
             return True
     return False
+
+
+class _Closable(Protocol):
+    def close(self, *, timeout_s: float) -> None: ...
+
+
+#: Held by threads, so that they do not end with the frames of an attempt.
+_to_close: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+
+def close_when_left(held: _Closable) -> None:
+    """Closes it when this process leaves its attempt. It may have been interrupted while it was opened or closed, so
+    that nobody else would. ``close`` is idempotent. Thread: any."""
+    _to_close.add(held)
+
+
+def _close_held() -> None:
+    for held in list(_to_close):
+        _to_close.discard(held)
+        try:
+            held.close(timeout_s=_CLOSE_TIMEOUT_S)
+        except Exception:  # Boundary: what is left of an attempt that failed; the next one is not to fail with it.
+            logger.warning("%s of the attempt that ended was not closed cleanly", type(held).__name__, exc_info=True)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -78,6 +104,7 @@ def leave_attempt(error: BaseException, *, children: Collection[int]) -> None:
     for one in list(_chain(error)):
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
+    _close_held()
     gc.collect()  # loops, data loaders and trainers refer to each other; connections to peers close with the last one
     _destroy_groups()
     for child in multiprocessing.active_children():

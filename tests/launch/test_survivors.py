@@ -196,6 +196,36 @@ def test_ranks_that_form_a_group_when_a_peer_dies_form_the_next_one(launch: Any,
     assert [len(set(pids)) for pids in _processes(job.text).values()] == [1, 4, 1], job.text
 
 
+def test_ranks_that_are_interrupted_as_they_open_a_checkpointer_leave_its_agent(launch: Any, tmp_path: Path) -> None:
+    """A connection that is left open keeps the agent of the attempt before, which refuses the next attempt."""
+    script = """
+        import os, signal, sys
+        import torch.distributed as dist
+        from resiliency.agent.client import AgentClient
+        from resiliency.checkpoint import Checkpointer
+        from resiliency.checkpoint.options import LocalTierOptions
+        from resiliency.launch import restartable
+
+        @restartable
+        def main():
+            rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            os.write(1, f"rank {rank} attempt {attempt} process {os.getpid()}\\n".encode())
+            dist.init_process_group("gloo")
+            if rank == 1 and attempt < 3:
+                AgentClient.open = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+            with Checkpointer(LocalTierOptions(directory=sys.argv[1]), rank=rank, world_size=3):
+                pass
+            dist.destroy_process_group()
+
+        main()
+    """
+    flags = ["--nproc-per-node", 3, "--max-restarts", 3, "--crash-loop", 0]
+    job = launch(script, *flags, arguments=[tmp_path / "checkpoints"])
+    assert job.wait() == 0, job.text
+    assert [len(set(pids)) for pids in _processes(job.text).values()] == [1, 4, 1], job.text
+    assert "another job" not in job.text
+
+
 def test_a_rank_that_fails_by_itself_is_a_new_process_and_its_peer_stays(launch: Any) -> None:
     script = """
         import os, sys
