@@ -112,7 +112,7 @@ class RankLinks:
             raise
         except ConnectionResetError:  # it has ended without reading what was sent
             received = None
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             logger.warning("process %d said something that is not understood: %s", link.pid, error)
             received = None
         if received is None:
@@ -120,26 +120,28 @@ class RankLinks:
             return False
         message, fds = received
         try:
-            return self._understand(link, message, fds)
+            self._understand(link, message, fds)
+            return True
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            logger.warning("process %d said something that is not understood: %r", link.pid, error)
+            self._lose(link)
+            return False
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _understand(self, link: RankLink, message: Mapping[str, Any], fds: Sequence[int]) -> bool:
+    def _understand(self, link: RankLink, message: Mapping[str, Any], fds: Sequence[int]) -> None:
         if message["kind"] == "fork":
             self._fork(message, fds)
-            return True
-        if message["kind"] == "heartbeat":
+        elif message["kind"] == "heartbeat":
             link.page = mmap.mmap(fds[0], 0, access=mmap.ACCESS_READ)
-            return True
-        if message["number"] <= link.left:
-            return True  # it did not know yet that it is to leave
-        if message["kind"] == "inside":
+        elif message["number"] <= link.left:
+            return  # it did not know yet that it is to leave
+        elif message["kind"] == "inside":
             link.joined, link.deadline = True, None
         elif message["kind"] == "finished":
             link.finished = True
             self._send(link, {"kind": "exit", "number": message["number"]})
-        return True
 
     def link_of(self, group: int) -> RankLink | None:
         """Of the rank that has this process group, if it can go on."""
