@@ -99,8 +99,8 @@ class StandbyAgent(LocalElasticAgent):
         #: How long each attempt so far has run until a rank failed.
         self._lengths_s: list[float] = []
         self._links = RankLinks(fork=self._fork)
-        #: Another attempt follows.
-        self._restarts = False
+        #: Another attempt follows, or will when a rank has failed.
+        self._another_follows = False
         #: Processes that were told to leave and go on, by local rank.
         self._kept: dict[int, Any] = {}
         #: Ranks that hung at the last look, and when that was.
@@ -190,10 +190,25 @@ class StandbyAgent(LocalElasticAgent):
         """Tells ranks that can go on to leave. For torch they have ended, so that it does not end them."""
         self._links.serve()
         for local_rank, handler in self._handlers().items():
-            link = self._link_of(handler.proc)
-            if link is not None and self._links.tell_to_leave(link, within_s=self._options.leave_timeout_s):
-                self._kept[local_rank] = handler.proc
-                handler.goes_on()
+            self._keep(local_rank, handler)
+
+    def _keep(self, local_rank: int, handler: _Handler) -> bool:
+        """False when it cannot go on."""
+        link = self._link_of(handler.proc)
+        if link is None or not self._links.tell_to_leave(link, within_s=self._options.leave_timeout_s):
+            return False
+        self._kept[local_rank] = handler.proc
+        handler.goes_on()
+        return True
+
+    def keeps(self, handler: _Handler) -> bool:
+        """True for a rank that torch is to end because another one has failed, and that goes on instead: torch looks
+        again after this class has, and one may have failed in between."""
+        if not self._another_follows or self._remaining_restarts <= 0:
+            return False
+        self._links.serve()
+        places = [local_rank for local_rank, other in self._handlers().items() if other is handler]
+        return any(self._keep(local_rank, handler) for local_rank in places)
 
     def _end_kept(self) -> None:
         for process in self._kept.values():
@@ -293,7 +308,8 @@ class StandbyAgent(LocalElasticAgent):
         if any(codes) and self._remaining_restarts > 0:
             self._tell_to_leave()
         logs = dict(getattr(self._pcontext, "stderrs", {}))
-        result = cast(RunResult, super()._monitor_workers(worker_group))
+        with self._another_attempt():
+            result = cast(RunResult, super()._monitor_workers(worker_group))
         reap_others()
         if result.is_failed() and result.failures:
             self._lengths_s.append(time.monotonic() - self._began_s)
@@ -328,11 +344,8 @@ class StandbyAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._tell_to_leave()
-        self._restarts = True
-        try:
+        with self._another_attempt():
             self._stop_workers(worker_group)
-        finally:
-            self._restarts = False
         self._attempt_store = None  # ends waits of ranks that are to leave
         worker_group.state = WorkerState.STOPPED
         delay_s = delay_before_restart(self._lengths_s, quick_s=self._options.crash_loop_s)
@@ -351,8 +364,16 @@ class StandbyAgent(LocalElasticAgent):
         self._attempt_store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         worker_group.master_port = self._attempt_store.port
 
+    @contextmanager
+    def _another_attempt(self) -> Iterator[None]:
+        self._another_follows = True
+        try:
+            yield
+        finally:
+            self._another_follows = False
+
     def _shutdown(self, *arguments: Any, **named: Any) -> None:
-        if not self._restarts:
+        if not self._another_follows:
             for local_rank, process in self._kept.items():
                 self._handlers()[local_rank].proc = process  # to be ended as the others
             self._kept.clear()
@@ -404,6 +425,10 @@ class _Handler(SubprocessHandler):
     def start_again(self) -> None:
         """Another process in the place of one that has ended."""
         self.proc = self._popen(*self._command)
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        if not self._agent.keeps(self):
+            super().close(death_sig)
 
     def goes_on(self) -> None:
         """The process is no longer of this attempt."""

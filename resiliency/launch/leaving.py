@@ -5,16 +5,26 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import signal
 import sys
 import traceback
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 from resiliency.errors import Timeout
 from resiliency.launch.fresh import seed_anew
+from resiliency.launch.peer_connections import shut_down_peer_connections
+from resiliency.settings import all_variables
 
-__all__ = ["abort_collectives", "child_processes", "close_when_left", "leave_attempt", "looks_like_a_lost_peer"]
+__all__ = [
+    "abort_collectives",
+    "child_processes",
+    "close_when_left",
+    "leave_attempt",
+    "looks_like_a_lost_peer",
+    "signal_handlers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +83,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def abort_collectives() -> None:
-    """Ends operations of NCCL that wait for a peer; those of gloo end with an error by themselves.
+    """Ends operations of process groups that wait for a peer, and waits for one as a group forms.
 
     Thread: not the one that waits in the operation.
     """
+    port = all_variables().get("MASTER_PORT", "")
+    shut_down_peer_connections(int(port) if port.isdecimal() else None)
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
@@ -92,7 +104,13 @@ def child_processes() -> set[int]:
     return {child.pid for child in multiprocessing.active_children() if child.pid is not None}
 
 
-def leave_attempt(error: BaseException, *, children: Collection[int]) -> None:
+def signal_handlers() -> dict[int, Any]:
+    """Of each signal that has a handler that Python knows."""
+    handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+    return {number: handler for number, handler in handlers.items() if handler is not None}
+
+
+def leave_attempt(error: BaseException, *, children: Collection[int], handlers: Mapping[int, Any]) -> None:
     """Gives up what the process holds of an attempt: frames and the model in them, process groups, worker processes.
 
     What modules and the caller of the function hold stays. Blocks: until worker processes have ended, up to 5 s each.
@@ -100,7 +118,12 @@ def leave_attempt(error: BaseException, *, children: Collection[int]) -> None:
     Args:
         error: that ended the attempt.
         children: process ids that are to stay.
+        handlers: of signals, as before the attempt. Lightning's refer to its trainer, which has not taken them back
+            where it was interrupted.
     """
+    for number, handler in signal_handlers().items():
+        if handler is not handlers.get(number, handler):
+            signal.signal(number, handlers[number])
     for one in list(_chain(error)):
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None

@@ -18,7 +18,13 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from resiliency.errors import ResiliencyError
 from resiliency.launch import heartbeat
 from resiliency.launch.channel import receive, send
-from resiliency.launch.leaving import abort_collectives, child_processes, leave_attempt, looks_like_a_lost_peer
+from resiliency.launch.leaving import (
+    abort_collectives,
+    child_processes,
+    leave_attempt,
+    looks_like_a_lost_peer,
+    signal_handlers,
+)
 from resiliency.settings import LAUNCHER_VARIABLE, START_VARIABLE, all_variables, set_variable
 
 __all__ = ["AttemptEnded", "restartable"]
@@ -136,13 +142,13 @@ class _Survivor:
         before = signal.signal(_SIGNAL, self._interrupt)
         threading.Thread(target=self._listen, name="resiliency-launcher", daemon=True).start()
         try:
-            children = child_processes()
+            children, handlers = child_processes(), signal_handlers()
             while True:
                 self._say("inside")
                 ended = self._call(function)
                 if isinstance(ended, _Returned):
                     return ended.value
-                leave_attempt(ended, children=children)
+                leave_attempt(ended, children=children, handlers=handlers)
                 del ended
                 self._meet_again()
         finally:
@@ -239,7 +245,9 @@ class _Survivor:
         threading.Thread(target=self._interrupt_until_left, args=(number,), daemon=True).start()
 
     def _interrupt_until_left(self, number: int) -> None:
-        abort_collectives()
+        with self._changed:  # it does not go on meanwhile: the groups of its next attempt are not to be aborted
+            if self._left < number:
+                abort_collectives()
         main = threading.main_thread().ident
         assert main is not None
         has_left = False

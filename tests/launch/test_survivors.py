@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from resiliency.launch import AttemptEnded, leaving, restartable
+from resiliency.launch.elastic import StandbyAgent
 from resiliency.launch.leaving import leave_attempt, looks_like_a_lost_peer
 from resiliency.launch.run import EXIT_GAVE_UP
-from tests.launch.launching import wait_for
+from resiliency.testing.zygote import Zygote
+from tests.launch.launching import ROOT, run_launcher, wait_for
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -168,6 +170,71 @@ def test_ranks_that_wait_for_a_dead_one_in_a_collective_leave_it(launch: Any, tm
     assert [len(set(pids)) for pids in _processes(job.text).values()] == [2, 2, 2, 2], job.text
 
 
+def test_a_rank_leaves_a_collective_whose_other_ranks_are_alive_and_keep_their_group(
+    launch: Any, tmp_path: Path
+) -> None:
+    script = """
+        import os, signal, sys, time
+        from pathlib import Path
+        import torch
+        import torch.distributed as dist
+        from resiliency.launch import restartable
+
+        folder = Path(sys.argv[1])
+        kept = []  # a model or a group in a module, as in many scripts
+
+        @restartable
+        def main():
+            rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            os.write(1, f"rank {rank} attempt {attempt} process {os.getpid()}\\n".encode())
+            dist.init_process_group("gloo")
+            kept.append(dist.group.WORLD)
+            dist.barrier()
+            if attempt == 0:
+                if rank == 3:
+                    while not (folder / "waits").exists():
+                        time.sleep(0.005)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if rank == 1:  # its neighbours are ranks 0 and 2, which are well
+                    work = dist.all_reduce(torch.ones(1), async_op=True)
+                    (folder / "waits").touch()
+                    work.wait()
+                time.sleep(100)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert int(total) == 4
+            dist.destroy_process_group()
+
+        main()
+    """
+    job = launch(script, "--nproc-per-node", 4, "--max-restarts", 1, arguments=[tmp_path])
+    assert job.wait() == 0, job.text
+    assert [len(set(pids)) for pids in _processes(job.text).values()].count(1) == 3, job.text
+
+
+def run_launcher_that_sees_deaths_late(**arguments: Any) -> None:
+    """As when a rank dies right after the launcher has looked, and before torch looks."""
+    StandbyAgent._tell_to_leave = lambda self: None  # type: ignore[method-assign]
+    run_launcher(**arguments)
+
+
+def test_ranks_stay_when_torch_sees_the_death_first(zygote: Zygote, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(DYING.format(place="        time.sleep(100)", deaths=1)))
+    output = tmp_path / "output"
+    words = ["--nproc-per-node", "3", "--max-restarts", "1", str(script), str(tmp_path)]
+    launcher = zygote.start(
+        "tests.launch.test_survivors:run_launcher_that_sees_deaths_late",
+        {"words": words, "output": str(output), "cwd": str(tmp_path)},
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert launcher.wait(timeout_s=60) == 0, output.read_text()
+    finally:
+        launcher.kill()
+    assert [len(set(pids)) for _, pids in sorted(_processes(output.read_text()).items())] == [1, 2, 1]
+
+
 def test_ranks_that_form_a_group_when_a_peer_dies_form_the_next_one(launch: Any, tmp_path: Path) -> None:
     script = """
         import os, signal, sys, time
@@ -180,11 +247,11 @@ def test_ranks_that_form_a_group_when_a_peer_dies_form_the_next_one(launch: Any,
         def main():
             rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
             os.write(1, f"rank {rank} attempt {attempt} process {os.getpid()}\\n".encode())
-            if rank == 1 and attempt in (1, 2):
+            if rank == 1 and attempt in (0, 2):
                 time.sleep(0.5)  # the others wait for it
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-            if rank == 1 and attempt == 0:
+            if rank == 1 and attempt == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.barrier()
             dist.destroy_process_group()
@@ -443,7 +510,7 @@ def test_a_launcher_that_is_gone_is_said_and_the_function_is_called(
 
 
 class _Model:
-    pass
+    def handle(self, number: int, frame: Any) -> None: ...
 
 
 def test_what_frames_of_an_attempt_held_is_gone_when_it_was_left() -> None:
@@ -462,10 +529,26 @@ def test_what_frames_of_an_attempt_held_is_gone_when_it_was_left() -> None:
         try:
             train(_Model())
         except AttemptEnded as error:
-            leave_attempt(error, children=leaving.child_processes())
+            leave_attempt(error, children=leaving.child_processes(), handlers=leaving.signal_handlers())
         assert held[0]() is None
     finally:
         gc.enable()
+
+
+def test_handlers_of_signals_that_an_attempt_has_set_are_taken_back() -> None:
+    before = leaving.signal_handlers()
+    model = _Model()
+    held = weakref.ref(model)
+    signal.signal(signal.SIGTERM, model.handle)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        del model
+        leave_attempt(AttemptEnded("told"), children=leaving.child_processes(), handlers=before)
+        assert leaving.signal_handlers() == before
+        assert held() is None
+    finally:
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, before[number])
 
 
 @pytest.mark.parametrize(
