@@ -99,8 +99,8 @@ class StandbyAgent(LocalElasticAgent):
         #: How long each attempt so far has run until a rank failed.
         self._lengths_s: list[float] = []
         self._links = RankLinks(fork=self._fork)
-        #: Another attempt follows, or will when a rank has failed.
-        self._another_follows = False
+        #: Another attempt follows.
+        self._restarts = False
         #: Processes that were told to leave and go on, by local rank.
         self._kept: dict[int, Any] = {}
         #: Ranks that hung at the last look, and when that was.
@@ -190,25 +190,10 @@ class StandbyAgent(LocalElasticAgent):
         """Tells ranks that can go on to leave. For torch they have ended, so that it does not end them."""
         self._links.serve()
         for local_rank, handler in self._handlers().items():
-            self._keep(local_rank, handler)
-
-    def _keep(self, local_rank: int, handler: _Handler) -> bool:
-        """False when it cannot go on."""
-        link = self._link_of(handler.proc)
-        if link is None or not self._links.tell_to_leave(link, within_s=self._options.leave_timeout_s):
-            return False
-        self._kept[local_rank] = handler.proc
-        handler.goes_on()
-        return True
-
-    def keeps(self, handler: _Handler) -> bool:
-        """True for a rank that torch is to end because another one has failed, and that goes on instead: torch looks
-        again after this class has, and one may have failed in between."""
-        if not self._another_follows or self._remaining_restarts <= 0:
-            return False
-        self._links.serve()
-        places = [local_rank for local_rank, other in self._handlers().items() if other is handler]
-        return any(self._keep(local_rank, handler) for local_rank in places)
+            link = self._link_of(handler.proc)
+            if link is not None and self._links.tell_to_leave(link, within_s=self._options.leave_timeout_s):
+                self._kept[local_rank] = handler.proc
+                handler.goes_on()
 
     def _end_kept(self) -> None:
         for process in self._kept.values():
@@ -219,21 +204,23 @@ class StandbyAgent(LocalElasticAgent):
         _kill(process)
         self._links.forget(process.pid)
 
-    def _replace_lost(self) -> None:
-        """Gives the place of a rank that did not leave its attempt, or that ended instead, to a new process."""
+    def _exit_codes(self) -> dict[int, int | None]:
+        """Of each local rank, None while it runs. A rank that did not leave its attempt, or that ended instead, has not
+        failed: its place is given to a new process."""
         self._links.serve()
+        codes: dict[int, int | None] = {}
         for local_rank, handler in self._handlers().items():
+            codes[local_rank] = code = handler.proc.poll()
             link = self._links.leaving(handler.proc.pid)
             if link is None or link.deadline is None:
                 continue
-            ended = handler.proc.poll() is not None
-            if ended or time.monotonic() >= link.deadline:
+            if code is not None or time.monotonic() >= link.deadline:
                 logger.warning(
                     "local rank %d (process %d) %s, and a new process takes its place",
                     local_rank,
                     handler.proc.pid,
                     "ended when it was to leave its attempt"
-                    if ended
+                    if code is not None
                     else f"did not leave its attempt within {self._options.leave_timeout_s:.0f} s",
                 )
                 _kill(handler.proc)
@@ -241,9 +228,12 @@ class StandbyAgent(LocalElasticAgent):
                 began = link.deadline is None  # at the last moment: the others may have met it
                 self._links.forget(handler.proc.pid)
                 if began:
+                    codes[local_rank] = handler.proc.poll()
                     continue
                 handler.start_again()
                 self._worker_group.workers[local_rank].id = handler.proc.pid
+                codes[local_rank] = None
+        return codes
 
     # -- ranks that hang ----------------------------------------------------------------------------------------------
 
@@ -294,27 +284,40 @@ class StandbyAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Blocks until a rank has ended, or until it is time to look whether hosts want to join."""
-        self._replace_lost()
-        running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]
-        if len(running) == self._running:
+        codes = self._exit_codes()
+        if list(codes.values()).count(None) == self._running:
             self._replace_zygote()
             longest_s = _QUIET_S if self._options.one_host else self._interval_s
+            running = [handler.proc for local_rank, handler in self._handlers().items() if codes[local_rank] is None]
             with _pidfds_of([*running, *self._living_zygote()]) as pidfds:
                 wait_for_any([*pidfds, *self._links.fds()], min(longest_s, self._seconds_to_deadline()))
-        self._replace_lost()
         self._end_hung()
-        codes = [handler.proc.poll() for handler in self._handlers().values()]
-        self._running = codes.count(None)
-        if any(codes) and self._remaining_restarts > 0:
+        codes = self._exit_codes()
+        self._running = list(codes.values()).count(None)
+        if any(codes.values()) and self._remaining_restarts > 0:
             self._tell_to_leave()
         logs = dict(getattr(self._pcontext, "stderrs", {}))
-        with self._another_attempt():
+        with self._as_seen(codes):
             result = cast(RunResult, super()._monitor_workers(worker_group))
         reap_others()
         if result.is_failed() and result.failures:
             self._lengths_s.append(time.monotonic() - self._began_s)
             self._say_who_failed(result, logs)
         return result
+
+    @contextmanager
+    def _as_seen(self, codes: Mapping[int, int | None]) -> Iterator[None]:
+        """Torch looks once more. A rank that has ended in between would be a failure to it, where it may have been
+        about to leave its attempt; and torch would end the others at once, before they are told to stay."""
+        handlers = [handler for local_rank, handler in self._handlers().items() if codes[local_rank] is None]
+        seen = [(handler, _StillRunning(handler.proc)) for handler in handlers if not isinstance(handler.proc, _Kept)]
+        for handler, running in seen:
+            handler.proc = cast(Any, running)
+        try:
+            yield
+        finally:
+            for handler, running in seen:
+                handler.proc = running.process
 
     def _say_who_failed(self, result: RunResult, logs: Mapping[int, str]) -> None:
         failures = {
@@ -344,8 +347,11 @@ class StandbyAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._tell_to_leave()
-        with self._another_attempt():
+        self._restarts = True
+        try:
             self._stop_workers(worker_group)
+        finally:
+            self._restarts = False
         self._attempt_store = None  # ends waits of ranks that are to leave
         worker_group.state = WorkerState.STOPPED
         delay_s = delay_before_restart(self._lengths_s, quick_s=self._options.crash_loop_s)
@@ -364,16 +370,8 @@ class StandbyAgent(LocalElasticAgent):
         self._attempt_store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         worker_group.master_port = self._attempt_store.port
 
-    @contextmanager
-    def _another_attempt(self) -> Iterator[None]:
-        self._another_follows = True
-        try:
-            yield
-        finally:
-            self._another_follows = False
-
     def _shutdown(self, *arguments: Any, **named: Any) -> None:
-        if not self._another_follows:
+        if not self._restarts:
             for local_rank, process in self._kept.items():
                 self._handlers()[local_rank].proc = process  # to be ended as the others
             self._kept.clear()
@@ -426,10 +424,6 @@ class _Handler(SubprocessHandler):
         """Another process in the place of one that has ended."""
         self.proc = self._popen(*self._command)
 
-    def close(self, death_sig: signal.Signals | None = None) -> None:
-        if not self._agent.keeps(self):
-            super().close(death_sig)
-
     def goes_on(self) -> None:
         """The process is no longer of this attempt."""
         self.proc = cast(Any, _Kept(self.proc.pid))
@@ -449,6 +443,23 @@ class _Kept:
 
     def wait(self, timeout: float | None = None) -> int:
         return 0
+
+
+class _StillRunning:
+    """A process that was seen running: it runs for torch until torch has waited for its end."""
+
+    def __init__(self, process: Any) -> None:
+        self.process = process
+        self.pid = process.pid
+        self._waited = False
+
+    def poll(self) -> int | None:
+        return cast(int | None, self.process.poll()) if self._waited else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = cast(int, self.process.wait(timeout))
+        self._waited = True
+        return code
 
 
 def _kill(process: Any) -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ _WORD_TIMEOUT_S = 30.0
 #: Seconds until a thread that did not leave is interrupted again: the first time may have hit a place that swallows
 #: exceptions, as ``__del__``.
 _AGAIN_S = 10.0
+#: Seconds until operations are aborted again: what a thread waits on is not seen while it runs.
+_ABORT_AGAIN_S = 0.2
 #: Number of the start that made this process.
 _FIRST = -1
 #: Interrupts the main thread. Nobody uses it: not Python, torch, Lightning (SIGUSR1, SIGUSR2) or debuggers.
@@ -245,16 +248,17 @@ class _Survivor:
         threading.Thread(target=self._interrupt_until_left, args=(number,), daemon=True).start()
 
     def _interrupt_until_left(self, number: int) -> None:
-        with self._changed:  # it does not go on meanwhile: the groups of its next attempt are not to be aborted
-            if self._left < number:
-                abort_collectives()
         main = threading.main_thread().ident
         assert main is not None
-        has_left = False
-        while not has_left:
-            signal.pthread_kill(main, _SIGNAL)
-            with self._changed:
-                has_left = self._changed.wait_for(lambda: self._left >= number, _AGAIN_S)
+        interrupt_at = time.monotonic()
+        with self._changed:
+            while self._left < number:
+                # The lock is held, so that it does not go on meanwhile: groups of its next attempt are not aborted.
+                abort_collectives()
+                if time.monotonic() >= interrupt_at:
+                    interrupt_at += _AGAIN_S
+                    signal.pthread_kill(main, _SIGNAL)
+                self._changed.wait_for(lambda: self._left >= number, _ABORT_AGAIN_S)
 
     def _interrupt(self, number: int, frame: Any) -> None:
         if self._inside and self._is_to_leave():

@@ -212,19 +212,46 @@ def test_a_rank_leaves_a_collective_whose_other_ranks_are_alive_and_keep_their_g
     assert [len(set(pids)) for pids in _processes(job.text).values()].count(1) == 3, job.text
 
 
-def run_launcher_that_sees_deaths_late(**arguments: Any) -> None:
-    """As when a rank dies right after the launcher has looked, and before torch looks."""
-    StandbyAgent._tell_to_leave = lambda self: None  # type: ignore[method-assign]
+def run_launcher_that_looks_before_each_death(**arguments: Any) -> None:
+    """Rank 1 dies when the launcher has looked, and torch has not yet."""
+    looked = StandbyAgent._as_seen
+    places = [Path(arguments["cwd"]) / f"at-{rank}" for rank in range(3)]
+
+    def kill_then_look(self: StandbyAgent, codes: Any) -> Any:
+        if all(place.exists() for place in places):
+            places[0].unlink()
+            pid = self._handlers()[1].proc.pid
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return looked(self, codes)
+
+    StandbyAgent._as_seen = kill_then_look  # type: ignore[method-assign]
     run_launcher(**arguments)
 
 
-def test_ranks_stay_when_torch_sees_the_death_first(zygote: Zygote, tmp_path: Path) -> None:
+def test_ranks_stay_when_another_one_dies_between_two_looks(zygote: Zygote, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(DYING.format(place="        time.sleep(100)", deaths=1)))
+    script.write_text(
+        textwrap.dedent("""
+            import os, time
+            from pathlib import Path
+            from resiliency.launch import restartable
+
+            @restartable
+            def main():
+                rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+                os.write(1, f"rank {rank} attempt {attempt} process {os.getpid()}\\n".encode())
+                if attempt == 0:
+                    Path(f"at-{rank}").touch()
+                    time.sleep(100)
+
+            main()
+        """)
+    )
     output = tmp_path / "output"
-    words = ["--nproc-per-node", "3", "--max-restarts", "1", str(script), str(tmp_path)]
+    words = ["--nproc-per-node", "3", "--max-restarts", "1", str(script)]
     launcher = zygote.start(
-        "tests.launch.test_survivors:run_launcher_that_sees_deaths_late",
+        "tests.launch.test_survivors:run_launcher_that_looks_before_each_death",
         {"words": words, "output": str(output), "cwd": str(tmp_path)},
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
