@@ -15,6 +15,7 @@ from resiliency.errors import ConfigError
 
 __all__ = [
     "LAUNCHER_VARIABLE",
+    "STARTS_VARIABLE",
     "START_VARIABLE",
     "Environment",
     "Launch",
@@ -29,6 +30,9 @@ __all__ = [
 LAUNCHER_VARIABLE = "RESILIENCY_LAUNCHER"
 #: Set when a process begins another attempt, see :mod:`resiliency.launch.survivor`.
 START_VARIABLE = "RESILIENCY_LAUNCHER_START"
+#: How often ``resiliency run`` has started the ranks of this host before. Torch's count of restarts leaves out those
+#: after which a host came or went.
+STARTS_VARIABLE = "RESILIENCY_LAUNCHER_STARTS"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +109,10 @@ def _launch(env: Mapping[str, str]) -> Launch:
     attempt = _integer(env, "RESILIENCY_ATTEMPT", 0)  # counted from 1
     own_job = env.get("RESILIENCY_JOB") or env.get("RESILIENCY_RUN") or "default"
     known = {
-        "torchrun": (_torchrun_job(env), _integer(env, "TORCHELASTIC_RESTART_COUNT", 0) > 0),
+        "torchrun": (
+            _torchrun_job(env),
+            _integer(env, "TORCHELASTIC_RESTART_COUNT", 0) > 0 or _integer(env, STARTS_VARIABLE, 0) > 0,
+        ),
         "slurm": (env.get("SLURM_JOB_ID", ""), _integer(env, "SLURM_RESTART_COUNT", 0) > 0),
         "jobset": (
             env.get("JOBSET_UID") or env.get("JOBSET_NAME", ""),

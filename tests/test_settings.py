@@ -49,6 +49,13 @@ def test_values() -> None:
     assert environment({"RANK": "", "RESILIENCY_RUN": "", "RESILIENCY_EVENTS_DIR": ""}) == environment({})
 
 
+def test_a_start_after_a_host_came_or_went_is_a_restart_though_torch_does_not_count_it() -> None:
+    variables = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"}
+    writer = environment(variables).launch.job
+    assert not environment(variables | {"RESILIENCY_LAUNCHER_STARTS": "0"}).launch.continues(writer)
+    assert environment(variables | {"RESILIENCY_LAUNCHER_STARTS": "1"}).launch.continues(writer)
+
+
 def test_jobs_and_restarts_of_launchers() -> None:
     """What a restart does with them is in tests/callbacks/test_auto_resume.py."""
     assert environment({}).launch == Launch()

@@ -37,7 +37,7 @@ from resiliency.launch.processes import ForkedProcess, is_stopped, mark_own, rea
 from resiliency.launch.rank_links import RankLink, RankLinks
 from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure
 from resiliency.launch.zygote import CannotFork, Zygote
-from resiliency.settings import LAUNCHER_VARIABLE, all_variables
+from resiliency.settings import LAUNCHER_VARIABLE, STARTS_VARIABLE, all_variables
 
 __all__ = ["StandbyAgent", "StandbyOptions"]
 
@@ -153,6 +153,7 @@ class StandbyAgent(LocalElasticAgent):
     def start_rank(self, words: Sequence[str], environment: dict[str, str], *output: IO[str] | None) -> Any:
         """A process, or None when it is to be a fresh interpreter. Adds to ``environment``."""
         environment[LAUNCHER_VARIABLE] = self._links.address
+        environment[STARTS_VARIABLE] = str(self._starts)
         stdout, stderr = (None if file is None else file.fileno() for file in output)
         process = self._kept.pop(int(environment["LOCAL_RANK"]), None)
         if process is not None:

@@ -1,4 +1,4 @@
-"""``resiliency run``: torchrun's command line with three flags more, run by torchrun's own code with our agent."""
+"""``resiliency run``: torchrun's command line with flags of ours, run by torchrun's own code with our agent."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 #: Exit status when all restarts are used up.
 EXIT_GAVE_UP = 3
+#: Flags of torch's by which hosts find each other.
+_RENDEZVOUS_FLAGS = [f"--rdzv-{name}" for name in ("backend", "endpoint", "id", "conf")]
+_RENDEZVOUS_FLAGS += ["--node-rank", "--master-addr", "--master-port", "--standalone"]
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -40,6 +43,16 @@ def main(words: Sequence[str]) -> int:
     parser.prog = "resiliency run"
     _add_own_flags(parser)
     args = parser.parse_args(list(words))
+
+    if args.local_hosts:
+        from resiliency.launch import local_hosts
+
+        if local_hosts.LOCAL_HOST_VARIABLE not in all_variables():
+            given = [flag for flag in _RENDEZVOUS_FLAGS if _was_given(parser, args, flag)]
+            if given:
+                parser.error(f"--local-hosts has its own rendezvous; leave out {', '.join(given)}")
+            return local_hosts.run_local_hosts(words, hosts=torchrun.parse_min_max_nnodes(args.nnodes))
+        local_hosts.become_local_host()
 
     from resiliency.launch.elastic import StandbyOptions
     from resiliency.launch.processes import become_subreaper
@@ -74,6 +87,11 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
+def _was_given(parser: argparse.ArgumentParser, args: argparse.Namespace, flag: str) -> bool:
+    name = flag.removeprefix("--").replace("-", "_")
+    return bool(getattr(args, name) != parser.get_default(name))
+
+
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("resiliency")
     own.add_argument(
@@ -104,6 +122,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="a rank that goes on in its process (restartable) and does not leave an attempt that has ended within this"
         " time is killed, and a new process takes its place",
+    )
+    own.add_argument(
+        "--local-hosts",
+        action="store_true",
+        help="run all hosts of --nnodes on this machine, each a launcher with a process group, name, agent and local"
+        " folder of its own",
     )
     own.add_argument(
         "--no-standby",
