@@ -38,7 +38,7 @@ class EventKind:
 
     USER_SCHEDULED = "user_scheduled"
     USER_TERMINATED = "user_terminated"
-    JOB_STARTED = "job_started"  # one per rank and attempt, when the trainer process starts its work
+    JOB_STARTED = "job_started"  # one per rank and attempt, when training has its checkpointer; since_process_s, ...
     JOB_TERMINATED = "job_terminated"  # reason: "finished" | "exception" | "signal"
     CHECKPOINT_LOADED = "checkpoint_loaded"  # step, duration_s, source tier, bytes
     CHECKPOINT_SAVED = "checkpoint_saved"  # step is committed (manifest written) on `tier`
@@ -64,6 +64,10 @@ class EventKind:
     AGENT_LOST = "agent_lost"
     WORKER_LOST = "worker_lost"  # seen by a launcher or monitor: worker (the lost rank), exit_code or signal
     HANG_DETECTED = "hang_detected"  # worker, quiet_s: how long it had made no progress
+    #: The launcher of a host. Its events carry the attempt that ranks have told it of last.
+    LAUNCHER_STARTED = "launcher_started"
+    RANKS_STARTED = "ranks_started"  # it starts its host's ranks: count, kept (those that stay in their process)
+    LAUNCHER_ENDED = "launcher_ended"
     PREEMPTION_NOTICE = "preemption_notice"  # lost_host, deadline_s
     RESTART_REQUESTED = "restart_requested"  # remedy, reason
     HOST_LOST = "host_lost"  # lost_host, reason

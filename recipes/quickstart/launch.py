@@ -41,6 +41,7 @@ class Launch:
             "--standalone",
             f"--nproc-per-node={ranks}",
             f"--max-restarts={restarts}",
+            "--crash-loop=0",  # the demo kills it every few seconds
             "-m",
             "recipes.quickstart.train",
             "--dir",

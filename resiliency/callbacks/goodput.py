@@ -13,6 +13,8 @@ from typing import Any
 
 from resiliency.callbacks._step_hooks import StepHooks, step_observer
 from resiliency.events import EventSink, EventWriter, JsonlSink
+from resiliency.launch.job_log import tell_launcher
+from resiliency.launch.start_times import callback_made, start_fields
 from resiliency.plugins.namespaces import AdapterClass
 from resiliency.settings import environment
 from resiliency.telemetry.step_events import StepEvents, log_steps
@@ -55,6 +57,7 @@ class RunningGoodput(StepHooks):
         log: bool = True,
     ) -> None:
         super().__init__()
+        callback_made()
         self._events_dir = events_dir
         self._sinks = sinks
         self._prog_bar = prog_bar
@@ -74,6 +77,7 @@ class RunningGoodput(StepHooks):
         folder = self._events_dir or settings.events_dir
         if folder is None:
             folder = Path(trainer.default_root_dir) / ".resiliency" / settings.run / "events"
+        tell_launcher(os.fspath(folder), run=settings.run, attempt=settings.restart)
         sink = JsonlSink(Path(folder) / f"rank-{trainer.global_rank:05d}.jsonl")
         return EventWriter(
             run=settings.run,
@@ -103,7 +107,7 @@ class RunningGoodput(StepHooks):
         self._next_show = 0.0
         self._own_log = log_steps(step_observer(trainer), lambda: self._open_writer(trainer))
         if self._own_log is not None:
-            self._own_log.job_started(world_size=trainer.world_size, pid=os.getpid())
+            self._own_log.job_started(world_size=trainer.world_size, pid=os.getpid(), **start_fields())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

@@ -35,6 +35,7 @@ from resiliency.callbacks._trainer_session import load_in_session, sessions_usin
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
 from resiliency.errors import ConfigError, TierError
+from resiliency.launch.start_times import callback_made
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.resume.rank_state import is_step_boundary
@@ -178,6 +179,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         self._in_own_hook = 0  # depth; the stock class's own code reads paths of saves that have just begun
         self._warned_of_stock_file = False
         super().__init__(*args, **kwargs)
+        callback_made()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle made in a fit has the paths of that moment, which exist then, and no engine.

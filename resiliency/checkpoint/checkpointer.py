@@ -45,6 +45,7 @@ from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError
 from resiliency.events import EventKind, EventSink
+from resiliency.launch.start_times import start_fields
 from resiliency.settings import environment
 from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest
 from resiliency.storage.catalog import step_prefix
@@ -157,6 +158,7 @@ class Checkpointer:
         if self._opened is not None:
             return self._opened
         coordinator = self._coordinator or _default_coordinator(self.rank, self.world_size)
+        began = time.monotonic()
         session = open_session(
             local=self._local,
             remotes=self._remotes,
@@ -185,12 +187,14 @@ class Checkpointer:
                 agree_timeout=self.options.agree_timeout,
             ),
         )
+        times: dict[str, Any] = {"opening_s": round(time.monotonic() - began, 6), **start_fields()}
         session.events.emit(
             EventKind.JOB_STARTED,
             pid=os.getpid(),
             world_size=self.world_size,
             restart=self._environment.restart,
             node_rank=sorted(set(session.nodes)).index(session.node),
+            **times,
         )
         return self._opened
 

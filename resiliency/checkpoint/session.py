@@ -18,6 +18,7 @@ from resiliency.checkpoint.rank_messages import AgentReady, RankReport, SharedFo
 from resiliency.checkpoint.shard_plan import HostPart
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
+from resiliency.launch.job_log import tell_launcher
 from resiliency.regular_file import open_regular
 from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_of_steps, read_attempt
@@ -154,6 +155,7 @@ def open_session(
     events_dir = environment.events_dir or options.events_dir or _events_dir(local, remotes, run)
     sink = BackgroundSink(JsonlSink(os.path.join(events_dir, f"rank-{rank:05d}.jsonl")))
     events = EventWriter(run=run, attempt=attempt, rank=rank, host=node, sinks=(sink, *sinks))
+    tell_launcher(events_dir, run=run, attempt=attempt)
     config = AgentConfig(
         run=run,
         node=node,

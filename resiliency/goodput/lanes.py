@@ -6,12 +6,16 @@ interval begins where the one before ends, and its parts are rounded so that the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
+from resiliency.goodput.start_parts import StartPart
 from resiliency.goodput.taxonomy import Bucket
 
 __all__ = ["LaneInterval", "Lane", "apportion", "us"]
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def us(seconds: float) -> int:
@@ -21,31 +25,35 @@ def us(seconds: float) -> int:
 
 @dataclass(frozen=True)
 class LaneInterval:
-    """``[start_us, end_us)`` of one rank. ``parts`` are microseconds by bucket and sum to its length."""
+    """``[start_us, end_us)`` of one rank. ``parts`` are microseconds by bucket and sum to its length.
+
+    ``start_part`` says what of a start or restart it is; it means nothing in other buckets.
+    """
 
     start_us: int
     end_us: int
     attempt: int
     phase: str
     parts: dict[Bucket, int]
+    start_part: StartPart = StartPart.OTHER
 
     @property
     def length_us(self) -> int:
         return self.end_us - self.start_us
 
 
-def apportion(amounts: dict[Bucket, int], total: int) -> dict[Bucket, int]:
+def apportion(amounts: dict[Name, int], total: int) -> dict[Name, int]:
     """Scales non-negative ``amounts`` to whole numbers that sum to ``total`` (largest remainder); all zero stays
     empty."""
     have = sum(amounts.values())
     if have <= 0 or total <= 0:
         return {}
-    scaled = {bucket: amount * total // have for bucket, amount in amounts.items()}
+    scaled = {name: amount * total // have for name, amount in amounts.items()}
     short = total - sum(scaled.values())
-    by_remainder = sorted(amounts, key=lambda bucket: (-(amounts[bucket] * total % have), -amounts[bucket]))
-    for bucket in by_remainder[:short]:
-        scaled[bucket] += 1
-    return {bucket: amount for bucket, amount in scaled.items() if amount}
+    by_remainder = sorted(amounts, key=lambda name: (-(amounts[name] * total % have), -amounts[name]))
+    for name in by_remainder[:short]:
+        scaled[name] += 1
+    return {name: amount for name, amount in scaled.items() if amount}
 
 
 class Lane:
@@ -59,11 +67,12 @@ class Lane:
         self.attempt = 0
         self.intervals: list[LaneInterval] = []
 
-    def until(self, time_us: int, bucket: Bucket, phase: str) -> None:
+    def until(self, time_us: int, bucket: Bucket, phase: str, part: StartPart = StartPart.OTHER) -> None:
         """Puts the time from the cursor to ``time_us`` into one bucket; nothing when that is in the past."""
         stop = min(time_us, self.limit_us)
         if stop > self.cursor:
-            self.intervals.append(LaneInterval(self.cursor, stop, self.attempt, phase, {bucket: stop - self.cursor}))
+            parts = {bucket: stop - self.cursor}
+            self.intervals.append(LaneInterval(self.cursor, stop, self.attempt, phase, parts, part))
             self.cursor = stop
 
     def mixed(

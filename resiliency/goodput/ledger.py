@@ -16,6 +16,7 @@ from resiliency.goodput.attempts import Attempt, cluster, host_offsets
 from resiliency.goodput.coarse import fill_coarse
 from resiliency.goodput.lanes import Lane, LaneInterval, apportion, us
 from resiliency.goodput.split import Stragglers, TrainingSplit, merged_typical, split_training, stragglers
+from resiliency.goodput.start_parts import StartPart
 from resiliency.goodput.taxonomy import Bucket, empty
 from resiliency.goodput.timing import Timing, save_pace, time_attempts
 from resiliency.telemetry.facts import RunFacts, Segment
@@ -89,6 +90,22 @@ class Ledger:
     def goodput(self) -> float:
         """Productive share of all time, in [0, 1]; 0 for an empty run."""
         return self.wall[Bucket.PRODUCTIVE] / self.wall_us if self.wall_us else 0.0
+
+    def start_parts(self, bucket: Bucket) -> dict[StartPart, tuple[int, int]]:
+        """What a start or restart is made of, in order: (wall, GPU) microseconds, which sum to those of the bucket.
+
+        Empty where no attempt's log splits it.
+        """
+        gpu: dict[StartPart, int] = {}
+        for lane in self.lanes:
+            for interval in lane.intervals:
+                amount = interval.parts.get(bucket, 0) * lane.copies
+                gpu[interval.start_part] = gpu.get(interval.start_part, 0) + amount
+        if not any(amount for part, amount in gpu.items() if part is not StartPart.OTHER):
+            return {}
+        gpu = apportion(gpu, self.gpu[bucket])
+        wall = apportion(gpu, self.wall[bucket])
+        return {part: (wall.get(part, 0), gpu[part]) for part in StartPart if gpu.get(part)}
 
     def share(self, bucket: Bucket) -> float:
         """Share of all GPU time in [0, 1]."""
@@ -263,8 +280,7 @@ class _LaneFiller:
             if train is not None:
                 lane.until(us(train), Bucket.SCALED_DOWN, "absent")
         elif train is not None:
-            self._restore(segment, train)
-            lane.until(us(train), self.start_bucket, "start")
+            self._start(segment, train)
         else:
             ended = self._at(segment, segment.end)
             self._restore(segment, ended)
@@ -296,17 +312,37 @@ class _LaneFiller:
         )
         return part
 
-    def _restore(self, segment: Segment, before: float | None) -> None:
-        """Splits off the part of the start-up that loaded a checkpoint."""
+    def _start(self, segment: Segment, train: float) -> None:
+        """From the start of the attempt to the first batch."""
+        lane = self.lane
+        marks = [
+            (StartPart.PROCESSES, segment.process),
+            (StartPart.IMPORTS, segment.callback),
+            (StartPart.GROUP, segment.opening),
+        ]
+        rest = StartPart.OTHER
+        for part, mark in marks:
+            time = self._at(segment, mark)
+            if time is not None and time <= train:
+                lane.until(us(time), self.start_bucket, "start", part)
+                rest = StartPart.MODEL
+        restored = self._restore(segment, train, rest)
+        if restored and rest is StartPart.MODEL:
+            rest = StartPart.FIRST_BATCH
+        lane.until(us(train), self.start_bucket, "start", rest)
+
+    def _restore(self, segment: Segment, before: float | None, part: StartPart = StartPart.OTHER) -> bool:
+        """Splits off the part of the start-up that loaded a checkpoint; False when none did."""
         lane = self.lane
         loaded = self._at(segment, segment.loaded)
         if loaded is None or (before is not None and loaded > before):
-            return
+            return False
         began = self._at(segment, segment.restore)
         if began is None or began > loaded:
             began = loaded - (segment.loaded_s or 0.0)
-        lane.until(us(began), self.start_bucket, "start")
+        lane.until(us(began), self.start_bucket, "start", part)
         lane.until(us(loaded), Bucket.RESTORE, "restore")
+        return True
 
     def _tail(self, pieces: Sequence[Segment]) -> None:
         """From the end of the last step to the start of the next attempt."""
@@ -327,7 +363,11 @@ class _LaneFiller:
             if timing.noticed is not None:
                 lane.until(us(timing.noticed), Bucket.DETECTION, "detection")
             over = self.over and timing.window[1] == lane.end_us / 1e6
-            lane.until(stop, Bucket.IDLE if over else Bucket.RESTART, "restart")
+            part = StartPart.OTHER
+            if timing.relaunched is not None and not over:
+                lane.until(us(timing.relaunched), Bucket.RESTART, "restart", StartPart.RANKS_END)
+                part = StartPart.PROCESSES
+            lane.until(stop, Bucket.IDLE if over else Bucket.RESTART, "restart", part)
 
 
 def lane_of(pieces: Sequence[Segment]) -> int:

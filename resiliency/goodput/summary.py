@@ -10,6 +10,7 @@ from resiliency.goodput.incidents import incidents
 from resiliency.goodput.ledger import Ledger
 from resiliency.goodput.older import older_figure
 from resiliency.goodput.split import merged_typical
+from resiliency.goodput.start_parts import PART_LABELS
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
 from resiliency.telemetry.facts import parse_stamp
 
@@ -63,6 +64,12 @@ def summarize(
                 "wall_s": ledger.wall[bucket] / 1e6,
                 "gpu_s": ledger.gpu[bucket] / 1e6,
                 "share": ledger.share(bucket),
+                "parts": [
+                    {"part": part.value, "label": PART_LABELS[part], "wall_s": wall / 1e6, "gpu_s": gpu / 1e6}
+                    for part, (wall, gpu) in ledger.start_parts(bucket).items()
+                ]
+                if bucket in (Bucket.FIRST_START, Bucket.RESTART)
+                else [],
             }
             for bucket in BUCKETS
         ],

@@ -114,6 +114,9 @@ def _buckets(summary: dict[str, Any], color: str) -> Table:
             Text(duration(row["gpu_s"]), style=dim),
             Text(bar, style=style),
         )
+        for part in row["parts"]:
+            cells = (f"  {part['label']}", "", duration(part["wall_s"]), duration(part["gpu_s"]), "")
+            table.add_row(*(Text(cell, style="dim") for cell in cells))
     table.add_section()
     total = sum(row["wall_s"] for row in summary["buckets"])
     gpu = sum(row["gpu_s"] for row in summary["buckets"])

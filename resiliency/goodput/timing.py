@@ -47,6 +47,7 @@ class Timing:
         saves: (time, step) of checkpoints within the window, for logs without steps.
         lost_above: steps after this one had to be run again later; None when all were kept.
         lost_by: index of the attempt that restored an older step.
+        relaunched: when a launcher started the ranks of the next attempt; None: no launcher logged it.
     """
 
     attempt: Attempt
@@ -64,6 +65,7 @@ class Timing:
     lost_by: int | None = None
     usual_step_s: float | None = None
     marks: list[Mark] = field(default_factory=list)
+    relaunched: float | None = None
 
 
 def _shifted(time: float | None, segment: Segment, offsets: dict[str, float]) -> float | None:
@@ -232,6 +234,8 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         # The older library's launchers log that it ended, not how.
         timing.outcome = "finished"
         timing.ended = max(ends)
+    starts = [m.time - offsets.get(m.host, 0.0) for m in timing.marks if m.kind == EventKind.RANKS_STARTED]
+    timing.relaunched = max((t for t in starts if t >= timing.progress), default=None)
     if timing.noticed is not None:
         timing.noticed = min(max(timing.noticed, timing.progress), end)
     if timing.ended is not None:

@@ -29,9 +29,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from resiliency.events import EventKind
 from resiliency.launch.fresh import parse_command
 from resiliency.launch.hangs import Seen, hang_text, hung
 from resiliency.launch.heartbeat import STACKS_SIGNAL
+from resiliency.launch.job_log import JobLog
 from resiliency.launch.preload import modules_to_preload
 from resiliency.launch.processes import ForkedProcess, is_stopped, mark_own, reap_others, wait_for_any
 from resiliency.launch.rank_links import RankLink, RankLinks
@@ -98,7 +100,9 @@ class StandbyAgent(LocalElasticAgent):
         self._began_s = 0.0
         #: How long each attempt so far has run until a rank failed.
         self._lengths_s: list[float] = []
-        self._links = RankLinks(fork=self._fork)
+        self._log = JobLog()
+        self._log.emit(EventKind.LAUNCHER_STARTED)
+        self._links = RankLinks(fork=self._fork, log=self._log_is_at)
         #: Another attempt follows.
         self._restarts = False
         #: Processes that were told to leave and go on, by local rank.
@@ -127,6 +131,9 @@ class StandbyAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._replace_zygote()
+        self._log.emit(
+            EventKind.RANKS_STARTED, count=worker_group.spec.local_world_size, kept=len(self._kept), starts=self._starts
+        )
         with _handlers_made_by(self._handler):
             ids = cast(dict[int, Any], super()._start_workers(worker_group))
         self._end_kept()  # those for which there is no place: the host has fewer ranks now
@@ -175,6 +182,16 @@ class StandbyAgent(LocalElasticAgent):
         if self._zygote is not None:
             with suppress(CannotFork):
                 self._zygote.start_function(request, fds)
+
+    def _log_is_at(self, message: Mapping[str, Any]) -> None:
+        self._log.is_at(str(message["folder"]), run=str(message["run"]), attempt=int(message["attempt"]))
+
+    def _log_lost(self, codes: Mapping[int, int | None]) -> None:
+        self._links.serve()
+        for local_rank, code in codes.items():
+            if code:
+                how = {"signal": -code} if code < 0 else {"exit_code": code}
+                self._log.emit(EventKind.WORKER_LOST, worker=self._worker_group.workers[local_rank].global_rank, **how)
 
     def _say_why(self, reason: str) -> None:
         if not self._told_why:
@@ -271,6 +288,7 @@ class StandbyAgent(LocalElasticAgent):
                 logger.warning("rank %d seemed to hang, but goes on since its stacks were written", rank)
                 continue
             logger.error("%s", hang_text(rank, processes[rank].pid, seen[rank], seen))
+            self._log.emit(EventKind.HANG_DETECTED, worker=rank, quiet_s=round(seen[rank].quiet_s, 3))
             _kill(processes[rank])
 
     def _handlers(self) -> dict[int, _Handler]:
@@ -295,8 +313,10 @@ class StandbyAgent(LocalElasticAgent):
         self._end_hung()
         codes = self._exit_codes()
         self._running = list(codes.values()).count(None)
-        if any(codes.values()) and self._remaining_restarts > 0:
-            self._tell_to_leave()
+        if any(codes.values()):
+            self._log_lost(codes)
+            if self._remaining_restarts > 0:
+                self._tell_to_leave()
         logs = dict(getattr(self._pcontext, "stderrs", {}))
         with self._as_seen(codes):
             result = cast(RunResult, super()._monitor_workers(worker_group))
@@ -382,6 +402,8 @@ class StandbyAgent(LocalElasticAgent):
     def close(self) -> None:
         """Ends the zygote. Idempotent."""
         self._links.close()
+        self._log.emit(EventKind.LAUNCHER_ENDED)
+        self._log.close()
         if self._zygote is not None:
             self._zygote.close()
             self._zygote = None

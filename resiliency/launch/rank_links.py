@@ -58,16 +58,21 @@ class RankLinks:
     """Thread: one. A rank connects to :attr:`address`, which is in its environment; there is no file of it.
 
     Messages of ranks: ``inside`` (it has begun the function), ``finished`` (answered with ``exit`` unless it was told
-    to leave), ``heartbeat`` (with its page), ``fork`` (see :mod:`~resiliency.launch.forked_function`). Messages to
-    ranks: ``leave``, ``start`` (with an environment and two files for output). Each carries the number of a start of
-    the ranks of this host; -1 is the start that made the process.
+    to leave), ``heartbeat`` (with its page), ``log`` (where the event log is), ``fork`` (see
+    :mod:`~resiliency.launch.forked_function`). Messages to ranks: ``leave``, ``start`` (with an environment and two
+    files for output). Each carries the number of a start of the ranks of this host; -1 is the start that made the
+    process.
 
     Args:
         fork: does what ``fork`` asks for, with its files.
+        log: takes what ``log`` says.
     """
 
-    def __init__(self, fork: Callable[[Mapping[str, Any], Sequence[int]], None]) -> None:
+    def __init__(
+        self, fork: Callable[[Mapping[str, Any], Sequence[int]], None], log: Callable[[Mapping[str, Any]], None]
+    ) -> None:
         self._fork = fork
+        self._log = log
         # A name without a file: nothing is left behind by a launcher that is killed.
         self.address = f"resiliency-run-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -133,6 +138,8 @@ class RankLinks:
     def _understand(self, link: RankLink, message: Mapping[str, Any], fds: Sequence[int]) -> None:
         if message["kind"] == "fork":
             self._fork(message, fds)
+        elif message["kind"] == "log":
+            self._log(message)
         elif message["kind"] == "heartbeat":
             link.page = mmap.mmap(fds[0], 0, access=mmap.ACCESS_READ)
         elif message["number"] <= link.left:

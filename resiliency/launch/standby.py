@@ -26,6 +26,7 @@ from resiliency.launch.channel import receive, send
 from resiliency.launch.command_line import show_command_line
 from resiliency.launch.forked_function import run_function
 from resiliency.launch.fresh import ScriptCommand, become_fresh, run_script
+from resiliency.launch.start_times import script_begins
 from resiliency.settings import all_variables, set_variable
 
 __all__ = ["main"]
@@ -222,4 +223,5 @@ def _run(request: dict[str, Any], fds: list[int], changed: dict[str, str]) -> No
     show_command_line(request["words"])
     with socket.socket(fileno=reply) as end:
         send(end, {"pid": os.getpid()})
+    script_begins()
     run_script(command)

@@ -26,6 +26,7 @@ from resiliency.launch.leaving import (
     looks_like_a_lost_peer,
     signal_handlers,
 )
+from resiliency.launch.start_times import script_begins
 from resiliency.settings import LAUNCHER_VARIABLE, START_VARIABLE, all_variables, set_variable
 
 __all__ = ["AttemptEnded", "restartable"]
@@ -222,6 +223,7 @@ class _Survivor:
                 os.dup2(fd, number)
                 os.close(fd)
         heartbeat.start_anew()
+        script_begins()
         logger.info("this process goes on in the next attempt")
 
     def _say(self, kind: str) -> None:

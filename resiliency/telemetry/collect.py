@@ -21,6 +21,9 @@ _Key = tuple[int | None, int]
 
 _MARKED = frozenset(
     {
+        EventKind.LAUNCHER_STARTED,
+        EventKind.RANKS_STARTED,
+        EventKind.LAUNCHER_ENDED,
         EventKind.WORKER_LOST,
         EventKind.HOST_LOST,
         EventKind.AGENT_LOST,
@@ -295,6 +298,12 @@ class Collector:
         if segment.started is not None:
             run.quality["duplicates"] += 1
         segment.started = time if segment.started is None else min(time, segment.started)
+        if since := _seconds(record.get("since_process_s")):
+            segment.process = time - since
+        if since := _seconds(record.get("since_callback_s")):
+            segment.callback = time - since
+        if since := _seconds(record.get("opening_s")):
+            segment.opening = time - since
         segment.world = _count(record.get("world_size")) or segment.world
 
     def _restore_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:

@@ -104,6 +104,10 @@ class Segment:
         self.host = host
         self.serial = serial
         self.started: float | None = None
+        #: Of the attempt in this process, when the script has made our callback, and when it opened its checkpointer.
+        self.process: float | None = None
+        self.callback: float | None = None
+        self.opening: float | None = None
         self.restore: float | None = None
         self.loaded: float | None = None
         self.loaded_step: int | None = None
@@ -164,8 +168,8 @@ class Segment:
 
     @property
     def start(self) -> float | None:
-        """Time of the earliest event of this segment."""
-        times = [t for t in (self.started, self.first, self.first_step_start()) if t is not None]
+        """Start of the process, where it is known, or time of the earliest event of this segment."""
+        times = [t for t in (self.process, self.started, self.first, self.first_step_start()) if t is not None]
         return min(times) if times else None
 
     @property

@@ -19,7 +19,7 @@ from resiliency.launch.rank_links import RankLinks
 def test_a_message_that_is_not_understood_ends_its_connection_and_nothing_else(
     message: Mapping[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    links = RankLinks(fork=lambda request, fds: None)
+    links = RankLinks(fork=lambda request, fds: None, log=lambda message: None)
     other, stranger = (socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
     with other, stranger, caplog.at_level(logging.WARNING):
         for end in (other, stranger):
