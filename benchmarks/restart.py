@@ -136,10 +136,43 @@ def with_child_ended(process: psutil.Process) -> None:
         return
 
 
+@dataclass(frozen=True, kw_only=True)
+class StandbyCost:
+    """Of the processes that ranks are forked from, and that wait to be ranks.
+
+    Attributes:
+        own_mib: memory that the largest of them shares with no other process.
+        cpu_s: processor time of all of them in ``waited_s`` seconds of training.
+    """
+
+    own_mib: float
+    cpu_s: float
+    waited_s: float
+
+
+def standby_cost(launcher: int, *, wait_s: float = 5.0) -> StandbyCost | None:
+    """None where there are none. Blocks: for ``wait_s``."""
+    waiting = [
+        process
+        for process in psutil.Process(launcher).children(recursive=True)
+        if any("resiliency.launch.standby" in word for word in process.cmdline())
+    ]
+    if not waiting:
+        return None
+
+    def spent() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in waiting)
+
+    before = spent()
+    time.sleep(wait_s)
+    own = [process.memory_full_info().uss for process in waiting]
+    return StandbyCost(own_mib=max(own) / 2**20, cpu_s=spent() - before, waited_s=wait_s)
+
+
 def measure(
     launcher: str, command: Sequence[str], *, ranks: int, kills: int, seed: int, advance: Callable[[], None]
-) -> list[Recovery]:
-    """Runs the job under one launcher and kills one of its ranks again and again."""
+) -> tuple[list[Recovery], StandbyCost | None]:
+    """Runs the job under one launcher and kills one of its ranks again and again; then looks at those who wait."""
     draw = random.Random(seed)
     recoveries: list[Recovery] = []
     with tempfile.TemporaryDirectory(prefix="restart-") as name:
@@ -147,7 +180,7 @@ def measure(
         marks = _Marks(folder, ranks)
         words = [*command, f"--nproc-per-node={ranks}", str(JOB), str(folder)]
         words += ["--restartable"] if launcher == STAYING else []
-        with _running(words, folder):
+        with _running(words, folder) as running:
             attempt = 0
             for _ in range(kills):
                 steps = draw.randint(8, 20)
@@ -163,7 +196,8 @@ def measure(
                 last = {name: max(of[attempt][name][0] for of in later) - at for name in PARTS}
                 recoveries.append(Recovery(launcher=launcher, ranks=ranks, total_s=last["step"], marks=last))
                 advance()
-    return recoveries
+            cost = standby_cost(running.pid)
+    return recoveries, cost
 
 
 def _steps_of(found: list[dict[int, dict[str, list[float]]]], attempt: int) -> int:
@@ -198,11 +232,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args(argv)
     recoveries: list[Recovery] = []
+    costs: dict[tuple[str, int], StandbyCost] = {}
     with Progress(transient=True) as progress:
         task = progress.add_task("kills", total=options.kills * len(options.ranks) * len(options.launchers))
         for ranks in options.ranks:
             for name in options.launchers:
-                recoveries += measure(
+                found, cost = measure(
                     name,
                     launchers()[name],
                     ranks=ranks,
@@ -210,9 +245,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                     seed=options.seed,
                     advance=lambda: progress.advance(task),
                 )
-    Console(width=150).print(table(recoveries))
+                recoveries += found
+                if cost is not None:
+                    costs[name, ranks] = cost
+    console = Console(width=150)
+    console.print(table(recoveries))
+    for (name, ranks), cost in costs.items():
+        console.print(
+            f"{name}, {ranks} ranks: a process that waits has at most {cost.own_mib:.1f} MiB of its own; all of them"
+            f" took {cost.cpu_s:.2f} s of processor time in {cost.waited_s:.0f} s"
+        )
     if options.json is not None:
-        options.json.write_text(json.dumps({"cores": cores(), "kills": [asdict(one) for one in recoveries]}, indent=1))
+        waiting = [{"launcher": name, "ranks": ranks, **asdict(cost)} for (name, ranks), cost in costs.items()]
+        figures = {"cores": cores(), "kills": [asdict(one) for one in recoveries], "standbys": waiting}
+        options.json.write_text(json.dumps(figures, indent=1))
     return 0
 
 

@@ -21,11 +21,11 @@ class StartPart(str, Enum):
 
 #: For tables. A part ends where the next one begins; OTHER is what the log does not split.
 PART_LABELS = {
-    StartPart.RANKS_END: "other ranks end, pause",  # noticed, until the launcher starts ranks; crash loops wait
+    StartPart.RANKS_END: "other ranks end",  # noticed, until the launcher starts ranks; crash loops wait
     StartPart.PROCESSES: "processes up",  # until the script begins
-    StartPart.IMPORTS: "imports, script",  # until it makes our callback
-    StartPart.GROUP: "trainer, process group",  # until the checkpointer is opened
-    StartPart.MODEL: "checkpointer, model",  # until a checkpoint is loaded, or the first batch
+    StartPart.IMPORTS: "imports and script",  # until it makes our callback
+    StartPart.GROUP: "trainer and process group",  # until the checkpointer is opened
+    StartPart.MODEL: "checkpointer and model",  # until a checkpoint is loaded, or the first batch
     StartPart.FIRST_BATCH: "first batch",  # after the load, until the first batch
     StartPart.OTHER: "not split",
 }

@@ -123,4 +123,4 @@ def test_parts_are_in_the_table_and_in_json() -> None:
     assert not any(parts for name, parts in rows.items() if name not in ("restart", "first_start"))
     text = io.StringIO()
     print_report([summary], Console(file=text, width=120))
-    assert "other ranks end, pause" in text.getvalue() and "imports, script" in text.getvalue()
+    assert "other ranks end" in text.getvalue() and "imports and script" in text.getvalue()
