@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import ctypes
 import importlib.machinery
 import io
 import os
@@ -10,10 +12,13 @@ import random
 import runpy
 import signal
 import sys
+import threading
+import traceback
 import types
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from resiliency.settings import replace_variables
 
@@ -111,8 +116,10 @@ def seed_anew() -> None:
 def run_script(command: ScriptCommand) -> None:
     """Runs it as the interpreter does, in ``__main__``. An exception is shown as of a script: without frames of ours.
 
+    An exception ends the process, with status 1.
+
     Raises:
-        BaseException: whatever the script raises. Its traceback is printed without the frames of this package.
+        SystemExit, KeyboardInterrupt: of the script.
     """
     try:
         if command.is_module:
@@ -134,7 +141,23 @@ def run_script(command: ScriptCommand) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
             trace = trace.tb_next
         _hide_frames_above(error, trace)
-        raise
+        _end_as_failed(error)
+
+
+def _end_as_failed(error: BaseException) -> NoReturn:
+    """Does what the interpreter does at its end, but for taking apart what was imported before the fork: that copies
+    all of it, for a quarter of a second, and the next attempt waits for it."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+        threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException:  # Boundary: a hook or a signal; the interpreter goes on to its end, too.
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # None, broken or closed
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+    os._exit(1)
 
 
 def _hide_frames_above(error: BaseException, trace: types.TracebackType | None) -> None:
