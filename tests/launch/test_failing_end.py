@@ -31,7 +31,8 @@ FAILING = """
     sys.stdout.reconfigure(write_through=False, line_buffering=False)
     print("> child", child.pid)
     library = ctypes.CDLL(None)
-    buffer = ctypes.create_string_buffer(4096)  # ranks start without one
+    library.malloc.restype = ctypes.c_void_p
+    buffer = ctypes.c_void_p(library.malloc(4096))  # ranks start without one
     library.setvbuf(ctypes.c_void_p.in_dll(library, "stdout"), buffer, 0, 4096)
     library.printf(b"> of a library\\n")
     if {hook}:
