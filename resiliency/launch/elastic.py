@@ -14,28 +14,26 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from resiliency.events import EventKind
 from resiliency.launch.fresh import parse_command
-from resiliency.launch.hangs import Seen, hang_text, hung
-from resiliency.launch.heartbeat import STACKS_SIGNAL
+from resiliency.launch.hang_watch import HangWatch
 from resiliency.launch.job_log import JobLog
 from resiliency.launch.preload import modules_to_preload
-from resiliency.launch.processes import ForkedProcess, is_stopped, mark_own, reap_others, wait_for_any
+from resiliency.launch.processes import ForkedProcess, reap_others, wait_for_any
+from resiliency.launch.rank_handlers import Kept, RankHandler, StillRunning, handlers_made_by, kill_group
 from resiliency.launch.rank_links import RankLink, RankLinks
 from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure
 from resiliency.launch.zygote import CannotFork, Zygote
@@ -50,10 +48,6 @@ _QUIET_S = 1.0
 _TAIL_BYTES = 16 * 1024
 #: In a job, so that imports that end the process are not tried for ever.
 _MOST_ZYGOTES = 1000
-#: For ranks to write their stacks; nothing tells when they have.
-_STACKS_S = 1.0
-#: Longer only in uninterruptible sleep.
-_KILL_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +97,11 @@ class StandbyAgent(LocalElasticAgent):
         self._log = JobLog()
         self._log.emit(EventKind.LAUNCHER_STARTED)
         self._links = RankLinks(fork=self._fork, log=self._log_is_at)
+        self._hangs = HangWatch(self._links, floor_s=options.hang_timeout_s, report=self._log_hang)
         #: Another attempt follows.
         self._restarts = False
         #: Processes that were told to leave and go on, by local rank.
         self._kept: dict[int, Any] = {}
-        #: Ranks that hung at the last look, and when that was.
-        self._suspects: tuple[float, set[int]] = 0.0, set()
         #: How often the ranks have been started.
         self._starts = 0
         self._start_zygote()
@@ -134,7 +127,7 @@ class StandbyAgent(LocalElasticAgent):
         self._log.emit(
             EventKind.RANKS_STARTED, count=worker_group.spec.local_world_size, kept=len(self._kept), starts=self._starts
         )
-        with _handlers_made_by(self._handler):
+        with handlers_made_by(self._handler):
             ids = cast(dict[int, Any], super()._start_workers(worker_group))
         self._end_kept()  # those for which there is no place: the host has fewer ranks now
         self._starts += 1
@@ -155,7 +148,7 @@ class StandbyAgent(LocalElasticAgent):
         return [zygote.process] if zygote is not None and zygote.process.poll() is None else []
 
     def _handler(self, *arguments: Any, **named: Any) -> SubprocessHandler:
-        return _Handler(self, *arguments, **named)
+        return RankHandler(self, *arguments, **named)
 
     def start_rank(self, words: Sequence[str], environment: dict[str, str], *output: IO[str] | None) -> Any:
         """A process, or None when it is to be a fresh interpreter. Adds to ``environment``."""
@@ -193,6 +186,9 @@ class StandbyAgent(LocalElasticAgent):
                 how = {"signal": -code} if code < 0 else {"exit_code": code}
                 self._log.emit(EventKind.WORKER_LOST, worker=self._worker_group.workers[local_rank].global_rank, **how)
 
+    def _log_hang(self, rank: int, quiet_s: float) -> None:
+        self._log.emit(EventKind.HANG_DETECTED, worker=rank, quiet_s=round(quiet_s, 3))
+
     def _say_why(self, reason: str) -> None:
         if not self._told_why:
             self._told_why = True
@@ -219,7 +215,7 @@ class StandbyAgent(LocalElasticAgent):
         self._kept.clear()
 
     def _end(self, process: Any) -> None:
-        _kill(process)
+        kill_group(process)
         self._links.forget(process.pid)
 
     def _exit_codes(self) -> dict[int, int | None]:
@@ -241,7 +237,7 @@ class StandbyAgent(LocalElasticAgent):
                     if code is not None
                     else f"did not leave its attempt within {self._options.leave_timeout_s:.0f} s",
                 )
-                _kill(handler.proc)
+                kill_group(handler.proc)
                 self._links.serve()
                 began = link.deadline is None  # at the last moment: the others may have met it
                 self._links.forget(handler.proc.pid)
@@ -253,45 +249,7 @@ class StandbyAgent(LocalElasticAgent):
                 codes[local_rank] = None
         return codes
 
-    # -- ranks that hang ----------------------------------------------------------------------------------------------
-
-    def _end_hung(self) -> None:
-        """Kills ranks that hang, after the stacks of all were written. Blocks: for that, a second."""
-        floor_s = self._options.hang_timeout_s
-        if not floor_s:
-            return
-        processes = {
-            self._worker_group.workers[local_rank].global_rank: handler.proc
-            for local_rank, handler in self._handlers().items()
-            if handler.proc.poll() is None
-        }
-        now = time.monotonic()
-        seen = {}
-        for rank, process in processes.items():
-            page = self._links.page_of(process.pid)
-            if page is not None:
-                seen[rank] = Seen(page=page, quiet_s=now - page.last_s, stopped=is_stopped(process.pid))
-        found = hung(seen, floor_s=floor_s)
-        # Twice in a row: when this process, and perhaps the whole host, did not run for a time, no rank has beaten.
-        when, before = self._suspects
-        self._suspects = (when if before and set(found) == before else now), set(found)
-        if not found or set(found) != before or now - when < _QUIET_S:
-            return
-        for process in processes.values():
-            if self._links.page_of(process.pid) is not None:  # else it has no handler, and the signal would end it
-                process.send_signal(STACKS_SIGNAL)
-        threading.Event().wait(_STACKS_S)
-        self._links.serve()
-        for rank in found:
-            page = self._links.page_of(processes[rank].pid)
-            if page is not None and page.beats != seen[rank].page.beats:
-                logger.warning("rank %d seemed to hang, but goes on since its stacks were written", rank)
-                continue
-            logger.error("%s", hang_text(rank, processes[rank].pid, seen[rank], seen))
-            self._log.emit(EventKind.HANG_DETECTED, worker=rank, quiet_s=round(seen[rank].quiet_s, 3))
-            _kill(processes[rank])
-
-    def _handlers(self) -> dict[int, _Handler]:
+    def _handlers(self) -> dict[int, RankHandler]:
         return dict(getattr(self._pcontext, "subprocess_handlers", {}))
 
     def _seconds_to_deadline(self) -> float:
@@ -310,7 +268,13 @@ class StandbyAgent(LocalElasticAgent):
             running = [handler.proc for local_rank, handler in self._handlers().items() if codes[local_rank] is None]
             with _pidfds_of([*running, *self._living_zygote()]) as pidfds:
                 wait_for_any([*pidfds, *self._links.fds()], min(longest_s, self._seconds_to_deadline()))
-        self._end_hung()
+        self._hangs.look(
+            {
+                worker_group.workers[local_rank].global_rank: handler.proc
+                for local_rank, handler in self._handlers().items()
+                if handler.proc.poll() is None
+            }
+        )
         codes = self._exit_codes()
         self._running = list(codes.values()).count(None)
         if any(codes.values()):
@@ -331,7 +295,7 @@ class StandbyAgent(LocalElasticAgent):
         """Torch looks once more. A rank that has ended in between would be a failure to it, where it may have been
         about to leave its attempt; and torch would end the others at once, before they are told to stay."""
         handlers = [handler for local_rank, handler in self._handlers().items() if codes[local_rank] is None]
-        seen = [(handler, _StillRunning(handler.proc)) for handler in handlers if not isinstance(handler.proc, _Kept)]
+        seen = [(handler, StillRunning(handler.proc)) for handler in handlers if not isinstance(handler.proc, Kept)]
         for handler, running in seen:
             handler.proc = cast(Any, running)
         try:
@@ -426,84 +390,6 @@ def _last_lines(path: str, count: int = 20) -> list[str]:
             return file.read().decode(errors="replace").splitlines()[-count:]
     except OSError:
         return []
-
-
-class _Handler(SubprocessHandler):
-    """Torch's, around a process that the agent gives it if there is one."""
-
-    def __init__(self, agent: StandbyAgent, *arguments: Any, **named: Any) -> None:
-        self._agent = agent
-        super().__init__(*arguments, **named)
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        self._command = args, env
-        process = self._agent.start_rank(args, env, self._stdout, self._stderr)
-        if process is None:
-            process = super()._popen(args, env)
-            mark_own(process)
-        return process
-
-    def start_again(self) -> None:
-        """Another process in the place of one that has ended."""
-        self.proc = self._popen(*self._command)
-
-    def goes_on(self) -> None:
-        """The process is no longer of this attempt."""
-        self.proc = cast(Any, _Kept(self.proc.pid))
-        for file in (self._stdout, self._stderr):
-            if file is not None:
-                file.close()
-
-
-class _Kept:
-    """What torch sees of a process that goes on: one that has ended well."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def poll(self) -> int:
-        return 0
-
-    def wait(self, timeout: float | None = None) -> int:
-        return 0
-
-
-class _StillRunning:
-    """A process that was seen running: it runs for torch until torch has waited for its end."""
-
-    def __init__(self, process: Any) -> None:
-        self.process = process
-        self.pid = process.pid
-        self._waited = False
-
-    def poll(self) -> int | None:
-        return cast(int | None, self.process.poll()) if self._waited else None
-
-    def wait(self, timeout: float | None = None) -> int:
-        code = cast(int, self.process.wait(timeout))
-        self._waited = True
-        return code
-
-
-def _kill(process: Any) -> None:
-    """Ends a rank and its process group. Blocks: up to 5 s."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_KILL_TIMEOUT_S)
-
-
-@contextmanager
-def _handlers_made_by(make: Callable[..., SubprocessHandler]) -> Iterator[None]:
-    """Torch looks this function up when it starts ranks."""
-    module: Any = multiprocessing.api
-    before = module.get_subprocess_handler
-    module.get_subprocess_handler = make
-    try:
-        yield
-    finally:
-        module.get_subprocess_handler = before
 
 
 @contextmanager

@@ -111,6 +111,7 @@ def stack() -> list[object]:
 #: Different in every run, and where our launcher can be reached.
 CHANGING = {
     "RESILIENCY_LAUNCHER",
+    "RESILIENCY_LAUNCHER_STARTS",
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_ERROR_FILE",
