@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks._machine import cores
 
-__all__ = ["Recovery", "main", "measure"]
+__all__ = ["Marks", "Recovery", "main", "measure"]
 
 ROOT = Path(__file__).parents[1]
 JOB = Path(__file__).with_name("_restart_job.py")
@@ -73,7 +73,7 @@ def launchers() -> dict[str, list[str]]:
     return found
 
 
-class _Marks:
+class Marks:
     """What the ranks of a job have written so far."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
@@ -177,7 +177,7 @@ def measure(
     recoveries: list[Recovery] = []
     with tempfile.TemporaryDirectory(prefix="restart-") as name:
         folder = Path(name)
-        marks = _Marks(folder, ranks)
+        marks = Marks(folder, ranks)
         words = [*command, f"--nproc-per-node={ranks}", str(JOB), str(folder)]
         words += ["--restartable"] if launcher == STAYING else []
         with _running(words, folder) as running:

@@ -25,7 +25,7 @@ from tests.launch.launching import ROOT, Job
 
 FAULTS = int(os.environ.get("RESILIENCY_SOAK", "10"))
 KINDS = ("rank", "rank", "rank", "ranks", "agent", "zygote", "stop and go on", "SIGTERM")
-RANKS = 3
+RANKS = 4
 
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(300 + 60 * FAULTS)]
 
