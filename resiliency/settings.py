@@ -64,6 +64,7 @@ class Environment:
         node: name of this host, as the failure domain (``RESILIENCY_NODE``, else ``NODE_NAME``, else the host name).
         restart: restart count set by the launcher (``TORCHELASTIC_RESTART_COUNT``), 0 when unset.
         start: changes when this process begins another attempt; what a new process counts from zero is counted anew.
+        keeps_store: the launcher keeps the store of the process group over restarts (``TORCHELASTIC_USE_AGENT_STORE``).
         events_dir: folder for event logs (``RESILIENCY_EVENTS_DIR``), None: below the checkpoint directory.
         local_dir: folder of the fast local tier (``RESILIENCY_LOCAL_DIR``), None: chosen by the caller.
         file_tracking: True when ``GOODPUT_USE_FILE_TRACKING`` is set (to anything, as the older library reads it).
@@ -77,6 +78,7 @@ class Environment:
     node: str
     restart: int
     start: str
+    keeps_store: bool
     events_dir: str | None
     local_dir: str | None
     file_tracking: bool
@@ -152,6 +154,7 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         node=source.get("RESILIENCY_NODE") or source.get("NODE_NAME") or socket.gethostname(),
         restart=_integer(source, "TORCHELASTIC_RESTART_COUNT", 0),
         start=source.get(START_VARIABLE, ""),
+        keeps_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         events_dir=source.get("RESILIENCY_EVENTS_DIR") or None,
         local_dir=source.get("RESILIENCY_LOCAL_DIR") or None,
         file_tracking="GOODPUT_USE_FILE_TRACKING" in source,

@@ -778,8 +778,11 @@ def _default_coordinator(rank: int, world_size: int) -> Coordinator:
     store = torch.distributed.distributed_c10d._get_default_store()
     # The prefix must be unique: the default store may outlive an attempt (torchrun keeps its own), and a process may
     # open several checkpointers, in the same order on every rank. The store cannot count starts: a rank can die before
-    # it is counted.
-    prefix = f"resiliency/{environment().restart}/{next(_opened[environment().start])}"
+    # it is counted. Where rank 0 makes a new store each time, the count of restarts says nothing, and differs: a host
+    # counts those that its own ranks have caused.
+    settings = environment()
+    restart = settings.restart if settings.keeps_store else 0
+    prefix = f"resiliency/{restart}/{next(_opened[settings.start])}"
     return StoreCoordinator(store, rank=rank, world_size=world_size, prefix=prefix)
 
 

@@ -22,6 +22,8 @@ SUMMING = """
     from pathlib import Path
     import torch
     import torch.distributed as dist
+    from resiliency.checkpoint import Checkpointer
+    from resiliency.checkpoint.options import LocalTierOptions
     from resiliency.launch import restartable
 
     folder = Path(sys.argv[1])
@@ -34,6 +36,9 @@ SUMMING = """
         dist.init_process_group("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
+        # The launchers count restarts each for itself.
+        local = LocalTierOptions(directory=str(folder / "checkpoints"))
+        Checkpointer(local, rank=rank, world_size=dist.get_world_size()).open()
         with open(folder / f"there-{dist.get_world_size()}-{rank}", "a") as file:
             file.write(f"{os.getpid()} {os.environ['RESILIENCY_LAUNCHER_STARTS']}\\n")
         done = torch.zeros(1)
