@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, Protocol
 
 from resiliency.errors import Timeout
@@ -110,7 +110,7 @@ def signal_handlers() -> dict[int, Any]:
     return {number: handler for number, handler in handlers.items() if handler is not None}
 
 
-def leave_attempt(error: BaseException, *, children: Collection[int], handlers: Mapping[int, Any]) -> None:
+def leave_attempt(error: BaseException, *, children: Set[int], handlers: Mapping[int, Any]) -> None:
     """Gives up what the process holds of an attempt: frames and the model in them, process groups, worker processes.
 
     What modules and the caller of the function hold stays. Blocks: until worker processes have ended, up to 5 s each.
@@ -122,22 +122,50 @@ def leave_attempt(error: BaseException, *, children: Collection[int], handlers: 
             where it was interrupted.
     """
     for number, handler in signal_handlers().items():
-        if handler is not handlers.get(number, handler):
+        # Torch sets its handler for the ends of loaders' workers once in a process.
+        its_own = str(getattr(handler, "__module__", "")).partition(".")[0] == "torch"
+        if handler is not handlers.get(number, handler) and not its_own:
             signal.signal(number, handlers[number])
+    _end_workers(children)
     for one in list(_chain(error)):
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
     _close_held()
     gc.collect()  # loops, data loaders and trainers refer to each other; connections to peers close with the last one
     _destroy_groups()
-    for child in multiprocessing.active_children():
-        if child.pid not in children:
-            child.kill()
-            child.join(_KILL_TIMEOUT_S)
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     seed_anew()
+
+
+def _end_workers(children: Set[int]) -> None:
+    """Kills processes that multiprocessing has started, and closes the iterators of torch's data loaders.
+
+    Before they are garbage: when that is collected, the threads that would tell workers to end may end first, and each
+    iterator waits for 5 s.
+    """
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker is killed
+    try:
+        workers = [child for child in multiprocessing.active_children() if child.pid not in children]
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.join(_KILL_TIMEOUT_S)
+        for iterator in _loader_iterators():
+            if any(worker.pid in children for worker in getattr(iterator, "_workers", [])):
+                continue  # of a loader that is not of the attempt
+            try:
+                iterator._shutdown_workers()
+            except Exception:  # Boundary: a private function of torch; the workers have ended.
+                logger.debug("an iterator of a data loader was not closed cleanly", exc_info=True)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _loader_iterators() -> list[Any]:
+    kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
+    return [] if kind is None else [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def _destroy_groups() -> None:

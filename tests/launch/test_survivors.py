@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from resiliency.launch import AttemptEnded, leaving, restartable
 from resiliency.launch.elastic import StandbyAgent
@@ -452,19 +453,27 @@ def test_workers_of_data_loaders_do_not_outlive_their_attempt(launch: Any, tmp_p
         def main():
             rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
             children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
-            say("rank", rank, "attempt", attempt, "has", len(children), "children")
-            if attempt == 1:
+            say("rank", rank, "attempt", attempt, "has", len(children), "children at", time.monotonic())
+            if attempt == 2:
                 return
-            loader = DataLoader(Slow(), num_workers=2, persistent_workers=True)
-            for step, _ in enumerate(loader):
+            loop = {"iterator": iter(DataLoader(Slow(), num_workers=2, persistent_workers=attempt == 0))}
+            loop["itself"] = loop  # as in Lightning: garbage that has to be collected
+            for step, _ in enumerate(loop["iterator"]):
                 if rank == "1" and step == 3:
+                    say("death of attempt", attempt, "at", time.monotonic())
                     os.kill(os.getpid(), signal.SIGKILL)
 
         main()
     """
-    job = launch(script, "--nproc-per-node", 2, "--max-restarts", 1)
+    job = launch(script, "--nproc-per-node", 2, "--max-restarts", 2, "--crash-loop", 0)
     assert job.wait() == 0, job.text
-    assert "rank 0 attempt 1 has 0 children" in job.text, job.text
+    assert "rank 0 attempt 1 has 0 children" in job.text and "rank 0 attempt 2 has 0 children" in job.text, job.text
+    for attempt in (0, 1):
+        (died,) = re.findall(rf"death of attempt {attempt} at ([\d.]+)", job.text)
+        (began,) = re.findall(rf"rank 0 attempt {attempt + 1} has 0 children at ([\d.]+)", job.text)
+        assert float(began) - float(died) < MP_STATUS_CHECK_INTERVAL, (
+            "an iterator waited for a worker that was not told"
+        )
     job.descendants()
     assert job.left() == []
 
