@@ -15,9 +15,12 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.setup-done
 TORCH ?= torch==2.13.0
-WORKERS ?= 2
-# A worker that has finished takes over tests of the other; until then each keeps to its own files and their fixtures.
-# Two workers have two cores: threads of tensor operations would only wait for each other (a tenth of all processor time).
+# One more than CI has cores: tests wait for processes and disks for a good part of their time.
+WORKERS ?= 3
+# Of Lightning's own tests, some of which measure time.
+CONFORMANCE_WORKERS ?= 2
+# A worker that has finished takes over tests of the others; until then each keeps to its own files and their fixtures.
+# With all cores busy, threads of tensor operations would only wait for each other (a tenth of all processor time).
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 # The tests start hundreds of interpreters: with this variable set each of them would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -65,7 +68,7 @@ test: $(STAMP) lint
 CONFORMANCE ?= callback:lightning.pytorch io:pytorch_lightning
 conformance: $(STAMP)
 	@for one in $(CONFORMANCE); do \
-	  $(PY) -m tests.conformance ../shared/conformance --substitute "$${one%%:*}" --namespace "$${one#*:}" -n $(WORKERS); \
+	  $(PY) -m tests.conformance ../shared/conformance --substitute "$${one%%:*}" --namespace "$${one#*:}" -n $(CONFORMANCE_WORKERS); \
 	done
 
 demo: $(STAMP)

@@ -54,7 +54,8 @@ __all__ = ["AgentClient"]
 
 logger = logging.getLogger(__name__)
 
-_START_S = 30.0
+#: Seconds for an agent that listens to answer, beside those in which it may finish what it does.
+_GREETING_S = 30.0
 _CONNECT_TRIES = 5
 #: After this many lost agents within the window the trainer does the agent's work itself.
 _MAX_LOSSES = 3
@@ -212,7 +213,7 @@ class AgentClient:
         Raises:
             OSError: there is none: the agent closed the connection, was killed, or took longer than it may.
         """
-        deadline = time.monotonic() + _START_S + self.config.drain_s
+        deadline = time.monotonic() + _GREETING_S + self.config.drain_s
         with Peer(connection) as agent:
             watch = _StopWatch()
             while time.monotonic() < deadline:

@@ -59,15 +59,9 @@ class Zygote:
         self._silent = False
         self._ready = False
         self._modules: Mapping[str, str] = {}
-        package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
-        arguments = [control.fileno(), requests.fileno(), os.getpid(), standbys]
+        options = [str(os.getpid()), str(standbys), ",".join(modules), *words]
         with control, requests:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOTSTRAP, package, *map(str, arguments), ",".join(modules), *words],
-                pass_fds=(control.fileno(), requests.fileno()),
-                env=dict(environment),
-                start_new_session=True,
-            )
+            self._process = start_interpreter([control.fileno(), requests.fileno()], options, environment)
         mark_own(self._process)
 
     @property
@@ -197,6 +191,24 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(5)
+
+
+def start_interpreter(
+    fds: Sequence[int], options: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts :func:`resiliency.launch.standby.main` in a fresh interpreter, which has to import everything.
+
+    Args:
+        fds: what it gets of this process, in the order of its first arguments.
+        options: its other arguments, and words that only ``ps`` shows.
+    """
+    package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", _BOOTSTRAP, package, *map(str, fds), *options],
+        pass_fds=fds,
+        env=dict(environment),
+        start_new_session=True,
+    )
 
 
 def _inherited_signals() -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resiliency.agent import client
+from resiliency.agent import _start, client
 from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import LocalTierOptions
@@ -168,7 +168,7 @@ def test_an_agent_that_never_listens_costs_one_deadline(
     deaf.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nexec sleep 600\n")
     deaf.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(deaf))
-    monkeypatch.setattr(client, "_START_S", 0.5)
+    monkeypatch.setattr(_start, "_START_S", 0.5)
     with make_checkpointer(local, options=PROCESS) as checkpointer:
         assert checkpointer.session.client.embedded
         started = [int(line) for line in (tmp_path / "started").read_text().split()]
@@ -230,7 +230,7 @@ def test_without_an_agent_that_starts_the_trainer_commits(
     python.write_text("#!/bin/sh\n" + ("exit 1\n" if how == "ends at once" else "exec sleep 60\n"))
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(client, "_START_S", 0.3)
+    monkeypatch.setattr(_start, "_START_S", 0.3)
     monkeypatch.setattr(client, "_MAX_LOSSES", 1)
     with make_checkpointer(local, options=PROCESS) as checkpointer:
         assert checkpointer.session.client.embedded

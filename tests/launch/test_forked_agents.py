@@ -46,6 +46,12 @@ SAVING = """
 """
 
 
+def let_go(path: Path, word: str) -> None:
+    """Whole at once: the rank may look between the moments at which a file is made and written."""
+    path.with_suffix(".partial").write_text(word)
+    path.with_suffix(".partial").rename(path)
+
+
 def agents(directory: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
@@ -83,7 +89,7 @@ def test_an_agent_is_forked_where_ranks_are(standby: bool, launch: Any, tmp_path
     # Nothing of the zygote, the launcher or the rank is held open.
     held = {entry.path for entry in agent.open_files()}
     assert not {path for path in held if str(tmp_path) not in path}
-    (tmp_path / "go-0-1").write_text("end")
+    let_go(tmp_path / "go-0-1", "end")
     assert job.wait() == 0, job.text
     assert not wait_ended([agent], timeout_s=30)
     assert agents(tmp_path) == []
@@ -111,7 +117,7 @@ def test_a_forked_agent_that_is_stopped_is_killed_and_replaced_by_the_next_attem
     os.kill(rank, signal.SIGKILL)
     wait_for(tmp_path / "saved-1-1")
     assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
-    (tmp_path / "go-1-1").write_text("end")
+    let_go(tmp_path / "go-1-1", "end")
     assert job.wait() == 0, job.text
     assert newest(tmp_path / "checkpoints") == 11
 
@@ -125,9 +131,9 @@ def test_without_standbys_left_an_agent_is_a_new_interpreter(launch: Any, tmp_pa
         process.kill()
     assert not wait_ended(others, timeout_s=10)
     agent.kill()
-    (tmp_path / "go-0-1").write_text("on")
+    let_go(tmp_path / "go-0-1", "on")
     wait_for(tmp_path / "saved-0-2")
     assert len(agents(tmp_path)) == 1
-    (tmp_path / "go-0-2").write_text("end")
+    let_go(tmp_path / "go-0-2", "end")
     assert job.wait() == 0, job.text
     assert newest(tmp_path / "checkpoints") == 2

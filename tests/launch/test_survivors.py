@@ -93,7 +93,7 @@ def _processes(text: str) -> dict[int, list[int]]:
     found: dict[int, dict[int, int]] = {}
     for rank, attempt, pid in re.findall(r"rank (\d+) attempt (\d+) process (\d+)", text):
         found.setdefault(int(rank), {})[int(attempt)] = int(pid)
-    return {rank: [pids[attempt] for attempt in sorted(pids)] for rank, pids in found.items()}
+    return {rank: [pids[attempt] for attempt in sorted(pids)] for rank, pids in sorted(found.items())}
 
 
 def test_ranks_that_are_well_stay_wherever_they_are(launch: Any, tmp_path: Path) -> None:
