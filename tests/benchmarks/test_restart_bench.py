@@ -12,7 +12,7 @@ from benchmarks import restart
 
 def test_marks_of_attempts_are_read_and_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "marks-0").write_text("pid 0 41 0\nstep 0 1 10.5\nstep 0 2 10.7\npid 1 43 0\nstep 1 2 12.0\nstep 1 3")
-    first, second = restart._Marks(tmp_path, 2).read()
+    first, second = restart.Marks(tmp_path, 2).read()
     assert second == {}
     assert first == {0: {"pid": [41.0], "step": [10.5, 10.7]}, 1: {"pid": [43.0], "step": [12.0]}}
     assert restart._steps_of([first, first], 0) == 2 and restart._steps_of([first, second], 0) == 0
