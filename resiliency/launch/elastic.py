@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at ranks whose end is seen at once anyway.
 _QUIET_S = 1.0
+#: For the peers of a rank that failed to end by themselves.
+_FALL_S = 1.0
 _TAIL_BYTES = 16 * 1024
 #: In a job, so that imports that end the process are not tried for ever.
 _MOST_ZYGOTES = 1000
@@ -281,6 +283,7 @@ class StandbyAgent(LocalElasticAgent):
             self._log_lost(codes)
             if self._remaining_restarts > 0:
                 self._tell_to_leave()
+            codes = self._let_peers_fall(codes)
         logs = dict(getattr(self._pcontext, "stderrs", {}))
         with self._as_seen(codes):
             result = cast(RunResult, super()._monitor_workers(worker_group))
@@ -289,6 +292,22 @@ class StandbyAgent(LocalElasticAgent):
             self._lengths_s.append(time.monotonic() - self._began_s)
             self._say_who_failed(result, logs)
         return result
+
+    def _let_peers_fall(self, codes: Mapping[int, int | None]) -> dict[int, int | None]:
+        """Exit codes when the peers of a rank that failed have ended too, as they do when they miss it, or a little
+        later. Torch sends SIGTERM next. Lightning answers that with a collective operation, and one that comes just as
+        a rank falls makes the rank wait in it until it is killed, for 30 s."""
+        deadline = time.monotonic() + _FALL_S
+        while time.monotonic() < deadline:
+            running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]
+            if not running:
+                break
+            with _pidfds_of(running) as pidfds:
+                wait_for_any(pidfds, deadline - time.monotonic())
+        return {
+            local_rank: handler.proc.poll() if codes[local_rank] is None else codes[local_rank]
+            for local_rank, handler in self._handlers().items()
+        }
 
     @contextmanager
     def _as_seen(self, codes: Mapping[int, int | None]) -> Iterator[None]:
