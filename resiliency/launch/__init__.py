@@ -7,7 +7,7 @@ Flags, environment, rendezvous, error files, logs and exit codes are torchrun's 
 
 from __future__ import annotations
 
-from resiliency.launch.heartbeat import beat
+from resiliency.launch.heartbeat import beat, pause
 from resiliency.launch.survivor import AttemptEnded, restartable
 
-__all__ = ["AttemptEnded", "beat", "restartable"]
+__all__ = ["AttemptEnded", "beat", "pause", "restartable"]

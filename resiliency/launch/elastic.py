@@ -100,6 +100,8 @@ class StandbyAgent(LocalElasticAgent):
         self._log.emit(EventKind.LAUNCHER_STARTED)
         self._links = RankLinks(fork=self._fork, log=self._log_is_at)
         self._hangs = HangWatch(self._links, floor_s=options.hang_timeout_s, report=self._log_hang)
+        #: Ranks that were killed in this attempt because they hung.
+        self._hung: set[int] = set()
         #: Another attempt follows.
         self._restarts = False
         #: Processes that were told to leave and go on, by local rank.
@@ -133,6 +135,7 @@ class StandbyAgent(LocalElasticAgent):
             ids = cast(dict[int, Any], super()._start_workers(worker_group))
         self._end_kept()  # those for which there is no place: the host has fewer ranks now
         self._starts += 1
+        self._hung.clear()
         self._running, self._began_s = len(ids), time.monotonic()
         return ids
 
@@ -189,6 +192,7 @@ class StandbyAgent(LocalElasticAgent):
                 self._log.emit(EventKind.WORKER_LOST, worker=self._worker_group.workers[local_rank].global_rank, **how)
 
     def _log_hang(self, rank: int, quiet_s: float) -> None:
+        self._hung.add(rank)
         self._log.emit(EventKind.HANG_DETECTED, worker=rank, quiet_s=round(quiet_s, 3))
 
     def _say_why(self, reason: str) -> None:
@@ -279,6 +283,7 @@ class StandbyAgent(LocalElasticAgent):
         )
         codes = self._exit_codes()
         self._running = list(codes.values()).count(None)
+        ran_s = time.monotonic() - self._began_s  # torch gives the other ranks up to 30 s to end
         if any(codes.values()):
             self._log_lost(codes)
             if self._remaining_restarts > 0:
@@ -289,7 +294,7 @@ class StandbyAgent(LocalElasticAgent):
             result = cast(RunResult, super()._monitor_workers(worker_group))
         reap_others()
         if result.is_failed() and result.failures:
-            self._lengths_s.append(time.monotonic() - self._began_s)
+            self._lengths_s.append(ran_s)
             self._say_who_failed(result, logs)
         return result
 
@@ -332,6 +337,7 @@ class StandbyAgent(LocalElasticAgent):
                 timestamp=found.timestamp,
                 message=_reason(found.error_file_data),
                 log=logs.get(found.local_rank, ""),
+                hung=rank in self._hung,
             )
             for rank, found in result.failures.items()
         }

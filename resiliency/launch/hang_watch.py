@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from resiliency.launch.hangs import Seen, hang_text, hung
@@ -49,11 +51,13 @@ class HangWatch:
         if not self._floor_s:
             return
         now = time.monotonic()
-        seen = {}
+        seen: dict[int, Seen] = {}
+        pids: dict[int, int] = {}
         for rank, process in processes.items():
-            page = self._links.page_of(process.pid)
-            if page is not None:
-                seen[rank] = Seen(page=page, quiet_s=now - page.last_s, stopped=is_stopped(process.pid))
+            heartbeat = self._links.heartbeat_of(process.pid)
+            if heartbeat is not None:
+                pids[rank], page = heartbeat
+                seen[rank] = Seen(page=page, quiet_s=now - page.last_s, stopped=is_stopped(pids[rank]))
         found = hung(seen, floor_s=self._floor_s)
         # Twice in a row: when this process, and perhaps the whole host, did not run for a time, no rank has beaten.
         when, before = self._suspects
@@ -62,17 +66,21 @@ class HangWatch:
             return
         self._ask_for_stacks(processes)
         for rank in found:
-            page = self._links.page_of(processes[rank].pid)
-            if page is not None and page.beats != seen[rank].page.beats:
+            heartbeat = self._links.heartbeat_of(processes[rank].pid)
+            if heartbeat is not None and heartbeat[1].beats != seen[rank].page.beats:
                 logger.warning("rank %d seemed to hang, but goes on since its stacks were written", rank)
                 continue
-            logger.error("%s", hang_text(rank, processes[rank].pid, seen[rank], seen))
+            logger.error("%s", hang_text(rank, pids[rank], seen[rank], seen))
             self._report(rank, seen[rank].quiet_s)
             kill_group(processes[rank])
 
     def _ask_for_stacks(self, processes: Mapping[int, Any]) -> None:
         for process in processes.values():
-            if self._links.page_of(process.pid) is not None:  # else it has no handler, and the signal would end it
-                process.send_signal(STACKS_SIGNAL)
+            heartbeat = self._links.heartbeat_of(process.pid)
+            if heartbeat is None:  # it has no handler, and the signal would end it
+                continue
+            with suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(heartbeat[0]) == process.pid:  # its number was not given to another
+                    os.kill(heartbeat[0], STACKS_SIGNAL)
         threading.Event().wait(_STACKS_S)
         self._links.serve()

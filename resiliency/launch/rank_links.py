@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _UCRED = struct.Struct("3i")  # process, user and group id
 _BACKLOG = 256
+#: For a rank that waits for its next attempt to begin it. Longer only on a machine that is busy.
+_BEGIN_S = 5.0
 
 
 @dataclass(kw_only=True)
@@ -37,6 +39,7 @@ class RankLink:
         given: number of the start that it was given last; None: the one that made its process.
         left: number of the start that it was told to leave last; below -1: none.
         deadline: monotonic seconds by which it must have begun again after it was told to leave; None: it has.
+        within_s: how long it was given to leave.
         finished: it has ended for good, with the launcher's consent.
         closed: it cannot be reached any more.
         page: its heartbeat.
@@ -49,6 +52,7 @@ class RankLink:
     given: int | None = None
     left: int = -2
     deadline: float | None = None
+    within_s: float = 0.0
     finished: bool = False
     closed: bool = False
     page: mmap.mmap | None = None
@@ -164,18 +168,19 @@ class RankLinks:
                 return link
         return None
 
-    def page_of(self, group: int) -> Page | None:
-        """The heartbeat of the rank that has this process group."""
+    def heartbeat_of(self, group: int) -> tuple[int, Page] | None:
+        """Of the rank that has this process group, with the process that beats: another one than the first of the
+        group where a script of the user's has started it."""
         for link in self._links:
             if link.group == group and link.page is not None and not link.closed:
-                return Page.read(link.page)
+                return link.pid, Page.read(link.page)
         return None
 
     def tell_to_leave(self, link: RankLink, *, within_s: float) -> bool:
         """Asks a rank to leave what it was given last; False when it cannot be reached. Blocks: no."""
         link.left = -1 if link.given is None else link.given
         if link.deadline is None:
-            link.deadline = time.monotonic() + within_s
+            link.deadline, link.within_s = time.monotonic() + within_s, within_s
         return self._send(link, {"kind": "leave", "number": link.left})
 
     def start(self, link: RankLink, number: int, environment: Mapping[str, str], output: Sequence[int]) -> bool:
@@ -185,6 +190,8 @@ class RankLinks:
             number: of this start, larger than that of the one before.
         """
         link.given = number
+        if link.deadline is not None:  # it may have left long ago, and waited for hosts or for a pause to end
+            link.deadline = max(link.deadline, time.monotonic() + min(link.within_s, _BEGIN_S))
         return self._send(link, {"kind": "start", "number": number, "environment": dict(environment)}, output)
 
     def _send(self, link: RankLink, message: Mapping[str, Any], fds: Sequence[int] = ()) -> bool:

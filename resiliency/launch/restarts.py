@@ -19,6 +19,7 @@ class RankFailure:
         exit_code: negative when a signal ended it.
         timestamp: seconds since 1970, of its error file, or of when its end was noticed.
         log: path of its standard error; empty when nobody keeps it.
+        hung: the launcher has killed it for that.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class RankFailure:
     timestamp: float
     message: str = ""
     log: str = ""
+    hung: bool = False
 
 
 def delay_before_restart(lengths_s: Sequence[float], *, quick_s: float) -> float:
@@ -71,7 +73,7 @@ def failure_text(
     """
     how = f"exited with {failure.exit_code}"
     if failure.exit_code < 0:
-        how = f"was ended by {_signal_name(-failure.exit_code)}"
+        how = "was killed because it hung," if failure.hung else f"was ended by {_signal_name(-failure.exit_code)}"
     lines = [f"rank {failure.rank} (process {failure.pid}) {how} {ran_s:.1f} s after the start of attempt {attempt}"]
     if failure.message:
         lines[0] += f": {failure.message}"

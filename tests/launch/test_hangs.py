@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import signal
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -174,11 +175,34 @@ def test_a_rank_that_hangs_is_named_and_replaced(place: str, stacks: bool, launc
     assert job.left() == []
 
 
+def test_a_rank_that_a_script_of_the_user_has_started_is_asked_for_its_stacks_and_ended(
+    launch: Any, tmp_path: Path
+) -> None:
+    hanging = HANGING.format(place=textwrap.indent(DEADLOCK, "    " * 2)).replace("@restartable", "")
+    (tmp_path / "job.py").write_text(textwrap.dedent(hanging))
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(f"#!/bin/sh\n{sys.executable} {tmp_path}/job.py\nexit $?\n")
+    wrapper.chmod(0o755)
+    flags = ["--nproc-per-node", 2, "--max-restarts", 1, "--hang-timeout", 2, "--crash-loop", 0, "--no-python"]
+    job = launch("", *flags, "--log-dir", tmp_path / "logs", "-r", "3", wrapper)
+    log = tmp_path / "logs"
+    deadline = time.monotonic() + 60
+    while "rank 1 attempt 0" not in "".join(path.read_text() for path in log.rglob("1/stdout.log")):
+        assert time.monotonic() < deadline, job.text
+        time.sleep(0.05)
+    job.descendants()
+    assert job.wait() == 0, job.text
+    stacks = {path.parent.name: path.read_text() for path in log.rglob("attempt_0/*/stderr.log")}
+    assert "in hang" in stacks["1"] and "in main" in stacks["0"], stacks
+    assert "rank 1 (process" in job.text and "because it hung" in job.text, job.text
+    assert "out of memory" not in job.text
+    assert job.left() == []
+
+
 def test_steps_that_take_their_time_and_ranks_that_do_something_else_do_not_hang(launch: Any) -> None:
     script = """
         import time
-        from resiliency.launch import beat
-        from resiliency.launch.heartbeat import pause
+        from resiliency.launch import beat, pause
 
         time.sleep(2.5)  # before the first beat
         for step in range(8):

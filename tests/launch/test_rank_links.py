@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,4 +32,26 @@ def test_a_message_that_is_not_understood_ends_its_connection_and_nothing_else(
         links.serve()
         assert "is not understood" in caplog.text
         assert len(links.fds()) == 2  # the listener, and the one that is well
+        links.close()
+
+
+def test_a_rank_that_has_left_in_time_is_given_time_to_begin_however_late_the_next_attempt_starts() -> None:
+    links = RankLinks(fork=lambda request, fds: None, log=lambda message: None)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
+        rank.connect("\0" + links.address)
+        send(rank, {"kind": "inside", "number": -1})
+        links.serve()
+        link = links.link_of(os.getpgid(0))
+        assert link is not None
+        began = time.monotonic()
+        assert links.tell_to_leave(link, within_s=30)
+        assert link.deadline is not None and link.deadline >= began + 30
+        at_once = link.deadline
+        assert links.start(link, 0, {}, [1, 2]) and link.deadline == at_once  # no longer than promised
+        link.deadline = began - 60  # the next attempt waited for hosts, or for the end of a crash loop's pause
+        assert links.start(link, 1, {}, [1, 2])
+        assert link.deadline > began + 1
+        link.within_s = 0.0
+        link.deadline = began - 60
+        assert links.start(link, 2, {}, [1, 2]) and link.deadline <= time.monotonic()
         links.close()

@@ -61,4 +61,8 @@ def test_what_is_said_has_the_rank_the_reason_and_its_last_lines() -> None:
     assert failure_text(other, attempt=0, ran_s=1, restarts_left=1, last_lines=[]) == (
         "rank 0 (process 8) exited with 3 1.0 s after the start of attempt 0: RuntimeError: no; 1 restart left"
     )
+    hung = RankFailure(rank=1, pid=9, exit_code=-9, timestamp=0.0, hung=True)
+    assert failure_text(hung, attempt=0, ran_s=7, restarts_left=1, last_lines=[]) == (
+        "rank 1 (process 9) was killed because it hung, 7.0 s after the start of attempt 0; 1 restart left"
+    )
     assert "signal 77" in failure_text(failure(0, -77), attempt=0, ran_s=0, restarts_left=2, last_lines=[])

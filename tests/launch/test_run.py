@@ -143,6 +143,20 @@ def test_the_last_lines_of_the_rank_that_failed_are_shown_and_not_those_of_its_p
     assert "  said by rank 1\n" in said and "no restarts left" in said and "said by rank 0" not in said
 
 
+def test_an_attempt_has_lasted_until_a_rank_failed_and_not_until_its_peers_had_ended(launch: Any) -> None:
+    script = """
+        import os, signal, sys, time
+        if os.environ["RANK"] == "1":
+            sys.exit(3)
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(5), sys.exit(0)))
+        time.sleep(100)
+    """
+    job = launch(script, "--nproc-per-node", 2, "--max-restarts", 1, "--crash-loop", 4)
+    assert job.wait() == EXIT_GAVE_UP, job.text
+    lasted = [float(one) for one in re.findall(r"exited with 3 (\S+) s after the start of attempt", job.text)]
+    assert len(lasted) == 2 and max(lasted) < 4, job.text
+
+
 def test_a_crash_loop_waits_longer_each_time_and_is_given_up(launch: Any) -> None:
     job = launch("import sys; sys.exit(3)", "--max-restarts", 3)
     began = time.monotonic()
