@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
 import logging
 import os
@@ -29,28 +28,25 @@ from torch import Tensor
 
 from resiliency import faultpoints
 from resiliency.agent.file_pool import SMALL_FILE
-from resiliency.agent.messages import Bye, Delete, Prepare, Seal, SealedFile
+from resiliency.agent.messages import Bye, Delete, Prepare, Seal
 from resiliency.checkpoint._arguments import checked_info, checked_names, checked_step, refuse_same_folder
-from resiliency.checkpoint.arena import Arena, Slot
+from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator, SoloCoordinator, StoreCoordinator
+from resiliency.checkpoint.copier import Copier
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.read_plan import Read, plan_given, plan_into, plan_new
 from resiliency.checkpoint.restore import Restored, Restorer
-from resiliency.checkpoint.save_tracker import InFlightSave, SaveTracker
+from resiliency.checkpoint.save_copies import SaveCopies
+from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.checkpoint.session import Session, open_session
 from resiliency.checkpoint.shard_plan import ShardPlanner, Wanted
-from resiliency.checkpoint.shard_writer import BouncePool, ShardPlan, WrittenFile, small_file, state_job
-from resiliency.checkpoint.snapshot import Copier, Job, Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError
 from resiliency.events import EventKind, EventSink
 from resiliency.launch.start_times import start_fields
 from resiliency.settings import environment
-from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest
-from resiliency.storage.catalog import step_prefix
-from resiliency.storage.manifest import BlockShare, ShardRecord, shard_file
-from resiliency.storage.shard_file import Chunk, Identity
+from resiliency.storage.shard_file import Chunk
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
@@ -132,8 +128,6 @@ class Checkpointer:
         self._tier = LocalTier(self._local.directory, durable=False)
         self._remote_tiers = [open_tier(r.address, name=r.name, **_store_options(r)) for r in self._remotes]
         self._planner = ShardPlanner(rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes)
-        self._bounce = BouncePool()
-        self._late_saves = 0  # of which some are compared with the tensors when they are done, ever fewer
         self._opened: _Parts | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -171,12 +165,23 @@ class Checkpointer:
         )
         arena = Arena(part=session.host_part.index, writers=session.host_part.writers)
         session.client.give_files_to(lambda file: arena.offer(file.path, file.inode, file.nbytes))
+        copier, saves = Copier(), SaveTracker(session=session, coordinator=coordinator)
         self._opened = _Parts(
             session=session,
             coordinator=coordinator,
             arena=arena,
-            copier=Copier(),
-            saves=SaveTracker(session=session, coordinator=coordinator),
+            copier=copier,
+            saves=saves,
+            copies=SaveCopies(
+                directory=self._local.directory,
+                run=self.run,
+                rank=self.rank,
+                world_size=self.world_size,
+                session=session,
+                saves=saves,
+                arena=arena,
+                copier=copier,
+            ),
             schedule=RemoteSchedule(self._remotes, coordinator),
             restorer=Restorer(
                 session=session,
@@ -376,7 +381,7 @@ class Checkpointer:
             exact=exact,
         )
         try:
-            lazy_bytes = self._start(parts, plan, in_flight, seal)
+            lazy_bytes = parts.copies.start(plan, in_flight, seal)
             faultpoints.hit("save.fill", rank=self.rank)
             if lazy is False:
                 self.fence()
@@ -397,108 +402,6 @@ class Checkpointer:
             lazy_bytes=lazy_bytes,
         )
         return ticket
-
-    def _start(self, parts: _Parts, plan: ShardPlan, in_flight: InFlightSave, seal: Seal) -> int:
-        """Starts the copies of a save, at whose end the copy thread sends ``seal`` with the files. Returns the bytes
-        that may be copied late."""
-        rank, save_id = self.rank, seal.id
-        file, written = plan.file, WrittenFile()
-        # Of a replicated state only rank 0's shard has the state; every other rank has a small shard of its own.
-        own_file = plan.replicated and rank != 0
-        state_shard = 0 if plan.replicated else rank
-
-        def identity(number: int) -> Identity:
-            return Identity(
-                id=save_id,
-                run=self.run,
-                rank=number,
-                world_size=self.world_size,
-                replicated=plan.replicated,
-            )
-
-        def done(snapshot: Snapshot) -> None:
-            if snapshot.error is not None:
-                parts.saves.copy_failed(in_flight, snapshot.error)
-                return
-            files: list[SealedFile] = []
-            share, share_inode = None, 0
-            if file is not None and snapshot.slot is not None:
-                if file.plan.index == 0:
-                    files.append(
-                        SealedFile(
-                            shard=state_shard,
-                            path=snapshot.slot.path,
-                            inode=snapshot.slot.inode,
-                            nbytes=written.nbytes,
-                            block_bytes=file.plan.block_bytes,
-                            sections=written.sections,
-                            digests=tuple(snapshot.digests),
-                        )
-                    )
-                elif file.plan.mine:
-                    first, last = file.plan.mine[0], file.plan.mine[-1]
-                    share = BlockShare(first=first, digests=tuple(snapshot.digests[first : last + 1]))
-                    share_inode = snapshot.slot.inode
-            try:
-                if own_file:
-                    path = self._shard_path(save_id, rank)
-                    files.append(_write_small(path, rank, small_file(identity(rank), plan.own)))
-            except OSError as error:
-                parts.saves.copy_failed(in_flight, error)
-                return
-            faultpoints.hit("save.sealed", rank=rank)
-            in_flight.sealed_at = time.monotonic()
-            in_flight.ticket.mark_reached(Stage.COPIED)
-            parts.session.client.send(
-                dataclasses.replace(
-                    seal,
-                    files=tuple(files),
-                    share=share,
-                    share_inode=share_inode,
-                    supersedes=tuple(in_flight.supersedes),
-                )
-            )
-
-        def done_or_failed(snapshot: Snapshot) -> None:
-            try:
-                done(snapshot)
-            except Exception as failure:  # Boundary: the copy thread must go on; the training thread reports it.
-                logger.exception("a shard that was copied could not be told to the agent")
-                parts.saves.copy_failed(in_flight, failure)
-
-        faultpoints.hit("save.eager", rank=rank)
-        if file is None:
-            in_flight.snapshot = parts.copier.start(
-                Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=()), done_or_failed
-            )
-            return 0
-
-        def open_file() -> Slot:
-            path = self._shard_path(save_id, state_shard)
-            return parts.arena.open(path, file.plan.mapped_nbytes, writers=file.plan.writers)
-
-        def record() -> ShardRecord:
-            now = dataclasses.replace(seal, supersedes=tuple(in_flight.supersedes))
-            nothing = SealedFile(shard=rank, path="", inode=0, nbytes=0, block_bytes=BLOCK_BYTES, digests=())
-            return now.record(nothing, run=self.run, node=parts.session.node, world_size=self.world_size)
-
-        self._late_saves += file.lazy is not None and True in file.lazy
-        job, lazy_bytes = state_job(
-            file,
-            identity(state_shard),
-            None if own_file else plan.own,
-            written,
-            self._bounce,
-            open_file=open_file,
-            record=record if plan.replicated and self.world_size == 1 else None,
-            discard=lambda: _remove(self._shard_path(save_id, state_shard)),
-            compare=self._late_saves.bit_count() == 1,  # 1, 2, 4, 8, ...
-        )
-        in_flight.snapshot = parts.copier.start(job, done_or_failed)
-        return lazy_bytes
-
-    def _shard_path(self, step: StepId, shard: int) -> str:
-        return os.path.join(self._local.directory, step_prefix(self.run, step), shard_file(shard))
 
     def _wait_for_previous(self, parts: _Parts, save: StepId) -> bool:
         """Waits until the rank's previous shard is recorded; skips this save when that takes too long."""
@@ -759,6 +662,7 @@ class _Parts:
     arena: Arena
     copier: Copier
     saves: SaveTracker
+    copies: SaveCopies
     schedule: RemoteSchedule
     restorer: Restorer
 
@@ -788,28 +692,3 @@ def _default_coordinator(rank: int, world_size: int) -> Coordinator:
 
 #: A process that goes on in another attempt counts from zero again, as the new ones that it meets.
 _opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-
-
-def _remove(path: str) -> None:
-    """Removes the file of a save that was given up, and the step's folder when nothing else is in it.
-
-    Raises:
-        OSError: it stays until a later step is committed.
-    """
-    os.unlink(path)
-    try:
-        os.rmdir(os.path.dirname(path))
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # files of other ranks
-            raise
-
-
-def _write_small(path: str, shard: int, data: bytes) -> SealedFile:
-    """Writes the small shard of a rank."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "xb") as file:
-        file.write(data)
-        inode = os.fstat(file.fileno()).st_ino
-    blocks = Blocks(len(data), BLOCK_BYTES)
-    digests = tuple(block_digest(memoryview(data)[slice(*blocks.bounds(index))]) for index in range(blocks.count))
-    return SealedFile(shard=shard, path=path, inode=inode, nbytes=len(data), block_bytes=BLOCK_BYTES, digests=digests)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from resiliency.checkpoint._pages import view
 from resiliency.checkpoint.arena import Slot
-from resiliency.checkpoint.snapshot import CopyTask, Job
+from resiliency.checkpoint.copy_sources import CopyTask
+from resiliency.checkpoint.snapshot import Job
 from resiliency.errors import ConfigError
 from resiliency.state.structure import Structure
 from resiliency.storage.blocks import Blocks, block_digest

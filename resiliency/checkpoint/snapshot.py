@@ -1,6 +1,6 @@
 """Copies live tensors into a shard file in the background, with digests, and the fence before they may change.
 
-``start`` queues the copies and returns; a background thread makes them while forward and backward run. ``fence`` is
+A background thread makes the copies while forward and backward run (:mod:`resiliency.checkpoint.copier`). Its fence is
 called before anything changes the tensors: the caller copies the remaining blocks together with that thread, so that
 waiting never takes longer than copying everything at once would have.
 
@@ -31,17 +31,14 @@ The ranks of a host that hold the same state write one file together: each copie
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import logging
 import os
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.storage import UntypedStorage
@@ -52,124 +49,21 @@ from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint._pages import has_small_pages, page_faults, view
 from resiliency.checkpoint._quiet import Question, can_ask
 from resiliency.checkpoint.arena import Slot
+from resiliency.checkpoint.copy_sources import ChangeWatch, CopyTask, Sources
 from resiliency.errors import Timeout, TornSnapshot
 from resiliency.storage.blocks import Blocks, new_digest
 from resiliency.storage.shared_files import write_zeros
 
-__all__ = ["Copier", "CopyTask", "Job", "Snapshot"]
+__all__ = ["HELPER_S", "Job", "Snapshot"]
 
 logger = logging.getLogger(__name__)
 
 #: Bytes digested and then copied at a time: half a core's second-level cache on the machines at hand.
 _STRIDE = 512 * 1024
 #: A block takes milliseconds; a thread that has not finished one after this time hangs.
-_HELPER_S = 60.0
-#: How long a fence waits on when its deadline has passed.
-_STOPPED_S = 10.0
+HELPER_S = 60.0
 #: How often a copy that waits for the fence says so in the log.
 _AGREE_S = 600.0
-
-
-class CopyTask(NamedTuple):
-    """A copy of ``nbytes`` bytes to file offset ``start``.
-
-    Attributes:
-        source: the tensor they come from, on the CPU.
-        address: where its bytes are. 0: they are its elements in C order, whatever its strides.
-        storage: number of the storage, for messages; -1: none that a user knows.
-    """
-
-    source: Tensor
-    start: int
-    nbytes: int
-    address: int = 0
-    storage: int = -1
-
-
-class _Sources:
-    """Maps byte ranges of the file to the memory they are copied from. Thread: any.
-
-    Args:
-        copies: in file order.
-    """
-
-    def __init__(self, copies: Sequence[CopyTask]) -> None:
-        self._copies = copies
-        self._starts = [copy.start for copy in copies]
-        self._ordered: dict[int, Tensor] = {}
-        self._lock = threading.Lock()
-
-    def within(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Pieces that fill bytes ``[start, end)`` of the file, in order, as (address, file offset, bytes). Thread: any.
-
-        Raises:
-            ValueError: a byte has no source, or two.
-        """
-        at, begin = start, max(0, bisect.bisect_right(self._starts, start) - 1)
-        for index in range(begin, len(self._copies)):
-            copy = self._copies[index]
-            if at >= end or copy.start >= end or (copy.start != at and (copy.start > at or index > begin)):
-                break
-            first, last = max(at, copy.start), min(copy.start + copy.nbytes, end)
-            if last > first:
-                yield self._address(index) + first - copy.start, first, last - first
-                at = last
-        if at < end:
-            raise ValueError(f"no source fills bytes {at} to {end} of the file")  # no digest would cover them
-
-    def storage_at(self, offset: int) -> int:
-        """Number of the storage whose bytes fill the file from ``offset`` on; -1: none that a user knows."""
-        return self._copies[max(0, bisect.bisect_right(self._starts, offset) - 1)].storage
-
-    def _address(self, index: int) -> int:
-        """Address of the first byte of a copy; copies a tensor that is not in C order into C order, once."""
-        copy = self._copies[index]
-        tensor = copy.source
-        if copy.address and not tensor.is_neg():
-            return copy.address
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            with self._lock:
-                if index not in self._ordered:
-                    self._ordered[index] = tensor.detach().resolve_conj().resolve_neg().contiguous()
-                tensor = self._ordered[index]
-        return tensor.data_ptr()
-
-
-_count: Callable[[Tensor], int] = attrgetter("_version")
-
-
-class _Watch:
-    """Notices changes in place of live tensors, by torch's count of them. Thread: any.
-
-    Made at every save, while the training thread waits: what is needed after a change only is looked up then.
-
-    Args:
-        copies: those of them that read live tensors are watched; the others are of private memory, or headers.
-        on_gpu: further tensors, each with the number of its storage.
-
-    Attributes:
-        tensors: those that are watched. Inference tensors have no count, and are not.
-    """
-
-    def __init__(self, copies: Sequence[CopyTask], on_gpu: Sequence[tuple[Tensor, int]]) -> None:
-        self._copies, self._on_gpu = [copy for copy in copies if copy.storage >= 0], on_gpu
-        self.tensors: list[Tensor] = [*[copy.source for copy in self._copies], *[tensor for tensor, _ in on_gpu]]
-        try:
-            self._before = list(map(_count, self.tensors))
-        except RuntimeError:
-            self._copies = [copy for copy in self._copies if not copy.source.is_inference()]
-            self._on_gpu = [(tensor, number) for tensor, number in on_gpu if not tensor.is_inference()]
-            self.tensors = [*[copy.source for copy in self._copies], *[tensor for tensor, _ in self._on_gpu]]
-            self._before = list(map(_count, self.tensors))
-
-    def changed(self, counts: Sequence[int] | None = None) -> list[int]:
-        """Numbers of the storages that were changed since construction, by these counts; None: by those of now."""
-        now = list(map(_count, self.tensors)) if counts is None else list(counts)
-        if now == self._before:
-            return []
-        numbers = [*[copy.storage for copy in self._copies], *[number for _, number in self._on_gpu]]
-        counts_of = zip(numbers, self._before, now, strict=True)
-        return [number for number, before, after in counts_of if before != after]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +100,9 @@ class Job:
 
 @dataclass
 class Snapshot:
-    """One copy of a state. Created by :meth:`Copier.start`; every attribute is guarded by its lock.
+    """One copy of a state. Every attribute is guarded by its lock.
+
+    Created by :meth:`resiliency.checkpoint.copier.Copier.start`.
 
     Attributes:
         sources: the copies from CPU memory; None once done.
@@ -231,13 +127,13 @@ class Snapshot:
     compared: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
-    sources: _Sources | None = None
+    sources: Sources | None = None
     _lock: threading.Condition = field(default_factory=threading.Condition)
     # Why the save is given up, None: it is good. The first counts.
     _verdicts: list[TornSnapshot | Timeout | None] = field(default_factory=list)
     _decided: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
-    _watch: _Watch | None = None
-    _kept: _Sources | None = None  # to be compared; changed under the next lock
+    _watch: ChangeWatch | None = None
+    _kept: Sources | None = None  # to be compared; changed under the next lock
     # Of live tensors, which may be given other memory meanwhile (``tensor.data = other``): theirs is read, not freed.
     _memory: list[UntypedStorage] = field(default_factory=list)
     _comparing: threading.Lock = field(default_factory=threading.Lock)
@@ -251,8 +147,8 @@ class Snapshot:
     _faults: int = 0
 
     def __post_init__(self) -> None:
-        self.sources = _Sources(self.job.copies)
-        self._watch = _Watch(self.job.copies, self.job.watched)
+        self.sources = Sources(self.job.copies)
+        self._watch = ChangeWatch(self.job.copies, self.job.watched)
         if not self._watch.tensors:
             self._verdicts.append(None)  # nothing that it reads can change
         self._memory = [copy.source.untyped_storage() for copy in self.job.copies if copy.storage >= 0]
@@ -297,9 +193,9 @@ class Snapshot:
 
         Thread: copy, after its last :meth:`work`. Blocks: until the fence, at most.
         """
-        if not self.copied.wait(_HELPER_S):
+        if not self.copied.wait(HELPER_S):
             with self._lock:
-                self.error = Timeout(f"the thread at the fence did not finish its block within {_HELPER_S:.0f} s")
+                self.error = Timeout(f"the thread at the fence did not finish its block within {HELPER_S:.0f} s")
         if self._by_main_thread and self._watch is not None and self.error is None and not self._verdicts:
             self._question = Question(self._watch.tensors, self._decided.put)  # at once: changes come any moment now
         if self.error is None and self.slot is not None:
@@ -341,8 +237,8 @@ class Snapshot:
         self._question = None
         return self._verdicts[0]
 
-    def _quiet_counts(self, watch: _Watch) -> list[int] | None:
-        """Counts of changes, for :meth:`_Watch.changed`, at a moment when the training thread is in no kernel."""
+    def _quiet_counts(self, watch: ChangeWatch) -> list[int] | None:
+        """Counts of changes, for :meth:`ChangeWatch.changed`, at a moment when the training thread is in no kernel."""
         question = Question(watch.tensors, self._decided.put) if self._by_main_thread else None
         while not self._fenced and (question is None or question.answer is None):
             try:
@@ -385,9 +281,9 @@ class Snapshot:
 
         Blocks: until the file is open.
         """
-        if not self.opened.wait(_HELPER_S):
+        if not self.opened.wait(HELPER_S):
             with self._lock:
-                self.error = self.error or Timeout(f"the shard file was not opened within {_HELPER_S:.0f} s")
+                self.error = self.error or Timeout(f"the shard file was not opened within {HELPER_S:.0f} s")
         with self._lock:
             if self._next == len(self.job.mine) or self.error is not None:
                 return False
@@ -456,7 +352,7 @@ class Snapshot:
             return None  # after the copy, as far as anybody can tell
         return self._torn(list(changed), how=" in a way that torch does not count (.data, a kernel of your own)")
 
-    def _changed_bytes(self, sources: _Sources, slot: Slot) -> dict[int, None]:
+    def _changed_bytes(self, sources: Sources, slot: Slot) -> dict[int, None]:
         """Numbers of the storages that have other bytes now than the file."""
         changed: dict[int, None] = {}
         for index in self.job.mine:
@@ -482,8 +378,8 @@ class Snapshot:
             return
         while self.work(helping=True):
             continue
-        if not self.copied.wait(_HELPER_S):
-            logger.warning("a storage is resized while it is being copied, for which it was waited %.0f s", _HELPER_S)
+        if not self.copied.wait(HELPER_S):
+            logger.warning("a storage is resized while it is being copied, for which it was waited %.0f s", HELPER_S)
         with self._comparing:
             self._kept = None
 
@@ -528,104 +424,3 @@ def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, dig
 
 def _done_already(snapshot: Snapshot) -> None:
     """In place of a callback that was called."""
-
-
-class Copier:
-    """Copies snapshots, one at a time, on one background thread.
-
-    Threads: ``start``, ``fence`` and ``close`` from the training thread; ``on_done`` runs on the copy thread.
-    """
-
-    def __init__(self, *, name: str = "resiliency-copy") -> None:
-        self._wake = threading.Condition()
-        self._current: Snapshot | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def start(self, job: Job, on_done: Callable[[Snapshot], None]) -> Snapshot:
-        """Queues copies and returns at once. Collective: no.
-
-        Args:
-            job: the copies; their sources must not change before :meth:`fence` has returned.
-            on_done: called once, with the snapshot, on the copy thread, after the last byte or an error.
-        """
-        with self._wake:
-            # The previous save may be recorded while the thread still returns from telling so.
-            if not self._wake.wait_for(lambda: self._current is None, _HELPER_S):
-                raise Timeout(f"the previous snapshot was not done within {_HELPER_S:.0f} s")
-            snapshot = Snapshot(job, on_done, DeviceCopies(job.device_copies) if job.device_copies else None)
-            if snapshot.reads_live_memory:
-                _freed_memory.guard(snapshot)
-            self._current = snapshot
-            self._wake.notify_all()
-        return snapshot
-
-    def fence(self, snapshot: Snapshot, *, deadline_s: float) -> float:
-        """Returns when nothing reads the sources any more, and decides whether they have changed; helps copying.
-
-        For sources on a GPU it does not wait: later work of the compute stream waits for the copies.
-
-        Returns:
-            Seconds spent here.
-
-        Raises:
-            Timeout: the other thread did not finish its block within ``deadline_s``, and 10 s more (a device that
-                hangs).
-        """
-        began = time.monotonic()
-        device = snapshot.device
-        if device is not None:
-            # Its other sources are private copies, see resiliency.checkpoint.shard_writer.
-            device.fence()
-            snapshot.decide()
-            return time.monotonic() - began
-        while snapshot.work(helping=True):
-            if time.monotonic() - began > deadline_s:
-                break
-        left = max(0.0, deadline_s - (time.monotonic() - began))
-        # Once more: this process, and the copy with it, may have been stopped for longer than that.
-        if not (snapshot.copied.wait(left) or snapshot.copied.wait(min(deadline_s, _STOPPED_S))):
-            hangs = Timeout(
-                f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs"
-            )
-            snapshot.decide(given_up=hangs)  # what it has not read yet may change from now on
-            raise hangs
-        snapshot.decide(fenced=True)
-        if snapshot.job.compare:
-            snapshot.compared.wait(_HELPER_S)  # what changes from now on must not be taken for an earlier change
-        return time.monotonic() - began
-
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until no snapshot is being copied; False when ``timeout_s`` passes first."""
-        with self._wake:
-            return self._wake.wait_for(lambda: self._current is None, timeout_s)
-
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                while self._current is None and not self._closed:
-                    self._wake.wait()
-                if self._current is None:
-                    return
-                snapshot = self._current
-            snapshot.open_file()
-            snapshot.wait_device()
-            while snapshot.work():
-                continue
-            snapshot.finish()
-            with self._wake:
-                self._current = None
-                self._wake.notify_all()
-
-    def close(self) -> None:
-        """Finishes the pending snapshot and ends the thread. Idempotent. Blocks: up to the rest of the copy."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify_all()
-            current = self._current
-        if current is not None and current.copied.wait(_HELPER_S):
-            current.decide(fenced=True)
-        self._thread.join(timeout=60)
-        if self._thread.is_alive():
-            logger.warning("the copy thread is still copying after 60 s; it ends with the process")

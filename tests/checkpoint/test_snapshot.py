@@ -20,9 +20,12 @@ import pytest
 import torch
 
 from resiliency.checkpoint import _quiet
+from resiliency.checkpoint import copier as copier_module
 from resiliency.checkpoint import snapshot as snapshot_module
 from resiliency.checkpoint.arena import Slot
-from resiliency.checkpoint.snapshot import Copier, CopyTask, Job, Snapshot
+from resiliency.checkpoint.copier import Copier
+from resiliency.checkpoint.copy_sources import CopyTask
+from resiliency.checkpoint.snapshot import Job, Snapshot
 from resiliency.errors import Timeout, TornSnapshot
 from resiliency.storage.blocks import Blocks, block_digest
 from resiliency.testing.checkpoints import bytes_of
@@ -655,7 +658,7 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> type[Device]:
-    monkeypatch.setattr(snapshot_module, "DeviceCopies", Device)
+    monkeypatch.setattr(copier_module, "DeviceCopies", Device)
     monkeypatch.setattr(Device, "failure", "")
     return Device
 

@@ -1,0 +1,123 @@
+"""The thread that copies snapshots, and the fence at which the training thread helps it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from resiliency.checkpoint import _freed_memory
+from resiliency.checkpoint._cuda import DeviceCopies
+from resiliency.checkpoint.snapshot import HELPER_S, Job, Snapshot
+from resiliency.errors import Timeout
+from resiliency.launch.leaving import close_when_left
+
+__all__ = ["Copier"]
+
+logger = logging.getLogger(__name__)
+
+#: How long a fence waits on when its deadline has passed.
+_STOPPED_S = 10.0
+
+
+class Copier:
+    """Copies snapshots, one at a time, on one background thread.
+
+    Threads: ``start``, ``fence`` and ``close`` from the training thread; ``on_done`` runs on the copy thread.
+    """
+
+    def __init__(self, *, name: str = "resiliency-copy") -> None:
+        self._wake = threading.Condition()
+        self._current: Snapshot | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        close_when_left(self, Copier.close)
+        self._thread.start()
+
+    def start(self, job: Job, on_done: Callable[[Snapshot], None]) -> Snapshot:
+        """Queues copies and returns at once. Collective: no.
+
+        Args:
+            job: the copies; their sources must not change before :meth:`fence` has returned.
+            on_done: called once, with the snapshot, on the copy thread, after the last byte or an error.
+        """
+        with self._wake:
+            # The previous save may be recorded while the thread still returns from telling so.
+            if not self._wake.wait_for(lambda: self._current is None, HELPER_S):
+                raise Timeout(f"the previous snapshot was not done within {HELPER_S:.0f} s")
+            snapshot = Snapshot(job, on_done, DeviceCopies(job.device_copies) if job.device_copies else None)
+            if snapshot.reads_live_memory:
+                _freed_memory.guard(snapshot)
+            self._current = snapshot
+            self._wake.notify_all()
+        return snapshot
+
+    def fence(self, snapshot: Snapshot, *, deadline_s: float) -> float:
+        """Returns when nothing reads the sources any more, and decides whether they have changed; helps copying.
+
+        For sources on a GPU it does not wait: later work of the compute stream waits for the copies.
+
+        Returns:
+            Seconds spent here.
+
+        Raises:
+            Timeout: the other thread did not finish its block within ``deadline_s``, and 10 s more (a device that
+                hangs).
+        """
+        began = time.monotonic()
+        device = snapshot.device
+        if device is not None:
+            # Its other sources are private copies, see resiliency.checkpoint.shard_writer.
+            device.fence()
+            snapshot.decide()
+            return time.monotonic() - began
+        while snapshot.work(helping=True):
+            if time.monotonic() - began > deadline_s:
+                break
+        left = max(0.0, deadline_s - (time.monotonic() - began))
+        # Once more: this process, and the copy with it, may have been stopped for longer than that.
+        if not (snapshot.copied.wait(left) or snapshot.copied.wait(min(deadline_s, _STOPPED_S))):
+            hangs = Timeout(
+                f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs"
+            )
+            snapshot.decide(given_up=hangs)  # what it has not read yet may change from now on
+            raise hangs
+        snapshot.decide(fenced=True)
+        if snapshot.job.compare:
+            snapshot.compared.wait(HELPER_S)  # what changes from now on must not be taken for an earlier change
+        return time.monotonic() - began
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no snapshot is being copied; False when ``timeout_s`` passes first."""
+        with self._wake:
+            return self._wake.wait_for(lambda: self._current is None, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while self._current is None and not self._closed:
+                    self._wake.wait()
+                if self._current is None:
+                    return
+                snapshot = self._current
+            snapshot.open_file()
+            snapshot.wait_device()
+            while snapshot.work():
+                continue
+            snapshot.finish()
+            with self._wake:
+                self._current = None
+                self._wake.notify_all()
+
+    def close(self) -> None:
+        """Finishes the pending snapshot and ends the thread. Idempotent. Blocks: up to the rest of the copy."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+            current = self._current
+        if current is not None and current.copied.wait(HELPER_S):
+            current.decide(fenced=True)
+        self._thread.join(timeout=60)
+        if self._thread.is_alive():
+            logger.warning("the copy thread is still copying after 60 s; it ends with the process")

@@ -1,0 +1,115 @@
+"""What a save copies from: where each byte of a file comes from, and whether that has changed meanwhile."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["ChangeWatch", "CopyTask", "Sources"]
+
+
+class CopyTask(NamedTuple):
+    """A copy of ``nbytes`` bytes to file offset ``start``.
+
+    Attributes:
+        source: the tensor they come from, on the CPU.
+        address: where its bytes are. 0: they are its elements in C order, whatever its strides.
+        storage: number of the storage, for messages; -1: none that a user knows.
+    """
+
+    source: Tensor
+    start: int
+    nbytes: int
+    address: int = 0
+    storage: int = -1
+
+
+class Sources:
+    """Maps byte ranges of the file to the memory they are copied from. Thread: any.
+
+    Args:
+        copies: in file order.
+    """
+
+    def __init__(self, copies: Sequence[CopyTask]) -> None:
+        self._copies = copies
+        self._starts = [copy.start for copy in copies]
+        self._ordered: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def within(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Pieces that fill bytes ``[start, end)`` of the file, in order, as (address, file offset, bytes). Thread: any.
+
+        Raises:
+            ValueError: a byte has no source, or two.
+        """
+        at, begin = start, max(0, bisect.bisect_right(self._starts, start) - 1)
+        for index in range(begin, len(self._copies)):
+            copy = self._copies[index]
+            if at >= end or copy.start >= end or (copy.start != at and (copy.start > at or index > begin)):
+                break
+            first, last = max(at, copy.start), min(copy.start + copy.nbytes, end)
+            if last > first:
+                yield self._address(index) + first - copy.start, first, last - first
+                at = last
+        if at < end:
+            raise ValueError(f"no source fills bytes {at} to {end} of the file")  # no digest would cover them
+
+    def storage_at(self, offset: int) -> int:
+        """Number of the storage whose bytes fill the file from ``offset`` on; -1: none that a user knows."""
+        return self._copies[max(0, bisect.bisect_right(self._starts, offset) - 1)].storage
+
+    def _address(self, index: int) -> int:
+        """Address of the first byte of a copy; copies a tensor that is not in C order into C order, once."""
+        copy = self._copies[index]
+        tensor = copy.source
+        if copy.address and not tensor.is_neg():
+            return copy.address
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            with self._lock:
+                if index not in self._ordered:
+                    self._ordered[index] = tensor.detach().resolve_conj().resolve_neg().contiguous()
+                tensor = self._ordered[index]
+        return tensor.data_ptr()
+
+
+_count: Callable[[Tensor], int] = attrgetter("_version")
+
+
+class ChangeWatch:
+    """Notices changes in place of live tensors, by torch's count of them. Thread: any.
+
+    Made at every save, while the training thread waits: what is needed after a change only is looked up then.
+
+    Args:
+        copies: those of them that read live tensors are watched; the others are of private memory, or headers.
+        on_gpu: further tensors, each with the number of its storage.
+
+    Attributes:
+        tensors: those that are watched. Inference tensors have no count, and are not.
+    """
+
+    def __init__(self, copies: Sequence[CopyTask], on_gpu: Sequence[tuple[Tensor, int]]) -> None:
+        self._copies, self._on_gpu = [copy for copy in copies if copy.storage >= 0], on_gpu
+        self.tensors: list[Tensor] = [*[copy.source for copy in self._copies], *[tensor for tensor, _ in on_gpu]]
+        try:
+            self._before = list(map(_count, self.tensors))
+        except RuntimeError:
+            self._copies = [copy for copy in self._copies if not copy.source.is_inference()]
+            self._on_gpu = [(tensor, number) for tensor, number in on_gpu if not tensor.is_inference()]
+            self.tensors = [*[copy.source for copy in self._copies], *[tensor for tensor, _ in self._on_gpu]]
+            self._before = list(map(_count, self.tensors))
+
+    def changed(self, counts: Sequence[int] | None = None) -> list[int]:
+        """Numbers of the storages that were changed since construction, by these counts; None: by those of now."""
+        now = list(map(_count, self.tensors)) if counts is None else list(counts)
+        if now == self._before:
+            return []
+        numbers = [*[copy.storage for copy in self._copies], *[number for _, number in self._on_gpu]]
+        counts_of = zip(numbers, self._before, now, strict=True)
+        return [number for number, before, after in counts_of if before != after]

@@ -1,0 +1,204 @@
+"""Starts the copies of a rank's saves, and tells the agent of the files when they are copied."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import os
+import time
+from dataclasses import dataclass
+
+from resiliency import faultpoints
+from resiliency.agent.messages import Seal, SealedFile
+from resiliency.checkpoint.arena import Arena, Slot
+from resiliency.checkpoint.copier import Copier
+from resiliency.checkpoint.save_tracker import InFlightSave, SaveTracker
+from resiliency.checkpoint.session import Session
+from resiliency.checkpoint.shard_writer import BouncePool, ShardPlan, WrittenFile, small_file, state_job
+from resiliency.checkpoint.snapshot import Job, Snapshot
+from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest
+from resiliency.storage.catalog import step_prefix
+from resiliency.storage.manifest import BlockShare, ShardRecord, shard_file
+from resiliency.storage.shard_file import Identity
+from resiliency.storage.stage import Stage
+from resiliency.storage.step_id import StepId
+
+__all__ = ["SaveCopies"]
+
+logger = logging.getLogger(__name__)
+
+
+class SaveCopies:
+    """Of one open checkpointer. Thread: the training thread.
+
+    Args:
+        directory: of the local tier.
+        run, rank, world_size: of the checkpointer.
+        session, saves, arena, copier: its parts.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: str,
+        run: str,
+        rank: int,
+        world_size: int,
+        session: Session,
+        saves: SaveTracker,
+        arena: Arena,
+        copier: Copier,
+    ) -> None:
+        self._directory, self._run, self._rank, self._world_size = directory, run, rank, world_size
+        self._session, self._saves, self._arena, self._copier = session, saves, arena, copier
+        self._bounce = BouncePool()
+        self._late_saves = 0  # of which some are compared with the tensors when they are done, ever fewer
+
+    def start(self, plan: ShardPlan, in_flight: InFlightSave, seal: Seal) -> int:
+        """Starts the copies of a save, at whose end the copy thread sends ``seal`` with the files.
+
+        Returns:
+            The bytes that may be copied late.
+        """
+        save = _Save(plan=plan, in_flight=in_flight, seal=seal, shard=0 if plan.replicated else self._rank)
+
+        def done(snapshot: Snapshot) -> None:
+            self._done(save, snapshot)
+
+        faultpoints.hit("save.eager", rank=self._rank)
+        file = plan.file
+        if file is None:
+            in_flight.snapshot = self._copier.start(Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=()), done)
+            return 0
+        path = self._path(seal.id, save.shard)
+
+        def open_file() -> Slot:
+            return self._arena.open(path, file.plan.mapped_nbytes, writers=file.plan.writers)
+
+        def record() -> ShardRecord:
+            now = dataclasses.replace(seal, supersedes=tuple(in_flight.supersedes))
+            nothing = SealedFile(shard=self._rank, path="", inode=0, nbytes=0, block_bytes=BLOCK_BYTES, digests=())
+            return now.record(nothing, run=self._run, node=self._session.node, world_size=self._world_size)
+
+        self._late_saves += file.lazy is not None and True in file.lazy
+        job, lazy_bytes = state_job(
+            file,
+            self._identity(save, save.shard),
+            None if self._has_own_file(save) else plan.own,
+            save.written,
+            self._bounce,
+            open_file=open_file,
+            record=record if plan.replicated and self._world_size == 1 else None,
+            discard=lambda: _remove(path),
+            compare=self._late_saves.bit_count() == 1,  # 1, 2, 4, 8, ...
+        )
+        in_flight.snapshot = self._copier.start(job, done)
+        return lazy_bytes
+
+    def _done(self, save: _Save, snapshot: Snapshot) -> None:
+        """Runs on the copy thread, which must go on whatever happens: the training thread reports it."""
+        failure = snapshot.error
+        if failure is None:
+            try:
+                self._seal(save, snapshot)
+                return
+            except OSError as error:
+                failure = error
+            except Exception as error:  # Boundary: see above.
+                logger.exception("a shard that was copied could not be told to the agent")
+                failure = error
+        self._saves.copy_failed(save.in_flight, failure)
+
+    def _seal(self, save: _Save, snapshot: Snapshot) -> None:
+        in_flight, file = save.in_flight, save.plan.file
+        files: list[SealedFile] = []
+        share, share_inode = None, 0
+        if file is not None and snapshot.slot is not None:
+            if file.plan.index == 0:
+                files.append(
+                    SealedFile(
+                        shard=save.shard,
+                        path=snapshot.slot.path,
+                        inode=snapshot.slot.inode,
+                        nbytes=save.written.nbytes,
+                        block_bytes=file.plan.block_bytes,
+                        sections=save.written.sections,
+                        digests=tuple(snapshot.digests),
+                    )
+                )
+            elif file.plan.mine:
+                first, last = file.plan.mine[0], file.plan.mine[-1]
+                share = BlockShare(first=first, digests=tuple(snapshot.digests[first : last + 1]))
+                share_inode = snapshot.slot.inode
+        if self._has_own_file(save):
+            path = self._path(save.seal.id, self._rank)
+            files.append(_write_small(path, self._rank, small_file(self._identity(save, self._rank), save.plan.own)))
+        faultpoints.hit("save.sealed", rank=self._rank)
+        in_flight.sealed_at = time.monotonic()
+        in_flight.ticket.mark_reached(Stage.COPIED)
+        sealed = dataclasses.replace(
+            save.seal,
+            files=tuple(files),
+            share=share,
+            share_inode=share_inode,
+            supersedes=tuple(in_flight.supersedes),
+        )
+        self._session.client.send(sealed)
+
+    def _has_own_file(self, save: _Save) -> bool:
+        """Of a replicated state only rank 0's shard has the state; every other rank has a small shard of its own."""
+        return save.plan.replicated and self._rank != 0
+
+    def _identity(self, save: _Save, number: int) -> Identity:
+        return Identity(
+            id=save.seal.id,
+            run=self._run,
+            rank=number,
+            world_size=self._world_size,
+            replicated=save.plan.replicated,
+        )
+
+    def _path(self, step: StepId, shard: int) -> str:
+        return os.path.join(self._directory, step_prefix(self._run, step), shard_file(shard))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Save:
+    """One save of this rank.
+
+    Attributes:
+        shard: the one with the state.
+        written: filled by the copy thread.
+    """
+
+    plan: ShardPlan
+    in_flight: InFlightSave
+    seal: Seal
+    shard: int
+    written: WrittenFile = dataclasses.field(default_factory=WrittenFile)
+
+
+def _remove(path: str) -> None:
+    """Removes the file of a save that was given up, and the step's folder when nothing else is in it.
+
+    Raises:
+        OSError: it stays until a later step is committed.
+    """
+    os.unlink(path)
+    try:
+        os.rmdir(os.path.dirname(path))
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # files of other ranks
+            raise
+
+
+def _write_small(path: str, shard: int, data: bytes) -> SealedFile:
+    """Writes the small shard of a rank."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "xb") as file:
+        file.write(data)
+        inode = os.fstat(file.fileno()).st_ino
+    blocks = Blocks(len(data), BLOCK_BYTES)
+    digests = tuple(block_digest(memoryview(data)[slice(*blocks.bounds(index))]) for index in range(blocks.count))
+    return SealedFile(shard=shard, path=path, inode=inode, nbytes=len(data), block_bytes=BLOCK_BYTES, digests=digests)
