@@ -66,6 +66,8 @@ _CLAIM_S = 20.0
 _STOPPED_S = 3.0
 #: Between two looks that found it stopped there may be this long, as between two saves that wait for it.
 _STOPPED_LOOKS_S = 60.0
+#: For the connection to close when the process leaves an attempt.
+_LEAVE_TIMEOUT_S = 0.5
 #: How often an agent that is waited for is looked at: the kernel does not notify when a process is stopped.
 _LOOK_S = 0.5
 
@@ -134,7 +136,7 @@ class AgentClient:
             AgentError: the agent refused this job (another one is using the directory), or the local tier cannot be
                 used.
         """
-        close_when_left(self)
+        close_when_left(self, lambda client: client.close(timeout_s=_LEAVE_TIMEOUT_S))
         if not self._force_embedded:
             closed = 0
             for _ in range(_MAX_LOSSES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from resiliency.checkpoint.shard_plan import HostPart
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.launch.job_log import tell_launcher
+from resiliency.launch.leaving import close_when_left
 from resiliency.regular_file import open_regular
 from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_of_steps, read_attempt
@@ -30,6 +32,8 @@ from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["Session", "open_session"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,9 @@ def open_session(
             except UnsupportedFormat as error:
                 unsupported = unsupported or str(error)
             except TierError as error:
-                problem = problem or (f"{tier.root} cannot be listed: {error}" if not error.retryable else "")
+                # Who is to resume from there raises when that is not found. Others train, with what this host keeps.
+                if not error.retryable:
+                    logger.error("%s cannot be used: %s. Local checkpoints are written all the same", tier.root, error)
     own_report = RankReport(
         node=environment.node,
         largest_attempt=largest,
@@ -154,6 +160,7 @@ def open_session(
     )
     events_dir = environment.events_dir or options.events_dir or _events_dir(local, remotes, run)
     sink = BackgroundSink(JsonlSink(os.path.join(events_dir, f"rank-{rank:05d}.jsonl")))
+    close_when_left(sink, BackgroundSink.close)
     events = EventWriter(run=run, attempt=attempt, rank=rank, host=node, sinks=(sink, *sinks))
     tell_launcher(events_dir, run=run, attempt=attempt)
     config = AgentConfig(

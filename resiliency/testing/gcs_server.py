@@ -97,10 +97,10 @@ class FakeGcs:
         except ProcessLookupError:
             pass  # It has ended already.
         process.wait(self._deadline_s)
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
-        self._reader.join(self._deadline_s)
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
+        self._reader.join(self._deadline_s)  # first: closing what it reads fails it
+        process.stdout.close()
 
     def create_bucket(self, name: str) -> str:
         """Makes a bucket and returns its address ("gs://name")."""

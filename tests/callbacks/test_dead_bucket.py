@@ -123,10 +123,12 @@ def _callback(tmp_path: Path, **further: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("fault", [HttpFault.RESET, HttpFault.HANG], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [HttpFault.RESET, HttpFault.HANG, 403, 404], ids=lambda fault: getattr(fault, "name", str(fault))
+)
 def test_a_bucket_that_is_dead_from_the_start_is_asked_once_before_training_and_that_is_said(
     bucket: FaultProxy,
-    fault: HttpFault,
+    fault: HttpFault | int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -142,6 +144,7 @@ def test_a_bucket_that_is_dead_from_the_start_is_asked_once_before_training_and_
     assert time.monotonic() - first.began < FLUSH_S + 15, "it was asked again while training"
     told = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
     assert sum("whether there are checkpoints of run 'default' is not known" in text for text in told) == 1
+    assert {step.step for step in step_dirs(tmp_path / "local", "default")} >= {12}, "nothing was kept locally"
 
 
 def test_a_fit_that_is_to_resume_from_a_dead_bucket_does_not_start_from_scratch(
