@@ -86,6 +86,28 @@ def test_on_a_ramdisk_one_file_is_kept(make: Callable[..., Pool]) -> None:
     assert len(pool.files) == 1
 
 
+@pytest.mark.parametrize("usable", [True, False])
+def test_a_file_of_a_deleted_step_is_not_kept_waiting_for_a_new_one(
+    usable: bool, make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot be used again, as where the file system has no leases, does not hold up the new one."""
+    pool, real = make(), file_pool.write_zeros
+    written: list[int] = []
+
+    def write(fd: int, start: int, end: int, *, in_memory: bool) -> None:
+        real(fd, start, end, in_memory=in_memory)
+        written.append(start)
+        if len(written) == 2:  # a step is deleted while a new file is being made
+            pool.use_again(str(shard(tmp_path)))
+
+    monkeypatch.setattr(file_pool, "_PIECE", SIZE // 4)
+    monkeypatch.setattr(file_pool, "write_zeros", write)
+    monkeypatch.setattr(file_pool, "is_ours_alone", lambda path: usable)
+    pool.prepare(count=1)
+    assert len(written) == (2 if usable else 4) and len(pool.files) == 1
+    assert [holds_mark(message) for _, message in pool.said] == [usable]
+
+
 def test_small_files_are_not_prepared(make: Callable[..., Pool]) -> None:
     pool = make()
     pool.prepare(nbytes=1000)
