@@ -135,10 +135,10 @@ class JsonlSink:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._fd: int | None = None  # first: a sink that cannot be made is taken apart, too
         self.path = os.fspath(path)
         self.dropped = 0
         self._reported = 0  # of those dropped
-        self._fd: int | None = None
         self._closed = False
 
     def emit(self, event: Event) -> None:
@@ -185,9 +185,15 @@ class JsonlSink:
             count = self.dropped - self._reported
             logger.warning("the last %d events are not in the log %s, which could not be written", count, self.path)
         self._closed = True
+        self._close_file()
+
+    def _close_file(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def __del__(self) -> None:
+        self._close_file()  # a trainer that was interrupted may have nobody to close its log
 
 
 class BackgroundSink:

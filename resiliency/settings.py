@@ -16,7 +16,6 @@ from resiliency.errors import ConfigError
 __all__ = [
     "LAUNCHER_VARIABLE",
     "STARTS_VARIABLE",
-    "START_VARIABLE",
     "Environment",
     "Launch",
     "all_variables",
@@ -28,8 +27,6 @@ __all__ = [
 
 #: Where ``resiliency run`` can be reached, see :mod:`resiliency.launch.rank_links`.
 LAUNCHER_VARIABLE = "RESILIENCY_LAUNCHER"
-#: Set when a process begins another attempt, see :mod:`resiliency.launch.survivor`.
-START_VARIABLE = "RESILIENCY_LAUNCHER_START"
 #: How often ``resiliency run`` has started the ranks of this host before. Torch's count of restarts leaves out those
 #: after which a host came or went.
 STARTS_VARIABLE = "RESILIENCY_LAUNCHER_STARTS"
@@ -63,7 +60,8 @@ class Environment:
         world_size: number of ranks (``WORLD_SIZE``), 1 when unset.
         node: name of this host, as the failure domain (``RESILIENCY_NODE``, else ``NODE_NAME``, else the host name).
         restart: restart count set by the launcher (``TORCHELASTIC_RESTART_COUNT``), 0 when unset.
-        start: changes when this process begins another attempt; what a new process counts from zero is counted anew.
+        start: how often ``resiliency run`` has started the ranks of this host before, "" without it. It changes when
+            this process begins another attempt; what a new process counts from zero is then counted anew.
         keeps_store: the launcher keeps the store of the process group over restarts (``TORCHELASTIC_USE_AGENT_STORE``).
         events_dir: folder for event logs (``RESILIENCY_EVENTS_DIR``), None: below the checkpoint directory.
         local_dir: folder of the fast local tier (``RESILIENCY_LOCAL_DIR``), None: chosen by the caller.
@@ -153,7 +151,7 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         world_size=_integer(source, "WORLD_SIZE", 1),
         node=source.get("RESILIENCY_NODE") or source.get("NODE_NAME") or socket.gethostname(),
         restart=_integer(source, "TORCHELASTIC_RESTART_COUNT", 0),
-        start=source.get(START_VARIABLE, ""),
+        start=source.get(STARTS_VARIABLE, ""),
         keeps_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         events_dir=source.get("RESILIENCY_EVENTS_DIR") or None,
         local_dir=source.get("RESILIENCY_LOCAL_DIR") or None,

@@ -31,8 +31,8 @@ def step_observer(trainer: Any) -> StepObserver:
 
 
 class _Beats(StepSubscriber):
-    """Tells the launcher that the rank makes progress from batch to batch. What happens between epochs and in a
-    validation, hooks of the user included, may take any time."""
+    """Tells the launcher that the rank makes progress from batch to batch, and that it waits for the first one of an
+    epoch. What happens at the end of an epoch and in a validation, hooks of the user included, may take any time."""
 
     def progressed(self) -> None:
         beat()
@@ -62,6 +62,10 @@ class StepHooks(StockCallback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         step_observer(trainer).training_started(trainer.global_step, trainer.world_size)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        step_observer(trainer).epoch_started()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)

@@ -58,7 +58,7 @@ class StepSubscriber:
         """One step has ended."""
 
     def progressed(self) -> None:
-        """A batch has arrived or ended, whether it was a step or not."""
+        """A batch has arrived or ended, whether it was a step or not, or is about to be fetched."""
 
     def paused(self) -> None:
         """What comes next is no batch of training: validation, the end of an epoch."""
@@ -165,6 +165,13 @@ class StepObserver:
             self._end_step(step, now)
         for subscriber in self._subscribers:
             subscriber.progressed()
+
+    def epoch_started(self) -> None:
+        """The first batch of another epoch is about to be fetched; before the first batch of all, nothing is known of
+        how long that may take (a stream that is read up to where it was, say)."""
+        if self._training and self._seen_batch and not self._inside:
+            for subscriber in self._subscribers:
+                subscriber.progressed()
 
     def epoch_ends(self) -> None:
         """The batch that has ended was the last one of the epoch."""

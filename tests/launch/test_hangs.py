@@ -22,10 +22,9 @@ from tests.launch.launching import wait_for
 pytestmark = pytest.mark.timeout(180)
 
 
-def seen(beats: int, quiet_s: float, *, longest_s: float = 0.1, watched: bool = True, stopped: bool = False) -> Seen:
-    return Seen(
-        page=Page(beats=beats, last_s=0, longest_s=longest_s, watched=watched), quiet_s=quiet_s, stopped=stopped
-    )
+def seen(beats: int, quiet_s: float, *, longest_s: float = 0.1, watched: bool = True, stopped_s: float = 0.0) -> Seen:
+    page = Page(beats=beats, last_s=0, longest_s=longest_s, watched=watched)
+    return Seen(page=page if beats else None, quiet_s=quiet_s, stopped_s=stopped_s)
 
 
 @pytest.mark.parametrize(
@@ -37,13 +36,17 @@ def seen(beats: int, quiet_s: float, *, longest_s: float = 0.1, watched: bool = 
         ([seen(9, 11), seen(8, 11), seen(8, 12)], [1, 2]),
         # All wait, as many beats: the one that made the last one first.
         ([seen(9, 11), seen(9, 12), seen(9, 11)], [1]),
-        ([seen(9, 11), seen(9, 12, stopped=True), seen(8, 11)], [1]),
+        ([seen(9, 11), seen(9, 12, stopped_s=1), seen(8, 11)], [1]),
         # Nobody waits for it.
         ([seen(99, 0.1), seen(8, 11)], [1]),
         ([seen(9, 1000, watched=False), seen(9, 1)], []),
         # It has been as slow before.
         ([seen(9, 50, longest_s=6), seen(9, 1)], []),
         ([seen(9, 61, longest_s=6), seen(9, 1)], [0]),
+        # Stopped where nothing is expected of it, or before it has ever beaten.
+        ([seen(9, 1000, watched=False, stopped_s=11), seen(9, 1)], [0]),
+        ([seen(0, 0, stopped_s=11), seen(0, 0)], [0]),
+        ([seen(0, 0, stopped_s=9), seen(0, 0)], []),
         ([], []),
     ],
 )
@@ -57,9 +60,14 @@ def test_a_threshold_follows_the_longest_step_and_has_a_floor() -> None:
 
 
 def test_what_is_said_names_the_rank_its_process_and_how_far_it_came() -> None:
-    text = hang_text(1, 77, seen(41, 12.2, stopped=True), {0: seen(42, 11), 1: seen(41, 12.2), 2: seen(43, 11)})
+    text = hang_text(1, 77, seen(41, 12.2, stopped_s=1), {0: seen(42, 11), 1: seen(41, 12.2), 2: seen(43, 11)})
     assert "rank 1 (process 77) has made no progress for 12 s" in text
     assert "a signal has stopped it" in text and "41 beats; the other ranks of this host are at 42 to 43" in text
+
+
+def test_of_a_rank_that_never_had_a_word_it_is_said_that_it_was_stopped() -> None:
+    text = hang_text(1, 77, seen(0, 0, stopped_s=12.2), {0: seen(0, 0), 1: seen(0, 0, stopped_s=12.2)})
+    assert "rank 1 (process 77) was stopped by a signal 12 s ago: it hangs" in text
 
 
 def test_a_beat_costs_a_few_microseconds_and_is_read_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +181,24 @@ def test_a_rank_that_hangs_is_named_and_replaced(place: str, stacks: bool, launc
     assert ("a signal has stopped it" in job.text) is (not stacks)
     job.descendants()
     assert job.left() == []
+
+
+def test_a_rank_that_was_stopped_before_it_had_a_word_is_replaced(launch: Any) -> None:
+    script = """
+        import os, signal
+        import torch.distributed as dist
+        rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if (rank, attempt) == (1, 0):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.init_process_group("gloo")
+        dist.barrier()
+        os.write(1, f"rank {rank} of attempt {attempt} ends\\n".encode())
+        dist.destroy_process_group()
+    """
+    job = launch(script, "--nproc-per-node", 2, "--max-restarts", 1, "--hang-timeout", 2, "--crash-loop", 0)
+    assert job.wait() == 0, job.text
+    assert re.search(r"rank 1 \(process \d+\) was stopped by a signal \d+ s ago: it hangs", job.text), job.text
+    assert "rank 1 of attempt 1 ends" in job.text
 
 
 def test_a_rank_that_a_script_of_the_user_has_started_is_asked_for_its_stacks_and_ended(
@@ -301,4 +327,6 @@ def test_a_trainer_beats_from_batch_to_batch_and_not_in_between(
     trainer.fit(Net(), data, data)
     words = " ".join(said)
     epoch = "beat beat beat beat pause pause validation validation end of epoch"
-    assert words == f"{epoch} {epoch} pause", words
+    assert words == f"{epoch} beat {epoch} pause", (
+        words
+    )  # the loader of a later epoch is waited for no longer than a step
