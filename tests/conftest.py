@@ -189,8 +189,12 @@ def _shm() -> set[Path]:
 
 def _is_ours(path: Path) -> bool:
     """False for files of the other workers of pytest-xdist, which cannot be told from leftovers while they run."""
+    return "PYTEST_XDIST_WORKER" not in os.environ or _named_after_this_worker(path)
+
+
+def _named_after_this_worker(path: Path) -> bool:
     worker = os.environ.get("PYTEST_XDIST_WORKER")
-    return worker is None or worker in path.name
+    return worker is not None and worker in path.name
 
 
 def _changed_env(before: dict[str, str]) -> dict[str, str]:
@@ -238,7 +242,8 @@ def no_leftovers() -> Iterator[None]:
 
     for path in sorted(_shm() - shm):
         leaks.append(f"{path} is still there")
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if _named_after_this_worker(path):  # else it may be of a job of the user's
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     if leaks:
         pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)

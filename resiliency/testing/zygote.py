@@ -13,6 +13,7 @@ restart a job hundreds of times. The forking process itself runs no thread and n
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -26,7 +27,10 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from resiliency.errors import Timeout
 from resiliency.settings import child_environment
@@ -102,6 +106,22 @@ class Zygote:
                 what = "has ended" if self._ended else f"forked nothing within {timeout_s:.0f} s"
                 raise Timeout(f"the zygote {what}; a preload probably failed, see {self._log}")
             return self._workers[self._started[before]]
+
+    def stacks_of(self, workers: Sequence[WorkerProcess], *, timeout_s: float = 5) -> str:
+        """Python stacks of the main threads of workers that still run, and of what they have forked.
+
+        Ends them (SIGABRT). Blocks for ``timeout_s`` at most; empty when nobody keeps the log.
+        """
+        begin = os.path.getsize(self._log)
+        groups = {worker.pid for worker in workers if worker.returncode is None}
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getpgid(process.pid) in groups:
+                    process.send_signal(signal.SIGABRT)
+                    found.append(process)
+        psutil.wait_procs(found, timeout=timeout_s)
+        return Path(self._log).read_bytes()[begin:].decode(errors="replace")
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -193,6 +213,7 @@ def _run_worker(request: Mapping[str, Any]) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         os.dup2(2, 1)  # what the worker prints must not be read as the zygote's messages
+        faulthandler.enable(all_threads=False)  # see stacks_of; all threads of a fork that hangs cannot be shown
         os.environ.update(request["env"])
         module, _, name = request["target"].partition(":")
         getattr(importlib.import_module(module), name)(**request["arguments"])

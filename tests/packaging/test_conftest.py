@@ -20,7 +20,7 @@ LEAKS = {
     ),
     "child process": "import subprocess; subprocess.Popen(['sleep', '60'])",
     "/dev/shm/resiliency-leak": (
-        "import os; open('/dev/shm/resiliency-leak' + os.environ.get('PYTEST_XDIST_WORKER', ''), 'w').close()"
+        "import os; open('/dev/shm/resiliency-leak' + os.environ['PYTEST_XDIST_WORKER'], 'w').close()"
     ),
 }
 
@@ -30,7 +30,7 @@ def run_pytest(folder: Path, code: str, *options: str) -> subprocess.CompletedPr
     (folder / "test_it.py").write_text(code)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu\n  kill\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(folder)]
-    env = os.environ | {"PYTHONPATH": str(CONFTEST.parents[1])}
+    env = {"PYTEST_XDIST_WORKER": f"alone-{os.getpid()}", **os.environ, "PYTHONPATH": str(CONFTEST.parents[1])}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=150)
 
 
@@ -40,6 +40,16 @@ def test_a_leak_fails_the_test_that_made_it(tmp_path: Path, expected: str) -> No
     result = run_pytest(tmp_path, code)
     assert expected in result.stdout
     assert "2 passed, 1 error" in result.stdout
+
+
+def test_what_may_be_of_a_job_of_the_user_is_reported_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Path(f"/dev/shm/resiliency-{os.environ.get('PYTEST_XDIST_WORKER', '')}-{os.getpid()}-of-a-user")
+    code = f"import os\ndef test_leaks():\n    del os.environ['PYTEST_XDIST_WORKER']\n    open({str(left)!r}, 'w').close()\n"
+    try:
+        assert f"{left} is still there" in run_pytest(tmp_path, code).stdout
+        assert left.exists()
+    finally:
+        left.unlink(missing_ok=True)
 
 
 def test_a_clean_test_passes(tmp_path: Path) -> None:
