@@ -17,7 +17,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
@@ -25,6 +25,7 @@ from typing import IO, Any, cast
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from resiliency.events import EventKind
@@ -35,7 +36,7 @@ from resiliency.launch.preload import modules_to_preload
 from resiliency.launch.processes import ForkedProcess, reap_others, wait_for_any
 from resiliency.launch.rank_handlers import Kept, RankHandler, StillRunning, handlers_made_by, kill_group
 from resiliency.launch.rank_links import RankLink, RankLinks
-from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure
+from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure, lost_peer_text
 from resiliency.launch.zygote import CannotFork, Zygote
 from resiliency.settings import LAUNCHER_VARIABLE, STARTS_VARIABLE, all_variables
 
@@ -47,7 +48,11 @@ logger = logging.getLogger(__name__)
 _QUIET_S = 1.0
 #: For the peers of a rank that failed to end by themselves.
 _FALL_S = 1.0
+#: For a rank to fail, or for another host to say that it begins anew, after a rank of this host has lost a peer.
+_CAUSE_S, _CAUSE_ELSEWHERE_S = 2.0, 5.0
 _TAIL_BYTES = 16 * 1024
+#: Characters; the whole of it is in torch's report.
+_MOST_OF_A_REASON = 500
 #: In a job, so that imports that end the process are not tried for ever.
 _MOST_ZYGOTES = 1000
 
@@ -90,7 +95,8 @@ class StandbyAgent(LocalElasticAgent):
         self._zygote: Zygote | None = None
         self._zygotes = 1
         self._told_why = False
-        self._attempt_store: TCPStore | None = None
+        #: Of attempts, with the monotonic seconds of their begin; the last one is in use.
+        self._attempt_stores: list[tuple[float, TCPStore]] = []
         #: Ranks that ran at the last look; what ended since then is not waited for.
         self._running = 0
         self._began_s = 0.0
@@ -106,8 +112,8 @@ class StandbyAgent(LocalElasticAgent):
         self._restarts = False
         #: Processes that were told to leave and go on, by local rank.
         self._kept: dict[int, Any] = {}
-        #: How often the ranks have been started.
-        self._starts = 0
+        #: Number of the start of the ranks, from 0.
+        self._start_number = -1
         self._start_zygote()
 
     # -- how ranks are started ----------------------------------------------------------------------------------------
@@ -128,13 +134,12 @@ class StandbyAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._replace_zygote()
-        self._log.emit(
-            EventKind.RANKS_STARTED, count=worker_group.spec.local_world_size, kept=len(self._kept), starts=self._starts
-        )
+        self._start_number += 1
+        count, kept = worker_group.spec.local_world_size, len(self._kept)
+        self._log.emit(EventKind.RANKS_STARTED, count=count, kept=kept, starts=self._start_number)
         with handlers_made_by(self._handler):
             ids = cast(dict[int, Any], super()._start_workers(worker_group))
         self._end_kept()  # those for which there is no place: the host has fewer ranks now
-        self._starts += 1
         self._hung.clear()
         self._running, self._began_s = len(ids), time.monotonic()
         return ids
@@ -158,13 +163,13 @@ class StandbyAgent(LocalElasticAgent):
     def start_rank(self, words: Sequence[str], environment: dict[str, str], *output: IO[str] | None) -> Any:
         """A process, or None when it is to be a fresh interpreter. Adds to ``environment``."""
         environment[LAUNCHER_VARIABLE] = self._links.address
-        environment[STARTS_VARIABLE] = str(self._starts)
+        environment[STARTS_VARIABLE] = str(self._start_number)
         stdout, stderr = (None if file is None else file.fileno() for file in output)
         process = self._kept.pop(int(environment["LOCAL_RANK"]), None)
         if process is not None:
             link = self._link_of(process)
             files = (1 if stdout is None else stdout, 2 if stderr is None else stderr)
-            if link is not None and self._links.start(link, self._starts, environment, files):
+            if link is not None and self._links.start(link, self._start_number, environment, files):
                 return process
             self._end(process)
         if self._zygote is None:
@@ -261,7 +266,17 @@ class StandbyAgent(LocalElasticAgent):
     def _seconds_to_deadline(self) -> float:
         links = [self._links.leaving(handler.proc.pid) for handler in self._handlers().values()]
         deadlines = [link.deadline for link in links if link is not None and link.deadline is not None]
+        deadlines += [since + self._cause_s for since, _ in self._lost_peers().values()]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else _QUIET_S
+
+    @property
+    def _cause_s(self) -> float:
+        return _CAUSE_S if self._options.one_host else _CAUSE_ELSEWHERE_S
+
+    def _lost_peers(self) -> dict[int, tuple[float, str]]:
+        """Local ranks that have lost a peer and wait for what follows: when they said so, and their errors."""
+        said = {rank: self._links.lost_peer(handler.proc.pid) for rank, handler in self._handlers().items()}
+        return {rank: one for rank, one in said.items() if one is not None}
 
     # -- how their end is seen ----------------------------------------------------------------------------------------
 
@@ -284,19 +299,37 @@ class StandbyAgent(LocalElasticAgent):
         codes = self._exit_codes()
         self._running = list(codes.values()).count(None)
         ran_s = time.monotonic() - self._began_s  # torch gives the other ranks up to 30 s to end
+        fallen: Mapping[int, int | None] = codes
         if any(codes.values()):
             self._log_lost(codes)
+            self._note_failures({local_rank: code for local_rank, code in codes.items() if code})
             if self._remaining_restarts > 0:
                 self._tell_to_leave()
-            codes = self._let_peers_fall(codes)
+            else:
+                self._links.say_no_restart()
+            fallen = self._let_peers_fall(codes)
+        elif any(time.monotonic() >= since + self._cause_s for since, _ in self._lost_peers().values()):
+            if self._remaining_restarts > 0:
+                self._lengths_s.append(ran_s)
+                self._say_that_peers_are_lost(codes)
+                return RunResult(WorkerState.UNHEALTHY)  # torch restarts the ranks
+            self._links.say_no_restart()
         logs = dict(getattr(self._pcontext, "stderrs", {}))
-        with self._as_seen(codes):
+        with self._as_seen(fallen):
             result = cast(RunResult, super()._monitor_workers(worker_group))
         reap_others()
         if result.is_failed() and result.failures:
             self._lengths_s.append(ran_s)
-            self._say_who_failed(result, logs)
+            self._say_who_failed(result, logs, {local_rank for local_rank, code in codes.items() if code})
         return result
+
+    def _note_failures(self, codes: Mapping[int, int]) -> None:
+        """Tells torch who has failed before their peers fall, too: of several it names the first."""
+        context = cast(Any, self._pcontext)
+        for local_rank, code in codes.items():
+            pid, error_file = self._handlers()[local_rank].proc.pid, context.error_files[local_rank]
+            context._failures[local_rank] = ProcessFailure(local_rank, pid, exitcode=code, error_file=error_file)
+            context._running_local_ranks.discard(local_rank)
 
     def _let_peers_fall(self, codes: Mapping[int, int | None]) -> dict[int, int | None]:
         """Exit codes when the peers of a rank that failed have ended too, as they do when they miss it, or a little
@@ -328,13 +361,24 @@ class StandbyAgent(LocalElasticAgent):
             for handler, running in seen:
                 handler.proc = running.process
 
-    def _say_who_failed(self, result: RunResult, logs: Mapping[int, str]) -> None:
+    def _say_that_peers_are_lost(self, codes: Mapping[int, int | None]) -> None:
+        workers = self._worker_group.workers
+        text = lost_peer_text(
+            {workers[local_rank].global_rank: error for local_rank, (_, error) in self._lost_peers().items()},
+            ended=[workers[local_rank].global_rank for local_rank, code in codes.items() if code == 0],
+            within_s=self._cause_s,
+            one_host=self._options.one_host,
+        )
+        logger.error("%s", text)
+
+    def _say_who_failed(self, result: RunResult, logs: Mapping[int, str], seen_first: Set[int]) -> None:
         failures = {
             rank: RankFailure(
                 rank=rank,
                 pid=found.pid,
                 exit_code=found.exitcode,
                 timestamp=found.timestamp,
+                seen_first=found.local_rank in seen_first,
                 message=_reason(found.error_file_data),
                 log=logs.get(found.local_rank, ""),
                 hung=rank in self._hung,
@@ -362,7 +406,6 @@ class StandbyAgent(LocalElasticAgent):
             self._stop_workers(worker_group)
         finally:
             self._restarts = False
-        self._attempt_store = None  # ends waits of ranks that are to leave
         worker_group.state = WorkerState.STOPPED
         delay_s = delay_before_restart(self._lengths_s, quick_s=self._options.crash_loop_s)
         if delay_s:
@@ -377,11 +420,18 @@ class StandbyAgent(LocalElasticAgent):
             return
         # The same host and ranks, and a store of their own: gloo would read addresses of the attempt before from a
         # store that is kept, and connect to processes that are gone.
-        self._attempt_store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        worker_group.master_port = self._attempt_store.port
+        store, now = TCPStore("localhost", 0, is_master=True, wait_for_workers=False), time.monotonic()
+        # A rank that was to leave before it had connected tries to for half an hour where there is no store, and cannot
+        # be interrupted; with one it leaves at once.
+        longest_s = self._options.leave_timeout_s + _FALL_S
+        last = self._attempt_stores[-1:]
+        kept = [one for one in self._attempt_stores[:-1] if now - one[0] < longest_s]
+        self._attempt_stores = [*kept, *last, (now, store)]
+        worker_group.master_port = store.port
 
     def _shutdown(self, *arguments: Any, **named: Any) -> None:
         if not self._restarts:
+            self._links.say_no_restart()
             for local_rank, process in self._kept.items():
                 self._handlers()[local_rank].proc = process  # to be ended as the others
             self._kept.clear()
@@ -402,7 +452,8 @@ def _reason(error_file: Mapping[str, Any]) -> str:
     """The exception, where the script is decorated with torch's ``record``; else nothing."""
     said = error_file.get("message", "")
     text = str(said.get("message", "") if isinstance(said, dict) else said)
-    return "" if text == "<NONE>" else text.strip().partition("\n")[0]
+    first = "" if text == "<NONE>" else text.strip().partition("\n")[0]
+    return first if len(first) <= _MOST_OF_A_REASON else f"{first[:_MOST_OF_A_REASON]} ..."
 
 
 def _last_lines(path: str, count: int = 20) -> list[str]:

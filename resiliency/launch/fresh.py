@@ -134,14 +134,19 @@ def run_script(command: ScriptCommand) -> None:
         with io.open_code(path) as file:
             source = file.read()
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - the user's script
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit:
         raise
     except BaseException as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
-            trace = trace.tb_next
-        _hide_frames_above(error, trace)
+        _hide_frames_above(error, _without_ours(error.__traceback__))
+        if isinstance(error, KeyboardInterrupt):  # ends the process by its signal
+            raise
         _end_as_failed(error)
+
+
+def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+        trace = trace.tb_next
+    return trace
 
 
 def _end_as_failed(error: BaseException) -> NoReturn:
@@ -149,8 +154,16 @@ def _end_as_failed(error: BaseException) -> NoReturn:
     all of it, for a quarter of a second, and the next attempt waits for it."""
     try:
         sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException as failure:  # Boundary: of a hook; the interpreter goes on to its end, too.
+        sys.stderr.write("Error in sys.excepthook:\n")
+        if failure.__context__ is error:
+            failure.__context__ = None
+        traceback.print_exception(type(failure), failure, _without_ours(failure.__traceback__))
+        sys.stderr.write("\nOriginal exception was:\n")
+        traceback.print_exception(type(error), error, _without_ours(error.__traceback__))
+    try:
         threading._shutdown()  # type: ignore[attr-defined]
-    except BaseException:  # Boundary: a hook or a signal; the interpreter goes on to its end, too.
+    except BaseException:  # Boundary: a signal.
         traceback.print_exc()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that must lie between two looks that find the same.
 _BETWEEN_S = 1.0
+#: Of the seconds between two looks, so many at most count.
+_LONGEST_LOOK_S = 2.0
 #: For ranks to write their stacks; nothing tells when they have.
 _STACKS_S = 1.0
 
@@ -41,6 +43,9 @@ class HangWatch:
         self._report = report
         #: When the ranks that hung at the last look were found first, and which they were.
         self._suspects: tuple[float, set[int]] = 0.0, set()
+        #: For how long processes were seen stopped, by their ids, and when it was looked last.
+        self._stopped_s: dict[int, float] = {}
+        self._looked_s = time.monotonic()
 
     def look(self, processes: Mapping[int, Any]) -> None:
         """Kills ranks that hang, after the stacks of all were written. Blocks: for that, a second.
@@ -55,9 +60,11 @@ class HangWatch:
         pids: dict[int, int] = {}
         for rank, process in processes.items():
             heartbeat = self._links.heartbeat_of(process.pid)
-            if heartbeat is not None:
-                pids[rank], page = heartbeat
-                seen[rank] = Seen(page=page, quiet_s=now - page.last_s, stopped=is_stopped(pids[rank]))
+            pids[rank], page = heartbeat if heartbeat is not None else (process.pid, None)
+            quiet_s = now - page.last_s if page is not None else 0.0
+            seen[rank] = Seen(page=page, quiet_s=quiet_s, stopped_s=self._seen_stopped(pids[rank], now))
+        self._stopped_s = {pid: self._stopped_s[pid] for pid in pids.values() if pid in self._stopped_s}
+        self._looked_s = now
         found = hung(seen, floor_s=self._floor_s)
         # Twice in a row: when this process, and perhaps the whole host, did not run for a time, no rank has beaten.
         when, before = self._suspects
@@ -67,12 +74,23 @@ class HangWatch:
         self._ask_for_stacks(processes)
         for rank in found:
             heartbeat = self._links.heartbeat_of(processes[rank].pid)
-            if heartbeat is not None and heartbeat[1].beats != seen[rank].page.beats:
+            if (heartbeat is not None and heartbeat[1].beats != seen[rank].beats) or (
+                seen[rank].stopped_s and not is_stopped(pids[rank])
+            ):
                 logger.warning("rank %d seemed to hang, but goes on since its stacks were written", rank)
                 continue
             logger.error("%s", hang_text(rank, pids[rank], seen[rank], seen))
             self._report(rank, seen[rank].quiet_s)
             kill_group(processes[rank])
+
+    def _seen_stopped(self, pid: int, now: float) -> float:
+        """For how long a process was seen stopped at every look. What lies between two looks counts little: this
+        process may have been stopped, too."""
+        if is_stopped(pid):
+            self._stopped_s[pid] = self._stopped_s.get(pid, 0.0) + min(now - self._looked_s, _LONGEST_LOOK_S)
+        else:
+            self._stopped_s.pop(pid, None)
+        return self._stopped_s.get(pid, 0.0)
 
     def _ask_for_stacks(self, processes: Mapping[int, Any]) -> None:
         for process in processes.values():

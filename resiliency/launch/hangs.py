@@ -18,14 +18,26 @@ class Seen:
     """A rank at one look.
 
     Attributes:
-        page: what it has written.
+        page: what it has written; None: it has never beaten.
         quiet_s: seconds since its last beat.
-        stopped: a signal has stopped the process.
+        stopped_s: seconds for which it was seen stopped by a signal; 0: it is not.
     """
 
-    page: Page
+    page: Page | None
     quiet_s: float
-    stopped: bool
+    stopped_s: float
+
+    @property
+    def beats(self) -> int:
+        return self.page.beats if self.page is not None else 0
+
+    def hangs(self, *, floor_s: float) -> bool:
+        """It makes no progress; whether it holds up others or waits for them is another question. Who is stopped hangs
+        wherever it is, and with no word of its own."""
+        if self.stopped_s > floor_s:
+            return True
+        page = self.page
+        return page is not None and page.watched and self.quiet_s > threshold(page, floor_s=floor_s)
 
 
 def threshold(page: Page, *, floor_s: float) -> float:
@@ -39,18 +51,14 @@ def hung(ranks: Mapping[int, Seen], *, floor_s: float) -> list[int]:
     When one rank hangs, the others wait for it in a collective operation and are quiet as well. The one that hangs is
     stopped, or has made fewer beats than the others, or, where all have made as many, has made the last one first.
     """
-    quiet = {
-        rank: seen
-        for rank, seen in ranks.items()
-        if seen.page.watched and seen.quiet_s > threshold(seen.page, floor_s=floor_s)
-    }
+    quiet = {rank: seen for rank, seen in ranks.items() if seen.hangs(floor_s=floor_s)}
     if not quiet:
         return []
-    stopped = sorted(rank for rank, seen in quiet.items() if seen.stopped)
+    stopped = sorted(rank for rank, seen in quiet.items() if seen.stopped_s)
     if stopped:
         return stopped
-    fewest = min(seen.page.beats for seen in quiet.values())
-    behind = [rank for rank, seen in quiet.items() if seen.page.beats == fewest]
+    fewest = min(seen.beats for seen in quiet.values())
+    behind = [rank for rank, seen in quiet.items() if seen.beats == fewest]
     if len(behind) < len(quiet):
         return sorted(behind)
     return [max(behind, key=lambda rank: (quiet[rank].quiet_s, -rank))]
@@ -58,13 +66,17 @@ def hung(ranks: Mapping[int, Seen], *, floor_s: float) -> list[int]:
 
 def hang_text(rank: int, pid: int, seen: Seen, ranks: Mapping[int, Seen]) -> str:
     """What is said of it."""
-    others = [other.page.beats for number, other in ranks.items() if number != rank]
+    others = [other.beats for number, other in ranks.items() if number != rank]
     compared = f"; the other ranks of this host are at {min(others)} to {max(others)}" if others else ""
-    if others and min(others) == max(others) == seen.page.beats and not seen.stopped:
+    if others and min(others) == max(others) == seen.beats and not seen.stopped_s:
         compared += ", so that it may be another one that hangs"
-    state = ", and a signal has stopped it" if seen.stopped else ""
+    if seen.page is None or not seen.page.watched:
+        what = f"was stopped by a signal {seen.stopped_s:.0f} s ago"
+    else:
+        state = ", and a signal has stopped it" if seen.stopped_s else ""
+        longest = f"its longest step took {seen.page.longest_s:.2g} s"
+        what = f"has made no progress for {seen.quiet_s:.0f} s ({longest}){state}"
     return (
-        f"rank {rank} (process {pid}) has made no progress for {seen.quiet_s:.0f} s (its longest step took"
-        f" {seen.page.longest_s:.2g} s){state}: it hangs, and is killed. It is at {seen.page.beats} beats"
+        f"rank {rank} (process {pid}) {what}: it hangs, and is killed. It is at {seen.beats} beats"
         f"{compared}. The stacks of all ranks are in their standard error"
     )

@@ -5,16 +5,20 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import os
+import re
 import signal
 import sys
+import threading
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping, Set
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Set
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 from resiliency.errors import Timeout
 from resiliency.launch.fresh import seed_anew
-from resiliency.launch.peer_connections import shut_down_peer_connections
+from resiliency.launch.peer_connections import PeerConnections
 from resiliency.settings import all_variables
 
 __all__ = [
@@ -23,49 +27,104 @@ __all__ = [
     "close_when_left",
     "leave_attempt",
     "looks_like_a_lost_peer",
+    "may_be_interrupted",
     "signal_handlers",
+    "waits_for_peers_only",
 ]
 
 logger = logging.getLogger(__name__)
 
+#: Seconds for groups to end.
+_DROP_TIMEOUT_S = 0.5
 #: Seconds for a child process to end after SIGKILL.
 _KILL_TIMEOUT_S = 5.0
-#: Seconds for something that an attempt has left open to close.
-_CLOSE_TIMEOUT_S = 0.5
-#: In errors of process groups and their stores, most of which torch raises as RuntimeError.
-_WORDS = ("gloo", "nccl", "process group", "connection", "broken pipe", "store", "socket")
+#: Where Python's import statement is written.
+_IMPORTING = "<frozen importlib._bootstrap>"
+#: In errors of process groups, which torch raises as RuntimeError. Whole words: a state is restored, a token is a
+#: websocket's, and neither is a peer's fault.
+_WORDS = re.compile(
+    r"\b(gloo|nccl\w*|process ?group|tcpstore|broken pipe|socket (timeout|closed|error)|timed out waiting"
+    r"|connection (was )?(closed|reset|refused|lost|aborted|broken)|timeout caused pair closure)\b"
+)
+#: Where errors of connections to peers come from; a script has connections of its own, to a data server say.
+_OF_PEERS = (f"{os.sep}torch{os.sep}distributed{os.sep}", os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
 def looks_like_a_lost_peer(error: BaseException) -> bool:
     """True for errors that a rank raises when another one is gone, itself or as a cause. Pure."""
     for one in _chain(error):
         kinds = {kind.__name__ for kind in type(one).__mro__}
-        if isinstance(one, (Timeout, ConnectionError)) or "DistError" in kinds:
+        if isinstance(one, Timeout) or "DistError" in kinds:
             return True
-        if isinstance(one, RuntimeError) and any(word in str(one).lower() for word in _WORDS):
+        if isinstance(one, ConnectionError) and any(place in _raised_in(one) for place in _OF_PEERS):
+            return True
+        if isinstance(one, RuntimeError) and _WORDS.search(str(one).lower()):
             return True
     return False
 
 
-class _Closable(Protocol):
-    def close(self, *, timeout_s: float) -> None: ...
+def _raised_in(error: BaseException) -> str:
+    """The file of the code that has raised it."""
+    name, trace = "", error.__traceback__
+    while trace is not None:
+        name, trace = trace.tb_frame.f_code.co_filename, trace.tb_next
+    return name
 
 
-#: Held by threads, so that they do not end with the frames of an attempt.
-_to_close: weakref.WeakSet[_Closable] = weakref.WeakSet()
+def may_be_interrupted(frame: FrameType | None, outermost: CodeType) -> bool:
+    """False where an exception that comes from outside does harm or is lost: within an import, as some modules cannot
+    be imported again when they were half imported (numpy), and in ``__del__``, which Python lets no exception leave.
+
+    Args:
+        frame: what a thread runs.
+        outermost: code; what has called it is not looked at.
+    """
+    while frame is not None and frame.f_code is not outermost:
+        if frame.f_code.co_filename == _IMPORTING or frame.f_code.co_name == "__del__":
+            return False
+        frame = frame.f_back
+    return True
 
 
-def close_when_left(held: _Closable) -> None:
+def waits_for_peers_only(frame: FrameType | None) -> bool:
+    """True where native code can wait for nothing but other ranks: in a collective operation and, without a GPU, in a
+    backward pass.
+
+    Args:
+        frame: what a thread runs.
+    """
+    if frame is None:
+        return False
+    torch: Any = sys.modules.get("torch")
+    folder = os.path.dirname(getattr(torch, "__file__", None) or "")
+    name = frame.f_code.co_filename
+    if not folder or not name.startswith(folder + os.sep):
+        return False
+    room = name[len(folder) + 1 :].split(os.sep)[0]
+    return room == "distributed" or (room == "autograd" and not torch.cuda.is_initialized())
+
+
+Held = TypeVar("Held")
+#: What threads hold, so that it does not end with the frames of an attempt, and how it is closed.
+_to_close: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+
+
+def close_when_left(held: Held, close: Callable[[Held], None]) -> None:
     """Closes it when this process leaves its attempt. It may have been interrupted while it was opened or closed, so
-    that nobody else would. ``close`` is idempotent. Thread: any."""
-    _to_close.add(held)
+    that nobody else would. Thread: any.
+
+    Args:
+        held: has a thread that refers to it.
+        close: idempotent, and refers to it only by its argument. The next attempt waits for it.
+    """
+    _to_close[held] = close
 
 
 def _close_held() -> None:
-    for held in list(_to_close):
-        _to_close.discard(held)
+    for held, close in list(_to_close.items()):
+        _to_close.pop(held, None)
         try:
-            held.close(timeout_s=_CLOSE_TIMEOUT_S)
+            close(held)
         except Exception:  # Boundary: what is left of an attempt that failed; the next one is not to fail with it.
             logger.warning("%s of the attempt that ended was not closed cleanly", type(held).__name__, exc_info=True)
 
@@ -82,13 +141,21 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
             left += [one.__cause__, one.__context__]
 
 
-def abort_collectives() -> None:
+def abort_collectives(connections: PeerConnections, *, groups: bool, forming: bool) -> None:
     """Ends operations of process groups that wait for a peer, and waits for one as a group forms.
 
     Thread: not the one that waits in the operation.
+
+    Args:
+        connections: the same for all calls in an attempt.
+        groups: also those of GPUs, for which torch has a function. Not while their groups are destroyed.
+        forming: also waits for peers that have not connected yet.
     """
-    port = all_variables().get("MASTER_PORT", "")
-    shut_down_peer_connections(int(port) if port.isdecimal() else None)
+    port, world = (all_variables().get(name, "") for name in ("MASTER_PORT", "WORLD_SIZE"))
+    pairs = int(world) if forming and world.isdecimal() else 0
+    connections.shut_down(int(port) if port.isdecimal() else None, pairs=pairs)
+    if not groups:
+        return
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
@@ -127,12 +194,14 @@ def leave_attempt(error: BaseException, *, children: Set[int], handlers: Mapping
         if handler is not handlers.get(number, handler) and not its_own:
             signal.signal(number, handlers[number])
     _end_workers(children)
+    groups = _process_groups()
     for one in list(_chain(error)):
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
     _close_held()
     gc.collect()  # loops, data loaders and trainers refer to each other; connections to peers close with the last one
     _destroy_groups()
+    _drop(groups)
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -166,6 +235,23 @@ def _end_workers(children: Set[int]) -> None:
 def _loader_iterators() -> list[Any]:
     kind = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
     return [] if kind is None else [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def _process_groups() -> list[Any]:
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return list(getattr(getattr(distributed, "_world", None), "pg_map", ()))
+
+
+def _drop(groups: list[Any]) -> None:
+    """Lets go of groups on another thread. The last reference to one waits for its operations, and one of gloo may be
+    left waiting for half an hour after all its connections were closed. Blocks: up to half a second.
+
+    Args:
+        groups: emptied.
+    """
+    thread = threading.Thread(target=groups.clear, name="resiliency-drop-groups", daemon=True)
+    thread.start()
+    thread.join(_DROP_TIMEOUT_S)
 
 
 def _destroy_groups() -> None:

@@ -7,7 +7,6 @@ store is kept here, so that no host is needed by the others.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import secrets
@@ -23,7 +22,7 @@ from types import FrameType
 from torch._C._distributed_c10d import TCPStore
 
 import resiliency
-from resiliency.launch.processes import wait_for_any
+from resiliency.launch.processes import end_with_parent, wait_for_any
 from resiliency.settings import all_variables, child_environment, environment, set_variable
 
 __all__ = ["LOCAL_HOST_VARIABLE", "become_local_host", "exit_status", "run_local_hosts"]
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 #: For a launcher that was started as one of several on a machine: the process that has started it.
 LOCAL_HOST_VARIABLE = "RESILIENCY_LOCAL_HOST"
 _LOCAL_DIR = "RESILIENCY_LOCAL_DIR"
-_PR_SET_PDEATHSIG = 1
 #: For hosts to end by themselves when the job has lost one that it cannot do without, and again when they were asked
 #: to; torch gives ranks 30 s.
 _END_TIMEOUT_S = 40.0
@@ -54,23 +52,26 @@ def become_local_host() -> None:
     """In a launcher that is one of several on a machine: it ends with the process that has started it."""
     parent = all_variables()[LOCAL_HOST_VARIABLE]
     set_variable(LOCAL_HOST_VARIABLE, None)  # ranks may start jobs of their own
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    end_with_parent(signal.SIGTERM)
     if str(os.getppid()) != parent:  # it has ended before that
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def exit_status(codes: Sequence[int], *, asked: int | None) -> int:
-    """Of all hosts: 0 when each has finished, else that of the first that failed by itself. Pure.
+def exit_status(codes: Sequence[int], *, fewest: int, asked: int | None) -> int:
+    """Of all hosts: 0 when as many have finished as the job needs, else that of the first that failed by itself. Pure.
 
     Args:
+        fewest: hosts that the job can do with.
         codes: return codes in order of their ends; negative when a signal ended the host.
         asked: signal that this process was given to end them all.
     """
     if asked is not None:
         return 128 + asked
+    if codes.count(0) >= fewest:
+        return 0
     failed = [code for code in codes if code]
     by_itself = [code for code in failed if 0 < code < 128]
-    return (by_itself or [1])[0] if failed else 0
+    return (by_itself or [1])[0]
 
 
 def run_local_hosts(words: Sequence[str], *, hosts: tuple[int, int]) -> int:
@@ -93,7 +94,7 @@ def run_local_hosts(words: Sequence[str], *, hosts: tuple[int, int]) -> int:
 
     with _handled_by(forward):
         codes = _wait(running, fewest, asked)
-    return exit_status(codes, asked=asked[0] if asked else None)
+    return exit_status(codes, fewest=fewest, asked=asked[0] if asked else None)
 
 
 def _start(number: int, words: Sequence[str]) -> _Host:
@@ -142,7 +143,8 @@ def _say_lost(host: _Host, left: int, fewest: int) -> None:
     if left >= fewest:
         what = f"the job goes on with {left}"
     else:
-        what = "it was the last one" if not left else f"the job needs {fewest} hosts, so the other {left} end"
+        others = "the other one ends" if left == 1 else f"the other {left} end"
+        what = f"the job needs {fewest} hosts, so {others}" if left else "it was the last one"
     logger.error("%s (process %d) %s; %s", host.name, host.process.pid, how, what)
 
 

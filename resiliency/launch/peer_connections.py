@@ -4,6 +4,9 @@
   neighbours only. A rank whose neighbours are alive, and have left, waits until their groups are gone, which may be
   never where something still refers to them. Gloo has no word for its sockets; they are those that its event loop
   watches.
+* That gloo waits for as a group forms: of two ranks one listens until the other one connects and says which pair it
+  belongs to; pairs of a group are numbered from 0 (``gloo/transport/tcp/listener.cc``). Where the other one never comes
+  this process does, in its place, and hangs up.
 * To the store in which ranks look for each other as a group forms: nobody will write what they wait for.
 """
 
@@ -12,32 +15,72 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
+import time
+from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["shut_down_peer_connections"]
+__all__ = ["PeerConnections"]
 
 logger = logging.getLogger(__name__)
 
+#: The number of a pair, as gloo sends it.
+_PAIR = struct.Struct("=q")
+_CONNECT_TIMEOUT_S = 1.0
+#: For a client and its store to greet each other.
+_STORE_GREETING_S = 0.3
 #: Name of the thread that is gloo's event loop, one for each device.
 _LOOP = "gloo_tcp_loop"
 _EPOLL = "anon_inode:[eventpoll]"
 
 
-def shut_down_peer_connections(store_port: int | None) -> int:
-    """Shuts down gloo's connections and those to a store, so that what waits for them ends with an error.
+class PeerConnections:
+    """Those of this process, while it leaves one attempt. Thread: one at a time."""
 
-    Gloo's are not found where the kernel does not show system calls of threads (a process that may not be traced).
-    Thread: any. Blocks: no.
+    def __init__(self) -> None:
+        #: Monotonic seconds when a connection to a store was seen first, by its inode.
+        self._seen: dict[int, float] = {}
 
-    Args:
-        store_port: of the store; None: there is none.
+    def shut_down(self, store_port: int | None, *, pairs: int) -> int:
+        """Shuts down gloo's connections and those to a store, so that what waits for them ends with an error.
 
-    Returns:
-        How many.
-    """
-    watched = {fd for epoll in _epolls() for fd in _watched(epoll)}
-    return sum(_shut_down(fd, watched, store_port) for fd in _sockets())
+        Gloo's are not found where the kernel does not show system calls of threads (a process that may not be traced).
+        Thread: any. Blocks: for a connection to this process for each pair, which takes some 50 microseconds.
+
+        Args:
+            store_port: of the store; None: there is none.
+            pairs: of the largest group that may be forming, as many as it has ranks; 0: none is. Connecting to a group
+                that stands costs a file descriptor for each.
+
+        Returns:
+            How many.
+        """
+        watched = {fd for epoll in _epolls() for fd in _watched(epoll)}
+        return sum(self._shut_down(fd, watched, store_port, pairs) for fd in _sockets())
+
+    def _shut_down(self, fd: int, watched: Set[int], store_port: int | None, pairs: int) -> bool:
+        try:
+            with socket.socket(fileno=os.dup(fd)) as one:
+                if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+                    return False
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    # Not shut down: gloo ends the process when it cannot accept.
+                    if fd in watched:
+                        _connect_and_hang_up(one, pairs)
+                    return False
+                if fd not in watched and not (one.getpeername()[1] == store_port and self._is_old(one)):
+                    return False
+                one.shutdown(socket.SHUT_RDWR)
+        except OSError as error:  # closed meanwhile, or not connected
+            logger.debug("connection %d to a peer was not shut down: %s", fd, error)
+            return False
+        return True
+
+    def _is_old(self, connection: socket.socket) -> bool:
+        """A client of a store that is just being made would try again, after longer and longer waits."""
+        now = time.monotonic()
+        return now - self._seen.setdefault(os.fstat(connection.fileno()).st_ino, now) >= _STORE_GREETING_S
 
 
 def _sockets() -> list[int]:
@@ -69,17 +112,9 @@ def _watched(epoll: int) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
 
 
-def _shut_down(fd: int, watched: set[int], store_port: int | None) -> bool:
-    try:
-        with socket.socket(fileno=os.dup(fd)) as one:
-            if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
-                return False
-            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return False  # gloo ends the process when it cannot accept
-            if fd not in watched and one.getpeername()[1] != store_port:
-                return False
-            one.shutdown(socket.SHUT_RDWR)
-    except OSError as error:  # closed meanwhile, or not connected
-        logger.debug("connection %d to a peer was not shut down: %s", fd, error)
-        return False
-    return True
+def _connect_and_hang_up(listener: socket.socket, pairs: int) -> None:
+    for pair in range(pairs):
+        with socket.socket(listener.family, socket.SOCK_STREAM) as one:
+            one.settimeout(_CONNECT_TIMEOUT_S)
+            one.connect(listener.getsockname())
+            one.sendall(_PAIR.pack(pair))

@@ -14,8 +14,17 @@ from typing import Any
 
 from resiliency.errors import ResiliencyError
 
-__all__ = ["ForkedProcess", "become_subreaper", "is_stopped", "mark_own", "reap_others", "wait_for_any"]
+__all__ = [
+    "ForkedProcess",
+    "become_subreaper",
+    "end_with_parent",
+    "is_stopped",
+    "mark_own",
+    "reap_others",
+    "wait_for_any",
+]
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 #: For a process to end after SIGKILL; longer only in uninterruptible sleep.
 _KILL_TIMEOUT_S = 5.0
@@ -30,8 +39,25 @@ def become_subreaper() -> None:
     Raises:
         OSError: the kernel refuses.
     """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent(number: int) -> None:
+    """From now on this process gets a signal when the thread that has forked it ends. One that has ended before is not
+    noticed: look at ``os.getppid`` afterwards. A fork of this process gets none.
+
+    Args:
+        number: of the signal; 0: no signal any more.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _prctl(option: int, argument: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 

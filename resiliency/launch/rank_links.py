@@ -40,6 +40,8 @@ class RankLink:
         left: number of the start that it was told to leave last; below -1: none.
         deadline: monotonic seconds by which it must have begun again after it was told to leave; None: it has.
         within_s: how long it was given to leave.
+        lost_peer_s: monotonic seconds when it said that a peer is gone from what it was given last; None: it has not.
+        error: with which it has noticed that.
         finished: it has ended for good, with the launcher's consent.
         closed: it cannot be reached any more.
         page: its heartbeat.
@@ -53,6 +55,8 @@ class RankLink:
     left: int = -2
     deadline: float | None = None
     within_s: float = 0.0
+    lost_peer_s: float | None = None
+    error: str = ""
     finished: bool = False
     closed: bool = False
     page: mmap.mmap | None = None
@@ -61,11 +65,12 @@ class RankLink:
 class RankLinks:
     """Thread: one. A rank connects to :attr:`address`, which is in its environment; there is no file of it.
 
-    Messages of ranks: ``inside`` (it has begun the function), ``finished`` (answered with ``exit`` unless it was told
-    to leave), ``heartbeat`` (with its page), ``log`` (where the event log is), ``fork`` (see
+    Messages of ranks: ``inside`` (it has begun the function), ``lost_peer`` (it has an error that looks like that, and
+    waits for ``leave`` or ``no_restart``), ``finished`` (answered with ``exit`` unless it was told to leave),
+    ``heartbeat`` (with its page), ``log`` (where the event log is), ``fork`` (see
     :mod:`~resiliency.launch.forked_function`). Messages to ranks: ``leave``, ``start`` (with an environment and two
-    files for output). Each carries the number of a start of the ranks of this host; -1 is the start that made the
-    process.
+    files for output), ``no_restart`` (nobody is told to leave any more). Each carries the number of a start of the
+    ranks of this host; -1 is the start that made the process.
 
     Args:
         fork: does what ``fork`` asks for, with its files.
@@ -150,6 +155,9 @@ class RankLinks:
             return  # it did not know yet that it is to leave
         elif message["kind"] == "inside":
             link.joined, link.deadline = True, None
+        elif message["kind"] == "lost_peer":
+            link.error = str(message["error"])
+            link.lost_peer_s = time.monotonic()
         elif message["kind"] == "finished":
             link.finished = True
             self._send(link, {"kind": "exit", "number": message["number"]})
@@ -176,9 +184,20 @@ class RankLinks:
                 return link.pid, Page.read(link.page)
         return None
 
+    def lost_peer(self, group: int) -> tuple[float, str] | None:
+        """When the rank that has this process group said that it has lost a peer, and its error; None: it has not."""
+        link = self.link_of(group)
+        return None if link is None or link.lost_peer_s is None else (link.lost_peer_s, link.error)
+
+    def say_no_restart(self) -> None:
+        """Tells all ranks that no restart follows: those that have lost a peer end with its error. Blocks: no."""
+        for link in [link for link in self._links if link.joined and not link.closed]:
+            link.lost_peer_s = None
+            self._send(link, {"kind": "no_restart", "number": -1 if link.given is None else link.given})
+
     def tell_to_leave(self, link: RankLink, *, within_s: float) -> bool:
         """Asks a rank to leave what it was given last; False when it cannot be reached. Blocks: no."""
-        link.left = -1 if link.given is None else link.given
+        link.left, link.lost_peer_s = (-1 if link.given is None else link.given), None
         if link.deadline is None:
             link.deadline, link.within_s = time.monotonic() + within_s, within_s
         return self._send(link, {"kind": "leave", "number": link.left})

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["RankFailure", "delay_before_restart", "first_failure", "failure_text"]
+__all__ = ["RankFailure", "delay_before_restart", "first_failure", "failure_text", "lost_peer_text"]
 
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 
@@ -18,6 +18,7 @@ class RankFailure:
     Attributes:
         exit_code: negative when a signal ended it.
         timestamp: seconds since 1970, of its error file, or of when its end was noticed.
+        seen_first: its end was there when the launcher looked for the first time after the first end of all.
         log: path of its standard error; empty when nobody keeps it.
         hung: the launcher has killed it for that.
     """
@@ -26,6 +27,7 @@ class RankFailure:
     pid: int
     exit_code: int
     timestamp: float
+    seen_first: bool = True
     message: str = ""
     log: str = ""
     hung: bool = False
@@ -46,13 +48,12 @@ def delay_before_restart(lengths_s: Sequence[float], *, quick_s: float) -> float
 
 
 def first_failure(failures: Mapping[int, RankFailure]) -> RankFailure:
-    """The rank that failed by itself: the others are told to end (SIGTERM), or fail because a peer is gone."""
+    """The rank that failed by itself: the others fail because a peer is gone, or are told to end (SIGTERM)."""
 
-    def order(failure: RankFailure) -> tuple[int, float, int]:
-        if failure.exit_code == -signal.SIGTERM:
-            return 2, failure.timestamp, failure.rank
-        # A rank that a signal has ended did not end because of a peer.
-        return (0 if failure.exit_code < 0 else 1), failure.timestamp, failure.rank
+    def order(failure: RankFailure) -> tuple[bool, int, float, int]:
+        # Of several ends that a launcher that was busy has seen at once, one by a signal is not because of a peer.
+        kind = 2 if failure.exit_code == -signal.SIGTERM else 0 if failure.exit_code < 0 else 1
+        return not failure.seen_first, kind, failure.timestamp, failure.rank
 
     return min(failures.values(), key=order)
 
@@ -84,6 +85,31 @@ def failure_text(
         lines.append(f"its last lines, of {failure.log}:")
         lines += [f"  {line}" for line in last_lines]
     return "\n".join(lines)
+
+
+def lost_peer_text(errors: Mapping[int, str], *, ended: Sequence[int], within_s: float, one_host: bool) -> str:
+    """What is said when ranks have lost a peer and wait, and none has failed.
+
+    Args:
+        errors: of the ranks of this host that have lost one, with their tracebacks.
+        ended: ranks of this host that have ended with status 0.
+        within_s: for how long no rank has failed since.
+    """
+    text = f"{_ranks(errors)} lost a peer, and no rank of this host has failed within {within_s:.0f} s"
+    if ended:
+        text += f"; {_ranks(ended)} ended with status 0 before the others"
+    elif not one_host:
+        text += "; a rank of another host may be gone"
+    lines = [f"{text}: all begin again"]
+    for rank in sorted(errors):
+        *where, last = errors[rank].splitlines() or [""]
+        lines += [f"  rank {rank}: {last}", *(f"    {line}" for line in where)]
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    found = sorted(ranks)
+    return f"rank {found[0]} has" if len(found) == 1 else f"ranks {', '.join(map(str, found))} have"
 
 
 def _signal_name(number: int) -> str:

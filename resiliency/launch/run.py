@@ -42,7 +42,7 @@ def main(words: Sequence[str]) -> int:
     parser = torchrun.get_args_parser()
     parser.prog = "resiliency run"
     _add_own_flags(parser)
-    args = parser.parse_args(list(words))
+    args = _parse(parser, list(words))
 
     if args.local_hosts:
         from resiliency.launch import local_hosts
@@ -85,6 +85,34 @@ def main(words: Sequence[str]) -> int:
         traceback.print_exc()
         return EXIT_GAVE_UP
     return 0
+
+
+def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """Torchrun's words, without a look at those of the script: argparse refuses a script's ``--h`` when two flags of
+    the launcher begin with it, though they are left to the script."""
+    at = _end_of_flags(parser, words)
+    if at == len(words):
+        return parser.parse_args(words)  # says what is missing, or prints the help
+    script = argparse.ArgumentParser(add_help=False)
+    script.add_argument("training_script")
+    script.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    found = script.parse_args(words[at:])
+    args = parser.parse_args([*words[:at], "script"])  # in the place of the real one, which may begin with a dash
+    args.training_script, args.training_script_args = found.training_script, found.training_script_args
+    return args
+
+
+def _end_of_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Index of the first word that is neither a flag nor its value: the script, or a ``--`` before it."""
+    known = parser._option_string_actions
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
+        found = {known[name] for name in known if name == words[at]}
+        if not found and words[at].startswith("--"):  # the beginning of a flag
+            found = {known[name] for name in known if name.startswith(words[at])}
+        takes_value = any(action.nargs != 0 for action in found)  # none: it is attached, or argparse says what is wrong
+        at += 2 if takes_value else 1
+    return at
 
 
 def _was_given(parser: argparse.ArgumentParser, args: argparse.Namespace, flag: str) -> bool:

@@ -9,7 +9,6 @@ The idea of a process that has everything imported and forks is Android's zygote
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
@@ -26,12 +25,12 @@ from resiliency.launch.channel import receive, send
 from resiliency.launch.command_line import show_command_line
 from resiliency.launch.forked_function import run_function
 from resiliency.launch.fresh import ScriptCommand, become_fresh, run_script
+from resiliency.launch.processes import end_with_parent
 from resiliency.launch.start_times import script_begins
 from resiliency.settings import all_variables, set_variable
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _PID_BYTES = 8
 #: What is to be run, and file descriptors.
@@ -174,12 +173,8 @@ def _wait_for_new_parent(launcher: int) -> None:
             os.close(fd)
 
 
-def _outlive_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
-
-
 def _die_with_parent(launcher: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(1)  # it ended before
 
@@ -204,7 +199,7 @@ def _run(request: dict[str, Any], fds: list[int], changed: dict[str, str]) -> No
         changed: what imported modules have set in the environment.
     """
     if "function" in request:
-        _outlive_parent()
+        end_with_parent(0)  # it outlives the launcher
         run_function(request, fds)
     reply, *output = fds
     command = ScriptCommand(**{**request["command"], "arguments": tuple(request["command"]["arguments"])})

@@ -11,9 +11,11 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from resiliency.errors import ResiliencyError
@@ -24,10 +26,13 @@ from resiliency.launch.leaving import (
     child_processes,
     leave_attempt,
     looks_like_a_lost_peer,
+    may_be_interrupted,
     signal_handlers,
+    waits_for_peers_only,
 )
+from resiliency.launch.peer_connections import PeerConnections
 from resiliency.launch.start_times import script_begins
-from resiliency.settings import LAUNCHER_VARIABLE, START_VARIABLE, all_variables, set_variable
+from resiliency.settings import LAUNCHER_VARIABLE, all_variables, set_variable
 
 __all__ = ["AttemptEnded", "restartable"]
 
@@ -36,14 +41,22 @@ logger = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-#: Seconds for the launcher to say that a peer is gone, after an error that looks like it. Another host's launcher ends
-#: its ranks first.
+#: Seconds for the launcher to say whether there is another attempt, after an error that looks like a lost peer. It says
+#: so when it has seen who failed; it may be stopped, or busy with ranks that do not end.
 _WORD_TIMEOUT_S = 30.0
-#: Seconds until a thread that did not leave is interrupted again: the first time may have hit a place that swallows
-#: exceptions, as ``__del__``.
-_AGAIN_S = 10.0
-#: Seconds until operations are aborted again: what a thread waits on is not seen while it runs.
-_ABORT_AGAIN_S = 0.2
+#: Seconds until a thread that did not leave is interrupted again: what it runs may go on after any exception.
+_AGAIN_S = 5.0
+#: Seconds until operations are aborted again, because what a thread waits on is not seen while it runs, and until it
+#: is interrupted again when that had no effect.
+_SOON_S = 0.05
+#: Seconds for which a thread may be in a place where it is not to be interrupted.
+_SPARED_S = 2.0
+#: Seconds for which the main thread may wait in native code when all that it could wait for has been ended, less where
+#: that can only be peers: a wait of gloo now and then outlives its connections. What it may compute meanwhile: signals
+#: take some.
+_STUCK_S, _STUCK_FOR_PEERS_S, _STUCK_CPU_S = 2.0, 0.5, 0.02
+#: Characters of an error, with where it was raised, that the launcher shows.
+_MAX_ERROR = 4000
 #: Number of the start that made this process.
 _FIRST = -1
 #: Interrupts the main thread. Nobody uses it: not Python, torch, Lightning (SIGUSR1, SIGUSR2) or debuggers.
@@ -116,6 +129,15 @@ class _Survivor:
         self._to_leave = _FIRST - 1
         #: The last one that it has left.
         self._left = _FIRST - 1
+        #: Nobody will be told to leave any more.
+        self._no_restart = False
+        #: Monotonic seconds until when the main thread is left alone where an exception would do harm.
+        self._spared_until_s = 0.0
+        #: Monotonic seconds when it is to be interrupted next. At once, as long as it has not raised anything: a signal
+        #: that comes just before a system call does not end that.
+        self._interrupt_at_s = 0.0
+        #: It has been interrupted, so it runs Python code.
+        self._heard = False
         #: Messages for the main thread; None: the launcher is gone.
         self._orders: queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None] = queue.SimpleQueue()
 
@@ -143,7 +165,8 @@ class _Survivor:
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Calls ``function`` until it has ended in an attempt that has not."""
-        before = signal.signal(_SIGNAL, self._interrupt)
+        before, hook = signal.signal(_SIGNAL, self._interrupt), sys.unraisablehook
+        sys.unraisablehook = functools.partial(self._swallowed, hook)
         threading.Thread(target=self._listen, name="resiliency-launcher", daemon=True).start()
         try:
             children, handlers = child_processes(), signal_handlers()
@@ -156,7 +179,11 @@ class _Survivor:
                 del ended
                 self._meet_again()
         finally:
+            with self._changed:  # ends the thread that interrupts, also when this rank has not left
+                self._left = max(self._left, self._to_leave)
+                self._changed.notify_all()
             signal.signal(_SIGNAL, before)
+            sys.unraisablehook = hook
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)  # ends the thread that listens
 
@@ -176,16 +203,15 @@ class _Survivor:
                 self._inside = False
         except BaseException as error:  # Boundary: whatever it raises after it was told to leave is how it left.
             if looks_like_a_lost_peer(error):
+                self._say("lost_peer", error=_text_of(error)[-_MAX_ERROR:])
                 with self._changed:
-                    self._changed.wait_for(self._is_to_leave, _WORD_TIMEOUT_S)
+                    self._changed.wait_for(lambda: self._is_to_leave() or self._no_restart, _WORD_TIMEOUT_S)
             if not self._is_to_leave():
                 raise
-            self._has_left()
             heartbeat.pause()
             return error
         if self._may_end():
             return _Returned(result)
-        self._has_left()
         return AttemptEnded("a peer died when this rank had finished")
 
     def _has_left(self) -> None:
@@ -208,15 +234,15 @@ class _Survivor:
     def _meet_again(self) -> None:
         """Waits for the next attempt, and takes its environment and output. Blocks: until the launcher starts it."""
         while self._is_to_leave():
-            self._has_left()  # also one that has ended before it was begun here
+            self._has_left()  # and given up what it held; also one that has ended before it was begun here
             order = self._orders.get()
-            if order is None:
-                raise ResiliencyError("the launcher has ended, so there is no further attempt")
+            if order is None or (order[0]["kind"] == "no_restart" and self._no_restart):
+                raise ResiliencyError("the launcher ends the job, so there is no further attempt")
             message, output = order
             if message["kind"] != "start":
                 continue
             self._number = message["number"]
-            for name, value in {**message["environment"], START_VARIABLE: str(self._number)}.items():
+            for name, value in message["environment"].items():
                 set_variable(name, value)
             for number, fd in enumerate(output, start=1):
                 (sys.stdout if number == 1 else sys.stderr).flush()
@@ -226,9 +252,9 @@ class _Survivor:
         script_begins()
         logger.info("this process goes on in the next attempt")
 
-    def _say(self, kind: str) -> None:
+    def _say(self, kind: str, **more: str) -> None:
         with suppress(OSError):  # no launcher: no further attempt, and nothing to be told
-            send(self._connection, {"kind": kind, "number": self._number})
+            send(self._connection, {"kind": kind, "number": self._number, **more})
 
     # -- other threads ------------------------------------------------------------------------------------------------
 
@@ -237,31 +263,87 @@ class _Survivor:
             while (received := receive(self._connection)) is not None:
                 if received[0]["kind"] == "leave":
                     self._leave(received[0]["number"])
-                else:
-                    self._orders.put(received)
+                    continue
+                if received[0]["kind"] == "no_restart":
+                    self._expect_no_restart()
+                self._orders.put(received)
         except (OSError, ValueError) as error:
             logger.debug("the connection to the launcher has ended: %s", error)
+        self._expect_no_restart()
         self._orders.put(None)
+
+    def _expect_no_restart(self) -> None:
+        with self._changed:
+            self._no_restart = True
+            self._changed.notify_all()
 
     def _leave(self, number: int) -> None:
         with self._changed:
             self._to_leave = number
+            self._no_restart = False  # of a launcher that thought so, until hosts came or went
             self._changed.notify_all()
         threading.Thread(target=self._interrupt_until_left, args=(number,), daemon=True).start()
 
     def _interrupt_until_left(self, number: int) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        interrupt_at = time.monotonic()
+        connections, waits, stuck_s, cpu_s = PeerConnections(), False, 0.0, _cpu_s(main)
+        self._spared_until_s, self._interrupt_at_s, self._heard = time.monotonic() + _SPARED_S, 0.0, False
         with self._changed:
             while self._left < number:
                 # The lock is held, so that it does not go on meanwhile: groups of its next attempt are not aborted.
-                abort_collectives()
-                if time.monotonic() >= interrupt_at:
-                    interrupt_at += _AGAIN_S
+                # Also when it has left the function: groups wait for their operations as they are destroyed.
+                abort_collectives(connections, groups=self._inside, forming=waits)
+                if self._inside and time.monotonic() >= self._interrupt_at_s:
                     signal.pthread_kill(main, _SIGNAL)
-                self._changed.wait_for(lambda: self._left >= number, _ABORT_AGAIN_S)
+                self._changed.wait_for(lambda: self._left >= number, _SOON_S)
+                waits = self._inside and not self._heard and _cpu_s(main) - cpu_s < _STUCK_CPU_S
+                stuck_s = stuck_s + _SOON_S if waits else 0.0
+                for_peers = stuck_s >= _STUCK_FOR_PEERS_S and waits_for_peers_only(sys._current_frames().get(main))
+                if for_peers or stuck_s >= _STUCK_S:
+                    _end_stuck(main)
 
-    def _interrupt(self, number: int, frame: Any) -> None:
-        if self._inside and self._is_to_leave():
-            raise AttemptEnded("another rank has died: this one leaves its attempt and begins the next one")
+    # -- the main thread, wherever it is ------------------------------------------------------------------------------
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if not (self._inside and self._is_to_leave()):
+            return
+        self._heard = True
+        now = time.monotonic()
+        if now < self._spared_until_s and not may_be_interrupted(frame, _Survivor._call.__code__):
+            return
+        self._interrupt_at_s = now + _AGAIN_S
+        raise AttemptEnded("another rank has died: this one leaves its attempt and begins the next one")
+
+    def _swallowed(self, hook: Callable[[Any], Any], unraisable: Any) -> None:
+        """In the place of ``sys.unraisablehook``: takes what was raised where Python cannot let it go on, as in a
+        callback of a weak reference."""
+        if isinstance(unraisable.exc_value, AttemptEnded):
+            self._interrupt_at_s = 0.0
+        else:
+            hook(unraisable)
+
+
+def _text_of(error: BaseException) -> str:
+    """The error and where it was raised, without frames of this file."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def _cpu_s(thread: int) -> float:
+    """Seconds that a thread of this process has computed."""
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
+
+
+def _end_stuck(thread: int) -> None:
+    """Ends a process that would be killed later: its place is given to a new one at once."""
+    frame = sys._current_frames().get(thread)
+    where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame is not None else "unknown"
+    logger.warning(
+        "this rank waits in native code that cannot be interrupted, for something that no longer comes, in %s; it ends",
+        where,
+    )
+    sys.stderr.flush()
+    os._exit(1)

@@ -19,7 +19,7 @@ import resiliency
 from resiliency.errors import ResiliencyError
 from resiliency.launch.channel import pair, receive, send
 from resiliency.launch.fresh import parse_command
-from resiliency.launch.processes import ForkedProcess, mark_own
+from resiliency.launch.processes import ForkedProcess, is_stopped, mark_own
 
 __all__ = ["CannotFork", "Zygote"]
 
@@ -34,6 +34,10 @@ _BOOTSTRAP = (
 _IMPORT_TIMEOUT_S = 120.0
 #: Seconds for a standby to answer.
 _START_TIMEOUT_S = 20.0
+#: Seconds between two looks whether it can.
+_LOOK_S = 1.0
+#: Seconds after which a wait is said.
+_SAY_S = 10.0
 
 
 class CannotFork(ResiliencyError):
@@ -135,15 +139,44 @@ class Zygote:
             raise CannotFork(f"the standbys are gone ({error})") from error
 
     def _answer(self, mine: socket.socket) -> int:
-        mine.settimeout(_START_TIMEOUT_S)
         try:
-            answer = receive(mine)
-        except OSError as error:
-            self._silent = True  # stopped, perhaps; the other ranks of this attempt need not wait for it, too
-            raise CannotFork(f"no standby answered within {_START_TIMEOUT_S:.0f} s ({error})") from error
+            answer = self._receive(mine, _START_TIMEOUT_S)
+        except CannotFork:
+            self._silent = True  # the other ranks of this attempt need not wait for it, too
+            raise
         if answer is None:
             raise CannotFork("the standby ended before it began")
-        return int(answer[0]["pid"])
+        return int(answer["pid"])
+
+    def _receive(self, connection: socket.socket, timeout_s: float) -> dict[str, Any] | None:
+        """The next message; None when the other end is gone. Blocks: not for a process that was stopped.
+
+        Raises:
+            CannotFork: nothing came.
+        """
+        began = time.monotonic()
+        said = False
+        while not select.select([connection], [], [], _LOOK_S)[0]:
+            if is_stopped(self._process.pid):
+                raise CannotFork("the process that forks ranks does not answer (a signal has stopped it)")
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
+                raise CannotFork(f"the process that forks ranks does not answer (for {timeout_s:.0f} s)")
+            if waited_s > _SAY_S and not said:
+                said = True
+                logger.warning(
+                    "waiting for process %d, which forks ranks, for %.0f s so far (at most %.0f): it imports what ranks"
+                    " need, or is busy; --no-standby starts ranks without it",
+                    self._process.pid,
+                    waited_s,
+                    timeout_s,
+                )
+        try:
+            received = receive(connection)
+        except OSError as error:
+            logger.debug("the connection to the process that forks ranks has ended: %s", error)
+            return None
+        return None if received is None else received[0]
 
     def _wait_until_ready(self) -> None:
         if self._ready:
@@ -153,20 +186,20 @@ class Zygote:
                 raise CannotFork(f"the zygote has ended ({self._process.returncode})")
             return
         if not self._problem:
-            self._control.settimeout(_IMPORT_TIMEOUT_S)
-            began = time.monotonic()
             try:
-                answer = receive(self._control)
-            except OSError as error:
-                self._problem = f"the imports took more than {time.monotonic() - began:.0f} s ({error})"
+                answer = self._receive(self._control, _IMPORT_TIMEOUT_S)
+            except CannotFork as error:
+                self._problem, ends = str(error), is_stopped(self._process.pid)
+                if ends:
+                    self._process.kill()  # so that another one takes its place
             else:
-                if answer is None:
-                    with suppress(subprocess.TimeoutExpired):
-                        self._process.wait(5)
-                self._problem = "the zygote ended while it imported" if answer is None else answer[0]["problem"]
+                self._problem, ends = "the zygote ended while it imported", answer is None
                 if answer is not None:
-                    self._modules = answer[0]["modules"]
-                    logger.debug("imported in advance in %.2f s: %s", answer[0]["seconds"], len(self._modules))
+                    self._problem, self._modules = answer["problem"], answer["modules"]
+                    logger.debug("imported in advance in %.2f s: %s", answer["seconds"], len(self._modules))
+            if ends:
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(5)
         if self._problem:
             raise CannotFork(self._problem)
         self._ready = True

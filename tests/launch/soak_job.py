@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from resiliency.checkpoint import Checkpointer
 from resiliency.checkpoint.options import LocalTierOptions
-from resiliency.launch import restartable
+from resiliency.launch import beat, restartable
 
 __all__ = ["gradient", "weights_after"]
 
@@ -36,7 +36,7 @@ def weights_after(steps: int, ranks: int) -> torch.Tensor:
 
 
 def main(folder: Path, steps: int) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     (folder / f"pid-{rank}-{attempt}~").write_text(str(os.getpid()))
     os.rename(folder / f"pid-{rank}-{attempt}~", folder / f"pid-{rank}-{attempt}")
@@ -45,6 +45,7 @@ def main(folder: Path, steps: int) -> None:
         restored = checkpointer.load()
         weights = restored.state["w"] if restored is not None else torch.arange(SIZE, dtype=torch.float64)
         for step in range(restored.step if restored is not None else 0, steps):
+            beat()
             checkpointer.fence()
             total = gradient(weights, step, rank)
             dist.all_reduce(total)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from resiliency.launch.run import EXIT_GAVE_UP
 from tests.launch.launching import Job
 
 pytestmark = pytest.mark.timeout(120)
@@ -75,3 +76,38 @@ def test_a_hook_that_fails_itself_hides_nothing(launch: Any) -> None:
     assert job.wait() == 1
     assert "RuntimeError: in the hook" in job.text and "the reason" in job.text
     assert _lines(job) == ["> an exit handler"]
+
+
+FALLING = """
+    import os, signal, sys, time
+    from pathlib import Path
+
+    marks = Path(sys.argv[1])
+    rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    def wait_for(path):
+        deadline = time.monotonic() + 60
+        while not path.exists():
+            assert time.monotonic() < deadline, path
+            time.sleep(0.005)
+
+    if rank == 0:  # it misses its peer soon, and would answer SIGTERM with a long wait, as Lightning does
+        signal.signal(signal.SIGTERM, lambda *of: time.sleep(100))
+        (marks / f"handles-{attempt}").touch()
+        wait_for(marks / f"fails-{attempt}")
+        time.sleep(0.2)
+        raise RuntimeError("Connection closed by peer")
+    wait_for(marks / f"handles-{attempt}")
+    (marks / f"fails-{attempt}").touch()
+    raise ValueError("the reason")
+"""
+
+
+def test_peers_that_fall_by_themselves_are_not_told_to_end_and_not_named(launch: Any, tmp_path: Path) -> None:
+    job = launch(FALLING, "--nproc-per-node", 2, "--max-restarts", 1, "--crash-loop", 0, arguments=[tmp_path])
+    assert job.wait() == EXIT_GAVE_UP, job.text
+    assert "closing signal" not in job.text, job.text
+    named = re.findall(r"rank (\d) \(process \d+\) exited with 1 .* after the start of attempt (\d)", job.text)
+    assert named == [("1", "0"), ("1", "1")], job.text
+    of_torch = re.findall(r"failed \(exitcode: 1\) local_rank: (\d)", job.text)
+    assert of_torch == ["1", "1"], job.text

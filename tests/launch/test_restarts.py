@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure
+from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure, lost_peer_text
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def test_attempts_that_fail_at_once_wait_longer_and_longer(lengths: list[float],
     assert delay_before_restart(lengths, quick_s=0) == 0
 
 
-def failure(rank: int, code: int, at: float = 0.0) -> RankFailure:
-    return RankFailure(rank=rank, pid=100 + rank, exit_code=code, timestamp=at)
+def failure(rank: int, code: int, at: float = 0.0, *, seen_first: bool = True) -> RankFailure:
+    return RankFailure(rank=rank, pid=100 + rank, exit_code=code, timestamp=at, seen_first=seen_first)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,20 @@ def failure(rank: int, code: int, at: float = 0.0) -> RankFailure:
         ([failure(0, 1, 7.0), failure(1, 1, 6.0)], 1),
         ([failure(0, 1, 6.0), failure(1, 1, 6.0)], 0),
         ([failure(0, -signal.SIGTERM, 6.0)], 0),
+        ([failure(0, 1, 6.0, seen_first=False), failure(1, 1, 6.0)], 1),
+        ([failure(0, -signal.SIGABRT, 6.0, seen_first=False), failure(1, 1, 6.0)], 1),
+        ([failure(0, 1, 6.0, seen_first=False), failure(1, -signal.SIGTERM, 6.0)], 1),
     ],
-    ids=["killed before its peer's error", "not who was told to end", "the earlier error", "the same time", "alone"],
+    ids=[
+        "killed before its peer's error",
+        "not who was told to end",
+        "the earlier error",
+        "the same time",
+        "alone",
+        "not the peer that fell",
+        "not the peer whose watchdog aborted it",
+        "told to end by somebody else",
+    ],
 )
 def test_the_rank_that_failed_by_itself_is_named(failures: list[RankFailure], first: int) -> None:
     assert first_failure({one.rank: one for one in failures}).rank == first
@@ -66,3 +78,20 @@ def test_what_is_said_has_the_rank_the_reason_and_its_last_lines() -> None:
         "rank 1 (process 9) was killed because it hung, 7.0 s after the start of attempt 0; 1 restart left"
     )
     assert "signal 77" in failure_text(failure(0, -77), attempt=0, ran_s=0, restarts_left=2, last_lines=[])
+
+
+def test_what_is_said_of_lost_peers_has_their_errors_and_what_may_be_the_cause() -> None:
+    errors = {2: "RuntimeError: closed", 0: "Traceback\n  in f\nConnectionError: refused"}
+    assert lost_peer_text(errors, ended=[1], within_s=2, one_host=True).splitlines() == [
+        "ranks 0, 2 have lost a peer, and no rank of this host has failed within 2 s; rank 1 has ended with status 0"
+        " before the others: all begin again",
+        "  rank 0: ConnectionError: refused",
+        "    Traceback",
+        "      in f",
+        "  rank 2: RuntimeError: closed",
+    ]
+    text = lost_peer_text({3: "RuntimeError: closed"}, ended=[], within_s=5, one_host=False)
+    assert text.splitlines()[0] == (
+        "rank 3 has lost a peer, and no rank of this host has failed within 5 s; a rank of another host may be gone: all"
+        " begin again"
+    )

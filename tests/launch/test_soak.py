@@ -24,7 +24,7 @@ from tests.launch import soak_job
 from tests.launch.launching import ROOT, Job
 
 FAULTS = int(os.environ.get("RESILIENCY_SOAK", "10"))
-KINDS = ("rank", "rank", "rank", "ranks", "agent", "zygote", "stop and go on", "SIGTERM")
+KINDS = ("rank", "rank", "rank", "ranks", "agent", "zygote", "stop and go on", "stop", "SIGTERM")
 RANKS = 4
 
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(300 + 60 * FAULTS)]
@@ -71,11 +71,12 @@ class Soak:
             self.made[kind] += bool(victims)
             for victim in victims:
                 with suppress(psutil.NoSuchProcess):
-                    if kind == "stop and go on":
+                    if kind in ("stop", "stop and go on"):
                         victim.suspend()
+                    if kind == "stop and go on":
                         time.sleep(self._draw.uniform(0, 0.5))
                         victim.resume()
-                    else:
+                    elif kind != "stop":
                         victim.send_signal(signal.SIGTERM if kind == "SIGTERM" else signal.SIGKILL)
 
     def _processes(self) -> dict[psutil.Process, list[str]]:
@@ -111,6 +112,7 @@ def test_compound_faults_change_nothing(stays: bool, tmp_path: Path, zygote: Any
     count = FAULTS // 2
     steps = 40 + 25 * count
     flags = ["--nproc-per-node", RANKS, "--max-restarts", 20 * count, "--crash-loop", 0, "--leave-timeout", 5]
+    flags += ["--hang-timeout", 3]
     words = [*flags, Path(soak_job.__file__), tmp_path, steps, *(["--restartable"] if stays else [])]
     env = {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     job = Job("ours", words, tmp_path / "output", zygote, cwd=tmp_path, env=env)

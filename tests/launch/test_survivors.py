@@ -7,18 +7,33 @@ import json
 import os
 import re
 import signal
+import socket
+import sys
 import textwrap
+import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
-from resiliency.launch import AttemptEnded, leaving, restartable
+from resiliency.checkpoint import Checkpointer, checkpointer
+from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions
+from resiliency.checkpoint.session import Session
+from resiliency.launch import AttemptEnded, leaving, restartable, survivor
+from resiliency.launch.channel import pair, send
 from resiliency.launch.elastic import StandbyAgent
-from resiliency.launch.leaving import leave_attempt, looks_like_a_lost_peer
+from resiliency.launch.leaving import (
+    child_processes,
+    leave_attempt,
+    looks_like_a_lost_peer,
+    signal_handlers,
+    waits_for_peers_only,
+)
 from resiliency.launch.run import EXIT_GAVE_UP
 from resiliency.testing.zygote import Zygote
 from tests.launch.launching import ROOT, run_launcher, wait_for
@@ -79,6 +94,37 @@ PLACES = {
     "raising something else": "try:\n    time.sleep(100)\nexcept BaseException:\n    sys.exit(3)",
     "finished in spite of it": "try:\n    time.sleep(100)\nexcept BaseException:\n    pass",
     "reading from nobody": "os.read(os.pipe()[0], 1)",
+    "in a callback that lets no exception go on": """
+import weakref
+class Held: pass
+held = Held()
+reference = weakref.ref(held, lambda reference: time.sleep(100))
+del held
+time.sleep(100)
+""",
+    "in __del__": """
+class Held:
+    def __del__(self):
+        time.sleep(0.5)
+        say("taken apart")
+held = Held()
+del held
+time.sleep(100)
+""",
+    "in a __del__ without end": """
+class Held:
+    def __del__(self):
+        time.sleep(100)
+held = Held()
+del held
+time.sleep(100)
+""",
+    "importing": """
+(folder / f"of_rank_{rank}.py").write_text("import time; time.sleep(0.5); print('> imported whole', flush=True)")
+sys.path.insert(0, str(folder))
+__import__(f"of_rank_{rank}")
+time.sleep(100)
+""",
 }
 
 
@@ -109,6 +155,8 @@ def test_ranks_that_are_well_stay_wherever_they_are(launch: Any, tmp_path: Path)
     assert [job.text.count(f"rank {rank} sums 3") for rank in range(3)] == [1, 1, 1], job.text
     assert [job.text.count(f"the end of {rank}") for rank in range(3)] == [1, 1, 1], job.text
     assert job.text.count("2 ranks of this host stay") == len(PLACES)
+    assert [job.text.count(said) for said in ("taken apart", "> imported whole")] == [2, 2], job.text
+    assert "AttemptEnded" not in job.text, job.text
 
 
 def test_ranks_that_cannot_leave_are_replaced_within_the_attempt(launch: Any, tmp_path: Path) -> None:
@@ -127,6 +175,49 @@ def test_ranks_that_cannot_leave_are_replaced_within_the_attempt(launch: Any, tm
     assert job.text.count("did not leave its attempt within 1 s, and a new process takes its place") == 2, job.text
     assert job.text.count("sums 3") == 3
     assert job.text.count("was ended by") == 1, job.text  # they do not count as failures
+
+
+def test_a_rank_that_waits_in_native_code_for_ever_makes_room_at_once(launch: Any, tmp_path: Path) -> None:
+    place = """
+        import ctypes
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):  # without the GIL, so that other threads run
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    """
+    job = _job(launch, tmp_path, textwrap.dedent(place), "--leave-timeout", 80)
+    assert job.wait(60) == 0, job.text
+    assert job.text.count("this rank waits in native code") == 2, job.text
+    assert job.text.count("ended when it was to leave its attempt, and a new process takes its place") == 2, job.text
+    assert job.text.count("was ended by") == 1, job.text
+
+
+def test_a_rank_that_computes_in_native_code_is_given_its_time(launch: Any, tmp_path: Path) -> None:
+    place = """
+        import zlib
+        from resiliency.launch import survivor
+        survivor._STUCK_S = 0.3
+        for _ in range(2):
+            zlib.compress(os.urandom(1 << 20) * 60, 9)  # a second without the GIL
+        raise AssertionError("not interrupted")
+    """
+    job = _job(launch, tmp_path, textwrap.dedent(place), "--leave-timeout", 80)
+    assert job.wait(60) == 0, job.text
+    assert [len(set(pids)) for pids in _processes(job.text).values()] == [1, 2, 1], job.text
+
+
+def test_what_a_group_waits_for_as_it_ends_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def __del__(self) -> None:
+            began.set()
+            ends.wait(60)
+            ended.set()
+
+    began, ends, ended = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(leaving, "_process_groups", lambda: [Group()])
+    leave_attempt(RuntimeError(), children=child_processes(), handlers=signal_handlers())
+    assert began.is_set() and not ended.is_set()
+    ends.set()
+    assert ended.wait(60)
 
 
 def test_a_rank_that_dies_when_it_is_to_leave_is_replaced_within_the_attempt(launch: Any, tmp_path: Path) -> None:
@@ -354,6 +445,44 @@ def test_a_rank_that_fails_by_itself_is_a_new_process_and_its_peer_stays(launch:
     assert job.left() == []
 
 
+ALONE = """
+    import os, signal, sys
+    import torch.distributed as dist
+    from resiliency.launch import restartable
+
+    @restartable
+    def main():
+        rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        os.write(1, f"rank {{rank}} attempt {{attempt}} process {{os.getpid()}}\\n".encode())
+        signal.signal(signal.SIGTERM, lambda *of: None)  # a flag that is looked at after each step, as in many loops
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if rank == 1 and attempt == 0:
+            {end}
+        dist.barrier()
+
+    main()
+"""
+
+
+def test_ranks_that_lose_a_peer_that_has_not_failed_begin_again(launch: Any) -> None:
+    job = launch(ALONE.format(end="sys.exit(0)"), "--nproc-per-node", 3, "--max-restarts", 1)
+    assert job.wait() == 0, job.text
+    assert [len(set(pids)) for pids in _processes(job.text).values()] == [1, 2, 1], job.text
+    assert re.search("ranks? [02].* lost a peer, and no rank of this host has failed", job.text), job.text
+    assert "rank 1 has ended with status 0" in job.text, job.text
+    assert re.search(r"  rank [02]: \w*Error: .*(peer|[Cc]onnection)", job.text), job.text  # nobody else shows it
+
+
+@pytest.mark.parametrize("end, named", [("sys.exit(0)", "0"), ('raise ValueError("the reason")', "1")])
+def test_ranks_that_lose_a_peer_end_at_once_when_no_restart_is_left(launch: Any, end: str, named: str) -> None:
+    job = launch(ALONE.format(end=end), "--nproc-per-node", 2, "--max-restarts", 0)
+    assert job.wait() == 1, job.text
+    assert f"rank {named} (process" in job.text and "no restarts left" in job.text, job.text
+    assert re.search("Error: .*(peer|[Cc]onnection)", job.text), job.text  # rank 0 says what it has lost
+    assert "closing signal" not in job.text, job.text  # and was not ended
+
+
 def test_a_rank_that_has_finished_runs_again_when_another_one_has_not(launch: Any, tmp_path: Path) -> None:
     script = """
         import os, signal, sys, time
@@ -416,7 +545,7 @@ def test_a_process_that_stays_has_the_environment_files_and_numbers_of_a_new_one
     assert job.wait() == 0, job.text
     first, stayed, new = (json.loads((tmp_path / name).read_text()) for name in ("0-0", "0-1", "1-1"))
     assert first["process"] == stayed["process"] != new["process"]
-    own = {"RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE", "RESILIENCY_LAUNCHER_START"}
+    own = {"RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE"}
     for name in (stayed["variables"].keys() | new["variables"].keys()) - own:
         assert stayed["variables"].get(name) == new["variables"].get(name), name
     assert stayed["variables"]["OF_THE_SCRIPT"] == "kept"
@@ -572,6 +701,92 @@ def test_what_frames_of_an_attempt_held_is_gone_when_it_was_left() -> None:
         gc.enable()
 
 
+def _threads() -> list[str]:
+    return sorted(one.name for one in threading.enumerate() if one.name.startswith("resiliency-"))
+
+
+@pytest.fixture
+def joined() -> Iterator[tuple[survivor._Survivor, socket.socket]]:
+    """A rank in this process, and its launcher's end."""
+    mine, launcher = pair()
+    with mine, launcher:
+        yield survivor._Survivor(mine), launcher
+
+
+def _start(launcher: socket.socket, number: int) -> None:
+    send(launcher, {"kind": "start", "number": number, "environment": {}})
+
+
+def test_a_rank_that_was_told_of_no_restart_takes_the_one_that_follows_all_the_same(
+    joined: tuple[survivor._Survivor, socket.socket],
+) -> None:
+    """Hosts may come or go when the launcher has given up, and that begins an attempt, too."""
+    rank, launcher = joined
+    calls: list[int] = []
+
+    def function() -> str:
+        calls.append(1)
+        if len(calls) == 1:
+            send(launcher, {"kind": "no_restart", "number": -1})
+            send(launcher, {"kind": "leave", "number": -1})
+            _start(launcher, 0)
+            threading.Event().wait(60)
+        send(launcher, {"kind": "exit", "number": 0})
+        return "finished"
+
+    assert rank.run(function) == "finished"
+    assert len(calls) == 2
+
+
+def test_nothing_interrupts_a_rank_whose_leaving_was_interrupted_itself(
+    joined: tuple[survivor._Survivor, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C: what follows is the script's, and the signal that interrupts would end it."""
+
+    def interrupted(*arguments: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(survivor, "leave_attempt", interrupted)
+    before = set(threading.enumerate())
+    rank, launcher = joined
+
+    def function() -> None:
+        send(launcher, {"kind": "leave", "number": -1})
+        with rank._changed:
+            rank._changed.wait_for(rank._is_to_leave, 60)
+        raise RuntimeError("gloo: connection closed by peer")
+
+    with pytest.raises(KeyboardInterrupt):
+        rank.run(function)
+    deadline = time.monotonic() + 60
+    while left := set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline, left
+        for thread in filter(threading.Thread.is_alive, left):  # one that begins at this moment cannot be joined
+            thread.join(1)
+    assert signal.getsignal(survivor._SIGNAL) == signal.SIG_DFL
+
+
+def test_threads_and_files_of_a_checkpointer_that_was_interrupted_as_it_opened_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*, session: Session, coordinator: Any) -> None:
+        session.events.emit("test")  # the log opens its file and its thread at the first event
+        raise AttemptEnded("told")
+
+    monkeypatch.setattr(checkpointer, "SaveTracker", interrupted)
+    before = _threads()
+    options = CheckpointerOptions(events_dir=str(tmp_path / "log"))
+    try:
+        Checkpointer(LocalTierOptions(directory=str(tmp_path / "steps")), options=options).open()
+    except AttemptEnded as error:
+        assert {"resiliency-agent-link", "resiliency-copy", "resiliency-events"} <= set(_threads())
+        leave_attempt(error, children=child_processes(), handlers=signal_handlers())
+    assert _threads() == before
+    assert not [
+        path for path in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if path.startswith(str(tmp_path))
+    ]
+
+
 def test_handlers_of_signals_that_an_attempt_has_set_are_taken_back() -> None:
     before = leaving.signal_handlers()
     model = _Model()
@@ -589,11 +804,46 @@ def test_handlers_of_signals_that_an_attempt_has_set_are_taken_back() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "lost"),
+    [("/site/torch/distributed/rendezvous.py", True), ("/job/data.py", False), ("/site/aiohttp/client.py", False)],
+)
+def test_a_lost_connection_is_a_peers_where_it_was_one_to_a_peer(path: str, lost: bool) -> None:
+    try:
+        exec(compile("raise ConnectionResetError('reset by peer')", path, "exec"), {})
+    except ConnectionResetError as error:
+        assert looks_like_a_lost_peer(error) is lost
+
+
+@pytest.mark.parametrize(
+    ("name", "only"),
+    [
+        ("distributed/distributed_c10d.py", True),
+        ("autograd/graph.py", True),
+        ("utils/data/dataloader.py", False),
+        ("nn/functional.py", False),
+        ("../torchvision/distributed/io.py", False),
+    ],
+)
+def test_where_a_rank_waits_for_nothing_but_its_peers(name: str, only: bool) -> None:
+    path = os.path.normpath(os.path.join(os.path.dirname(torch.__file__), name))
+    there: dict[str, Any] = {}
+    exec(compile("import sys; frame = sys._getframe()", path, "exec"), there)
+    assert waits_for_peers_only(there["frame"]) is only
+    assert not waits_for_peers_only(sys._getframe()) and not waits_for_peers_only(None)
+
+
+@pytest.mark.parametrize(
     ("error", "lost"),
     [
         (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("NCCL communicator was aborted on rank 1"), True),
-        (ConnectionResetError("reset"), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
+        (RuntimeError("Broken pipe"), True),
+        (RuntimeError("[c10d] Timed out waiting 30000ms for recv operation to complete"), True),
+        (RuntimeError("cannot restore state: size mismatch for layer 3"), False),
+        (RuntimeError("the datastore is empty"), False),
+        (RuntimeError("websocket token expired"), False),
+        (ConnectionRefusedError("data server db7:5432 refused"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("a gloo of mine"), False),
         (KeyboardInterrupt(), False),

@@ -1,0 +1,112 @@
+"""Which connections of a process are shut down so that gloo's waits end, on sockets watched as gloo watches its own."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from resiliency.launch import peer_connections
+from resiliency.launch.peer_connections import PeerConnections
+
+
+class Loop:
+    """A thread with the name of gloo's event loop, that waits for sockets and does nothing with them."""
+
+    def __init__(self) -> None:
+        self.epoll = select.epoll()
+        self._wake, self._end = socket.socketpair()
+        self.epoll.register(self._end, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        deadline = time.monotonic() + 10
+        while not peer_connections._epolls():  # it does not wait yet
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def _run(self) -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("gloo_tcp_loop")
+        while self._end.fileno() not in [fd for fd, _ in self.epoll.poll()]:
+            continue
+
+    def close(self) -> None:
+        self._wake.send(b"x")
+        self._thread.join(10)
+        for one in (self.epoll, self._wake, self._end):
+            one.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        made.settimeout(0.2)
+        yield made
+
+
+def accepted(listener: socket.socket) -> list[int]:
+    """The numbers of pairs that somebody connected for."""
+    numbers = []
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            return numbers
+        with connection:
+            numbers.append(struct.unpack("=q", connection.recv(8))[0])
+            assert connection.recv(1) == b"", "it does not hang up"
+
+
+@pytest.mark.parametrize("pairs", [0, 3])
+def test_a_group_that_forms_is_hung_up_on_and_one_that_stands_is_not(
+    pairs: int, loop: Loop, listener: socket.socket
+) -> None:
+    loop.epoll.register(listener, select.EPOLLPRI)  # an event that never comes
+    PeerConnections().shut_down(None, pairs=pairs)
+    assert accepted(listener) == list(range(pairs))
+
+
+def test_connections_of_gloo_are_shut_down_and_those_of_others_are_not(loop: Loop, listener: socket.socket) -> None:
+    with (
+        socket.create_connection(listener.getsockname()) as of_gloo,
+        listener.accept()[0] as peer_of_gloo,
+        socket.create_connection(listener.getsockname()) as of_others,
+        listener.accept()[0] as peer_of_others,
+    ):
+        loop.epoll.register(of_gloo, select.EPOLLPRI)
+        assert PeerConnections().shut_down(None, pairs=3) == 1
+        peer_of_gloo.settimeout(10)
+        assert peer_of_gloo.recv(1) == b""
+        of_others.sendall(b"x")
+        assert peer_of_others.recv(1) == b"x"
+    assert accepted(listener) == [], "nobody but gloo's listener is connected to"
+
+
+def test_a_connection_to_a_store_is_shut_down_when_it_is_no_longer_new(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, now = listener.getsockname()[1], [100.0]
+    monkeypatch.setattr(peer_connections, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with socket.create_connection(listener.getsockname()), listener.accept()[0] as store:
+        connections = PeerConnections()
+        assert connections.shut_down(port, pairs=0) == 0
+        now[0] += 0.2
+        assert connections.shut_down(port, pairs=0) == 0
+        now[0] += 0.2
+        assert connections.shut_down(port + 1, pairs=0) == 0, "of another port"
+        assert connections.shut_down(port, pairs=0) == 1
+        store.settimeout(10)
+        assert store.recv(1) == b""
