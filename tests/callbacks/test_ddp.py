@@ -9,7 +9,7 @@ from typing import Any
 
 from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import content, differences, names, rank_state
-from tests.e2e.driver import free_port
+from tests.ports import free_port
 
 
 def run(

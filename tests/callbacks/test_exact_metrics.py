@@ -34,7 +34,7 @@ from tests.callbacks.harness import (
     rank_state,
     stock,
 )
-from tests.e2e.driver import free_port
+from tests.ports import free_port
 
 PL = "lightning.pytorch"
 

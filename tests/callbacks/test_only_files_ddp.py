@@ -14,6 +14,7 @@ from resiliency.storage.single_files import find_single_files
 from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import NAMESPACES, differences, names, rank_state
 from tests.callbacks.test_ddp import run
+from tests.ports import free_port
 from tests.zygote import start_script
 
 PL = "lightning.pytorch"
@@ -200,7 +201,10 @@ def test_processes_that_lightning_starts_leave_only_files_also_after_an_exceptio
     strategy: str, crashes: str, zygote: Zygote, tmp_path: Path
 ) -> None:
     """In such a process an exception reaches no hook of a callback."""
-    worker = start_script(zygote, SPAWNED, tmp_path / "output", PL, strategy, str(tmp_path / "ckpts"), crashes)
+    # Lightning's own choice of a port is listened on only when rank 0 has imported torch.
+    env = {"MASTER_PORT": str(free_port())}
+    arguments = (PL, strategy, str(tmp_path / "ckpts"), crashes)
+    worker = start_script(zygote, SPAWNED, tmp_path / "output", *arguments, env=env)
     try:
         code = worker.wait(timeout_s=170)
     finally:

@@ -6,7 +6,6 @@ import io
 import json
 import multiprocessing
 import os
-import socket
 import traceback
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
 from resiliency.state.tree import dtype_from_name
 from resiliency.storage.shard_file import Chunk
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, run_ranks
+from tests.ports import free_port
 
 SOON = timedelta(seconds=30)
 
@@ -124,9 +124,7 @@ def _rank(rank: int, port: int, directory: str, work: str, errors: Any) -> None:
 
 
 def _two(work: str, directory: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     errors = context.SimpleQueue()
     ranks = [context.Process(target=_rank, args=(rank, port, str(directory), work, errors)) for rank in range(2)]

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -16,12 +15,7 @@ from typing import Any
 from resiliency.storage.catalog import scan
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.zygote import WorkerProcess, Zygote
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from tests.ports import free_port
 
 
 @dataclass

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -22,6 +21,7 @@ from resiliency.launch.run import EXIT_GAVE_UP
 from resiliency.testing.zygote import Zygote
 from tests.launch import facts as facts_script
 from tests.launch.launching import ROOT, Job, wait_for
+from tests.ports import free_port
 from tests.processes import wait_ended
 
 pytestmark = pytest.mark.timeout(180)
@@ -279,9 +279,7 @@ def test_launchers_of_two_hosts_restart_together(launch: Any, tmp_path: Path) ->
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = ["--nnodes", 2, "--max-restarts", 3, "--rdzv-backend", "c10d", "--rdzv-id", "two"]
     flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
     jobs = [launch(script, *flags, arguments=[tmp_path / "died"]) for _ in range(2)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 from resiliency.launch import run
-from tests.e2e.driver import free_port
+from tests.ports import free_port
 
 TRAIN = """
     import os, sys

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from resiliency.agent._command import AGENT_WORD
 from resiliency.testing.zygote import WorkerProcess, Zygote
-from tests.e2e.driver import free_port
+from tests.ports import free_port
 
 _ROOT = Path(__file__).parents[3]
 _SITE = Path(__file__).parent / "agent_site"

@@ -16,7 +16,7 @@ import pytest
 
 from resiliency.errors import Timeout
 from resiliency.testing.zygote import Zygote
-from tests.e2e.driver import free_port
+from tests.ports import free_port
 
 RANKS = 2
 DEADLINE_S = 70.0
