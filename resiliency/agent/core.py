@@ -342,7 +342,7 @@ class HostAgent:
             self._check_attempt(rank, message.id)
             self._commits.submit(partial(self._gave_up, rank, message))
         elif isinstance(message, Prepare):
-            self._files.want(message.nbytes, message.count)
+            self._files.expect(message.nbytes, message.count)
             self._files.refill()
         elif isinstance(message, Delete):
             self._delete(message)
@@ -412,7 +412,7 @@ class HostAgent:
         for record in records:
             self._steps.add_record(record)
             if record.rank == 0 or not record.replicated:
-                self._files.want(record.nbytes)
+                self._files.saved(record.nbytes)
         self._report.notify(rank, Recorded(id=seal.id))
         self._complete(seal.id)
         self._discard_given_up(rank, seal.id)

@@ -27,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 #: Files below this size are made by the save itself.
 SMALL_FILE = 1 << 20
-#: Files kept ready; on a ramdisk, where they take memory, one.
+#: Files made ready for the first saves, and kept ready on a disk.
 _SPARE = 2
+#: Kept ready on a ramdisk, where they take memory, once there are steps: a second one is that of a step to be deleted.
+_SPARE_IN_MEMORY = 1
 #: Bytes of a new file that are written at a time; a multiple of 2 MiB.
 _PIECE = 64 << 20
 
@@ -47,7 +49,6 @@ class FilePool:
         self._config, self._notify = config, notify
         self._folder = os.path.join(config.local.address, META_DIR, config.run, FILES_DIR)
         self._prefix = f"{config.node}-a{config.attempt:04d}-{config.token}-{config.local_ranks[0]}-"
-        self._limit = _SPARE if config.durable else 1
         self._worker = Worker("resiliency-agent-files", background=True)
         self._ready: dict[str, int] = {}  # path -> inode
         self._used: list[str] = []  # files of deleted steps
@@ -68,9 +69,14 @@ class FilePool:
             if found and int(found[1]) <= config.attempt and found[2] != config.token:
                 _unlink(os.path.join(self._folder, name))
 
-    def want(self, nbytes: int, count: int = _SPARE) -> None:
-        """Sets what :meth:`refill` prepares."""
-        self._nbytes, self._wanted = nbytes, max(self._wanted, min(count, self._limit))
+    def expect(self, nbytes: int, count: int) -> None:
+        """Sets what :meth:`refill` prepares before the first save: ``count`` files, at most two. A save needs the
+        second while the step before it is still there."""
+        self._nbytes, self._wanted = nbytes, max(self._wanted, min(count, _SPARE))
+
+    def saved(self, nbytes: int) -> None:
+        """Sets what :meth:`refill` keeps ready from the first record of a save on."""
+        self._nbytes, self._wanted = nbytes, _SPARE if self._config.durable else _SPARE_IN_MEMORY
 
     def refill(self) -> None:
         """Queues the preparation of the files that are missing."""

@@ -119,7 +119,7 @@ class _BlockChecker:
         self._position = self._index = 0
         self._digest = new_digest()
 
-    def __call__(self, piece: bytes) -> None:
+    def __call__(self, piece: bytes | memoryview) -> None:
         left = memoryview(piece)
         blocks = self._record.blocks
         while left:

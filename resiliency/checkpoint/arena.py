@@ -167,6 +167,11 @@ class Arena:
                 self._prepared.popleft().drop()
             return sum(map(_is, self._prepared))
 
+    def wait_mapped(self, deadline: float) -> bool:
+        """Waits until a save into a file that was offered would not fault; False when ``deadline`` (monotonic seconds)
+        passes first."""
+        return self._pages.wait_idle(deadline)
+
     def open(self, path: str, nbytes: int, *, writers: int = 1) -> Slot:
         """The file of a save, of at least ``nbytes`` bytes, mapped.
 

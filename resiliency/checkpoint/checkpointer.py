@@ -255,8 +255,8 @@ class Checkpointer:
         Args:
             state: a state tree or write plan like those that will be saved; tensor data is not read.
             nbytes: instead of ``state``, the expected size of this host's file.
-            slots: how many files; a save needs one while the previous step is still being committed. The agent keeps
-                no more than two, on a ramdisk one.
+            slots: how many files; a save needs one while the previous step is still being committed. The agent makes
+                no more than two ready and keeps two so, on a ramdisk one from the first save on.
         """
         parts = self._parts()
         if nbytes is None:
@@ -285,6 +285,7 @@ class Checkpointer:
         deadline = time.monotonic() + _PREPARE_S + nbytes / _PREPARE_BYTES_PER_S
         while not parts.arena.prepared and not parts.arena.none_to_come and time.monotonic() < deadline:
             parts.saves.wait(max(0.0, deadline - time.monotonic()))
+        parts.arena.wait_mapped(deadline)
 
     # -- save -----------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class WrappedTier:
         key: str,
         path: str,
         *,
-        check: Callable[[bytes], None] | None = None,
+        check: Callable[[bytes | memoryview], None] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.around("put_file", key, lambda: self.inner.put_file(key, path, check=check, progress=progress))
@@ -129,7 +129,7 @@ class FaultyTier(WrappedTier):
         key: str,
         path: str,
         *,
-        check: Callable[[bytes], None] | None = None,
+        check: Callable[[bytes | memoryview], None] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         def corrupted() -> None:
@@ -225,10 +225,10 @@ class SlowTier(WrappedTier):
         key: str,
         path: str,
         *,
-        check: Callable[[bytes], None] | None = None,
+        check: Callable[[bytes | memoryview], None] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        def slow(block: bytes) -> None:
+        def slow(block: bytes | memoryview) -> None:
             if check is not None:
                 check(block)
             self._take(len(block), key)

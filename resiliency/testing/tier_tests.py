@@ -90,7 +90,7 @@ class TierTests:
         data = source.read_bytes()
         blocks: list[bytes] = []
         told: list[int] = []
-        tier.put_file("a/big", str(source), check=blocks.append, progress=told.append)
+        tier.put_file("a/big", str(source), check=lambda block: blocks.append(bytes(block)), progress=told.append)
         assert self.raw_get(tier, "a/big") == data
         assert tier.read("a/big") == data
         assert [len(block) for block in blocks] == [BLOCK_BYTES] * (nbytes // BLOCK_BYTES) + [
@@ -358,10 +358,10 @@ class TierTests:
         refusal = Refusal()
         passed: list[bytes] = []
 
-        def check(block: bytes) -> None:
+        def check(block: bytes | memoryview) -> None:
             if len(passed) == bad_block:
                 raise refusal
-            passed.append(block)
+            passed.append(bytes(block))
 
         with pytest.raises(Refusal) as caught:
             tier.put_file("a/k", str(_file(tmp_path, 2 * BLOCK_BYTES + 7)), check=check)
@@ -372,7 +372,7 @@ class TierTests:
     def test_a_check_that_raises_an_os_error_is_not_taken_for_the_tiers_own(self, tier: Tier, tmp_path: Path) -> None:
         error = OSError(5, "mine")
 
-        def check(block: bytes) -> None:
+        def check(block: bytes | memoryview) -> None:
             raise error
 
         with pytest.raises(OSError) as caught:
@@ -387,7 +387,7 @@ class TierTests:
         expected = [("a/k", len(old))] if old is not None else []
         seen: list[tuple[bytes | None, list[tuple[str, int]]]] = []
 
-        def look(block: bytes) -> None:
+        def look(block: bytes | memoryview) -> None:
             seen.append((self.raw_get(tier, "a/k"), [(o.key, o.nbytes) for o in tier.list("a/")]))
 
         source = _file(tmp_path, 2 * BLOCK_BYTES + 7)

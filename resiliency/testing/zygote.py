@@ -110,17 +110,16 @@ class Zygote:
     def stacks_of(self, workers: Sequence[WorkerProcess], *, timeout_s: float = 5) -> str:
         """Python stacks of the main threads of workers that still run, and of what they have forked.
 
-        Ends them (SIGABRT). Blocks for ``timeout_s`` at most; empty when nobody keeps the log.
+        Ends them (SIGABRT), one after another, because they write into one file. Blocks for ``timeout_s`` each at most;
+        empty when nobody keeps the log.
         """
         begin = os.path.getsize(self._log)
         groups = {worker.pid for worker in workers if worker.returncode is None}
-        found: list[psutil.Process] = []
         for process in psutil.process_iter():
             with suppress(ProcessLookupError, psutil.NoSuchProcess):
                 if os.getpgid(process.pid) in groups:
                     process.send_signal(signal.SIGABRT)
-                    found.append(process)
-        psutil.wait_procs(found, timeout=timeout_s)
+                    psutil.wait_procs([process], timeout=timeout_s)
         return Path(self._log).read_bytes()[begin:].decode(errors="replace")
 
     def _read(self) -> None:

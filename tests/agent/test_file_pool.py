@@ -38,7 +38,7 @@ class Pool(FilePool):
         assert self._worker.wait_idle(time.monotonic() + 20)
 
     def prepare(self, nbytes: int = SIZE, count: int = 2) -> None:
-        self.want(nbytes, count)
+        self.expect(nbytes, count)
         self.refill()
         self.settle()
 
@@ -80,10 +80,19 @@ def test_files_are_prepared_up_to_two_and_announced_to_every_rank_of_the_host(ma
         assert found.st_blocks * 512 >= SIZE, "its blocks are not allocated: a full disk would be SIGBUS"
 
 
-def test_on_a_ramdisk_one_file_is_kept(make: Callable[..., Pool]) -> None:
-    pool = make(durable=False)
+@pytest.mark.parametrize(("durable", "kept"), [(True, 2), (False, 1)])
+def test_two_files_are_there_for_the_first_saves_and_on_a_ramdisk_one_for_later_ones(
+    durable: bool, kept: int, make: Callable[..., Pool]
+) -> None:
+    pool = make(durable=durable)
     pool.prepare(count=9)
-    assert len(pool.files) == 1
+    assert len(pool.files) == 2
+    for left in (kept, kept):
+        os.unlink(os.path.join(pool._folder, pool.files[-1]))  # a save takes it
+        pool.saved(SIZE)
+        pool.refill()
+        pool.settle()
+        assert len(pool.files) == left
 
 
 @pytest.mark.parametrize("usable", [True, False])
@@ -139,7 +148,7 @@ def test_a_rank_that_connects_late_is_told_of_the_files_that_are_ready(make: Cal
 
 def test_a_file_that_nobody_has_is_used_again(make: Callable[..., Pool], tmp_path: Path) -> None:
     pool, path = make(), shard(tmp_path)
-    pool.want(SIZE, 1)
+    pool.expect(SIZE, 1)
     inode = path.stat().st_ino
     pool.use_again(str(path))
     pool.settle()
@@ -175,7 +184,7 @@ def test_a_file_that_somebody_has_is_never_used_again(make: Callable[..., Pool],
         if how == "stopped while writing":
             os.waitid(os.P_PID, holder.pid, os.WSTOPPED)
         with open(path, "rb") if how == "under another name" else open(os.devnull, "rb") as reader:
-            pool.want(SIZE, 1)
+            pool.expect(SIZE, 1)
             pool.use_again(str(path))
             pool.settle()
             ((_, message),) = pool.said
@@ -195,7 +204,7 @@ def test_a_file_that_this_process_has_open_is_never_used_again(make: Callable[..
     """An embedded agent is in the trainer, which may read the step."""
     pool, path = make(), shard(tmp_path)
     with open(path, "rb") as reader:
-        pool.want(SIZE, 1)
+        pool.expect(SIZE, 1)
         pool.use_again(str(path))
         pool.settle()
         ((_, message),) = pool.said
@@ -213,7 +222,7 @@ def test_the_place_of_a_small_file_is_free_at_once(make: Callable[..., Pool], tm
 @pytest.mark.parametrize("nbytes", [SIZE - 1, 2 * SIZE + 1])
 def test_a_file_of_another_size_is_deleted(make: Callable[..., Pool], tmp_path: Path, nbytes: int) -> None:
     pool, path = make(), shard(tmp_path, nbytes)
-    pool.want(SIZE, 1)
+    pool.expect(SIZE, 1)
     pool.use_again(str(path))
     pool.settle()
     ((_, message),) = pool.said

@@ -23,6 +23,7 @@ from torch.utils._device import _device_constructors
 
 from resiliency import faultpoints
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, session, snapshot
+from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.save_tracker import SaveTracker
@@ -516,10 +517,30 @@ def test_warming_up_makes_the_files_the_first_save_uses(tmp_path: Path) -> None:
             checkpointer.warm_up()
 
 
+def test_warming_up_on_a_ramdisk_returns_when_the_first_save_would_not_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, mapped = threading.Event(), []
+    populate, wait_mapped = Arena._populate, Arena.wait_mapped
+
+    def late(self: Arena, file: Any) -> None:
+        assert waited.wait(30)
+        populate(self, file)
+        mapped.append(file.slot)
+
+    def wait(self: Arena, deadline: float) -> bool:
+        waited.set()
+        return wait_mapped(self, deadline)
+
+    monkeypatch.setattr(Arena, "_populate", late)
+    monkeypatch.setattr(Arena, "wait_mapped", wait)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, make_checkpointer(Path(folder)) as checkpointer:
+        checkpointer.warm_up(nbytes=4 << 20)
+        assert mapped and mapped[0] is not None
+
+
 def test_the_next_file_on_a_ramdisk_is_mapped_while_the_trainer_does_something_else() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, make_checkpointer(Path(folder)) as checkpointer:
         large = {"w": torch.ones(600_000)}
-        checkpointer.warm_up(large)
+        checkpointer.warm_up(large, slots=1)
         ticket = checkpointer.save(1, large)
         assert ticket is not None
         ticket.wait(Stage.COMMITTED, timeout=SOON)

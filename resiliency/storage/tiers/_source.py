@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 
 from resiliency.regular_file import opened
@@ -36,7 +37,23 @@ class Source:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def blocks(self, check: Callable[[bytes], None] | None) -> Iterator[bytes]:
+    @property
+    def nbytes(self) -> int:
+        """Size of the file now."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def read_into(self, buffer: memoryview) -> int:
+        """Fills the buffer with what comes next; returns the bytes read, fewer than its size only at the file's end.
+
+        Raises:
+            TierError: the file cannot be read.
+        """
+        try:
+            return self._file.readinto(buffer)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def blocks(self, check: Callable[[bytes | memoryview], None] | None) -> Iterator[bytes]:
         """Blocks of ``BLOCK_BYTES`` in file order (the last may be shorter), each passed to ``check`` first.
 
         Raises:

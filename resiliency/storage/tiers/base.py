@@ -76,14 +76,15 @@ class Tier(Protocol):
         key: str,
         path: str,
         *,
-        check: Callable[[bytes], None] | None = None,
+        check: Callable[[bytes | memoryview], None] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """Stores a local file of any size atomically.
 
         Args:
-            check: called with each block of bytes in file order as it is read, before the object becomes visible;
-                an exception it raises aborts the put, leaves no object behind and propagates unchanged.
+            check: called with each block of bytes (bytes or a memoryview, valid during the call) in file order as it is
+                read, before the object becomes visible; an exception it raises aborts the put, leaves no object behind
+                and propagates unchanged.
             progress: called with the number of bytes sent so far.
         """
         ...

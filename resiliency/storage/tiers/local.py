@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import BinaryIO
 
 from resiliency.regular_file import open_regular, opened
+from resiliency.storage.tiers._file_writer import FileWriter
 from resiliency.storage.tiers._keys import check_key, check_prefix, check_range, is_partial, partial_name
 from resiliency.storage.tiers._os_errors import tier_error
 from resiliency.storage.tiers._source import Source
@@ -143,20 +144,31 @@ class LocalTier:
         key: str,
         path: str,
         *,
-        check: Callable[[bytes], None] | None = None,
+        check: Callable[[bytes | memoryview], None] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Copies a file atomically in blocks of ``BLOCK_BYTES``; see the protocol."""
+        """Copies a file atomically; see the protocol."""
         target = self.path(key)
-        sent = 0
-        with Source(path, where=self._where, key=key) as source, self._partial(key, target) as file:
-            for block in source.blocks(check):
+        with (
+            Source(path, where=self._where, key=key) as source,
+            self._partial(key, target) as file,
+            FileWriter(file.fileno(), source.nbytes) as writer,
+        ):
+            while True:
                 with self._errors("store", key):
-                    file.write(block)
-                sent += len(block)
-                del block  # otherwise two blocks are held while the next is read
-                if progress is not None:
-                    progress(sent)
+                    buffer = writer.buffer()
+                count = source.read_into(buffer)
+                if not count:
+                    break
+                if check is not None:
+                    check(buffer[:count])
+                writer.write(buffer, count)
+                if progress is not None and writer.written:
+                    progress(writer.written)
+            with self._errors("store", key):
+                writer.finish()
+            if progress is not None:
+                progress(writer.written)
 
     def alias(self, key: str, name: str) -> None:
         """Links the file under another name; see the protocol.

@@ -116,7 +116,7 @@ class ObjectStoreTier:
         key: str,
         path: str,
         *,
-        check: Callable[[bytes], None] | None = None,
+        check: Callable[[bytes | memoryview], None] | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """Streams a file in blocks of ``BLOCK_BYTES``; see the protocol.
