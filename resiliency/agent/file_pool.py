@@ -21,16 +21,16 @@ from resiliency.agent.messages import FileReady
 from resiliency.storage.manifest import FILES_DIR, META_DIR
 from resiliency.storage.shared_files import is_ours_alone, write_zeros
 
-__all__ = ["SMALL_FILE", "FilePool"]
+__all__ = ["MOST_READY", "SMALL_FILE", "FilePool"]
 
 logger = logging.getLogger(__name__)
 
 #: Files below this size are made by the save itself.
 SMALL_FILE = 1 << 20
 #: Files made ready for the first saves, and kept ready on a disk.
-_SPARE = 2
+MOST_READY = 2
 #: Kept ready on a ramdisk, where they take memory, once there are steps: a second one is that of a step to be deleted.
-_SPARE_IN_MEMORY = 1
+_KEPT_IN_MEMORY = 1
 #: Bytes of a new file that are written at a time; a multiple of 2 MiB.
 _PIECE = 64 << 20
 
@@ -72,11 +72,11 @@ class FilePool:
     def expect(self, nbytes: int, count: int) -> None:
         """Sets what :meth:`refill` prepares before the first save: ``count`` files, at most two. A save needs the
         second while the step before it is still there."""
-        self._nbytes, self._wanted = nbytes, max(self._wanted, min(count, _SPARE))
+        self._nbytes, self._wanted = nbytes, max(self._wanted, min(count, MOST_READY))
 
     def saved(self, nbytes: int) -> None:
         """Sets what :meth:`refill` keeps ready from the first record of a save on."""
-        self._nbytes, self._wanted = nbytes, _SPARE if self._config.durable else _SPARE_IN_MEMORY
+        self._nbytes, self._wanted = nbytes, MOST_READY if self._config.durable else _KEPT_IN_MEMORY
 
     def refill(self) -> None:
         """Queues the preparation of the files that are missing."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from resiliency import faultpoints
-from resiliency.agent.file_pool import SMALL_FILE
+from resiliency.agent.file_pool import MOST_READY, SMALL_FILE
 from resiliency.agent.messages import Bye, Delete, Prepare, Seal
 from resiliency.checkpoint._arguments import checked_info, checked_names, checked_step, refuse_same_folder
 from resiliency.checkpoint.arena import Arena
@@ -250,7 +250,8 @@ class Checkpointer:
         """Lets the agent prepare shard files and bring their pages into memory, so that the first save is as fast as
         later ones.
 
-        Collective: yes (it opens the checkpointer). Blocks: until one file is there, first touch, 0.3 to 3 s per GiB.
+        Collective: yes (it opens the checkpointer). Blocks: until the files are there, first touch, 0.3 to 3 s per GiB
+        of each.
 
         Args:
             state: a state tree or write plan like those that will be saved; tensor data is not read.
@@ -269,21 +270,23 @@ class Checkpointer:
                 coordinator=parts.coordinator,
                 agree_timeout=self.options.agree_timeout,
             ).nbytes
-        self._warm(parts, nbytes, slots)
+        self._warm(parts, nbytes, slots, wait_for=slots)
 
     def warm_up_for(self, tensors: Mapping[str, Tensor], *, slots: int = 2) -> None:
-        """As :meth:`warm_up`, for tensors by key, which may be on the meta device (of a state yet to be created)."""
+        """As :meth:`warm_up`, for tensors by key, which may be on the meta device (of a state yet to be created). Waits
+        for the first file only."""
         parts = self._parts()
-        self._warm(parts, self._planner.estimate(tensors, host=parts.session.host_part), slots)
+        self._warm(parts, self._planner.estimate(tensors, host=parts.session.host_part), slots, wait_for=1)
 
-    def _warm(self, parts: _Parts, nbytes: int, slots: int) -> None:
+    def _warm(self, parts: _Parts, nbytes: int, slots: int, *, wait_for: int) -> None:
         if nbytes < SMALL_FILE:
             return  # a save makes its file by itself
         parts.saves.process_messages()
         parts.arena.none_to_come = False
         parts.session.client.send(Prepare(nbytes=nbytes, count=slots))
-        deadline = time.monotonic() + _PREPARE_S + nbytes / _PREPARE_BYTES_PER_S
-        while not parts.arena.prepared and not parts.arena.none_to_come and time.monotonic() < deadline:
+        wait_for = min(wait_for, MOST_READY)
+        deadline = time.monotonic() + _PREPARE_S + wait_for * nbytes / _PREPARE_BYTES_PER_S
+        while parts.arena.prepared < wait_for and not parts.arena.none_to_come and time.monotonic() < deadline:
             parts.saves.wait(max(0.0, deadline - time.monotonic()))
         parts.arena.wait_mapped(deadline)
 
