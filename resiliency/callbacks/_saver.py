@@ -83,6 +83,7 @@ class CheckpointSaver:
         self._flush_timeout = flush_timeout
         self._collecting = False
         self._overlap = False
+        self._everywhere = False
         self._missed_saves = 0
         self._told_why = False
         #: Paths to save under and names to remove, as requested in the current hook.
@@ -344,6 +345,23 @@ class CheckpointSaver:
             self._collecting = collecting
         self.wait_for([path], timeout)
 
+    def save_to_leave(self, path: str, timeout: timedelta) -> Ticket | None:
+        """Saves the current step under this path on all tiers, before the process ends.
+
+        Blocks: up to ``timeout`` for the save before it, and for the copy.
+
+        Returns:
+            None when it could not be saved.
+        """
+        if self.engine is not None:
+            self.engine.flush(Stage.RECORDED, timeout=timeout)
+        self._everywhere = True
+        try:
+            self.save(path)
+        finally:
+            self._everywhere = False
+        return self._tickets.get(self.name_of(path) or "")
+
     def collect_from_trainer(self, path: str) -> None:
         """Asks for a save through a ``trainer.save_checkpoint`` that other code has replaced; :meth:`save_collected`
         follows. It sees every path, and nothing is saved when it does not call Lightning's.
@@ -465,6 +483,7 @@ class CheckpointSaver:
                 exact=exact,
                 lazy=rules.may_copy_late if self._lazy and self._overlap and self.session.lazy else False,
                 replicated=rules.is_replicated,
+                everywhere=self._everywhere,
             )
         except OSError:
             logger.warning(

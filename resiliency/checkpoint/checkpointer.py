@@ -52,7 +52,7 @@ from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.local import LocalTier, on_ramdisk
 
-__all__ = ["Checkpointer", "CheckpointerOptions", "Outcome", "Restored", "Ticket"]
+__all__ = ["Checkpointer", "CheckpointerOptions", "Outcome", "Restored", "Ticket", "default_coordinator"]
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class Checkpointer:
         self._refuse_forked()
         if self._opened is not None:
             return self._opened
-        coordinator = self._coordinator or _default_coordinator(self.rank, self.world_size)
+        coordinator = self._coordinator or default_coordinator(self.rank, self.world_size)
         began = time.monotonic()
         session = open_session(
             local=self._local,
@@ -304,6 +304,7 @@ class Checkpointer:
         exact: bool = True,
         lazy: Wanted = False,
         replicated: Callable[[Tensor], bool] | None = None,
+        everywhere: bool = False,
     ) -> Ticket | None:
         """Saves a checkpoint. Every rank calls it at the same step.
 
@@ -328,6 +329,7 @@ class Checkpointer:
             lazy: True, or a function of a tensor that says whether it may be copied in the background.
             replicated: a function of a tensor that says whether a plain tensor is equal on all ranks, so that each rank
                 may write a share of it; the first rank of a host writes the others. None: all are.
+            everywhere: send it to all remote tiers, whatever their intervals say.
 
         Returns:
             A ticket, or None when the save was skipped (counted in ``skipped``, with an event and a warning). A file
@@ -362,7 +364,7 @@ class Checkpointer:
         except Exception as error:  # Boundary: classes of the user may raise anything; the caller gets it.
             saves.refuse(save_id, str(error))
             raise
-        due, undo_schedule = parts.schedule.due(step)
+        due, undo_schedule = parts.schedule.due(step, everywhere=everywhere)
         ticket = Ticket(
             id=save_id,
             nbytes=plan.nbytes,
@@ -675,7 +677,12 @@ def _store_options(remote: RemoteTierOptions) -> dict[str, Any]:
     return {"storage_options": dict(remote.storage_options)} if remote.storage_options else {}
 
 
-def _default_coordinator(rank: int, world_size: int) -> Coordinator:
+def default_coordinator(rank: int, world_size: int) -> Coordinator:
+    """One over the default process group's store, with keys of its own. Collective: all ranks call in the same order.
+
+    Raises:
+        ConfigError: there is no such group.
+    """
     if world_size == 1:
         return SoloCoordinator()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

@@ -104,6 +104,16 @@ class StoreCoordinator:
         self._round = 0
         self._previous = ""
 
+    @property
+    def store(self) -> Any:
+        """The torch store."""
+        return self._store
+
+    @property
+    def prefix(self) -> str:
+        """Of this coordinator's keys; keys of others may stand below it."""
+        return self._prefix
+
     def all_gather(self, topic: str, data: bytes, *, timeout: timedelta) -> list[bytes]:
         deadline = time.monotonic() + timeout.total_seconds()
         base = f"{self._prefix}/{self._round}/{topic}"

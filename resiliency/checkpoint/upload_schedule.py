@@ -30,10 +30,13 @@ class RemoteSchedule:
         self._last_sent_at: dict[str, float] = {}
         self._saves = 0
 
-    def due(self, step: int) -> tuple[list[str], Callable[[], None]]:
-        """Names of the tiers the save of ``step`` goes to, and a function that undoes scheduling it there."""
+    def due(self, step: int, *, everywhere: bool = False) -> tuple[list[str], Callable[[], None]]:
+        """Names of the tiers the save of ``step`` goes to, and a function that undoes scheduling it there.
+
+        ``everywhere``: to all, whatever their intervals say.
+        """
         before = dict(self._last_sent)
-        due = [remote.name for remote in self._remotes if self._wanted(remote, step)]
+        due = [remote.name for remote in self._remotes if everywhere or self._wanted(remote, step)]
         self._last_sent.update(dict.fromkeys(due, step))
         return due, lambda: self._last_sent.update({tier: before.get(tier) for tier in due})
 

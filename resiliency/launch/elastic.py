@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from resiliency.events import EventKind
+from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.fresh import parse_command
 from resiliency.launch.hang_watch import HangWatch
 from resiliency.launch.job_log import JobLog
@@ -108,6 +109,8 @@ class StandbyAgent(LocalElasticAgent):
         self._hangs = HangWatch(self._links, floor_s=options.hang_timeout_s, report=self._log_hang)
         #: Ranks that were killed in this attempt because they hung.
         self._hung: set[int] = set()
+        #: A rank of this host was told to go, and has left after a save.
+        self.preempted = False
         #: Another attempt follows.
         self._restarts = False
         #: Processes that were told to leave and go on, by local rank.
@@ -300,6 +303,7 @@ class StandbyAgent(LocalElasticAgent):
         self._running = list(codes.values()).count(None)
         ran_s = time.monotonic() - self._began_s  # torch gives the other ranks up to 30 s to end
         fallen: Mapping[int, int | None] = codes
+        self._note_preempted()
         if any(codes.values()):
             self._log_lost(codes)
             self._note_failures({local_rank: code for local_rank, code in codes.items() if code})
@@ -322,6 +326,12 @@ class StandbyAgent(LocalElasticAgent):
             self._lengths_s.append(ran_s)
             self._say_who_failed(result, logs, {local_rank for local_rank, code in codes.items() if code})
         return result
+
+    def _note_preempted(self) -> None:
+        """The machine is to go, or somebody wants it: no restart here."""
+        if any(handler.proc.poll() == PREEMPTED for handler in self._handlers().values()):
+            self.preempted = True
+            self._remaining_restarts = 0
 
     def _note_failures(self, codes: Mapping[int, int]) -> None:
         """Tells torch who has failed before their peers fall, too: of several it names the first."""
@@ -386,6 +396,13 @@ class StandbyAgent(LocalElasticAgent):
             for rank, found in result.failures.items()
         }
         first = first_failure(failures)
+        if first.exit_code == PREEMPTED:
+            logger.warning(
+                "rank %d was told to go: the ranks have saved and left, and this host is not restarted; started again,"
+                " the job resumes",
+                first.rank,
+            )
+            return
         attempt = self._worker_group.spec.max_restarts - self._remaining_restarts
         text = failure_text(
             first,
@@ -436,6 +453,7 @@ class StandbyAgent(LocalElasticAgent):
                 self._handlers()[local_rank].proc = process  # to be ended as the others
             self._kept.clear()
         super()._shutdown(*arguments, **named)
+        self._note_preempted()
         reap_others()
 
     def close(self) -> None:

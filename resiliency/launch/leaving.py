@@ -25,6 +25,7 @@ __all__ = [
     "abort_collectives",
     "child_processes",
     "close_when_left",
+    "end_loader_workers",
     "leave_attempt",
     "looks_like_a_lost_peer",
     "may_be_interrupted",
@@ -230,6 +231,13 @@ def _end_workers(children: Set[int]) -> None:
                 logger.debug("an iterator of a data loader was not closed cleanly", exc_info=True)
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def end_loader_workers() -> None:
+    """Kills worker processes of torch's data loaders, so that nobody waits for them. Blocks: up to 5 s each."""
+    workers = {worker.pid for one in _loader_iterators() for worker in getattr(one, "_workers", ())}
+    if workers:
+        _end_workers(child_processes() - workers)
 
 
 def _loader_iterators() -> list[Any]:

@@ -22,6 +22,7 @@ from types import FrameType
 from torch._C._distributed_c10d import TCPStore
 
 import resiliency
+from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.processes import end_with_parent, wait_for_any
 from resiliency.settings import all_variables, child_environment, environment, set_variable
 
@@ -58,13 +59,16 @@ def become_local_host() -> None:
 
 
 def exit_status(codes: Sequence[int], *, fewest: int, asked: int | None) -> int:
-    """Of all hosts: 0 when as many have finished as the job needs, else that of the first that failed by itself. Pure.
+    """Of all hosts: that of preemption when one has it, as ranks save and leave together; 0 when as many have finished
+    as the job needs; else that of the first that failed by itself. Pure.
 
     Args:
         fewest: hosts that the job can do with.
         codes: return codes in order of their ends; negative when a signal ended the host.
         asked: signal that this process was given to end them all.
     """
+    if PREEMPTED in codes:
+        return PREEMPTED
     if asked is not None:
         return 128 + asked
     if codes.count(0) >= fewest:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.settings import all_variables, set_variable
 
 __all__ = ["EXIT_GAVE_UP", "main"]
@@ -32,8 +33,9 @@ def main(words: Sequence[str]) -> int:
 
     Returns:
         Exit status: 0 when every rank has finished, :data:`EXIT_GAVE_UP` when restarts were allowed and none is left,
-        128 and the number of the signal that has ended the launcher (143 for SIGTERM, as on preemption). Where no
-        restart was allowed torchrun's exception ends the process, with 1.
+        :data:`~resiliency.launch.exit_codes.PREEMPTED` when the ranks were told to go and have saved and left, else 128
+        and the number of the signal that has ended the launcher. Where no restart was allowed torchrun's exception ends
+        the process, with 1.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -54,7 +56,7 @@ def main(words: Sequence[str]) -> int:
             return local_hosts.run_local_hosts(words, hosts=torchrun.parse_min_max_nnodes(args.nnodes))
         local_hosts.become_local_host()
 
-    from resiliency.launch.elastic import StandbyOptions
+    from resiliency.launch.elastic import StandbyAgent, StandbyOptions
     from resiliency.launch.processes import become_subreaper
 
     options = StandbyOptions(
@@ -73,13 +75,19 @@ def main(words: Sequence[str]) -> int:
         set_variable(_OWN_STORE, all_variables().get(_OWN_STORE, "1"))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored the kernel keeps no exit status for us
     become_subreaper()
+    agents: list[StandbyAgent] = []
     try:
-        with _agents_with(options):
+        with _agents_with(options, agents):
             record(torchrun.run)(args)
     except SignalException as error:
+        if any(agent.preempted for agent in agents):
+            logger.warning("%s has ended the job; the ranks of this host have saved and left", error.sigval.name)
+            return PREEMPTED
         logger.warning("%s has ended the job; the ranks of this host have ended", error.sigval.name)
         return 128 + error.sigval
     except ChildFailedError:
+        if any(agent.preempted for agent in agents):
+            return PREEMPTED
         if args.max_restarts == 0:
             raise
         traceback.print_exc()
@@ -165,13 +173,11 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def _agents_with(options: Any) -> Iterator[None]:
-    """Torch's launcher makes our agent."""
+def _agents_with(options: Any, made: list[Any]) -> Iterator[None]:
+    """Torch's launcher makes our agent, and adds it to ``made``."""
     from torch.distributed import launcher
 
     from resiliency.launch.elastic import StandbyAgent
-
-    made: list[StandbyAgent] = []
 
     def make(*arguments: Any, **named: Any) -> StandbyAgent:
         agent = StandbyAgent(options, *arguments, **named)

@@ -11,28 +11,39 @@ import importlib
 import inspect
 import logging
 import os
+import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 
 __all__ = [
     "about_to_end",
+    "after_signal_handlers",
     "after_batch_end_hooks",
+    "after_teardown",
     "catch_save",
     "forget_batch_end_actions",
     "intercept_resume",
+    "is_handling_exception",
+    "leave_handlers",
+    "is_lightnings_handler",
     "module_overrides",
     "next_is_another_batch",
     "other_writer",
     "patch_load_checkpoint",
+    "prepare_loaders",
     "save_as_stock",
     "save_is_wrapped",
+    "slurm_requeue",
+    "stop_asking_for_sigterm",
     "suppress_mid_epoch_warning",
     "tell_user",
     "torch_save_is_replaced",
+    "users_handler",
     "warn_user",
 ]
 
@@ -291,3 +302,134 @@ def suppress_mid_epoch_warning(trainer: Any) -> None:
             original()
 
     epoch_loop.reset = reset
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def is_lightnings_handler(trainer: Any, handler: Any) -> bool:
+    """True for a handler of a signal that the trainer has set for this fit."""
+    return type(handler).__name__ == "_HandlersCompose" and type(handler).__module__.startswith(_FABRICS)
+
+
+def users_handler(trainer: Any, number: int, handler: Any) -> Any:
+    """The user's part of what handles a signal, None when there is none."""
+    if not is_lightnings_handler(trainer, handler):
+        return handler
+    return trainer._signal_connector._original_handlers.get(number)
+
+
+def prepare_loaders(trainer: Any, prepare: Callable[[Any], None]) -> Callable[[], None]:
+    """Calls ``prepare`` with each data loader before the trainer opens it; in ``setup`` of a fit.
+
+    Returns:
+        a function that ends that. Idempotent.
+    """
+    strategy = trainer.strategy
+    original, shadowed = strategy.process_dataloader, vars(strategy).get("process_dataloader")
+
+    def process_dataloader(loader: Any, *args: Any, **kwargs: Any) -> Any:
+        prepare(loader)
+        return original(loader, *args, **kwargs)
+
+    def undo() -> None:
+        if vars(strategy).get("process_dataloader") is not process_dataloader:
+            return
+        if shadowed is None:
+            del strategy.process_dataloader
+        else:
+            strategy.process_dataloader = shadowed
+
+    strategy.process_dataloader = process_dataloader
+    return undo
+
+
+def after_signal_handlers(trainer: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """In ``setup`` of a fit: calls ``action`` once, right after the trainer has set its handlers of signals, which is
+    before the sanity check.
+
+    Returns:
+        a function that undoes it. Idempotent.
+    """
+    connector = trainer._signal_connector
+    original = connector.register_signal_handlers
+
+    def register_signal_handlers() -> None:
+        undo()
+        original()
+        action()
+
+    def undo() -> None:
+        if vars(connector).get("register_signal_handlers") is register_signal_handlers:
+            del connector.register_signal_handlers
+
+    connector.register_signal_handlers = register_signal_handlers
+    return undo
+
+
+def is_handling_exception(frame: FrameType | None) -> bool:
+    """True for what a thread runs while the trainer tells hooks of the exception that has ended the fit."""
+    while frame is not None:
+        if frame.f_code.co_name == "_interrupt" and frame.f_globals.get("__name__", "").startswith(_FABRICS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def leave_handlers(trainer: Any, handlers: Mapping[int, Any]) -> None:
+    """Handlers that are there when the trainer has taken back its own, in place of the default ones."""
+    originals = trainer._signal_connector._original_handlers
+    for number, handler in handlers.items():
+        if originals.get(number) == signal.SIG_DFL:
+            originals[number] = handler
+
+
+def slurm_requeue(trainer: Any, handler: Any, number: int) -> bool:
+    """Lets Lightning save its checkpoint for a requeued SLURM job, and requeue it, where it would do so on this signal.
+
+    Collective: yes. Blocks: as its save.
+
+    Args:
+        handler: of the signal, that the trainer has set.
+    """
+    connector = trainer._signal_connector
+    requeue = getattr(connector, "_slurm_sigusr_handler_fn", None)
+    if not is_lightnings_handler(trainer, handler) or requeue not in getattr(handler, "signal_handlers", ()):
+        return False
+    connector._slurm_sigusr_handler_fn(number, None)
+    return True
+
+
+def stop_asking_for_sigterm(trainer: Any) -> Callable[[], None]:
+    """Ends Lightning's question at each batch whether rank 0 got SIGTERM, a broadcast that all ranks wait for (2.6).
+
+    Returns:
+        a function that undoes it. Idempotent.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if not hasattr(loop, "_broadcast_sigterm_tensor"):
+        return lambda: None
+
+    def ask_nobody() -> None: ...
+
+    loop._broadcast_sigterm_tensor = ask_nobody
+
+    def undo() -> None:
+        if vars(loop).get("_broadcast_sigterm_tensor") is ask_nobody:
+            del loop._broadcast_sigterm_tensor
+
+    return undo
+
+
+def after_teardown(trainer: Any, action: Callable[[], None]) -> None:
+    """In ``on_exception``: calls ``action`` once Lightning has tidied up; what it raises is what ``fit`` raises."""
+    original = trainer._teardown
+
+    def teardown() -> None:
+        del trainer._teardown
+        try:
+            original()
+        finally:
+            action()
+
+    trainer._teardown = teardown

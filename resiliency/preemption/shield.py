@@ -1,0 +1,41 @@
+"""Workers of data loaders that outlive a signal to the process group of their rank.
+
+Torch's workers end at SIGTERM, and the rank fails with the next batch, before it can save. With this in them they end
+when the rank says so, or has ended: torch has them look for that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Shield"]
+
+
+@dataclass(frozen=True)
+class Shield:
+    """A ``worker_init_fn`` of a torch ``DataLoader``. Can be pickled if ``then`` can.
+
+    Attributes:
+        signals: numbers that pass, unless the rank has sent them: it ends workers with SIGTERM.
+        then: the loader's own function, or None.
+    """
+
+    signals: tuple[int, ...]
+    then: Callable[[int], Any] | None
+
+    def __call__(self, worker: int) -> None:
+        # A handler of Python's does not know who has sent a signal, and torch's own ends the process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        threading.Thread(target=self._wait, name="resiliency-shield", daemon=True).start()
+        if self.then is not None:
+            self.then(worker)
+
+    def _wait(self) -> None:
+        while True:
+            if signal.sigwaitinfo(self.signals).si_pid == os.getppid():
+                os._exit(0)

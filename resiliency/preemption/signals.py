@@ -1,0 +1,105 @@
+"""Notices by signals.
+
+Python runs a handler in the main thread, between two of its instructions: not while that thread waits in native code
+for a peer, which may be for ever. The number of each signal is also written into a socket by the C handler, on whatever
+thread it runs; a thread of ours reads it there.
+
+A process that was forked has the handlers that there would be without this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+__all__ = ["Signals"]
+
+logger = logging.getLogger(__name__)
+
+
+class Signals:
+    """Handlers of signals of this process, until :meth:`close`. Thread: main.
+
+    Args:
+        signals: numbers.
+        told: called with a number, on a thread of this object, each time a signal comes.
+        also: called with number and frame in the main thread when the handler runs there.
+        in_children: the handlers of forked processes, the default ones where there is none.
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[int],
+        told: Callable[[int], None],
+        also: Callable[[int, FrameType | None], None] | None = None,
+        in_children: Mapping[int, Any] | None = None,
+    ) -> None:
+        self._told, self._also = told, also
+        self._numbers = frozenset(signals)
+        self._in_children = in_children or {}
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._before_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._before: dict[int, Any] = {number: signal.signal(number, self._handle) for number in signals}
+        self._thread = threading.Thread(target=self._read, name="resiliency-signals", daemon=True)
+        self._thread.start()
+        _installed.append(self)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._also is not None:
+            self._also(number, frame)
+
+    def _read(self) -> None:
+        while data := self._reader.recv(64):
+            for number in data:
+                if number in self._numbers:
+                    self._told(number)
+                elif number == 0:
+                    return
+            if self._before_fd >= 0:
+                with suppress(OSError):  # whoever had it has closed it, or does not read
+                    os.write(self._before_fd, data)
+
+    def close(self) -> None:
+        """Puts back what was there, where nobody else has changed it since. Idempotent."""
+        if self not in _installed:
+            return
+        _installed.remove(self)
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if _is(signal.set_wakeup_fd(-1), self._writer):
+            signal.set_wakeup_fd(self._before_fd, warn_on_full_buffer=False)
+        self._writer.send(b"\0")
+        self._thread.join(1)
+        self._reader.close()
+        self._writer.close()
+
+
+def _is(fd: int, one: socket.socket) -> bool:
+    return fd == one.fileno()
+
+
+_installed: list[Signals] = []
+
+
+def _in_a_forked_child() -> None:
+    for one in _installed:
+        # Its socket is the parent's: what comes to this process is not to be told there.
+        if _is(signal.set_wakeup_fd(-1), one._writer):
+            signal.set_wakeup_fd(one._before_fd, warn_on_full_buffer=False)
+        for number in one._before:
+            if signal.getsignal(number) == one._handle:
+                handler = one._in_children.get(number)
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    _installed.clear()
+
+
+os.register_at_fork(after_in_child=_in_a_forked_child)

@@ -1,0 +1,130 @@
+"""Notices by a file, and by the metadata server of Google's cloud."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from contextlib import suppress
+
+__all__ = ["FileSource", "METADATA_KEYS", "MetadataSource"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 1.0
+#: What is asked of the server, and the answers that mean nothing is to happen.
+METADATA_KEYS = {"instance/preempted": ("FALSE", ""), "instance/maintenance-event": ("NONE", "")}
+#: The server answers after this many seconds when nothing has changed.
+_HANG_UP_S = 60
+_PAUSE_S = 5.0
+
+
+class FileSource:
+    """Tells once when a file appears. A shared file system has no other way of being told than to look.
+
+    Args:
+        path: that is looked for each second.
+        told: called with words, on a thread of this object.
+    """
+
+    def __init__(self, path: str, told: Callable[[str], None]) -> None:
+        self._path, self._told = path, told
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="resiliency-notice-file", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not os.path.lexists(self._path):
+            if self._closed.wait(_LOOK_EVERY_S):
+                return
+        self._told(f"the file {self._path}")
+
+    def close(self) -> None:
+        """Idempotent. Blocks: while the file system is asked, at most a second."""
+        self._closed.set()
+        self._thread.join(1)
+
+
+class MetadataSource:
+    """Tells once when the metadata server says that this machine is to go.
+
+    Each key is asked for with ``wait_for_change``, so that an answer comes at once when there is one and else once a
+    minute. A server that does not answer is tried again every 5 s and said once.
+
+    Args:
+        address: such as ``http://metadata.google.internal/computeMetadata/v1``.
+        told: called with words, on a thread of this object.
+    """
+
+    def __init__(self, address: str, told: Callable[[str], None]) -> None:
+        self._address = urllib.parse.urlsplit(address)
+        if self._address.scheme != "http" or not self._address.hostname:
+            raise ValueError(f"{address!r} is no address of a metadata server, as http://metadata.google.internal/...")
+        self._told = told
+        self._closed = threading.Event()
+        self._connections: dict[str, http.client.HTTPConnection] = {}
+        self._silent = False
+        self._threads = [
+            threading.Thread(target=self._watch, args=(key,), name="resiliency-notice-metadata", daemon=True)
+            for key in METADATA_KEYS
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _watch(self, key: str) -> None:
+        etag = "0"
+        while not self._closed.is_set():
+            began = time.monotonic()
+            try:
+                value, etag = self._ask(key, etag)
+            except (OSError, http.client.HTTPException) as error:
+                if not self._closed.is_set() and not self._silent:
+                    self._silent = True
+                    logger.warning(
+                        "the metadata server %s does not answer (%r): notices of the cloud are not seen while it does"
+                        " not",
+                        self._address.netloc,
+                        error,
+                    )
+                self._closed.wait(_PAUSE_S)
+                continue
+            self._silent = False
+            if value not in METADATA_KEYS[key]:
+                self._told(f"the metadata server, {key.rpartition('/')[2]}={value}")
+                return
+            # A server that does not know how to wait is asked once a second.
+            self._closed.wait(max(0.0, began + _LOOK_EVERY_S - time.monotonic()))
+
+    def _ask(self, key: str, etag: str) -> tuple[str, str]:
+        host, port = self._address.hostname, self._address.port
+        assert host is not None
+        connection = http.client.HTTPConnection(host, port, timeout=_HANG_UP_S + 10)
+        self._connections[key] = connection
+        if self._closed.is_set():
+            raise ConnectionAbortedError("closed")
+        try:
+            query = f"?wait_for_change=true&timeout_sec={_HANG_UP_S}&last_etag={urllib.parse.quote(etag)}"
+            path = f"{self._address.path.rstrip('/')}/{key}{query}"
+            connection.request("GET", path, headers={"Metadata-Flavor": "Google"})
+            answer = connection.getresponse()
+            text = answer.read(4096).decode(errors="replace").strip()
+            if answer.status != 200:
+                raise http.client.HTTPException(f"HTTP {answer.status} for {key}")
+            return text.upper(), answer.headers.get("ETag", "0")
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """Ends the questions that are under way. Idempotent."""
+        self._closed.set()
+        for connection in list(self._connections.values()):
+            if (one := connection.sock) is not None:
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(1)

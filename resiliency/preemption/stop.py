@@ -1,0 +1,154 @@
+"""From a notice to the place where all ranks stop, and the watch over that they do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from resiliency.preemption.notice import Notice
+from resiliency.preemption.position import Position, stop_after
+
+__all__ = ["Stop", "end_process"]
+
+logger = logging.getLogger(__name__)
+
+#: The share of the grace after which a rank that has not come to the agreed place is interrupted where it is.
+BOUNDARY_SHARE = 0.5
+#: The share kept for the end of the process, and at most these seconds.
+_END_SHARE, _END_S = 0.1, 3.0
+#: Seconds between interruptions of a rank that goes on.
+_AGAIN_S = 1.0
+
+
+class Stop:
+    """One rank's way from a notice to its end. Threads: any; what it is given is called on a thread of this object.
+
+    Args:
+        rank: of this process.
+        announce: tells all other ranks.
+        gather: what each rank has published, by rank, given this rank's. Raises RuntimeError or OSError when ranks
+            are missing.
+        noticed: called once, with the notice.
+        interrupt: makes the main thread leave what it does; called again while it does not.
+        end: ends the process at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        announce: Callable[[Notice], None],
+        gather: Callable[[int], list[int]],
+        noticed: Callable[[Notice], None],
+        interrupt: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self.rank = rank
+        self.position = Position()
+        #: The first notice.
+        self.notice: Notice | None = None
+        self._announce, self._gather = announce, gather
+        self._noticed, self._interrupt, self._end = noticed, interrupt, end
+        self._began = _now()
+        self._deadline = float("inf")
+        self._boundary_by = float("inf")
+        self._changed = threading.Condition()
+        self._left = self._closed = False
+        self._told: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="resiliency-stop", daemon=True)
+        self._thread.start()
+
+    def tell(self, notice: Notice) -> None:
+        """Thread: any. Later notices change nothing. Blocks: no."""
+        self._told.put(notice)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until this process should be at its end; infinite without a notice."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def batch_ended(self) -> bool:
+        """Called by the training thread: True when it is to leave here. Blocks: once there is a notice, until all ranks
+        have heard of it."""
+        return self.position.batch_ended(timeout_s=max(0.0, min(self._boundary_by - time.monotonic(), 60.0)))
+
+    def _run(self) -> None:
+        notice = self._told.get()
+        if notice is None:
+            return
+        self._began = began = _now()
+        self._deadline = began + notice.grace_s - min(_END_S, _END_SHARE * notice.grace_s)
+        self._boundary_by = began + BOUNDARY_SHARE * notice.grace_s
+        published = self.position.publish()
+        self.notice = notice
+        try:
+            if notice.rank == self.rank:
+                self._announce(notice)
+            self._noticed(notice)
+            self.position.decided(stop_after(self._gather(published)))
+        except (RuntimeError, OSError) as error:
+            logger.warning(
+                "rank %d was told to go by %s, and cannot agree with the other ranks on where to stop (%s); it stops"
+                " where it is",
+                self.rank,
+                notice.source,
+                error,
+            )
+            self.position.decided(None)
+            self._boundary_by = time.monotonic()
+        self._watch()
+
+    def _watch(self) -> None:
+        with self._changed:
+            left = self._changed.wait_for(lambda: self._left or self._closed, max(0.0, self._boundary_by - _now()))
+        if not left:
+            logger.warning("rank %d has not come to the place where all stop: it is interrupted where it is", self.rank)
+        while not left and _now() < self._deadline:
+            self._interrupt()
+            with self._changed:
+                left = self._changed.wait_for(lambda: self._left or self._closed, _AGAIN_S)
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._closed, max(0.0, self._deadline - _now()))
+        if not ended:
+            logger.error(
+                "rank %d has not left %.1f s after it was told to go, and is ended here. Its main thread:\n%s",
+                self.rank,
+                _now() - self._began,
+                _main_stack(),
+            )
+            self._end()
+
+    def leaves(self) -> None:
+        """The main thread has left what it did, and is not interrupted any more. Idempotent. Thread: any."""
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the watch. Idempotent. Blocks: up to a second."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._told.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1)
+
+
+def _main_stack() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "it has ended"
+
+
+def end_process(code: int) -> None:
+    """Ends this process at once."""
+    os._exit(code)
+
+
+def _now() -> float:
+    return time.monotonic()

@@ -1,0 +1,79 @@
+"""``resiliency run`` when its ranks, or it, are told to go."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.launch.exit_codes import PREEMPTED
+from resiliency.launch.local_hosts import exit_status
+from tests.launch.launching import wait_for
+
+SCRIPT = """
+import os, sys, warnings
+warnings.filterwarnings("ignore")
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy
+from resiliency.callbacks.autocheckpoint import AutoCheckpointCallback
+from resiliency.callbacks.model_checkpoint import ModelCheckpoint
+from resiliency.launch import restartable
+folder, steps = sys.argv[1], int(sys.argv[2])
+
+class Pid(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 3:
+            open(f"{folder}/pid-{trainer.global_rank}", "w").write(str(os.getpid()))
+    def on_train_start(self, trainer, *_):
+        os.write(1, f"rank {trainer.global_rank} begins after {trainer.global_step}\n".encode())
+
+class Slow(BoringModel):
+    def training_step(self, *arguments):
+        import time
+        if steps > 1000:
+            time.sleep(0.01)
+        return super().training_step(*arguments)
+
+def main():
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo"), max_steps=steps, max_epochs=-1,
+        callbacks=[Pid(), AutoCheckpointCallback(), ModelCheckpoint(folder, every_n_train_steps=5)], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )
+    trainer.fit(Slow())
+
+(restartable(main) if STAYS else main)()
+"""
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("whom", ["a rank", "the launcher"])
+def test_ranks_that_are_told_to_go_are_not_restarted_and_the_next_start_goes_on(
+    whom: str, stays: bool, launch: Any, tmp_path: Path
+) -> None:
+    script = SCRIPT.replace("STAYS", str(stays))
+    job = launch(script, "--nproc-per-node", 2, "--max-restarts", 3, arguments=[tmp_path, 100000])
+    pids = [int(wait_for(tmp_path / f"pid-{rank}")) for rank in range(2)]
+    job.descendants()
+    os.kill(pids[1] if whom == "a rank" else job.pid, signal.SIGTERM)
+    assert job.wait() == PREEMPTED, job.text
+    assert "saved and left" in job.text and "Traceback" not in job.text
+    assert job.text.count("begins after 0") == 2, "they were started again"
+    assert (tmp_path / "preempted.ckpt").exists() and job.left() == []
+    import torch
+
+    step = torch.load(tmp_path / "preempted.ckpt")["global_step"]
+    again = launch(script, "--nproc-per-node", 2, arguments=[tmp_path, step + 7])
+    assert again.wait() == 0, again.text
+    assert again.text.count(f"begins after {step}") == 2
+    assert not (tmp_path / "preempted.ckpt").exists()
+
+
+def test_the_status_of_several_hosts() -> None:
+    assert exit_status([PREEMPTED, PREEMPTED], fewest=2, asked=signal.SIGTERM) == PREEMPTED
+    assert exit_status([1, PREEMPTED], fewest=1, asked=None) == PREEMPTED
+    assert exit_status([143, 143], fewest=2, asked=signal.SIGTERM) == 143
