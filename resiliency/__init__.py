@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from resiliency.callbacks.autocheckpoint import AutoCheckpointCallback
     from resiliency.callbacks.model_checkpoint import ModelCheckpoint
     from resiliency.checkpoint import (
         Checkpointer,
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgentError",
+    "AutoCheckpointCallback",
     "Checkpointer",
     "CheckpointerOptions",
     "ConfigError",
@@ -62,6 +64,7 @@ __all__ = [
 
 _HOME = {
     "AgentError": "resiliency.errors",
+    "AutoCheckpointCallback": "resiliency.callbacks.autocheckpoint",
     "Checkpointer": "resiliency.checkpoint",
     "CheckpointerOptions": "resiliency.checkpoint",
     "ConfigError": "resiliency.errors",

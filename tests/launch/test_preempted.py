@@ -29,7 +29,7 @@ class Pid(pl.Callback):
         if trainer.global_step == 3:
             open(f"{folder}/pid-{trainer.global_rank}", "w").write(str(os.getpid()))
     def on_train_start(self, trainer, *_):
-        os.write(1, f"rank {trainer.global_rank} begins after {trainer.global_step}\n".encode())
+        os.write(1, f"rank {trainer.global_rank} begins after {trainer.global_step}\\n".encode())
 
 class Slow(BoringModel):
     def training_step(self, *arguments):

@@ -84,6 +84,7 @@ def test_help_is_quick_and_imports_no_torch() -> None:
 PINNED = {
     "resiliency": [
         "AgentError",
+        "AutoCheckpointCallback",
         "Checkpointer",
         "CheckpointerOptions",
         "ConfigError",
