@@ -58,8 +58,8 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "preempted"
 GOOGLE_METADATA = "http://metadata.google.internal/computeMetadata/v1"
 _DMI = "/sys/class/dmi/id/product_name"
-#: For the other ranks to hear of a notice, and to publish where they are.
-_AGREE_TIMEOUT = timedelta(seconds=10)
+#: For the other ranks to hear of a notice, and to publish where they are: threads of theirs do, whatever they train.
+_AGREE_TIMEOUT = timedelta(seconds=3)
 #: Of what is left of the grace, the share in which the save must be committed; the rest is for slower tiers.
 _COMMIT_SHARE = 0.6
 
@@ -357,6 +357,8 @@ class SavesWhenPreempted(StepHooks):
                 " checkpoint before",
                 trainer.global_rank,
             )
+        elif not watch.stop.agreed(timeout_s=0):
+            pass  # it has been said: without the others there is nothing to save
         elif watch.saver is None:
             logger.warning("rank %d leaves without a save: only the engine can save on one rank", trainer.global_rank)
         else:
@@ -504,10 +506,16 @@ class _Watch:
             events.emit(EventKind.PREEMPTION_NOTICE, source=notice.source, told=notice.rank, deadline_s=notice.grace_s)
 
     def told_because_of(self, exception: BaseException) -> bool:
-        """True when the job is to go. Blocks: up to a second after an error that the same signal may have caused, in
-        another rank or in a worker of a data loader, and that was faster than the signal."""
+        """True when the job is to go, and not this rank alone because another one has failed.
+
+        Blocks: up to a second after an error that the same signal may have caused, in another rank or in a worker of a
+        data loader, and that was faster than the signal; and up to one for the other ranks to say where they are.
+        """
+        if isinstance(exception, Preempted):
+            return True
         caused = looks_like_a_lost_peer(exception) or "DataLoader worker" in str(exception)
-        return self._noticed_it.wait(_SOON_S if caused else 0.0)
+        # A launcher ends the peers of a rank that has failed with a signal, too: the failed one does not answer.
+        return self._noticed_it.wait(_SOON_S if caused else 0.0) and self.stop.agreed(timeout_s=_SOON_S)
 
     # -- interruption
 

@@ -60,6 +60,7 @@ class Stop:
         self._boundary_by = float("inf")
         self._changed = threading.Condition()
         self._left = self._closed = False
+        self._agreed: bool | None = None
         self._told: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="resiliency-stop", daemon=True)
         self._thread.start()
@@ -78,6 +79,18 @@ class Stop:
         have heard of it."""
         return self.position.batch_ended(timeout_s=max(0.0, min(self._boundary_by - time.monotonic(), 60.0)))
 
+    def agreed(self, *, timeout_s: float) -> bool:
+        """True when all ranks have heard of the notice: a save of all of them is possible. Blocks: up to ``timeout_s``
+        while that is not known."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._agreed is not None or self._closed, timeout_s)
+            return bool(self._agreed)
+
+    def _says(self, *, agreed: bool) -> None:
+        with self._changed:
+            self._agreed = agreed
+            self._changed.notify_all()
+
     def _run(self) -> None:
         notice = self._told.get()
         if notice is None:
@@ -92,15 +105,17 @@ class Stop:
                 self._announce(notice)
             self._noticed(notice)
             self.position.decided(stop_after(self._gather(published)))
+            self._says(agreed=True)
         except (RuntimeError, OSError) as error:
             logger.warning(
-                "rank %d was told to go by %s, and cannot agree with the other ranks on where to stop (%s); it stops"
-                " where it is",
+                "rank %d was told to go by %s, and cannot agree with the other ranks on where to stop (%s): nothing can"
+                " be saved together, and it leaves",
                 self.rank,
                 notice.source,
                 error,
             )
             self.position.decided(None)
+            self._says(agreed=False)
             self._boundary_by = time.monotonic()
         self._watch()
 

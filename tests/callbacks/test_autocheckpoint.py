@@ -373,3 +373,18 @@ def test_under_slurm_lightning_requeues_the_job_where_all_have_stopped(
     assert job.codes() == [PREEMPTED], job.logs()
     assert (tmp_path / "requeued").read_text() == "requeue 77\n"
     assert torch.load(job.folder / "hpc_ckpt_1.ckpt")["global_step"] > AT
+
+
+def test_a_signal_to_the_peer_of_a_rank_that_has_died_is_no_preemption(make: Callable[..., Job]) -> None:
+    """Launchers end the other ranks so, before they start all again: nothing waits for what cannot be saved."""
+    job = make()
+    job.start(moment="forward", grace_s=30.0)
+    job.wait_there()
+    os.kill(job.workers[1].pid, signal.SIGKILL)
+    job.workers[1].wait(timeout_s=10)
+    job.signal("0")
+    job.go()
+    began = time.monotonic()
+    (code,) = [job.workers[0].wait(timeout_s=SOON_S)]
+    assert code in (1, PREEMPTED) and time.monotonic() - began < 8, job.logs()
+    assert not (job.directory / "preempted.ckpt").exists()
