@@ -262,6 +262,7 @@ class SavesWhenPreempted(StepHooks):
 
     def _leave_here(self, trainer: Any, watch: _Watch) -> None:
         watch.stop.leaves()
+        _lightning.let_children_leave(trainer)
         if not self._requeue(trainer, watch):
             self._save(trainer, watch)
         raise Preempted(self._exit_code)
@@ -294,6 +295,7 @@ class SavesWhenPreempted(StepHooks):
         try:
             if watch is not None and told:
                 watch.stop.leaves()
+                _lightning.let_children_leave(trainer)
                 if not isinstance(exception, Preempted) or watch.interrupted:
                     self._leave_in_the_middle(trainer, watch)
                 end_loader_workers()  # a loader waits for 5 s for one that is stuck

@@ -30,6 +30,7 @@ __all__ = [
     "intercept_resume",
     "is_handling_exception",
     "leave_handlers",
+    "let_children_leave",
     "is_lightnings_handler",
     "module_overrides",
     "next_is_another_batch",
@@ -382,6 +383,14 @@ def leave_handlers(trainer: Any, handlers: Mapping[int, Any]) -> None:
     for number, handler in handlers.items():
         if originals.get(number) == signal.SIG_DFL:
             originals[number] = handler
+
+
+def let_children_leave(trainer: Any) -> None:
+    """Where rank 0 has started the other ranks: nobody kills rank 0 when they end with another status than 0, which
+    Lightning's launcher does within 5 s."""
+    launcher = trainer.strategy.launcher
+    if type(launcher).__name__ == "_SubprocessScriptLauncher":
+        launcher.procs.clear()  # a thread looks at this very list
 
 
 def slurm_requeue(trainer: Any, handler: Any, number: int) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 
 from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.local_hosts import exit_status
-from tests.launch.launching import wait_for
+from tests.launch.launching import ROOT, wait_for
 
 SCRIPT = """
 import os, sys, warnings
@@ -71,6 +74,45 @@ def test_ranks_that_are_told_to_go_are_not_restarted_and_the_next_start_goes_on(
     assert again.wait() == 0, again.text
     assert again.text.count(f"begins after {step}") == 2
     assert not (tmp_path / "preempted.ckpt").exists()
+
+
+SLOW_END = """
+import time
+from lightning.fabric.strategies.launchers import subprocess_script
+class Observer(subprocess_script._ChildProcessObserver):
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self._sleep_period = 0.1
+subprocess_script._ChildProcessObserver = Observer
+try:
+    main()
+finally:
+    time.sleep(2 if os.environ.get("LOCAL_RANK", "0") == "0" else 0)
+"""
+
+
+def test_a_rank_that_has_started_the_others_ends_with_that_status_too(tmp_path: Path) -> None:
+    """Lightning's launcher kills it when one of them has ended with another status than 0."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.partition("(restartable")[0] + SLOW_END)
+    with open(tmp_path / "output", "wb") as output:
+        job = subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path), "100000"],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        pids = [int(wait_for(tmp_path / f"pid-{rank}")) for rank in range(2)]
+        assert pids[0] == job.pid
+        os.kill(pids[1], signal.SIGTERM)
+        assert job.wait(60) == PREEMPTED, (tmp_path / "output").read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait(10)
+    assert (tmp_path / "preempted.ckpt").exists()
 
 
 def test_the_status_of_several_hosts() -> None:
