@@ -18,35 +18,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
+from resiliency.callbacks._notice_watch import NoticeWatch, Preempted
 from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.callbacks.model_checkpoint import EngineModelCheckpoint
 from resiliency.callbacks.model_checkpoint import build as build_model_checkpoint
-from resiliency.checkpoint.checkpointer import default_coordinator
-from resiliency.checkpoint.coordinator import StoreCoordinator
-from resiliency.errors import ConfigError, TierError
-from resiliency.events import EventKind
+from resiliency.checkpoint.ticket import Ticket
+from resiliency.errors import ConfigError, ResiliencyError, TierError
 from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.leaving import (
-    abort_collectives,
     close_when_left,
     end_loader_workers,
-    looks_like_a_lost_peer,
-    may_be_interrupted,
 )
-from resiliency.launch.peer_connections import PeerConnections
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.resume.rank_state import is_step_boundary
-from resiliency.preemption.board import Board, own_connection
-from resiliency.preemption.notice import Notice
 from resiliency.preemption.shield import Shield
-from resiliency.preemption.signals import Signals
-from resiliency.preemption.sources import FileSource, MetadataSource
-from resiliency.preemption.stop import Stop, end_process
+from resiliency.preemption.signals import has_native_handler
+from resiliency.preemption.stop import end_process
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier
 
@@ -58,14 +49,8 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "preempted"
 GOOGLE_METADATA = "http://metadata.google.internal/computeMetadata/v1"
 _DMI = "/sys/class/dmi/id/product_name"
-#: For the other ranks to hear of a notice, and to publish where they are: threads of theirs do, whatever they train.
-_AGREE_TIMEOUT = timedelta(seconds=3)
 #: Of what is left of the grace, the share in which the save must be committed; the rest is for slower tiers.
 _COMMIT_SHARE = 0.6
-
-
-class Preempted(SystemExit):
-    """The job was told to go, and has saved what it could. ``code`` is the exit code of the process."""
 
 
 class SavesWhenPreempted(StepHooks):
@@ -87,7 +72,7 @@ class SavesWhenPreempted(StepHooks):
     SLURM with ``auto_requeue`` Lightning's handler for the requeue signal is called, at the place where all ranks stop.
     A handler of the user for another signal than SIGTERM is left alone, and that signal is no notice.
 
-    Thread: the training thread. Collective: at the start of training. Costs a microsecond a batch.
+    Thread: the training thread. Collective: at the start of training. Costs some microseconds a batch.
 
     Args:
         checkpoint_dir: folder or address for the checkpoint; None: that of the Trainer's checkpoint callback.
@@ -127,7 +112,8 @@ class SavesWhenPreempted(StepHooks):
         self._metadata_server = metadata_server
         self._exit_code = exit_code
         self._own: Any = None  # a checkpoint callback that is not in the Trainer's list
-        self._watch: _Watch | None = None
+        self._folder_may_change = False  # with the version of a logger
+        self._watch: NoticeWatch | None = None
         self._undo: Callable[[], None] = _nothing
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,7 +123,9 @@ class SavesWhenPreempted(StepHooks):
     # -- the checkpoint callback that saves ---------------------------------------------------------------------------
 
     def _others(self, trainer: Any) -> list[EngineModelCheckpoint]:
-        return [one for one in trainer.callbacks if isinstance(one, EngineModelCheckpoint)]
+        """Those that save what a resume needs."""
+        found = [one for one in trainer.callbacks if isinstance(one, EngineModelCheckpoint)]
+        return [one for one in found if not one.save_weights_only]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         require_trainer_of(self.namespace, trainer, "AutoCheckpointCallback", __name__)
@@ -145,7 +133,8 @@ class SavesWhenPreempted(StepHooks):
         if stage != "fit" or trainer.fast_dev_run:
             return
         self._undo()
-        undo = [_lightning.prepare_loaders(trainer, self._shield)]
+        undo: list[Callable[[], None]] = []
+        undo.append(_lightning.prepare_loaders(trainer, lambda one: undo.append(self._shield(trainer, one))))
         undo.append(_lightning.after_signal_handlers(trainer, lambda: self._begin(trainer)))
 
         def undo_all() -> None:
@@ -156,14 +145,15 @@ class SavesWhenPreempted(StepHooks):
         others = self._others(trainer)
         wanted = self._checkpoint_dir
         if not others or (wanted is not None and not any(_is_dir_of(one, wanted) for one in others)):
-            stock = getattr(trainer.checkpoint_callback, "dirpath", None)
-            folder = wanted or stock
+            folder = wanted or getattr(trainer.checkpoint_callback, "dirpath", None)
+            self._folder_may_change = folder is None
             asked = True if self._was_preempted(trainer, folder) else None
             self._own = build_model_checkpoint(self.namespace)(
                 folder, save_top_k=0, filename=FILE_NAME, auto_resume=asked
             )
             self._own.setup(trainer, pl_module, stage)
             return
+        self._folder_may_change = all(one.dirpath is None for one in others)
         for one in others:  # Lightning sets them up after this one
             if one._auto_resume is None and self._was_preempted(trainer, one.dirpath):
                 one._auto_resume = True
@@ -179,12 +169,19 @@ class SavesWhenPreempted(StepHooks):
                 logger.warning("whether the job was preempted is not known: %s", error)
         return bool(trainer.strategy.broadcast(found))
 
-    def _shield(self, loader: Any) -> None:
-        """Workers of this loader outlive signals that are not for them."""
-        if getattr(loader, "num_workers", 0) and hasattr(loader, "worker_init_fn"):
-            own = loader.worker_init_fn
-            if not isinstance(own, Shield):
-                loader.worker_init_fn = Shield(self._signals, own)
+    def _shield(self, trainer: Any, loader: Any) -> Callable[[], None]:
+        """Workers of this loader outlive signals that are not for them. Returns what undoes it."""
+        if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
+            return _nothing
+        before = loader.worker_init_fn
+        _lightning.add_worker_seeds(trainer, loader)  # where there is no other function, as Lightning does later
+        shield = loader.worker_init_fn = Shield(self._signals, loader.worker_init_fn)
+
+        def undo() -> None:
+            if loader.worker_init_fn is shield:
+                loader.worker_init_fn = before
+
+        return undo
 
     def _saver(self, trainer: Any) -> CheckpointSaver | None:
         """Of the callback whose run the checkpoint belongs to; None where Lightning's own code saves."""
@@ -226,7 +223,7 @@ class SavesWhenPreempted(StepHooks):
         server = self._metadata_server
         if server == "auto":
             server = GOOGLE_METADATA if _on_google_cloud() else None
-        self._watch = _Watch(
+        self._watch = NoticeWatch(
             trainer,
             grace_s=self._grace.total_seconds(),
             signals=signals,
@@ -234,7 +231,7 @@ class SavesWhenPreempted(StepHooks):
             metadata_server=server,
             exit_code=self._exit_code,
         )
-        close_when_left(self._watch, _Watch.close)
+        close_when_left(self._watch, NoticeWatch.close)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._watch is not None:
@@ -260,7 +257,7 @@ class SavesWhenPreempted(StepHooks):
             # After the hooks of all callbacks and of the module: what they change is of this step.
             _lightning.after_batch_end_hooks(trainer, lambda: self._leave_here(trainer, watch))
 
-    def _leave_here(self, trainer: Any, watch: _Watch) -> None:
+    def _leave_here(self, trainer: Any, watch: NoticeWatch) -> None:
         watch.stop.leaves()
         _lightning.let_children_leave(trainer)
         if not self._requeue(trainer, watch):
@@ -284,7 +281,9 @@ class SavesWhenPreempted(StepHooks):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
-        self._end_watch()  # trained to its end: what is told from here on is for others
+        if self._watch is not None:
+            # Nothing stops all ranks at one place any more. They end by themselves, and soon; else they are ended.
+            self._watch.stop.leaves()
         if self._own is not None:
             self._own.on_train_end(trainer, pl_module)
 
@@ -304,16 +303,19 @@ class SavesWhenPreempted(StepHooks):
         finally:
             if told:
                 _lightning.leave_handlers(trainer, dict.fromkeys(self._signals, self._end_now))
-                _lightning.after_teardown(trainer, lambda: self._gone(exception))
+                users_exit = watch.users_exit if watch is not None else None
+                _lightning.after_teardown(trainer, lambda: self._gone(exception, users_exit))
             else:
                 self._end_watch()
             if self._own is not None:
                 own, self._own = self._own, None
                 own.on_exception(trainer, pl_module, exception)
 
-    def _gone(self, exception: BaseException) -> None:
+    def _gone(self, exception: BaseException, users_exit: BaseException | None) -> None:
         """What this process still does is not watched over. Whatever ended the fit, it ends as the job is to go."""
         self._end_watch()
+        if users_exit is not None:
+            raise users_exit
         if not isinstance(exception, Preempted):
             raise Preempted(self._exit_code) from exception
 
@@ -345,14 +347,14 @@ class SavesWhenPreempted(StepHooks):
         folder = self._checkpoint_dir or (others[0].dirpath if others else trainer.default_root_dir)
         return os.path.join(folder, FILE_NAME + ".ckpt")
 
-    def _requeue(self, trainer: Any, watch: _Watch) -> bool:
+    def _requeue(self, trainer: Any, watch: NoticeWatch) -> bool:
         """Under SLURM: lets Lightning save and requeue the job, now that all ranks are at one place."""
         notice = watch.stop.notice
         if notice is None or not notice.signal:
             return False
         return _lightning.slurm_requeue(trainer, watch.handlers_before.get(notice.signal), notice.signal)
 
-    def _leave_in_the_middle(self, trainer: Any, watch: _Watch) -> None:
+    def _leave_in_the_middle(self, trainer: Any, watch: NoticeWatch) -> None:
         if watch.stepping:
             logger.warning(
                 "rank %d was ended within an optimizer step: it saves nothing, and the job resumes from the newest"
@@ -366,7 +368,7 @@ class SavesWhenPreempted(StepHooks):
         else:
             self._save(trainer, watch)
 
-    def _save(self, trainer: Any, watch: _Watch) -> None:
+    def _save(self, trainer: Any, watch: NoticeWatch) -> None:
         """Saves on all tiers, and waits as far as the grace allows. Blocks: up to what is left of it."""
         saver, began, step = watch.saver, time.monotonic(), trainer.global_step
         path = self._path(trainer, saver)
@@ -378,11 +380,11 @@ class SavesWhenPreempted(StepHooks):
         left = timedelta(seconds=watch.stop.seconds_left * _COMMIT_SHARE)
         ticket = saver.save_to_leave(path, left / 2)
         saver.session.fence()
+        reason = "it could not be begun"
         if ticket is not None:
-            left = timedelta(seconds=watch.stop.seconds_left * _COMMIT_SHARE)
-            saver.settle(Stage.COMMITTED, left)
-        if ticket is None or not ticket.has_reached(Stage.COMMITTED):
-            reason = "it could not be begun" if ticket is None else ticket.failed or "it is not committed in time"
+            reason = _wait(ticket, Stage.COMMITTED, None, watch.stop.seconds_left * _COMMIT_SHARE)
+        saver.session.deliver_outcomes()
+        if ticket is None or reason:
             logger.warning(
                 "rank %d: the save of step %d before the job goes is not there: %s; the job resumes from the newest"
                 " checkpoint that is",
@@ -391,168 +393,33 @@ class SavesWhenPreempted(StepHooks):
                 reason,
             )
             return
-        saver.settle(Stage.DURABLE, timedelta(seconds=watch.stop.seconds_left))
-        missing = [
-            tier for tier in ticket.tiers if tier != "local" and not ticket.has_reached(Stage.DURABLE, tier=tier)
-        ]
+        tiers = ticket.can_be_durable
+        missing = [tier for tier in tiers if _wait(ticket, Stage.DURABLE, tier, watch.stop.seconds_left)]
+        saver.session.deliver_outcomes()
+        how = "started again, the job resumes from there"
+        if self._folder_may_change:
+            how = (
+                f"to resume, pass fit(ckpt_path={path!r}), as Lightning's default folder changes with each start; with"
+                " dirpath= the job resumes by itself"
+            )
         _lightning.tell_user(
             trainer,
             f"Preempted: step {step} is saved as {path} ({time.monotonic() - began:.1f} s)"
-            + (f"; not yet on {', '.join(missing)}, which the agent goes on with" if missing else "")
-            + f". The processes exit with {self._exit_code}; started again, the job resumes from there.",
+            + (f"; not yet durable on {', '.join(missing)}, which the agent goes on with" if missing else "")
+            + f". The processes exit with {self._exit_code}; {how}.",
         )
 
 
-#: How long a rank that fails waits whether it was because the job is to go.
-_SOON_S = 1.0
+def _wait(ticket: Ticket, stage: Stage, tier: str | None, seconds: float) -> str:
+    """Why a save has not reached a stage in time; "" when it has."""
+    try:
+        ticket.wait(stage, tier=tier, timeout=timedelta(seconds=seconds))
+    except (ResiliencyError, OSError, RuntimeError) as error:  # RuntimeError: the store of a rank that has left
+        return str(error)
+    return ""
+
+
 _NOT_CAUGHT = {signal.SIGKILL, signal.SIGSTOP}
-
-
-class _Watch:
-    """What listens for notices during one fit on one rank.
-
-    Attributes:
-        saver: of the callback that saves; None before training, and where Lightning's own code saves.
-        stepping: an optimizer step may be half done.
-        interrupted: the main thread was interrupted.
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        *,
-        grace_s: float,
-        signals: Sequence[int],
-        notice_file: str | None,
-        metadata_server: str | None,
-        exit_code: int,
-    ) -> None:
-        self.saver: CheckpointSaver | None = None
-        self.stepping = self.interrupted = False
-        self._rank, self._grace_s, self._exit_code = trainer.global_rank, grace_s, exit_code
-        self._may_interrupt = False
-        self._noticed_it = threading.Event()
-        self._connections = PeerConnections()
-        self._main = threading.main_thread().ident
-        coordinator = default_coordinator(trainer.global_rank, trainer.world_size)
-        gather = coordinator
-        if isinstance(coordinator, StoreCoordinator):
-            gather = StoreCoordinator(
-                own_connection(coordinator.store),
-                rank=coordinator.rank,
-                world_size=coordinator.world_size,
-                prefix=coordinator.prefix,
-            )
-        self._board: Board | None = None
-
-        def announce(notice: Notice) -> None:
-            if self._board is not None:
-                self._board.announce(notice)
-
-        def published(mine: int) -> list[int]:
-            timeout = min(_AGREE_TIMEOUT, timedelta(seconds=grace_s / 3))
-            return [int(one) for one in gather.all_gather("stop", str(mine).encode(), timeout=timeout)]
-
-        self.stop = Stop(
-            rank=self._rank,
-            announce=announce,
-            gather=published,
-            noticed=self._noticed,
-            interrupt=self._interrupt,
-            end=lambda: end_process(exit_code),
-        )
-        if isinstance(coordinator, StoreCoordinator):
-            self._board = Board(
-                coordinator.store,
-                prefix=coordinator.prefix,
-                rank=coordinator.rank,
-                world_size=coordinator.world_size,
-                told=self.stop.tell,
-            )
-        self._restore_broadcast = _lightning.stop_asking_for_sigterm(trainer)
-        #: Handlers of signals that were there.
-        self.handlers_before = {number: signal.getsignal(number) for number in signals}
-        self._user_handlers = {
-            number: _lightning.users_handler(trainer, number, handler)
-            for number, handler in self.handlers_before.items()
-        }
-        self._signals: Signals | None = None
-        if signals:
-            self._signals = Signals(signals, self._told_by_signal, self._handle, self._user_handlers)
-        self._sources: list[FileSource | MetadataSource] = []
-        if notice_file is not None:
-            self._sources.append(FileSource(notice_file, self._told_by_source))
-        if metadata_server is not None:
-            self._sources.append(MetadataSource(metadata_server, self._told_by_source))
-
-    # -- notices, on threads of theirs
-
-    def _told_by_signal(self, number: int) -> None:
-        name = signal.Signals(number).name
-        self.stop.tell(Notice(source=name, rank=self._rank, grace_s=self._grace_s, signal=number))
-
-    def _told_by_source(self, source: str) -> None:
-        self.stop.tell(Notice(source=source, rank=self._rank, grace_s=self._grace_s))
-
-    def _noticed(self, notice: Notice) -> None:
-        self._noticed_it.set()
-        logger.warning(
-            "%s told rank %d that the job is to go: all ranks save and leave within %.0f s",
-            notice.source,
-            notice.rank,
-            notice.grace_s,
-        )
-        saver = self.saver
-        if saver is not None and saver.engine is not None:
-            events = saver.engine.session.events
-            events.emit(EventKind.PREEMPTION_NOTICE, source=notice.source, told=notice.rank, deadline_s=notice.grace_s)
-
-    def told_because_of(self, exception: BaseException) -> bool:
-        """True when the job is to go, and not this rank alone because another one has failed.
-
-        Blocks: up to a second after an error that the same signal may have caused, in another rank or in a worker of a
-        data loader, and that was faster than the signal; and up to one for the other ranks to say where they are.
-        """
-        if isinstance(exception, Preempted):
-            return True
-        caused = looks_like_a_lost_peer(exception) or "DataLoader worker" in str(exception)
-        # A launcher ends the peers of a rank that has failed with a signal, too: the failed one does not answer.
-        return self._noticed_it.wait(_SOON_S if caused else 0.0) and self.stop.agreed(timeout_s=_SOON_S)
-
-    # -- interruption
-
-    def _interrupt(self) -> None:
-        abort_collectives(self._connections, groups=True, forming=False)
-        self._may_interrupt = True
-        if self._signals is not None and self._main is not None:
-            signal.pthread_kill(self._main, min(self.handlers_before))
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread."""
-        if self._may_interrupt:
-            self._may_interrupt = False
-            if may_be_interrupted(frame, _NOWHERE) and not _lightning.is_handling_exception(frame):
-                self.interrupted = True
-                raise Preempted(self._exit_code)
-            return
-        handler = self._user_handlers.get(number)
-        if callable(handler):
-            handler(number, frame)
-
-    def close(self) -> None:
-        """Ends all of it. Idempotent. Blocks: up to a second for each thread."""
-        self.stop.close()
-        for source in self._sources:
-            source.close()
-        if self._signals is not None:
-            self._signals.close()
-        if self._board is not None:
-            self._board.close()
-        self._restore_broadcast()
-
-
-#: No frame runs it.
-_NOWHERE = (lambda: None).__code__
 
 
 def _nothing() -> None:
@@ -573,6 +440,9 @@ def _is_free(trainer: Any, number: int) -> bool:
     if number == signal.SIGTERM:
         return True
     handler = signal.getsignal(number)
+    if has_native_handler(number):
+        logger.info("%s has a native handler, as of faulthandler, and is no notice", signal.Signals(number).name)
+        return False
     if handler in (signal.SIG_DFL, signal.SIG_IGN) or _lightning.is_lightnings_handler(trainer, handler):
         return True
     logger.info("%s has a handler of its own, and is no notice", signal.Signals(number).name)

@@ -22,6 +22,7 @@ import torch
 
 __all__ = [
     "about_to_end",
+    "add_worker_seeds",
     "after_signal_handlers",
     "after_batch_end_hooks",
     "after_teardown",
@@ -343,6 +344,14 @@ def prepare_loaders(trainer: Any, prepare: Callable[[Any], None]) -> Callable[[]
 
     strategy.process_dataloader = process_dataloader
     return undo
+
+
+def add_worker_seeds(trainer: Any, loader: Any) -> None:
+    """What ``seed_everything(workers=True)`` asks for, as the trainer does later where the loader has no function for
+    its workers."""
+    package = "lightning.fabric" if _is_of(trainer, "lightning.pytorch") else "lightning_fabric"
+    utilities = importlib.import_module(f"{package}.utilities.data")
+    utilities._auto_add_worker_init_fn(loader, trainer.global_rank)
 
 
 def after_signal_handlers(trainer: Any, action: Callable[[], None]) -> Callable[[], None]:

@@ -91,10 +91,14 @@ class Board:
             self._store.set(key, text)
 
     def close(self) -> None:
-        """Ends the wait. Idempotent. Blocks: for an answer of the store, up to a second for the thread."""
+        """Ends the wait. Idempotent. Blocks: up to a second."""
         if self._closed:
             return
         self._closed = True
+        # On a thread of its own: a store whose process is stopped does not answer.
+        threading.Thread(target=self._wake, name="resiliency-notice-close", daemon=True).start()
+        self._thread.join(1)
+
+    def _wake(self) -> None:
         with suppress(RuntimeError):  # the store is gone, and the thread with it
             self._store.set(self._key(self._rank), "")
-        self._thread.join(1)

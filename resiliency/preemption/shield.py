@@ -6,8 +6,10 @@ when the rank says so, or has ended: torch has them look for that.
 
 from __future__ import annotations
 
+import _posixsubprocess
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ class Shield:
     def __call__(self, worker: int) -> None:
         # A handler of Python's does not know who has sent a signal, and torch's own ends the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        _let_children_have(self.signals)
         threading.Thread(target=self._wait, name="resiliency-shield", daemon=True).start()
         if self.then is not None:
             self.then(worker)
@@ -39,3 +42,24 @@ class Shield:
         while True:
             if signal.sigwaitinfo(self.signals).si_pid == os.getppid():
                 os._exit(0)
+
+
+def _let_children_have(signals: tuple[int, ...]) -> None:
+    """Programs that this process starts, and processes that it forks, inherit what is blocked, and would never end."""
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+    os.register_at_fork(after_in_child=unblock)
+    original = _posixsubprocess.fork_exec
+
+    def fork_exec(*args: Any) -> int:
+        unblock()
+        try:
+            return int(original(*args))
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+
+    _posixsubprocess.fork_exec = fork_exec
+    if hasattr(subprocess, "_fork_exec"):  # Python 3.11 and later look it up there
+        subprocess._fork_exec = fork_exec

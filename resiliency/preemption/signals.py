@@ -16,10 +16,11 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Signals"]
+__all__ = ["Signals", "has_native_handler"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,18 @@ class Signals:
         self._thread.join(1)
         self._reader.close()
         self._writer.close()
+
+
+def has_native_handler(number: int) -> bool:
+    """True where native code handles the signal, of which Python does not know, as with ``faulthandler.register``."""
+    if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+        return False
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (number - 1) & 1)
 
 
 def _is(fd: int, one: socket.socket) -> bool:

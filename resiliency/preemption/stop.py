@@ -100,6 +100,11 @@ class Stop:
         self._boundary_by = began + BOUNDARY_SHARE * notice.grace_s
         published = self.position.publish()
         self.notice = notice
+        # On a thread of its own: a store whose process is stopped does not answer, and the grace passes all the same.
+        threading.Thread(target=self._agree, args=(notice, published), name="resiliency-agree", daemon=True).start()
+        self._watch()
+
+    def _agree(self, notice: Notice, published: int) -> None:
         try:
             if notice.rank == self.rank:
                 self._announce(notice)
@@ -116,12 +121,12 @@ class Stop:
             )
             self.position.decided(None)
             self._says(agreed=False)
-            self._boundary_by = time.monotonic()
-        self._watch()
 
     def _watch(self) -> None:
         with self._changed:
-            left = self._changed.wait_for(lambda: self._left or self._closed, max(0.0, self._boundary_by - _now()))
+            left_s = max(0.0, self._boundary_by - _now())
+            self._changed.wait_for(lambda: self._left or self._closed or self._agreed is False, left_s)
+            left = self._left or self._closed
         if not left:
             logger.warning("rank %d has not come to the place where all stop: it is interrupted where it is", self.rank)
         while not left and _now() < self._deadline:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import importlib
 import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -57,6 +60,12 @@ class Data(Dataset[torch.Tensor]):
         if self._stuck and here and self._given >= BATCH * first:
             wait_there(self._folder, "there", to_go_on=False)
         self._given += 1
+        if worker is not None and index == 0:  # a program that a worker starts and ends
+            child = subprocess.Popen(["sleep", "60"])
+            child.terminate()
+            Path(self._folder, "child").write_text(str(child.wait(20)))
+        if index < 4:
+            Path(self._folder, f"drawn-{index}").write_text(str(numpy.random.randint(1 << 30)))
         return torch.full((8,), float(index) / 96)
 
 
@@ -104,6 +113,10 @@ def make_module(namespace: str, folder: str, moment: str, dropout: float, fails:
             if index == AT and self.moment == "batch end":
                 wait_there(folder, "there", to_go_on=True)
 
+        def on_train_end(self) -> None:
+            if self.moment == "train end":
+                wait_there(folder, "there", to_go_on=True)
+
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=0.01)
 
@@ -135,6 +148,8 @@ def train(
     user_handler: bool = False,
     stock: bool = False,
     local_dir: str = "",
+    handler: str = "",
+    seed_workers: bool = False,
     fails: bool = False,
 ) -> None:
     """Trains; each rank writes its weights after each step, and what became of the fit."""
@@ -143,9 +158,9 @@ def train(
     logging.basicConfig(filename=log, format="%(relativeCreated)d %(name)s %(message)s", level=logging.INFO, force=True)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     given: dict[str, Any] = {"grace": timedelta(seconds=grace_s), "metadata_server": None} | (arguments or {})
-    automatic = build(namespace)(None if model_checkpoint else directory, **given)
+    automatic = build(namespace)(None if model_checkpoint else directory, **given) if given.pop("used", True) else None
     lightning = importlib.import_module(namespace)
-    callbacks = [automatic]
+    callbacks: list[Any] = [automatic] if automatic is not None else []
     if stock:
         callbacks.append(importlib.import_module(f"{namespace}.callbacks").ModelCheckpoint(directory))
     elif model_checkpoint:
@@ -176,6 +191,12 @@ def train(
         limit_val_batches=3,
         accumulate_grad_batches=accumulate,
     )
+    if handler == "exits":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+    elif handler == "stacks":
+        faulthandler.register(signal.SIGUSR1, file=open(Path(folder, "stacks"), "w"))  # noqa: SIM115
+    if seed_workers:
+        lightning.seed_everything(3, workers=True)
     if user_handler:
         signal.signal(signal.SIGTERM, lambda *_: Path(folder, f"handled-{rank}").touch())
     data = Data(folder, stuck and rank == world_size - 1)

@@ -150,6 +150,7 @@ def test_all_ranks_save_one_step_and_leave(
     assert job.codes() == [PREEMPTED, PREEMPTED], job.results()
     first, second = job.results()
     assert first["outcome"] == second["outcome"] == f"Preempted {PREEMPTED}"
+    assert "is not there" not in job.logs()
     step, _ = saved_step(job)
     assert first["step"] == second["step"] == step and AT < step <= AT + 3
     assert weights(job) == undisturbed["0.2"][str(step)]
@@ -388,3 +389,88 @@ def test_a_signal_to_the_peer_of_a_rank_that_has_died_is_no_preemption(make: Cal
     (code,) = [job.workers[0].wait(timeout_s=SOON_S)]
     assert code in (1, PREEMPTED) and time.monotonic() - began < 8, job.logs()
     assert not (job.directory / "preempted.ckpt").exists()
+
+
+def test_a_rank_whose_store_is_frozen_ends_within_the_grace(make: Callable[..., Job]) -> None:
+    """Rank 0 has the store, and answers nobody."""
+    job = make()
+    job.start(moment="forward", grace_s=4.0)
+    job.wait_there()
+    os.kill(job.workers[0].pid, signal.SIGSTOP)
+    began = time.monotonic()
+    job.signal("1")
+    job.go()
+    assert job.workers[1].wait(timeout_s=15) == PREEMPTED, job.logs()
+    assert time.monotonic() - began < 8
+    assert not (job.directory / "preempted.ckpt").exists()
+
+
+def test_a_checkpoint_that_is_to_be_resumed_has_all_of_the_state(make: Callable[..., Job]) -> None:
+    """Also beside a callback that saves weights alone."""
+    job = make(ranks=1)
+    job.start(moment="forward", saves={"save_weights_only": True})
+    job.wait_there()
+    job.signal("0")
+    job.go()
+    assert job.codes() == [PREEMPTED], job.logs()
+    step, state = saved_step(job)
+    assert "optimizer_states" in state
+    job.start(saves={"save_weights_only": True})
+    assert job.codes() == [0], job.logs()
+    assert min(map(int, job.results()[0]["hashes"])) == step + 1
+
+
+def test_workers_are_seeded_and_end_what_they_start_as_without_it(make: Callable[..., Job]) -> None:
+    drawn = []
+    for used in (False, True):
+        job = make(f"used-{used}", ranks=1)
+        job.start(workers=2, seed_workers=True, arguments={"used": used}, max_steps=4)
+        assert job.codes() == [0], job.logs()
+        assert (job.folder / "child").read_text() == str(-signal.SIGTERM)
+        drawn.append([(job.folder / f"drawn-{index}").read_text() for index in range(4)])
+    assert drawn[0] == drawn[1]
+
+
+def test_the_handler_of_faulthandler_is_left_alone(make: Callable[..., Job]) -> None:
+    job = make(ranks=1)
+    job.start(moment="forward", handler="stacks")
+    job.wait_there()
+    job.signal("0", signal.SIGUSR1)
+    until = time.monotonic() + SOON_S
+    while "wait_there" not in (job.folder / "stacks").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    job.go()
+    assert job.codes() == [0], job.logs()
+
+
+def test_a_handler_of_the_user_that_exits_does_so_when_all_is_saved(make: Callable[..., Job]) -> None:
+    job = make()
+    job.start(moment="forward", handler="exits")
+    job.wait_there()
+    job.signal("all")
+    job.go()
+    assert job.codes() == [9, 9], job.logs()
+    assert saved_step(job)[0] > AT
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_notice_after_the_last_batch(ends: bool, make: Callable[..., Job]) -> None:
+    """The job ends by itself, or is ended when the grace is over. Lightning's handler would wait for the other rank."""
+    job = make()
+    job.start(moment="train end", grace_s=3.0)
+    job.wait_there()
+    job.signal("0")
+    if ends:
+        job.go()
+    assert job.codes(timeout_s=15) == ([0, 0] if ends else [PREEMPTED, PREEMPTED]), job.logs()
+
+
+def test_a_rank_is_interrupted_without_a_signal_that_is_a_notice(make: Callable[..., Job], tmp_path: Path) -> None:
+    job, notice = make(), tmp_path / "notice"
+    job.start(stuck=True, dropout=0.0, grace_s=5.0, arguments={"notice_file": str(notice), "signals": []})
+    job.wait_there(1)
+    job.wait_there(what="before")
+    notice.touch()
+    assert job.codes() == [PREEMPTED, PREEMPTED], job.logs()
+    assert saved_step(job)[0] == AT

@@ -1,0 +1,193 @@
+"""Listens for notices that the job is to go, during one fit on one rank, and makes the rank leave where it is stuck."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+from resiliency.callbacks._saver import CheckpointSaver
+from resiliency.checkpoint.checkpointer import default_coordinator
+from resiliency.checkpoint.coordinator import StoreCoordinator
+from resiliency.events import EventKind
+from resiliency.launch.leaving import abort_collectives, looks_like_a_lost_peer, may_be_interrupted
+from resiliency.launch.peer_connections import PeerConnections
+from resiliency.plugins import _lightning
+from resiliency.preemption.board import Board, own_connection
+from resiliency.preemption.notice import Notice
+from resiliency.preemption.signals import Signals
+from resiliency.preemption.sources import FileSource, MetadataSource
+from resiliency.preemption.stop import Stop, end_process
+
+__all__ = ["NoticeWatch", "Preempted"]
+
+logger = logging.getLogger(__name__)
+
+#: For the other ranks to hear of a notice, and to publish where they are: threads of theirs do, whatever they train.
+_AGREE_TIMEOUT = timedelta(seconds=3)
+#: How long a rank that fails waits whether it was because the job is to go.
+_SOON_S = 1.0
+#: Interrupts the main thread. Nobody uses it: not Python, torch, Lightning, or :mod:`resiliency.launch`.
+_INTERRUPT = signal.SIGRTMIN + 11
+#: No frame runs it.
+_NOWHERE = (lambda: None).__code__
+
+
+class Preempted(SystemExit):
+    """The job was told to go, and has saved what it could. ``code`` is the exit code of the process."""
+
+
+class NoticeWatch:
+    """What listens for notices during one fit on one rank.
+
+    Attributes:
+        saver: of the callback that saves; None before training, and where Lightning's own code saves.
+        stepping: an optimizer step may be half done.
+        interrupted: the main thread was interrupted.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        grace_s: float,
+        signals: Sequence[int],
+        notice_file: str | None,
+        metadata_server: str | None,
+        exit_code: int,
+    ) -> None:
+        self.saver: CheckpointSaver | None = None
+        self.stepping = self.interrupted = False
+        self._rank, self._grace_s, self._exit_code = trainer.global_rank, grace_s, exit_code
+        #: What a handler of the user has raised; it ends the fit when all is saved.
+        self.users_exit: BaseException | None = None
+        self._noticed_it = threading.Event()
+        self._connections = PeerConnections()
+        self._main = threading.main_thread().ident
+        coordinator = default_coordinator(trainer.global_rank, trainer.world_size)
+        gather = coordinator
+        if isinstance(coordinator, StoreCoordinator):
+            gather = StoreCoordinator(
+                own_connection(coordinator.store),
+                rank=coordinator.rank,
+                world_size=coordinator.world_size,
+                prefix=coordinator.prefix,
+            )
+        self._board: Board | None = None
+
+        def announce(notice: Notice) -> None:
+            if self._board is not None:
+                self._board.announce(notice)
+
+        def published(mine: int) -> list[int]:
+            timeout = min(_AGREE_TIMEOUT, timedelta(seconds=grace_s / 3))
+            return [int(one) for one in gather.all_gather("stop", str(mine).encode(), timeout=timeout)]
+
+        self.stop = Stop(
+            rank=self._rank,
+            announce=announce,
+            gather=published,
+            noticed=self._noticed,
+            interrupt=self._interrupt,
+            end=lambda: end_process(exit_code),
+        )
+        if isinstance(coordinator, StoreCoordinator):
+            self._board = Board(
+                coordinator.store,
+                prefix=coordinator.prefix,
+                rank=coordinator.rank,
+                world_size=coordinator.world_size,
+                told=self.stop.tell,
+            )
+        self._restore_broadcast = _lightning.stop_asking_for_sigterm(trainer)
+        #: Handlers of signals that were there.
+        self.handlers_before = {number: signal.getsignal(number) for number in signals}
+        self._user_handlers = {
+            number: _lightning.users_handler(trainer, number, handler)
+            for number, handler in self.handlers_before.items()
+        }
+        self._before_interrupt: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._before_interrupt = signal.signal(_INTERRUPT, self._interrupted) or signal.SIG_DFL
+        self._signals: Signals | None = None
+        if signals:
+            self._signals = Signals(signals, self._told_by_signal, self._handle, self._user_handlers)
+        self._sources: list[FileSource | MetadataSource] = []
+        if notice_file is not None:
+            self._sources.append(FileSource(notice_file, self._told_by_source))
+        if metadata_server is not None:
+            self._sources.append(MetadataSource(metadata_server, self._told_by_source))
+
+    # -- notices, on threads of theirs
+
+    def _told_by_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        self.stop.tell(Notice(source=name, rank=self._rank, grace_s=self._grace_s, signal=number))
+
+    def _told_by_source(self, source: str) -> None:
+        self.stop.tell(Notice(source=source, rank=self._rank, grace_s=self._grace_s))
+
+    def _noticed(self, notice: Notice) -> None:
+        self._noticed_it.set()
+        logger.warning(
+            "%s told rank %d that the job is to go: all ranks save and leave within %.0f s",
+            notice.source,
+            notice.rank,
+            notice.grace_s,
+        )
+        saver = self.saver
+        if saver is not None and saver.engine is not None:
+            events = saver.engine.session.events
+            events.emit(EventKind.PREEMPTION_NOTICE, source=notice.source, told=notice.rank, deadline_s=notice.grace_s)
+
+    def told_because_of(self, exception: BaseException) -> bool:
+        """True when the job is to go, and not this rank alone because another one has failed.
+
+        Blocks: up to a second after an error that the same signal may have caused, in another rank or in a worker of a
+        data loader, and that was faster than the signal; and up to one for the other ranks to say where they are.
+        """
+        if isinstance(exception, Preempted):
+            return True
+        caused = looks_like_a_lost_peer(exception) or "DataLoader worker" in str(exception)
+        # A launcher ends the peers of a rank that has failed with a signal, too: the failed one does not answer.
+        return self._noticed_it.wait(_SOON_S if caused else 0.0) and self.stop.agreed(timeout_s=_SOON_S)
+
+    # -- interruption
+
+    def _interrupt(self) -> None:
+        abort_collectives(self._connections, groups=True, forming=False)
+        if self._before_interrupt is not None and self._main is not None:
+            signal.pthread_kill(self._main, _INTERRUPT)
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread."""
+        if may_be_interrupted(frame, _NOWHERE) and not _lightning.is_handling_exception(frame):
+            self.interrupted = True
+            raise Preempted(self._exit_code)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread."""
+        handler = self._user_handlers.get(number)
+        if not callable(handler):
+            return
+        try:
+            handler(number, frame)
+        except BaseException as error:  # Boundary: of the user, who wants to end; first all ranks save.
+            self.users_exit = self.users_exit or error
+
+    def close(self) -> None:
+        """Ends all of it. Idempotent. Blocks: up to a second for each thread."""
+        self.stop.close()
+        for source in self._sources:
+            source.close()
+        if self._signals is not None:
+            self._signals.close()
+        if self._board is not None:
+            self._board.close()
+        if self._before_interrupt is not None and signal.getsignal(_INTERRUPT) == self._interrupted:
+            signal.signal(_INTERRUPT, self._before_interrupt)
+        self._restore_broadcast()
