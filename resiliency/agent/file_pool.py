@@ -2,7 +2,8 @@
 
 A new file is filled with zeros, because the first touch of a page takes ten times as long as a later copy. A file of a
 deleted step is used again only with proof that no process has it open (:mod:`resiliency.storage.shared_files`): a
-reader of the old step, a stopped writer of a dead attempt, a link somebody made.
+reader of the old step, a stopped writer of a dead attempt, a link somebody made. Nor where another file may share its
+blocks. Where the file system writes to other blocks than a file has, there is nothing to prepare.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from resiliency.agent.config import AgentConfig
 from resiliency.agent.messages import FileReady
 from resiliency.storage.manifest import FILES_DIR, META_DIR
 from resiliency.storage.shared_files import is_ours_alone, write_zeros
+from resiliency.storage.tiers.local import copies_on_write, may_share_blocks
 
 __all__ = ["MOST_READY", "SMALL_FILE", "FilePool"]
 
@@ -130,17 +132,23 @@ class FilePool:
 
     def _refill(self) -> None:
         self._ready = {path: inode for path, inode in self._ready.items() if os.path.lexists(path)}
+        if copies_on_write(self._folder):
+            self._say_none()
+            self._wanted = 0
         try:
             while len(self._ready) < self._wanted and self._nbytes >= SMALL_FILE and self._prepare():
                 continue
         except OSError as error:
             # The save that finds no file makes its own, and reports what is wrong.
             logger.info("no shard file of %d bytes can be prepared in %s: %s", self._nbytes, self._folder, error)
-            for rank in self._config.local_ranks:
-                self._notify(rank, FileReady(path="", inode=0, nbytes=0))
+            self._say_none()
         if len(self._ready) >= self._wanted or self._nbytes < SMALL_FILE:
             while self._used:
                 _unlink(self._used.pop())
+
+    def _say_none(self) -> None:
+        for rank in self._config.local_ranks:
+            self._notify(rank, FileReady(path="", inode=0, nbytes=0))
 
     def _prepare(self) -> bool:
         path = self._used_file() or self._new_file()
@@ -156,7 +164,7 @@ class FilePool:
             path = self._used.pop()
             try:
                 size = os.stat(path).st_size
-                if self._nbytes <= size <= 2 * self._nbytes and is_ours_alone(path):
+                if self._nbytes <= size <= 2 * self._nbytes and not may_share_blocks(path) and is_ours_alone(path):
                     target = self._new_path("free")
                     os.rename(path, target)
                     return target

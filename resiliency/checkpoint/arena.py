@@ -31,7 +31,7 @@ from resiliency.errors import TierError
 from resiliency.regular_file import open_regular
 from resiliency.storage.file_end import hold, lengthen
 from resiliency.storage.shared_files import move_without_replacing
-from resiliency.storage.tiers.local import on_ramdisk
+from resiliency.storage.tiers.local import copies_on_write, on_ramdisk
 
 __all__ = ["Arena", "Slot"]
 
@@ -59,6 +59,7 @@ class Slot:
         in_memory: the file is on a ramdisk.
         fresh: its pages may not be in memory yet; see :func:`resiliency.storage.shared_files.write_zeros`.
         small_pages: stores fault once per 4 KiB, so that ``pwrite`` is faster.
+        writes_only: a store may need a disk block that is not there, and end the process: only ``pwrite`` is allowed.
     """
 
     path: str
@@ -70,6 +71,7 @@ class Slot:
     in_memory: bool = False
     fresh: bool = True
     small_pages: bool = False
+    writes_only: bool = False
 
     def close(self) -> None:
         """Unmaps the file, which stays. Idempotent. Thread: any, once nothing uses the mapping."""
@@ -143,6 +145,7 @@ class Arena:
         self.none_to_come = False
         self._small_pages = False
         self._in_memory: dict[int, bool] = {}  # by device of the file system
+        self._copies_on_write: dict[int, bool] = {}
 
     def offer(self, path: str, inode: int, nbytes: int) -> None:
         """Notes a file that the agent has prepared, or with "" that it cannot; other ranks of the host may take it
@@ -214,6 +217,9 @@ class Arena:
         slot.in_memory = self._is_in_memory(found.st_dev, path)
         slot.fresh = prepared is None or prepared.nbytes < nbytes
         slot.small_pages = self._small_pages
+        if found.st_dev not in self._copies_on_write:
+            self._copies_on_write[found.st_dev] = copies_on_write(path)
+        slot.writes_only = self._copies_on_write[found.st_dev]
         return slot
 
     def _populate(self, file: _Prepared) -> None:

@@ -229,6 +229,30 @@ def test_a_file_of_another_size_is_deleted(make: Callable[..., Pool], tmp_path: 
     assert not holds_mark(message) and len(pool.files) == 1
 
 
+def test_a_file_that_may_share_blocks_with_a_copy_is_not_used_again(
+    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_pool, "may_share_blocks", lambda path: True)
+    pool, path = make(), shard(tmp_path)
+    pool.expect(SIZE, 1)
+    pool.use_again(str(path))
+    pool.settle()
+    ((_, message),) = pool.said
+    assert not holds_mark(message) and len(pool.files) == 1
+
+
+def test_nothing_is_prepared_where_files_are_written_elsewhere_anyway(
+    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_pool, "copies_on_write", lambda path: True)
+    pool = make(world_size=2, local_ranks=(0, 1))
+    pool.prepare()
+    pool.use_again(str(shard(tmp_path)))
+    pool.settle()
+    assert pool.files == [] and {message.path for _, message in pool.said} == {""}
+    assert {rank for rank, _ in pool.said} == {0, 1}, "a rank that warms up waits for its deadline"
+
+
 def test_files_of_deleted_steps_are_not_hoarded(make: Callable[..., Pool], tmp_path: Path) -> None:
     pool = make()
     pool.prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from resiliency import faultpoints
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, session, snapshot
+from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, arena, session, snapshot
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
@@ -548,6 +549,34 @@ def test_the_next_file_on_a_ramdisk_is_mapped_while_the_trainer_does_something_e
         while ".free" not in Path("/proc/self/maps").read_text():  # no call of the checkpointer is needed for it
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_where_a_store_may_need_a_disk_block_files_are_only_written(
+    lazy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Btrfs a store into a mapping ended the trainer with SIGBUS when the disk was full."""
+    monkeypatch.setattr("resiliency.checkpoint.arena.copies_on_write", lambda path: True)
+    real = ctypes.memmove
+
+    def memmove(target: int, source: int, nbytes: int) -> int:
+        slots = [slot for slot in arena._open_slots.values() if slot.fd >= 0]
+        assert not any(slot.address <= target < slot.address + slot.nbytes for slot in slots), "a store"
+        return int(real(target, source, nbytes))
+
+    monkeypatch.setattr(ctypes, "memmove", memmove)
+    state = {"w": torch.randn(3_000_000), "b": torch.randn(7)}
+    with make_checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            state["w"].add_(1)
+            ticket = checkpointer.save(step, state, lazy=lazy)
+            assert ticket is not None
+            checkpointer.fence()
+            ticket.wait(Stage.COMMITTED, timeout=SOON)
+    with make_checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.load()
+        assert restored is not None and restored.step == 3
+        assert differences(restored.state, state) == []
 
 
 def test_warming_up_for_a_small_state_waits_for_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

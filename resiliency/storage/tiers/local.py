@@ -24,12 +24,15 @@ from resiliency.storage.tiers._os_errors import tier_error
 from resiliency.storage.tiers._source import Source
 from resiliency.storage.tiers.base import ObjectInfo, UnreadableFolders
 
-__all__ = ["LocalTier", "fsync_dir", "fsync_file", "on_ramdisk"]
+__all__ = ["LocalTier", "copies_on_write", "fsync_dir", "fsync_file", "may_share_blocks", "on_ramdisk"]
 
 # How often a put recreates its folder when deletes remove it as empty.
 _FOLDER_ATTEMPTS = 16
 #: ``f_type`` of statfs(2): tmpfs, ramfs, hugetlbfs.
 _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
+#: Likewise, of file systems that write to other blocks than those a file has: Btrfs, bcachefs, ZFS, NILFS2, F2FS.
+_COPY_ON_WRITE = (0x9123683E, 0xCA451A4E, 0x2FC12FC1, 0x3434, 0xF2F52010)
+_XFS = 0x58465342
 
 
 _libc = ctypes.CDLL(None)
@@ -37,11 +40,28 @@ _libc = ctypes.CDLL(None)
 
 def on_ramdisk(path: str) -> bool:
     """True when the file or folder is on a ramdisk, or would be if it were made; False when not, or when unknown."""
+    return _kind(path) in _IN_MEMORY
+
+
+def copies_on_write(path: str) -> bool:
+    """True when a store into a block that a file has may need another one, for which a full disk has no room: to a
+    mapping of the file that is SIGBUS (seen on Btrfs), to ``write`` an error."""
+    return _kind(path) in _COPY_ON_WRITE
+
+
+def may_share_blocks(path: str) -> bool:
+    """True when a file may share blocks with a copy that somebody has made of it (``cp`` does by itself), so that this
+    file, too, is written elsewhere."""
+    return _kind(path) in (*_COPY_ON_WRITE, _XFS)
+
+
+def _kind(path: str) -> int:
+    """``f_type`` of the file system of a file or folder, or of where it would be; 0 when unknown."""
     while not os.path.lexists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type; it is shorter than this everywhere
     failed = _libc.statfs(os.fsencode(path), buffer)
-    return not failed and buffer[0] in _IN_MEMORY
+    return 0 if failed else int(buffer[0])
 
 
 def fsync_file(path: str) -> None:
