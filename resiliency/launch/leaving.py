@@ -89,7 +89,7 @@ def may_be_interrupted(frame: FrameType | None, outermost: CodeType) -> bool:
 
 def waits_for_peers_only(frame: FrameType | None) -> bool:
     """True where native code can wait for nothing but other ranks: in a collective operation and, without a GPU, in a
-    backward pass.
+    backward pass. Not while it connects to the store of the job, which it tries again and again for a while.
 
     Args:
         frame: what a thread runs.
@@ -101,7 +101,9 @@ def waits_for_peers_only(frame: FrameType | None) -> bool:
     name = frame.f_code.co_filename
     if not folder or not name.startswith(folder + os.sep):
         return False
-    room = name[len(folder) + 1 :].split(os.sep)[0]
+    room, *rest = name[len(folder) + 1 :].split(os.sep)
+    if rest == ["rendezvous.py"]:
+        return False
     return room == "distributed" or (room == "autograd" and not torch.cuda.is_initialized())
 
 

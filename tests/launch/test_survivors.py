@@ -818,6 +818,7 @@ def test_a_lost_connection_is_a_peers_where_it_was_one_to_a_peer(path: str, lost
     ("name", "only"),
     [
         ("distributed/distributed_c10d.py", True),
+        ("distributed/rendezvous.py", False),
         ("autograd/graph.py", True),
         ("utils/data/dataloader.py", False),
         ("nn/functional.py", False),
