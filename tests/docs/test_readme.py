@@ -1,0 +1,9 @@
+"""The README is a first screen, and stays one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def test_the_readme_has_at_most_120_lines() -> None:
+    assert len((Path(__file__).parents[2] / "README.md").read_text().splitlines()) <= 120
