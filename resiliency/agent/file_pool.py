@@ -177,15 +177,15 @@ class FilePool:
         """A file of zeros, or a used one that comes meanwhile and can be taken. That is ready at once, and a save that
         finds none makes its own, in memory that the kernel has to find: 1 GiB took 2 s where a used file takes 0.1."""
         os.makedirs(self._folder, exist_ok=True)
-        path = self._new_path("free")
+        path, nbytes = self._new_path("free"), self._nbytes  # which a save of another size may change meanwhile
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            for start in range(0, self._nbytes, _PIECE):
+            for start in range(0, nbytes, _PIECE):
                 used = self._used_file()
                 if used is not None:
                     _unlink(path)
                     return used
-                write_zeros(fd, start, min(start + _PIECE, self._nbytes), in_memory=not self._config.durable)
+                write_zeros(fd, start, min(start + _PIECE, nbytes), in_memory=not self._config.durable)
         except BaseException:
             _unlink(path)
             raise

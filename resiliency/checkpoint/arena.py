@@ -31,7 +31,7 @@ from resiliency.errors import TierError
 from resiliency.regular_file import open_regular
 from resiliency.storage.file_end import hold, lengthen
 from resiliency.storage.shared_files import move_without_replacing
-from resiliency.storage.tiers.local import copies_on_write, on_ramdisk
+from resiliency.storage.tiers.local import on_ramdisk, stores_may_end_the_process
 
 __all__ = ["Arena", "Slot"]
 
@@ -145,7 +145,7 @@ class Arena:
         self.none_to_come = False
         self._small_pages = False
         self._in_memory: dict[int, bool] = {}  # by device of the file system
-        self._copies_on_write: dict[int, bool] = {}
+        self._writes_only: dict[int, bool] = {}
 
     def offer(self, path: str, inode: int, nbytes: int) -> None:
         """Notes a file that the agent has prepared, or with "" that it cannot; other ranks of the host may take it
@@ -217,9 +217,9 @@ class Arena:
         slot.in_memory = self._is_in_memory(found.st_dev, path)
         slot.fresh = prepared is None or prepared.nbytes < nbytes
         slot.small_pages = self._small_pages
-        if found.st_dev not in self._copies_on_write:
-            self._copies_on_write[found.st_dev] = copies_on_write(path)
-        slot.writes_only = self._copies_on_write[found.st_dev]
+        if found.st_dev not in self._writes_only:
+            self._writes_only[found.st_dev] = stores_may_end_the_process(path)
+        slot.writes_only = self._writes_only[found.st_dev]
         return slot
 
     def _populate(self, file: _Prepared) -> None:

@@ -556,7 +556,7 @@ def test_where_a_store_may_need_a_disk_block_files_are_only_written(
     lazy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Btrfs a store into a mapping ended the trainer with SIGBUS when the disk was full."""
-    monkeypatch.setattr("resiliency.checkpoint.arena.copies_on_write", lambda path: True)
+    monkeypatch.setattr("resiliency.checkpoint.arena.stores_may_end_the_process", lambda path: True)
     real = ctypes.memmove
 
     def memmove(target: int, source: int, nbytes: int) -> int:

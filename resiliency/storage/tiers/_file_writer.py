@@ -12,8 +12,9 @@ import errno
 import fcntl
 import mmap
 import os
+import queue
+import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from resiliency.storage.blocks import BLOCK_BYTES
 
@@ -42,16 +43,38 @@ class FileWriter:
         size = min(BLOCK_BYTES, -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE)
         # Maps begin on a page, as is needed past the page cache.
         self._free = deque(memoryview(mmap.mmap(-1, size)) for _ in range(_BUFFERS))
-        self._writes: deque[tuple[Future[None], memoryview, int]] = deque()
-        self._thread = ThreadPoolExecutor(1, "resiliency-write")
+        self._written: deque[tuple[memoryview, int]] = deque()  # given to the thread, which may be done with them
+        self._to_write: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         #: Bytes that were given to the kernel.
         self.written = 0
 
     def __enter__(self) -> FileWriter:
+        thread = threading.Thread(target=self._run, name="resiliency-write")
+        try:
+            thread.start()
+        except RuntimeError:  # from Python 3.12 on none can be started when the interpreter ends
+            return self
+        self._thread = thread
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._to_write.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (piece := self._to_write.get()) is not None:
+            self._write_now(piece)
+
+    def _write_now(self, piece: memoryview) -> None:
+        try:
+            _write(self._fd, piece)
+        except BaseException as error:  # Boundary: who waits for it gets it.
+            self._outcomes.put(error)
+        else:
+            self._outcomes.put(None)
 
     def buffer(self) -> memoryview:
         """Memory for the next piece, the same after some pieces. Blocks: until an earlier one is written.
@@ -65,7 +88,11 @@ class FileWriter:
 
     def write(self, buffer: memoryview, nbytes: int) -> None:
         """Queues the first ``nbytes`` of a buffer from :meth:`buffer`; all of it but for the last piece."""
-        self._writes.append((self._thread.submit(_write, self._fd, buffer[:nbytes]), buffer, nbytes))
+        self._written.append((buffer, nbytes))
+        if self._thread is None:
+            self._write_now(buffer[:nbytes])
+        else:
+            self._to_write.put(buffer[:nbytes])
 
     def finish(self) -> None:
         """Blocks until all is written.
@@ -73,12 +100,14 @@ class FileWriter:
         Raises:
             OSError: a write failed.
         """
-        while self._writes:
+        while self._written:
             self._wait()
 
     def _wait(self) -> None:
-        write, buffer, nbytes = self._writes.popleft()
-        write.result()
+        buffer, nbytes = self._written.popleft()
+        error = self._outcomes.get()
+        if error is not None:
+            raise error
         self.written += nbytes
         self._free.append(buffer)
 

@@ -24,7 +24,15 @@ from resiliency.storage.tiers._os_errors import tier_error
 from resiliency.storage.tiers._source import Source
 from resiliency.storage.tiers.base import ObjectInfo, UnreadableFolders
 
-__all__ = ["LocalTier", "copies_on_write", "fsync_dir", "fsync_file", "may_share_blocks", "on_ramdisk"]
+__all__ = [
+    "LocalTier",
+    "copies_on_write",
+    "fsync_dir",
+    "fsync_file",
+    "may_share_blocks",
+    "on_ramdisk",
+    "stores_may_end_the_process",
+]
 
 # How often a put recreates its folder when deletes remove it as empty.
 _FOLDER_ATTEMPTS = 16
@@ -32,7 +40,7 @@ _FOLDER_ATTEMPTS = 16
 _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
 #: Likewise, of file systems that write to other blocks than those a file has: Btrfs, bcachefs, ZFS, NILFS2, F2FS.
 _COPY_ON_WRITE = (0x9123683E, 0xCA451A4E, 0x2FC12FC1, 0x3434, 0xF2F52010)
-_XFS = 0x58465342
+_XFS, _OVERLAY = 0x58465342, 0x794C7630
 
 
 _libc = ctypes.CDLL(None)
@@ -44,9 +52,15 @@ def on_ramdisk(path: str) -> bool:
 
 
 def copies_on_write(path: str) -> bool:
-    """True when a store into a block that a file has may need another one, for which a full disk has no room: to a
-    mapping of the file that is SIGBUS (seen on Btrfs), to ``write`` an error."""
+    """True when what is written to a file never goes to the blocks that it has."""
     return _kind(path) in _COPY_ON_WRITE
+
+
+def stores_may_end_the_process(path: str) -> bool:
+    """True when a store into a block that a file has may need another one, for which a full disk has no room: to a
+    mapping of the file that is SIGBUS (seen on Btrfs, and on an overlay above it, which does not say what it is on), to
+    ``write`` an error."""
+    return _kind(path) in (*_COPY_ON_WRITE, _OVERLAY)
 
 
 def may_share_blocks(path: str) -> bool:

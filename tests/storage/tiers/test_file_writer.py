@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +151,36 @@ def test_a_check_that_refuses_waits_for_the_writes_before_it(
     with pytest.raises(ValueError, match="refused"):
         tier.put_file("k", str(source), check=check)
     assert early == [False] and removed.is_set() and os.listdir(tier.root) == []
+
+
+def test_without_a_thread_it_writes_all_the_same(
+    tier: LocalTier, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the interpreter ends, from Python 3.12 on."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    tier.put_file("k", str(source))
+    assert Path(tier.root, "k").read_bytes() == source.read_bytes()
+
+
+def test_a_file_is_stored_when_the_interpreter_ends(tmp_path: Path) -> None:
+    """An embedded agent finishes its uploads then; executors of the standard library take nothing any more."""
+    source = tmp_path / "source"
+    source.write_bytes(random.Random(7).randbytes(LARGE + 5))
+    script = (
+        "import atexit, sys, threading\n"
+        "from resiliency.storage.tiers.local import LocalTier\n"
+        "import concurrent.futures.thread\n"
+        "atexit.register(lambda: LocalTier(sys.argv[1]).put_file('k', sys.argv[2]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "root"), str(source)], capture_output=True, timeout=60
+    )
+    assert done.returncode == 0 and done.stderr == b""
+    assert (tmp_path / "root" / "k").read_bytes() == source.read_bytes()
 
 
 def test_progress_tells_what_was_written_and_not_what_was_read(
