@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -64,7 +65,15 @@ def test_training_and_saves_go_on_after_a_full_disk(
     point: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     callback = ours(PL, tmp_path, **EVERY)
-    callbacks = [At(2, lambda: faultpoints.arm(f"{point}:full@*")), At(6, lambda: faultpoints.arm("")), callback]
+
+    def the_disk_has_room_again() -> None:
+        deadline = time.monotonic() + 20
+        while not events(tmp_path, "checkpoint_failed"):  # the agent may not have come to these saves yet
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        faultpoints.arm("")
+
+    callbacks = [At(2, lambda: faultpoints.arm(f"{point}:full@*")), At(6, the_disk_has_room_again), callback]
     trainer = make_trainer(PL, callbacks, root=tmp_path)
     trainer.fit(make_net(PL), loader())
     assert trainer.global_step == 12
