@@ -1,8 +1,10 @@
 """Peak memory of a contender and of every process it started: ``python -m benchmarks._memory MARK``.
 
-Proportional set size (PSS) is used because it counts a page shared by trainer and writer once; where the kernel
-does not report it, resident size without shared pages plus the largest shared part is used. Processes belong to a
-contender when their environment carries its mark, so a daemon that left the process group is counted too.
+Proportional set size (PSS) is used because it counts a page shared by trainer and writer once. Pages of programs and
+libraries are not counted: other programs that map them come and go, and each changes the share of all (two that import
+torch take 49 MiB off a third one's). Where the kernel does not report PSS, private memory plus the largest shared part
+is used. Processes belong to a contender when their environment carries its mark, so a daemon that left the process
+group is counted too.
 
 It runs in its own process (reading page tables takes time) and only during saves that are not timed.
 """
@@ -41,27 +43,47 @@ def total(pids: Iterable[int]) -> int:
     """Bytes of memory the processes hold together; one that ends meanwhile counts as 0."""
     private = shared = 0
     for pid in pids:
-        fields = _fields(pid, "smaps_rollup")
-        if "Pss" in fields:
-            private += fields["Pss"]
+        try:
+            maps = (_PROC / str(pid) / "smaps").read_text()
+        except OSError:  # it has ended
             continue
-        fields = _fields(pid, "status")
+        if "\nPss:" in maps:
+            private += proportional(maps)
+            continue
+        fields = _status(pid)
         private += fields.get("RssAnon", 0)
-        shared = max(shared, fields.get("RssShmem", 0) + fields.get("RssFile", 0))
+        shared = max(shared, fields.get("RssShmem", 0))
     return private + shared
 
 
-def _fields(pid: int, name: str) -> dict[str, int]:
+def proportional(maps: str) -> int:
+    """PSS in bytes without pages of programs and libraries, which are those of files that are mapped privately. Pure.
+
+    Args:
+        maps: text of ``/proc/PID/smaps``.
+    """
+    found, of_program = 0, False
+    for line in maps.splitlines():
+        key, _, value = line.partition(" ")
+        if not key.endswith(":"):  # START-END MODE OFFSET DEVICE INODE [PATH]
+            mode, _, _, inode, *_ = value.split(maxsplit=4)
+            of_program = mode.endswith("p") and inode != "0"
+        elif key == ("Anonymous:" if of_program else "Pss:"):  # a library's variables belong to the process
+            found += _bytes(value)
+    return found
+
+
+def _bytes(value: str) -> int:
+    return int(value.split()[0]) * 1024
+
+
+def _status(pid: int) -> dict[str, int]:
     try:
-        text = (_PROC / str(pid) / name).read_text()
+        text = (_PROC / str(pid) / "status").read_text()
     except OSError:
         return {}
-    found = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        if value.endswith("kB"):
-            found[key] = int(value.split()[0]) * 1024
-    return found
+    fields = (line.partition(":") for line in text.splitlines())
+    return {key: _bytes(value) for key, _, value in fields if value.endswith("kB")}
 
 
 def main(mark: str) -> None:

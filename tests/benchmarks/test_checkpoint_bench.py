@@ -18,7 +18,7 @@ import torch
 from benchmarks import checkpoint
 from benchmarks._contenders import ISOLATED, LOOP, Entry
 from benchmarks._machine import filesystem
-from benchmarks._memory import marked, total
+from benchmarks._memory import marked, proportional, total
 from benchmarks._process import run_contender
 from benchmarks._state import digest, make_state, mutate, wipe
 from benchmarks._summary import summarize_isolated, summarize_loop
@@ -164,6 +164,19 @@ def test_memory_of_marked_processes_is_counted(tmp_path: Path) -> None:
     )
     assert 0.9 < result["grown"] / result["size"] < 1.6, result  # type: ignore[operator]
     assert list(marked("no-such-mark")) == [] and total([]) == 0
+
+
+def test_pages_of_libraries_which_other_programs_share_are_not_counted() -> None:
+    def mapped(mode: str, inode: int, pss: int, anonymous: int) -> str:
+        return (
+            f"7f00-7f01 {mode} 00000000 fd:00 {inode} /a/file\nSize: 900 kB\nRss: 900 kB\nPss: {pss} kB\n"
+            f"Pss_Dirty: 1 kB\nAnonymous: {anonymous} kB\nVmFlags: rd wr mr\n"
+        )
+
+    heap, library = mapped("rw-p", 0, 100, 100), mapped("r-xp", 7, 50, 0)
+    variables, arena = mapped("rw-p", 7, 30, 20), mapped("rw-s", 9, 300, 0)
+    assert proportional(heap + library + variables + arena) == (100 + 20 + 300) * 1024
+    assert proportional("") == 0
 
 
 # ---- the state
