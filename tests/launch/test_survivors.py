@@ -727,14 +727,20 @@ def test_a_rank_that_was_told_of_no_restart_takes_the_one_that_follows_all_the_s
     def function() -> str:
         calls.append(1)
         if len(calls) == 1:
-            send(launcher, {"kind": "no_restart", "number": -1})
-            send(launcher, {"kind": "leave", "number": -1})
-            _start(launcher, 0)
+            telling.start()
             threading.Event().wait(60)
         send(launcher, {"kind": "exit", "number": 0})
         return "finished"
 
+    def tell() -> None:
+        """In a thread, which is not interrupted between two of them."""
+        send(launcher, {"kind": "no_restart", "number": -1})
+        send(launcher, {"kind": "leave", "number": -1})
+        _start(launcher, 0)
+
+    telling = threading.Thread(target=tell)
     assert rank.run(function) == "finished"
+    telling.join(60)
     assert len(calls) == 2
 
 
