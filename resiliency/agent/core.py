@@ -171,7 +171,7 @@ class HostAgent:
             remove_dead_fetches(self.config.local.address, self.config.run, self.config.node)
             self._tier.sweep()
             if self._only_agent():
-                self._files.delete_leftovers()
+                self._files.take_leftovers()
         except (TierError, OSError, AgentError) as error:
             logger.info("partial files in %s could not be deleted: %s", self.config.local.address, error)
 
@@ -413,6 +413,7 @@ class HostAgent:
             self._steps.add_record(record)
             if record.rank == 0 or not record.replicated:
                 self._files.saved(record.nbytes)
+        self._files.refill(more_to_come=True)  # once it is durable, a step before it may be deleted
         self._report.notify(rank, Recorded(id=seal.id))
         self._complete(seal.id)
         self._discard_given_up(rank, seal.id)
@@ -613,6 +614,8 @@ class HostAgent:
     def _after_sync(self, step_id: StepId) -> None:
         # Files are given back before the notice: a rank that saves right after it then has a free file.
         self._prune()
+        waiting = self._steps.select(lambda step: step.committed is not None and not step.durable)
+        self._files.refill(more_to_come=bool(waiting), unless_taken=True)
         if self.config.durable:
             self._report.notify_reached(step_id, Stage.DURABLE, self.config.local.name)
 
@@ -643,8 +646,6 @@ class HostAgent:
             self._pruner.prune()
         except AgentError as error:
             self._report.warn_once("superseded", "nothing is deleted any more: %s", error)
-            return
-        self._files.refill()
 
     def _find_commits_of_others(self) -> None:
         """Reads which steps another agent has committed in the same folder (of another host, or of another rank)."""

@@ -146,6 +146,79 @@ def test_a_rank_that_connects_late_is_told_of_the_files_that_are_ready(make: Cal
     assert [message for _, message in late] == [message for _, message in before]
 
 
+def test_a_file_is_announced_with_the_size_that_it_has(
+    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save of another size may come while it is made."""
+    pool = make()
+    write = file_pool.write_zeros
+
+    def changed(*arguments: Any, **named: Any) -> None:
+        write(*arguments, **named)
+        pool.expect(2 * SIZE, 1)
+
+    monkeypatch.setattr(file_pool, "write_zeros", changed)
+    pool.prepare()
+    pool.announce(5)
+    pool.settle()
+    assert pool.said and all(os.stat(message.path).st_size == message.nbytes for _, message in pool.said)
+
+
+def test_files_that_are_too_small_for_the_next_saves_give_way_and_larger_ones_stay(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make()
+    pool.prepare()
+    small = pool.files
+    pool.saved(2 * SIZE)
+    pool.refill()
+    pool.settle()
+    large = pool.files
+    assert len(large) == 2 and not set(small) & set(large)
+    pool.saved(SIZE)
+    pool.refill()
+    pool.settle()
+    assert pool.files == large
+
+
+def test_no_new_file_is_made_while_that_of_a_step_is_about_to_come(
+    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save would else fill a file with zeros, and delete another one."""
+    pool = make()
+    pool.prepare()
+    made: list[int] = []
+    monkeypatch.setattr(file_pool, "write_zeros", lambda *arguments, **named: made.append(1))
+    for _ in range(3):
+        pool.saved(SIZE)
+        os.unlink(os.path.join(pool._folder, pool.files[-1]))  # a save takes it
+        pool.refill(more_to_come=True)
+        pool.settle()
+        assert len(pool.files) == 1 and made == []
+        pool.use_again(str(shard(tmp_path)))
+        pool.settle()
+        assert len(pool.files) == 2 and made == [], "the file of the step"
+    for name in pool.files:
+        os.unlink(os.path.join(pool._folder, name))
+    pool.refill(more_to_come=True)
+    pool.settle()
+    assert len(pool.files) == 1 and made, "the next save has none"
+
+
+def test_what_a_save_has_just_taken_is_not_replaced_by_a_new_file_until_it_is_durable(
+    make: Callable[..., Pool],
+) -> None:
+    pool = make()
+    pool.prepare()
+    os.unlink(os.path.join(pool._folder, pool.files[-1]))
+    pool.refill(unless_taken=True)
+    pool.settle()
+    assert len(pool.files) == 1, "it was taken since the last look"
+    pool.refill(unless_taken=True)
+    pool.settle()
+    assert len(pool.files) == 2, "no step was deleted for it"
+
+
 def test_a_file_that_nobody_has_is_used_again(make: Callable[..., Pool], tmp_path: Path) -> None:
     pool, path = make(), shard(tmp_path)
     pool.expect(SIZE, 1)
@@ -280,6 +353,55 @@ def test_a_full_disk_leaves_no_file_and_the_next_call_tries_again(
     assert len(pool.files) == 2
 
 
+def test_a_restart_takes_over_files_that_were_ready(make: Callable[..., Pool], tmp_path: Path) -> None:
+    """Their pages are in memory; filling new ones takes 0.3 to 3 s for 1 GiB."""
+    killed = Pool(tmp_path / "local", attempt=1)
+    killed.prepare()
+    inodes = {message.inode for _, message in killed.said}
+    held = os.open(killed.said[0][1].path, os.O_RDWR)  # by a trainer of yesterday that was stopped
+    try:
+        pool = make(attempt=2, token="beefed")
+        pool.take_leftovers()
+        pool.settle()
+        assert pool.said == [], "nobody has said yet how large the next saves are"
+        pool.prepare()
+        told = {message.inode for _, message in pool.said}
+        assert len(inodes) == len(pool.files) == 2 and told & inodes == inodes - {os.fstat(held).st_ino}
+    finally:
+        os.close(held)
+        killed._worker.close()
+
+
+@pytest.mark.parametrize("nbytes", [SIZE * 4, SIZE // 4, 1000])
+def test_what_a_restart_cannot_use_is_deleted_when_it_knows(
+    make: Callable[..., Pool], tmp_path: Path, nbytes: int
+) -> None:
+    killed = Pool(tmp_path / "local", attempt=1)
+    killed.prepare()
+    killed._worker.close()
+    for _, message in killed.said:
+        with Path(message.path).open("r+b") as file:
+            file.write(MARK)
+    pool = make(attempt=2, token="beefed")
+    pool.take_leftovers()
+    pool.saved(nbytes)
+    pool.refill()
+    pool.settle()
+    assert len(pool.files) == (0 if nbytes < file_pool.SMALL_FILE else 2)
+    assert not any(map(holds_mark, (message for _, message in pool.said)))
+
+
+def test_a_restart_keeps_no_more_files_than_it_could_use(make: Callable[..., Pool], tmp_path: Path) -> None:
+    for attempt, token in ((1, "aaaaaa"), (2, "bbbbbb"), (3, "cccccc")):
+        killed = Pool(tmp_path / "local", attempt=attempt, token=token)
+        killed.prepare()
+        killed._worker.close()
+    pool = make(attempt=4, token="beefed")
+    pool.take_leftovers()
+    pool.settle()
+    assert len(pool.files) == file_pool.MOST_READY
+
+
 def test_what_earlier_attempts_of_this_host_left_is_deleted(make: Callable[..., Pool]) -> None:
     pool = make(attempt=3)
     pool.prepare()
@@ -294,7 +416,8 @@ def test_what_earlier_attempts_of_this_host_left_is_deleted(make: Callable[..., 
     for name in (*left, *others):
         (folder / name).write_text("x")
     mine = {Path(message.path).name for _, message in pool.said}
-    pool.delete_leftovers()
+    pool.take_leftovers()
+    pool.settle()
     assert set(pool.files) == mine | set(others)
     for name in others:
         (folder / name).unlink()
