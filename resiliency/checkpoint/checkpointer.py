@@ -75,7 +75,7 @@ class Checkpointer:
         directory: folder of the local tier, or :class:`LocalTierOptions`. Its files are memory-mapped.
         remotes: further tiers the agent uploads to.
         run: name of the run; None: ``RESILIENCY_RUN``, ``JOB_IDENTIFIER`` or "default". Runs are independent.
-        rank, world_size: of this process; None: ``RANK`` and ``WORLD_SIZE``.
+        rank, world_size: of this process; None: those of ``coordinator``, else ``RANK`` and ``WORLD_SIZE``.
         coordinator: exchanges messages between ranks at start and restore; None: one over the default store of
             ``torch.distributed``.
         options: behaviour.
@@ -118,10 +118,16 @@ class Checkpointer:
         self.run = run or self._environment.run
         if "/" in self.run or self.run in ("", ".", ".."):
             raise ConfigError(f"run={self.run!r} must be usable as a folder name; leave out slashes")
-        self.rank = self._environment.rank if rank is None else rank
-        self.world_size = self._environment.world_size if world_size is None else world_size
+        place = self._environment if coordinator is None else coordinator
+        self.rank = place.rank if rank is None else rank
+        self.world_size = place.world_size if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank={self.rank} is not within world_size={self.world_size}")
+        if coordinator is not None and (self.rank, self.world_size) != (coordinator.rank, coordinator.world_size):
+            raise ConfigError(
+                f"rank {self.rank} of {self.world_size} was given the coordinator of rank {coordinator.rank} of"
+                f" {coordinator.world_size}; pass each rank its own, or leave out rank= and world_size="
+            )
         self.options = options or CheckpointerOptions()
         self._sinks = tuple(sinks)
         self._coordinator = coordinator
