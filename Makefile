@@ -35,12 +35,16 @@ setup: $(STAMP)
 # torch goes first, from the index this machine is configured with (on many machines the CPU build); the editable
 # install then finds its requirement met and leaves it alone.
 $(STAMP): setup.py pyproject.toml
-	@if ! command -v chromium > /dev/null && ! command -v chromium-browser > /dev/null && ! command -v google-chrome > /dev/null; then \
+	@missing=(); \
+	command -v chromium > /dev/null || command -v chromium-browser > /dev/null || command -v google-chrome > /dev/null || missing+=(chromium); \
+	command -v mkfs.btrfs > /dev/null || missing+=(btrfs-progs); \
+	command -v mkfs.xfs > /dev/null || missing+=(xfsprogs); \
+	if [ "$${#missing[@]}" != 0 ]; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-	    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium \
-	      || echo "make setup: chromium could not be installed; browser tests will be counted, not run" >&2; \
+	    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$${missing[@]}" \
+	      || echo "make setup: $${missing[*]} could not be installed; tests that need them will be counted, not run" >&2; \
 	  else \
-	    echo "make setup: no chromium here; browser tests will be counted, not run" >&2; \
+	    echo "make setup: no $${missing[*]} here; tests that need them will be counted, not run" >&2; \
 	  fi; \
 	fi
 	@if ! [ -x $(PY) ]; then \

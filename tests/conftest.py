@@ -77,9 +77,23 @@ def find_chromium() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+def can_mount() -> bool:
+    """True where tests can make file systems of the kinds that they need, and mount them."""
+    try:
+        known = Path("/proc/filesystems").read_text().split()
+    except OSError:
+        return False
+    tools = all(shutil.which(f"mkfs.{kind}") and kind in known for kind in ("btrfs", "ext4", "xfs"))
+    return os.geteuid() == 0 and tools and os.path.exists("/dev/loop-control")
+
+
 #: Markers whose tests must run; they fail where they cannot. CI names those of which it knows how to get what they need.
 REQUIRED = os.environ.get("RESILIENCY_TESTS_REQUIRE", "").split(",")
-NEEDS = {"gpu": ("CUDA", _has_cuda), "browser": ("Chromium", lambda: find_chromium() is not None)}
+NEEDS = {
+    "gpu": ("CUDA", _has_cuda),
+    "browser": ("Chromium", lambda: find_chromium() is not None),
+    "mounts": ("root, loop devices, btrfs-progs and xfsprogs", can_mount),
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
