@@ -26,7 +26,9 @@ __all__ = [
     "after_signal_handlers",
     "after_batch_end_hooks",
     "after_teardown",
+    "before_ddp_wraps",
     "catch_save",
+    "ddp_arguments",
     "forget_batch_end_actions",
     "intercept_resume",
     "is_handling_exception",
@@ -304,6 +306,41 @@ def suppress_mid_epoch_warning(trainer: Any) -> None:
             original()
 
     epoch_loop.reset = reset
+
+
+# -- distributed data parallel -----------------------------------------------------------------------------------------
+
+
+def before_ddp_wraps(trainer: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """In ``setup`` of a fit: calls ``action`` once, right before the module is wrapped, when it has all its layers.
+
+    Returns:
+        a function that undoes it. Idempotent.
+    """
+    strategy = trainer.strategy
+    original, shadowed = strategy.configure_ddp, vars(strategy).get("configure_ddp")
+
+    def configure_ddp() -> None:
+        undo()
+        action()
+        original()
+
+    def undo() -> None:
+        if vars(strategy).get("configure_ddp") is not configure_ddp:
+            return
+        if shadowed is None:
+            del strategy.configure_ddp
+        else:
+            strategy.configure_ddp = shadowed
+
+    strategy.configure_ddp = configure_ddp
+    return undo
+
+
+def ddp_arguments(trainer: Any) -> dict[str, Any]:
+    """What the strategy passes to torch's ``DistributedDataParallel``; to be changed in place."""
+    arguments: dict[str, Any] = trainer.strategy._ddp_kwargs
+    return arguments
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------
