@@ -1,0 +1,117 @@
+"""``resiliency doctor``: what of this library would work on this host, in one table with what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Annotated
+
+import typer
+
+from resiliency.cli._ckpt_common import console
+from resiliency.doctor.facts import examine_folder, examine_host, examine_remote
+from resiliency.doctor.rules import (
+    Finding,
+    Verdict,
+    judge_folder,
+    judge_host,
+    judge_ports,
+    judge_ramdisk,
+    judge_remote,
+)
+from resiliency.errors import ConfigError
+from resiliency.settings import all_variables
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, no_args_is_help=False)
+
+_COLORS = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.WARNING: "yellow", Verdict.BROKEN: "bold red"}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@app.callback(invoke_without_command=True)
+def doctor(
+    directory: Annotated[
+        str, typer.Option("--dir", help="Folder that checkpoints are to be written to.", show_default="this folder")
+    ] = ".",
+    ramdisk: Annotated[str, typer.Option("--ramdisk", help="Folder for a local tier in memory.")] = "/dev/shm",
+    remote: Annotated[
+        list[str] | None, typer.Option("--remote", help="Slower tier to try with a small object, as gs://bucket/job.")
+    ] = None,
+    state: Annotated[
+        str, typer.Option("--state", help="Size of the state of this host's ranks, as 10GiB.", show_default="unknown")
+    ] = "0",
+    port: Annotated[int, typer.Option("--port", help="Where ranks meet.", min=1, max=65535)] = 29500,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Says what would work on this host, and what to do where it would not.
+
+    Writes and removes small files in the folders, and an object in each slower tier. Exit status: 0 nothing is broken,
+    1 something is, 2 wrong arguments.
+    """
+    try:
+        state_bytes = parse_size(state)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="--state") from None
+    host = examine_host(all_variables())
+    findings = [
+        *judge_host(host),
+        *judge_folder(examine_folder(directory), host, state_bytes=state_bytes),
+        *judge_ramdisk(examine_folder(ramdisk), host, state_bytes=state_bytes),
+        *(judge_remote(examine_remote(address)) for address in remote or ()),
+        judge_ports(host, port, free=_is_free(port)),
+    ]
+    if as_json:
+        rows = [
+            {"check": one.check, "verdict": one.verdict.value, "found": one.found, "remedy": one.remedy}
+            for one in findings
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        _print(findings)
+    raise typer.Exit(int(any(one.verdict is Verdict.BROKEN for one in findings)))
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``10GiB``, ``512M``, ``1073741824``; units are powers of 1024.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    number = text.strip().rstrip("iBb")
+    unit = number[-1:].upper() if number[-1:].isalpha() else ""
+    try:
+        size = float(number.removesuffix(number[-1:]) if unit else number) * _UNITS[unit]
+        if not 0 <= size < float("inf"):
+            raise ValueError
+    except (KeyError, ValueError):
+        raise ConfigError(f"{text!r} is no size; write it as 10GiB or 512M") from None
+    return int(size)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _print(findings: list[Finding]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name in ("", "check", "found", "what to do"):
+        table.add_column(name, overflow="fold")
+    for one in findings:
+        color = _COLORS[one.verdict]
+        table.add_row(f"[{color}]{one.verdict.value}[/]", escape(one.check), escape(one.found), escape(one.remedy))
+    screen = console()
+    screen.print(table)
+    counts = {verdict: sum(one.verdict is verdict for one in findings) for verdict in (Verdict.BROKEN, Verdict.WARNING)}
+    screen.print(f"{counts[Verdict.BROKEN]} broken, {counts[Verdict.WARNING]} to look at", highlight=False)
