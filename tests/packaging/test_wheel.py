@@ -80,3 +80,61 @@ def test_installed_wheel_works(wheel: Path, tmp_path: Path) -> None:
         *PIP, "--python", str(python), "install", "--dry-run", "--no-index", "--report", "-", "--quiet", str(wheel)
     )
     assert [item["metadata"]["name"] for item in json.loads(report)["install"]] == []
+
+
+def make_wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
+    """An empty package."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    info = f"{stem}.dist-info"
+    fields = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in requires)]
+    files = {
+        f"{name.replace('-', '_')}/__init__.py": "",
+        f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", *fields, ""]),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    path = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for inside, text in files.items():
+            archive.writestr(inside, text)
+    return path
+
+
+def test_an_install_changes_no_version_that_is_there(wheel: Path, tmp_path: Path) -> None:
+    """In a container with the oldest torch and Lightning that work, and an index that has newer ones."""
+    index = tmp_path / "index"
+    index.mkdir()
+    there = {
+        "torch": "2.4.0",
+        "lightning": "2.2.0",
+        "pytorch-lightning": "2.2.0",
+        "numpy": "1.26.0",
+        "fsspec": "2023.5.0",
+    }
+    for name, version in there.items():
+        make_wheel(index, name, version, *(["fsspec>=2023", "numpy<3"] if name == "torch" else []))
+        make_wheel(index, name, "9999.0")
+    for name in ("psutil", "rich", "safetensors", "typer", "xxhash"):
+        make_wheel(index, name, "9999.0", *(["numpy"] if name == "safetensors" else []))
+    venv.create(tmp_path / "venv", with_pip=False)
+    pip = [*PIP, "--python", str(tmp_path / "venv" / "bin" / "python")]
+
+    def run(*words: str) -> list[str]:
+        done = subprocess.run([*pip, *words], check=True, capture_output=True, text=True, timeout=120)
+        return done.stdout.splitlines()
+
+    offline = ["--quiet", "--no-index", "--find-links", str(index)]
+    run("install", *offline, *(f"{name}=={version}" for name, version in there.items()))
+    before = run("freeze")
+    assert sorted(before) == sorted(f"{name}=={version}" for name, version in there.items())
+    run("install", *offline, str(wheel), f"resiliency[lightning] @ {wheel.as_uri()}")
+    after = run("freeze")
+    assert set(before) <= set(after)
+    assert {re.split("[= ]", line)[0] for line in set(after) - set(before)} == {
+        "psutil",
+        "resiliency",
+        "rich",
+        "safetensors",
+        "typer",
+        "xxhash",
+    }
