@@ -99,7 +99,9 @@ class HostAgent:
         self._report = Reporter(config.local_ranks, notify, events)
         # A commit must be quick and survive a kill, not a power loss: fsync is the next stage.
         self._fence = Fence(config)
-        self._tier = LocalTier(config.local.address, durable=False, name=config.local.name, staging=self._fence.staging)
+        self._tier = LocalTier(
+            config.local.address, durable=False, name=config.local.name, staging=lambda: self._fence.staging
+        )
         self._steps = LocalSteps()
         self._commits = Worker("resiliency-agent-commit")
         self._syncs = Worker("resiliency-agent-sync")
@@ -278,8 +280,6 @@ class HostAgent:
         for step in self._given_up:
             self._discard(step)
         self._files.close()
-        if self._serves_all:
-            self._fence.release()
         if self.config.only_files:
             self._leave_only_files()
         elif not self.config.durable:
@@ -294,6 +294,7 @@ class HostAgent:
                     self.config.local.address,
                     exc_info=True,
                 )
+        self._fence.release()
 
     def _leave_only_files(self) -> None:
         """Removes the run's folder when all ranks have left in order and the steps are files that need nothing else."""

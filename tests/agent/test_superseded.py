@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from resiliency import faultpoints
+from resiliency.agent._fence import Fence
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Bye, Committed, Complete, Delete, Durable, Failed, Notice, Recorded
@@ -28,6 +29,7 @@ from resiliency.storage import attempts
 from resiliency.storage.attempts import read_attempt, write_attempt
 from resiliency.storage.catalog import scan
 from resiliency.storage.claims import claim_attempt
+from resiliency.storage.manifest import META_DIR
 from resiliency.storage.names import read_name
 from resiliency.storage.single_files import restore_folders
 from resiliency.storage.stage import Stage
@@ -293,6 +295,33 @@ def test_an_agent_stopped_between_its_last_look_and_a_change_does_not_make_it(
     assert pictures and snapshot(local) == pictures[0]
     old.close()
     assert snapshot(local) == pictures[0]
+
+
+def test_no_thread_or_agent_of_an_attempt_gives_a_stopped_one_its_folder_back(local: Path) -> None:
+    """All of them look before each change. One may do so after the later attempt has taken the folder away, and before
+    one that was stopped goes on."""
+    (local / META_DIR / RUN).mkdir(parents=True)
+    stopped, other = Fence(config_for(local)), Fence(config_for(local))
+    stopped.check()
+    about_to = os.path.join(local, stopped.staging)
+    write_attempt(str(local), RUN, 2)
+    Fence(config_for(local, **LATER)).end_earlier()
+    for each in (stopped, other):
+        with pytest.raises(AgentError, match="attempt 1 is over"):
+            each.check()
+    assert not os.path.exists(about_to)
+    assert not list((local / META_DIR / RUN).glob("staging-a0001*")), "a folder is left behind"
+
+
+def test_an_agent_whose_folder_somebody_deletes_goes_on_with_another(local: Path, start: Any) -> None:
+    agent, _ = start(config_for(local))
+    save(agent, 1)
+    (folder,) = (local / META_DIR / RUN).glob("staging-*")
+    shutil.rmtree(folder)
+    save(agent, 2)
+    assert last(local) == 2
+    (again,) = (local / META_DIR / RUN).glob("staging-*")
+    assert again != folder, "a thread that was about to use the first one would do so now"
 
 
 @pytest.mark.parametrize("moved", ["steps", "attempt"])

@@ -32,6 +32,7 @@ __all__ = [
     "may_share_blocks",
     "on_ramdisk",
     "stores_may_end_the_process",
+    "used_by_this_host_only",
 ]
 
 # How often a put recreates its folder when deletes remove it as empty.
@@ -41,6 +42,8 @@ _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
 #: Likewise, of file systems that write to other blocks than those a file has: Btrfs, bcachefs, ZFS, NILFS2, F2FS.
 _COPY_ON_WRITE = (0x9123683E, 0xCA451A4E, 0x2FC12FC1, 0x3434, 0xF2F52010)
 _XFS, _OVERLAY = 0x58465342, 0x794C7630
+#: And of those that one kernel has for itself: ext2 to ext4, and what is above.
+_ONE_HOST = (0xEF53, _XFS, _OVERLAY, *_IN_MEMORY, *_COPY_ON_WRITE)
 
 
 _libc = ctypes.CDLL(None)
@@ -67,6 +70,11 @@ def may_share_blocks(path: str) -> bool:
     """True when a file may share blocks with a copy that somebody has made of it (``cp`` does by itself), so that this
     file, too, is written elsewhere."""
     return _kind(path) in (*_COPY_ON_WRITE, _XFS)
+
+
+def used_by_this_host_only(path: str) -> bool:
+    """True when the file system is one that no other host can have mounted. NFS, FUSE, Lustre and their like may be."""
+    return _kind(path) in _ONE_HOST
 
 
 def _kind(path: str) -> int:
@@ -134,10 +142,10 @@ class LocalTier:
         durable: True: a put returns after fsync of file and folders. False (ramdisk, or the caller syncs later with
             :func:`fsync_file` and :func:`fsync_dir`): also atomic, but may be lost in a power loss.
         name: word for listings, events and error messages.
-        staging: a folder, relative to the root, through which every put, alias and deletion goes: what is new is made
-            there and then moved into its place, what is deleted is moved there first. While it is missing they fail, so
-            whoever removes it has ended the writer, also one that was stopped right before a move. The caller makes it.
-            Not for names in a folder that is on another file system.
+        staging: returns a folder, relative to the root, through which each put, alias and deletion goes: what is new is
+            made there and then moved into its place, what is deleted is moved there first. While it is missing they
+            fail, so whoever removes it has ended the writer, also one that was stopped right before a move. The caller
+            makes it. Not for names in a folder that is on another file system.
     """
 
     is_local = True
@@ -148,12 +156,12 @@ class LocalTier:
         *,
         durable: bool = True,
         name: str = "local",
-        staging: str | None = None,
+        staging: Callable[[], str] | None = None,
     ) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.durable = durable
         self.name = name
-        self._staging = None if staging is None else os.path.join(self.root, staging)
+        self._staging_now = staging
 
     def __repr__(self) -> str:
         return f"LocalTier({self.root!r}, durable={self.durable}, name={self.name!r})"
@@ -203,6 +211,10 @@ class LocalTier:
                 writer.finish()
             if progress is not None:
                 progress(writer.written)
+
+    @property
+    def _staging(self) -> str | None:
+        return None if self._staging_now is None else os.path.join(self.root, self._staging_now())
 
     def alias(self, key: str, name: str) -> None:
         """Links the file under another name; see the protocol.
@@ -298,10 +310,11 @@ class LocalTier:
                     fsync_dir(folder)
 
     def _unlink(self, path: str) -> None:
-        if self._staging is None or not os.path.lexists(path) or (os.path.isdir(path) and not os.path.islink(path)):
+        staging = self._staging
+        if staging is None or not os.path.lexists(path) or (os.path.isdir(path) and not os.path.islink(path)):
             os.unlink(path)
             return
-        temp = os.path.join(self._staging, partial_name())
+        temp = os.path.join(staging, partial_name())
         try:
             os.rename(path, temp)
         except OSError as error:
