@@ -55,7 +55,7 @@ __all__ = ["AgentClient"]
 logger = logging.getLogger(__name__)
 
 #: Seconds for an agent that listens to answer, beside those in which it may finish what it does.
-_GREETING_S = 30.0
+_HELLO_TIMEOUT_S = 30.0
 _CONNECT_TRIES = 5
 #: After this many lost agents within the window the trainer does the agent's work itself.
 _MAX_LOSSES = 3
@@ -66,6 +66,8 @@ _CLAIM_S = 20.0
 _STOPPED_S = 3.0
 #: Between two looks that found it stopped there may be this long, as between two saves that wait for it.
 _STOPPED_LOOKS_S = 60.0
+#: For a killed agent to end. One that waits for a disk ends when the disk has answered, and does nothing more.
+_KILLED_S = 0.5
 #: For the connection to close when the process leaves an attempt.
 _LEAVE_TIMEOUT_S = 0.5
 #: How often an agent that is waited for is looked at: the kernel does not notify when a process is stopped.
@@ -76,7 +78,7 @@ _LOOK_S = 0.5
 _still_running: list[subprocess.Popen[bytes]] = []
 
 
-class _GreetingClosed(ConnectionError):
+class _HelloRefused(ConnectionError):
     """The agent closed the connection before it answered Hello."""
 
 
@@ -145,7 +147,7 @@ class AgentClient:
                 except AgentError:
                     raise
                 except OSError as error:
-                    closed += isinstance(error, _GreetingClosed)
+                    closed += isinstance(error, _HelloRefused)
                     logger.warning(
                         "rank %d: the checkpoint agent of %s did not start (%s)",
                         self.rank,
@@ -163,7 +165,7 @@ class AgentClient:
         self._embed()
 
     def _refuse_to_share(self) -> None:
-        """Every greeting was closed without an answer. If an agent still listens, it serves somebody else.
+        """Every Hello was closed without an answer. If an agent still listens, it serves somebody else.
 
         Raises:
             AgentError: it does. To work beside it would mix the checkpoints of two jobs.
@@ -184,7 +186,7 @@ class AgentClient:
             connection.settimeout(_LOOK_S)
             connection.sendall(pack(Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config)))
             framer = Framer()
-            answer, *notices = self._greeting(connection, framer)
+            answer, *notices = self._hello_answer(connection, framer)
             if isinstance(answer, Refused):
                 raise AgentError(f"rank {self.rank}: the checkpoint agent refused: {answer.reason}")
             if not isinstance(answer, Welcome):
@@ -195,7 +197,7 @@ class AgentClient:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
         except (BrokenPipeError, ConnectionResetError) as error:
             connection.close()
-            raise _GreetingClosed(f"the agent closed the connection before it answered Hello ({error})") from error
+            raise _HelloRefused(f"the agent closed the connection before it answered Hello ({error})") from error
         except BaseException:
             connection.close()
             raise
@@ -207,7 +209,7 @@ class AgentClient:
             for message in self._to_send_again():
                 connection.sendall(pack(message))
 
-    def _greeting(self, connection: socket.socket, framer: Framer) -> list[Message]:
+    def _hello_answer(self, connection: socket.socket, framer: Framer) -> list[Message]:
         """The agent's answer to Hello, then the notices that came with it.
 
         An agent that is stopped is killed: all that it does can be done by the next.
@@ -215,7 +217,7 @@ class AgentClient:
         Raises:
             OSError: there is none: the agent closed the connection, was killed, or took longer than it may.
         """
-        deadline = time.monotonic() + _GREETING_S + self.config.drain_s
+        deadline = time.monotonic() + _HELLO_TIMEOUT_S + self.config.drain_s
         with Peer(connection) as agent:
             watch = _StopWatch()
             while time.monotonic() < deadline:
@@ -226,7 +228,7 @@ class AgentClient:
                         self._kill_stopped(agent)
                     continue
                 if not data:
-                    raise _GreetingClosed("the agent closed the connection before it answered Hello")
+                    raise _HelloRefused("the agent closed the connection before it answered Hello")
                 if messages := list(framer.feed(data)):
                     return messages
         raise TimeoutError("the agent did not answer Hello")
@@ -397,10 +399,19 @@ class AgentClient:
                 self._break_link()
 
     def give_up_agent(self) -> None:
-        """Disconnects from an agent that does not answer, and continues with an agent in this process."""
+        """Kills an agent that does not answer, and gets another: one that went on later, with what it has not read yet,
+        would write over what was saved since. Where it cannot be killed, its work is done in this process.
+
+        Thread: training. Blocks: half a second at most.
+        """
         with self._lock:
-            # The hung agent still has its address, so no other agent process can serve this directory.
-            self._losses.extend([time.monotonic()] * (_MAX_LOSSES + 1))
+            if self._socket is None:
+                return  # it was lost meanwhile, and is being replaced
+            with Peer(self._socket) as agent:
+                killed = agent.pid != os.getpid() and agent.runs(AGENT_WORD) and agent.kill()
+                if not killed or not agent.wait_gone(_KILLED_S):
+                    # It still has its address, so no other agent process can serve this directory.
+                    self._losses.extend([time.monotonic()] * (_MAX_LOSSES + 1))
             self._break_link()
 
     def _break_link(self) -> None:

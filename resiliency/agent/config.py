@@ -83,9 +83,9 @@ def embedded_address(address: str, rank: int) -> str:
 
 
 def held(addresses: Iterable[str]) -> set[str]:
-    """Those of these socket names that a process of this machine holds; none where the kernel does not tell.
+    """The names among these socket names that a process of this machine holds; none where the kernel does not tell.
 
-    To connect would tell too, but each try stays in the queue of who never accepts. Blocks: for 0.1 ms.
+    To connect would show it too, but fills the queue of a listener that never accepts. Blocks: for 0.1 ms.
     """
     try:
         with open("/proc/net/unix", "rb") as file:

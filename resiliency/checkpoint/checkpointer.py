@@ -389,6 +389,7 @@ class Checkpointer:
             names=ticket.names,
             created=time.time(),
             info=info,
+            job=dict(self._environment.launch.job),
             tiers=tuple(due),
             exact=exact,
         )
@@ -428,7 +429,7 @@ class Checkpointer:
             return True
         if in_flight.sealed_at is not None and time.monotonic() - in_flight.sealed_at > _HUNG_S:
             logger.warning(
-                "rank %d: the checkpoint agent has not recorded step %d for %.0f s; disconnecting from it",
+                "rank %d: the checkpoint agent has not recorded step %d for %.0f s; it is ended",
                 self.rank,
                 in_flight.ticket.step,
                 time.monotonic() - in_flight.sealed_at,

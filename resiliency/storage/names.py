@@ -53,7 +53,8 @@ def give_name(tier: Tier, step: StepRecords, name: str) -> bool:
 
     A name that a committed step of another run has stays there: whoever loads by a path must not get the weights of a
     run he did not ask for. A warning says so; the step keeps its identity, by which its own run finds it. Two runs that
-    give one name at the same moment may still both find it free; then the later one has it.
+    give one name at the same moment may still both find it free; then the later one has it. A name that a newer
+    committed step of the same run has stays there, too: this step was saved before and comes late.
 
     Blocks: two or three small reads, and a link or a server-side copy for each file.
 
@@ -112,6 +113,16 @@ def _give(tier: Tier, step: StepRecords, name: str) -> str:
             f"the name {name!r} in {tier.root} belongs to a checkpoint of run {holder.run!r} and is not given to those"
             f" of run {step.run!r}; they are kept without it. Save the two runs in different folders, or under"
             " different names"
+        )
+    if holder is not None and holder.run == step.run and holder.id > step.id and _is_committed(tier, holder):
+        # An agent that was stopped between a save and its commit comes late: the name has gone on.
+        logger.info("the name %r stays with %s, which was saved after %s", name, holder.id, step.id)
+        return ""
+    if holder is not None and holder.run != step.run:
+        # Stock writers overwrite, too; but this one may be all that is left of that run.
+        _warn_once(
+            f"the name {name!r} in {tier.root} was {holder.id} of run {holder.run!r}, whose own folder is gone; now it"
+            f" is {step.id} of run {step.run!r}"
         )
     if step.replicated:
         if holder is not None and not holder.replicated:

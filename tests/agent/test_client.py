@@ -22,7 +22,9 @@ from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.errors import ResiliencyError
+from resiliency.storage.names import read_name
 from resiliency.storage.stage import Stage
+from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state
 
 SOON = timedelta(seconds=20)
@@ -178,48 +180,84 @@ def test_an_agent_that_never_listens_costs_one_deadline(
     assert loads(local) == 1
 
 
-def test_a_stopped_agent_does_not_stop_training(
-    local: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def hung_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointer_module, "_HUNG_S", 0.5)
-    options = replace(PROCESS, previous_save_timeout=timedelta(seconds=0.2))
-    checkpointer = make_checkpointer(local, options=options)
+    # It would be killed as soon as a rank has seen for so long that it is stopped; saves are often further apart.
+    monkeypatch.setattr(client, "_STOPPED_S", 600.0)
+
+
+NAMED = replace(PROCESS, previous_save_timeout=timedelta(seconds=0.2))
+
+
+def save_beside(stopped: psutil.Process, checkpointer: Checkpointer, over: Callable[[], bool]) -> list[bool]:
+    """Saves, under names, beside an agent that was stopped, until ``over``. Which of them were taken."""
+    taken, longest = [], 0.0
+    for step in range(2, 60):
+        began = time.monotonic()
+        ticket = checkpointer.save(step, make_state(step), names=[f"{step}.ckpt", "last.ckpt"])
+        longest = max(longest, time.monotonic() - began)
+        taken.append(ticket is not None)
+        if ticket is not None and over():
+            break
+    assert over(), "nobody takes over"
+    assert longest < 2.5, f"a save blocked training for {longest:.1f} s"
+    assert not all(taken), "no save was skipped"
+    return taken
+
+
+def last_name(local: Path) -> int:
+    found = read_name(LocalTier(local), "last.ckpt")
+    assert found is not None
+    return found.id.step
+
+
+def test_a_stopped_agent_is_ended_and_another_takes_over(
+    local: Path, hung_soon: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_checkpointer(local, options=NAMED) as checkpointer:
+        assert save(checkpointer, 1)
+        (stopped,) = running()
+        stopped.suspend()
+        save_beside(stopped, checkpointer, lambda: stopped not in running() and bool(running()))
+        said = [
+            entry
+            for entry in caplog.records
+            if "no checkpoint at step" in entry.getMessage() and entry.levelno >= logging.WARNING
+        ]
+        assert len(said) == 1
+        assert not checkpointer.session.client.embedded
+        ticket = checkpointer.save(100, make_state(100), names=["last.ckpt"])
+        assert ticket is not None
+        ticket.wait(Stage.DURABLE, timeout=SOON)
+    assert (loads(local), last_name(local)) == (100, 100)
+
+
+def test_an_agent_that_cannot_be_ended_takes_no_name_back_when_it_goes_on(
+    local: Path, hung_soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another pid namespace, say. What it has not read yet it commits when it goes on: an older step."""
+    monkeypatch.setattr(client.Peer, "kill", lambda peer: False)
+    checkpointer = make_checkpointer(local, options=NAMED)
     stopped = None
     try:
         assert save(checkpointer, 1)
         (stopped,) = running()
         stopped.suspend()
-        results, longest = [], 0.0
-        for step in range(2, 12):
-            began = time.monotonic()
-            ticket = checkpointer.save(step, make_state(step))
-            longest = max(longest, time.monotonic() - began)
-            results.append(ticket is not None)
-            if ticket is not None and checkpointer.session.client.embedded:
-                break
-        assert longest < 2.5, f"a save blocked training for {longest:.1f} s"
-        assert any(not taken for taken in results), "no save was skipped"
-        assert (
-            len(
-                [
-                    entry
-                    for entry in caplog.records
-                    if "no checkpoint at step" in entry.getMessage() and entry.levelno >= logging.WARNING
-                ]
-            )
-            == 1
-        )
-        assert until(lambda: checkpointer.session.client.embedded)
-        assert save(checkpointer, 50)
-        # The stopped agent comes back and finds that it has been replaced.
+        save_beside(stopped, checkpointer, lambda: checkpointer.session.client.embedded)
+        ticket = checkpointer.save(100, make_state(100), names=["last.ckpt"])
+        assert ticket is not None
+        ticket.wait(Stage.DURABLE, timeout=SOON)
+        assert last_name(local) == 100
         stopped.resume()
         assert until(lambda: not running()), "an agent without ranks stays"
-        assert save(checkpointer, 51)
+        assert last_name(local) == 100, "it points back to an older step"
+        assert save(checkpointer, 101)
     finally:
         if stopped is not None and stopped.is_running():
             stopped.resume()
         checkpointer.close(timeout=timedelta(seconds=5))
-    assert loads(local) == 51
+    assert loads(local) == 101
 
 
 @pytest.mark.parametrize("how", ["ends at once", "never listens"])

@@ -314,6 +314,19 @@ def test_a_file_that_may_share_blocks_with_a_copy_is_not_used_again(
     assert not holds_mark(message) and len(pool.files) == 1
 
 
+def test_a_file_that_another_host_may_have_open_is_not_used_again(
+    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This kernel grants the proof on FUSE, too, and knows of its own processes only."""
+    monkeypatch.setattr(file_pool, "used_by_this_host_only", lambda path: False)
+    pool, path = make(), shard(tmp_path)
+    pool.expect(SIZE, 1)
+    pool.use_again(str(path))
+    pool.settle()
+    ((_, message),) = pool.said
+    assert not holds_mark(message) and len(pool.files) == 1
+
+
 def test_nothing_is_prepared_where_files_are_written_elsewhere_anyway(
     make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -354,7 +354,7 @@ def test_a_trainer_of_an_older_version_is_refused_with_the_reason(
 
 
 def test_a_trainer_does_not_work_beside_an_agent_of_another_version(config: AgentConfig) -> None:
-    """It closes every connection at the greeting. Two jobs in one folder would be the result."""
+    """It closes every connection after Hello. Two jobs in one folder would be the result."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(config.address)
     listener.listen()

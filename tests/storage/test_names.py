@@ -86,6 +86,18 @@ def below(tier: Tier, name: str) -> list[str]:
     return sorted(info.key for info in tier.list(name))
 
 
+@pytest.mark.parametrize("replicated", [True, False], ids=["replicated", "sharded"])
+def test_a_step_that_comes_late_does_not_take_the_name_from_a_newer_one(tier: Tier, replicated: bool) -> None:
+    early, late = step(tier, SECOND, replicated=replicated), step(tier, FIRST, replicated=replicated)
+    assert give_name(tier, early, "last.ckpt")
+    give_name(tier, late, "last.ckpt")
+    assert holder(tier, "last.ckpt") == ("r", 2)
+    tier.delete(step_prefix("r", SECOND) + MANIFEST)  # it does not count any more
+    tier.delete(step_prefix("r", SECOND) + record_file(0))
+    give_name(tier, late, "last.ckpt")
+    assert holder(tier, "last.ckpt") == ("r", 1)
+
+
 # -- giving -----------------------------------------------------------------------------------------------------------
 
 
@@ -242,14 +254,17 @@ def test_a_host_that_has_its_folder_for_itself_leaves_another_runs_name_too(tier
     assert holder(tier, "best.ckpt") == ("a", 1)
 
 
-def test_a_name_whose_step_is_gone_may_be_taken(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that was deleted by hand, or whose deletion was interrupted."""
+def test_a_name_whose_step_is_gone_may_be_taken_and_that_is_said(tier: Tier, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that was deleted by hand, or whose deletion was interrupted; or one that has ended and left only its files,
+    of which this was one."""
     give_name(tier, step(tier, run="a"), "best.ckpt")
     for info in list(tier.list(step_prefix("a", FIRST))):
         tier.delete(info.key)
     with caplog.at_level(logging.WARNING):
         assert give_name(tier, step(tier, SECOND, run="b"), "best.ckpt")
-    assert holder(tier, "best.ckpt") == ("b", 2) and not caplog.records
+    assert holder(tier, "best.ckpt") == ("b", 2)
+    (record,) = caplog.records
+    assert "'best.ckpt'" in record.message and "step 1" in record.message and "run 'a'" in record.message
 
 
 LATER = (
