@@ -21,7 +21,7 @@ from resiliency.agent.config import AgentConfig
 from resiliency.agent.messages import FileReady
 from resiliency.storage.manifest import FILES_DIR, META_DIR
 from resiliency.storage.shared_files import is_ours_alone, write_zeros
-from resiliency.storage.tiers.local import copies_on_write, may_share_blocks
+from resiliency.storage.tiers.local import copies_on_write, may_share_blocks, used_by_this_host_only
 
 __all__ = ["MOST_READY", "SMALL_FILE", "FilePool"]
 
@@ -194,8 +194,9 @@ class FilePool:
         while self._used:
             path = self._used.pop()
             try:
-                size = os.stat(path).st_size
-                if self._nbytes <= size <= 2 * self._nbytes and not may_share_blocks(path) and is_ours_alone(path):
+                fits = self._nbytes <= os.stat(path).st_size <= 2 * self._nbytes
+                # The proof is this kernel's: of a process on another host it knows nothing.
+                if fits and used_by_this_host_only(path) and not may_share_blocks(path) and is_ours_alone(path):
                     target = self._new_path("free")
                     os.rename(path, target)
                     return target

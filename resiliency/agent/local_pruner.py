@@ -111,7 +111,7 @@ class LocalPruner:
             self._report.recovered("prune")
 
     def _forget_what_is_gone(self) -> None:
-        """A step that somebody has taken away replaces no other: nothing is deleted on its account."""
+        """Forgets steps whose files are gone: because of them no older step is deleted."""
         while durable := self._steps.select(lambda step: step.committed is not None and step.durable):
             newest = durable[-1]
             assert newest.committed is not None

@@ -7,7 +7,7 @@ Trainer to agent: :class:`Hello` first, then any of :data:`Request`. Agent to tr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from resiliency.agent.config import AgentConfig
@@ -86,7 +86,7 @@ class Seal:
         id: the save.
         files: the files this rank has written, or whose last part it has written; the one of its own shard is last.
         share_inode: of the file that ``share`` is in, shard 0 of the step; 0 without a share.
-        share, replicated, plan, names, supersedes, created, info, tiers, exact: as in
+        share, replicated, plan, names, supersedes, created, info, job, tiers, exact: as in
             :class:`~resiliency.storage.manifest.ShardRecord`.
     """
 
@@ -100,6 +100,7 @@ class Seal:
     supersedes: tuple[str, ...] = ()
     created: float = 0.0
     info: Mapping[str, Any]
+    job: Mapping[str, str] = field(default_factory=dict)
     tiers: tuple[str, ...] = ()
     exact: bool = True
 
@@ -122,6 +123,7 @@ class Seal:
             supersedes=self.supersedes,
             created=self.created,
             info=self.info,
+            job=self.job,
             tiers=self.tiers,
             exact=self.exact,
         )

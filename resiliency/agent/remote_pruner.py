@@ -12,6 +12,7 @@ from resiliency.errors import AgentError, TierError
 from resiliency.storage.catalog import StepListing, scan
 from resiliency.storage.deletion import delete_step
 from resiliency.storage.retention import DeleteRequest, Hold, due_requests, steps_to_delete
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["RemotePruner"]
@@ -45,9 +46,10 @@ class RemotePruner:
         """Keeps this step and its names until one that follows it is committed on this tier."""
         self._held = hold
 
-    def prune(self, tier: Tier) -> None:
-        """Deletes what may be deleted. Call after a step was sent: older steps are deleted only when a newer one is
-        committed.
+    def prune(self, tier: Tier, sent: StepId) -> None:
+        """Deletes what may be deleted. Call after a step was ``sent``: older steps are deleted only when a newer one is
+        committed. What a later attempt has saved stays: on a host with a folder of its own nothing else tells this one
+        that its time is over.
 
         Blocks: one listing, a read per manifest, a delete per file. A failure of the tier is logged, and the next call
         tries again.
@@ -55,7 +57,9 @@ class RemotePruner:
         if 0 not in self._config.local_ranks:
             return
         try:
-            for listing in self._deletable(scan(tier, self._config.run)):
+            until = (sent.line, self._config.attempt)
+            listings = scan(tier, self._config.run)
+            for listing in self._deletable(one for one in listings if (one.id.line, one.id.attempt) <= until):
                 delete_step(
                     tier,
                     self._config.run,

@@ -212,7 +212,7 @@ class Uploader:
         )
         self._report_up()
         self._report_sent(upload.step, upload.records, committed, time.monotonic() - began)
-        self._pruner.prune(tier)
+        self._pruner.prune(tier, upload.step)
 
     def _newest_after_pause(self, upload: _Upload, pause: float) -> _Upload:
         """Waits, and returns what to try next: the newest step. The others, one after the other as they become older,

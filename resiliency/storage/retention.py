@@ -61,7 +61,8 @@ class Hold:
     def held(self, safe: Iterable[StepRecords]) -> frozenset[StepId]:
         """The step, unless one of these, which are durable, follows it."""
         for step in (found.id for found in safe):
-            if step.of_attempt(self.attempt, self.token) and step.line == self.line and step > self.step:
+            # The line may have risen since, to that of the same job in another folder.
+            if step.of_attempt(self.attempt, self.token) and step.line >= self.line and step > self.step:
                 return frozenset()
         return frozenset([self.step])
 

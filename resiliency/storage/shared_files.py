@@ -73,8 +73,10 @@ def write_zeros(fd: int, start: int, end: int, *, in_memory: bool = False) -> No
 def is_ours_alone(path: str) -> bool:
     """True when the file has one name and no process has it open or mapped; False when one has, or when unknown.
 
-    The kernel grants a write lease only on such a file, on local file systems; it counts mappings whose descriptor was
-    closed, and processes that were stopped. Whoever opens the file later opens it by this one name.
+    The kernel grants a write lease only on such a file; it counts mappings whose descriptor was closed, and processes
+    that were stopped. Whoever opens the file later opens it by this one name. Processes on other hosts it does not
+    count, and FUSE file systems grant leases, too (fs/locks.c, generic_setlease): ask only where
+    :func:`~resiliency.storage.tiers.local.used_by_this_host_only`.
 
     Raises:
         OSError: the file cannot be opened.

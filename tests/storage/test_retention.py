@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.storage.manifest import Manifest, ShardRecord
-from resiliency.storage.retention import live_names, steps_to_delete
+from resiliency.storage.retention import Hold, live_names, steps_to_delete
 from resiliency.storage.step_id import StepId
 
 SETTINGS = settings(deadline=None, database=None, max_examples=400, suppress_health_check=list(HealthCheck))
@@ -117,3 +117,12 @@ def test_a_name_and_its_superseding_in_one_step() -> None:
     assert live_names([manifest(StepId(1, 1, "a"), ("best",)), manifest(StepId(2, 1, "a"), ("best",), ("best",))]) == {
         "best": StepId(2, 1, "a")
     }
+
+
+def test_a_step_is_held_until_one_of_the_attempt_follows_it_also_on_a_line_that_rose() -> None:
+    """With two folders the line rises to that of the other one after the hold was sent."""
+    loaded = StepId(10, 1, "0a0b0c")
+    hold = Hold(step=loaded, line=2, attempt=3, token="ffffff")
+    assert hold.held([manifest(loaded), manifest(StepId(12, 1, "0a0b0c"))]) == {loaded}
+    assert hold.held([manifest(StepId(11, 3, "ffffff", line=2))]) == frozenset()
+    assert hold.held([manifest(StepId(11, 3, "ffffff", line=3))]) == frozenset()
