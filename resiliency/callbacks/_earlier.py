@@ -18,12 +18,9 @@ from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 
-__all__ = ["JOB_INFO", "Found", "continues_writer", "is_restart", "look", "newest_file", "newest_step"]
+__all__ = ["Found", "continues_writer", "is_restart", "look", "newest_file", "newest_step"]
 
 logger = logging.getLogger(__name__)
-
-#: Under this key the ``info`` of a save names the job that wrote it, see :class:`resiliency.settings.Launch`.
-JOB_INFO = "job"
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,26 @@ def is_restart(trainer: Any) -> bool:
 
 
 def continues_writer(trainer: Any, places: CheckpointPlaces, step: StepId) -> bool:
-    """True when a rank's launcher says that this is a restart of the job that wrote ``step``. Collective: yes."""
-    launch = environment().launch
-    writers = [_writer(listing) for listing in _listings(trainer, places) if listing.id == step] if launch.job else []
-    return _any_rank(trainer, any(launch.continues(writer) for writer in writers))
+    """True when a rank's launcher says that this is a restart of the job that wrote ``step``. Collective: yes.
+
+    Raises:
+        TierError: the step is on a tier that cannot be listed. A start from scratch would be a loss in silence.
+    """
+    launch, problem = environment().launch, ""
+    writers: list[Mapping[str, str]] = []
+    if launch.job:
+        try:
+            # Not at a glance: the step is there, and who wrote it decides about the whole training.
+            for tier in _tiers(trainer, places, glance=False):
+                writers = [_writer(listing) for listing in scan(tier, places.key.run) if listing.id == step]
+                if writers:
+                    break
+        except (TierError, OSError) as error:
+            problem = str(error)
+    continues = _any_rank(trainer, any(launch.continues(writer) for writer in writers))
+    if not continues and _any_rank(trainer, bool(problem)):
+        raise TierError(f"which job has written {step} cannot be told: {problem or 'see rank 0'}", retryable=True)
+    return continues
 
 
 def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
@@ -106,17 +119,16 @@ def _listings(trainer: Any, places: CheckpointPlaces) -> Iterator[StepListing]:
 
 
 def _writer(listing: StepListing) -> Mapping[str, str]:
-    jobs = [record.info.get(JOB_INFO) for record in listing.records.values()]
-    return next((job for job in jobs if isinstance(job, Mapping)), {})
+    return next((record.job for record in listing.records.values() if record.job), {})
 
 
-def _tiers(trainer: Any, places: CheckpointPlaces) -> Iterator[Tier]:
+def _tiers(trainer: Any, places: CheckpointPlaces, *, glance: bool = True) -> Iterator[Tier]:
     """The tiers this rank looks at: the folder of its host, and rank 0 also at the remote ones."""
     yield open_tier(places.local.directory)
     if trainer.is_global_zero:
         for remote in places.remotes:
             options = {"storage_options": dict(remote.storage_options)} if remote.storage_options else {}
-            yield open_tier(remote.address, glance=True, **options)
+            yield open_tier(remote.address, glance=glance, **options)
 
 
 def _any_rank(trainer: Any, decision: bool) -> bool:

@@ -27,6 +27,7 @@ class RankReport:
 
     Attributes:
         node: host, as :class:`~resiliency.settings.Environment` names it.
+        place: tells it from hosts of the same name, see :func:`~resiliency.checkpoint._hosts.place_of`.
         largest_attempt: the largest attempt number found on the tiers this rank reads; 0 for none.
         largest_line: likewise the largest line of descent.
         token: 6 hex digits drawn by this rank; rank 0's becomes the attempt's.
@@ -35,6 +36,7 @@ class RankReport:
     """
 
     node: str
+    place: str
     largest_attempt: int
     largest_line: int
     token: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 
 from resiliency.agent.client import AgentClient
 from resiliency.agent.config import AgentConfig, TierSpec
+from resiliency.checkpoint._hosts import host_names, place_of
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.lineage import Lineage
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
@@ -101,10 +103,11 @@ def open_session(
     """
     rank, world_size = coordinator.rank, coordinator.world_size
     meta = os.path.join(local.directory, META_DIR, run)
-    problem = unsupported = ""
+    problem = unsupported = place = ""
     largest = line = 0
     try:
         os.makedirs(meta, exist_ok=True)
+        place = place_of(local.directory)
         _try_writing(os.path.join(meta, f".write-{rank:05d}"))
         restore_folders(local_tier, run)
         largest, line = largest_of_steps(local_tier, run)
@@ -125,10 +128,14 @@ def open_session(
                 unsupported = unsupported or str(error)
             except TierError as error:
                 # Who is to resume from there raises when that is not found. Others train, with what this host keeps.
-                if not error.retryable:
+                if error.retryable:
+                    # What lies there is not known now, and a job that starts afresh must be above it later, too.
+                    line = max(line, int(time.time()))
+                else:
                     logger.error("%s cannot be used: %s. Local checkpoints are written all the same", tier.root, error)
     own_report = RankReport(
         node=environment.node,
+        place=place,
         largest_attempt=largest,
         largest_line=line,
         token=secrets.token_hex(3),
@@ -145,8 +152,14 @@ def open_session(
     attempt = max(report.largest_attempt for report in reports) + 1
     lineage = Lineage(max(report.largest_line for report in reports))
     token = reports[0].token
-    nodes = tuple(report.node for report in reports)
+    nodes = host_names([(report.node, report.place) for report in reports])
     node = nodes[rank]
+    if rank == 0 and len(set(nodes)) > len({report.node for report in reports}):
+        logger.warning(
+            "hosts have one name, but neither agents nor folders in common (pods on one machine?): they are taken as"
+            " %s. Give each host its own RESILIENCY_NODE",
+            ", ".join(dict.fromkeys(nodes)),
+        )
     local_ranks = tuple(r for r in range(world_size) if nodes[r] == node)
     shared = _is_shared(
         local,

@@ -177,6 +177,37 @@ def test_a_fit_that_is_to_resume_from_a_dead_bucket_does_not_start_from_scratch(
     assert (net.ran, trainer.global_step) == (4, 12)
 
 
+class Heals(pl.Callback):
+    def __init__(self, proxy: FaultProxy) -> None:
+        self.proxy = proxy
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.proxy.reset()
+
+
+def test_what_a_job_saves_that_started_while_the_bucket_was_dead_is_newer_than_what_lies_there(
+    bucket: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did not see the earlier training, whose steps have larger numbers, and starts afresh, as said. Its restart
+    went back to that one, or to the beginning."""
+    monkeypatch.setattr(_glance, "_silent", {})
+    monkeypatch.setattr(object_store, "Retry", QuickRetry)
+    make_trainer(PL, [_callback(tmp_path)], root=tmp_path).fit(make_net(PL), loader())
+    shutil.rmtree(tmp_path / "local")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    monkeypatch.setattr(Process, "_trained_in", None)
+    bucket.fail(".", HttpFault.RESET, times=10**9)
+    trainer = make_trainer(PL, [_callback(tmp_path), Heals(bucket)], root=tmp_path, max_steps=8, max_epochs=-1)
+    trainer.fit(make_net(PL), loader())
+    shutil.rmtree(tmp_path / "local")  # the host has lost its disk; the process stays
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(Process, "_trained_in", None)
+    net = make_net(PL)
+    trainer = make_trainer(PL, [_callback(tmp_path)], root=tmp_path, max_steps=12, max_epochs=-1)
+    trainer.fit(net, loader())
+    assert (net.ran, trainer.global_step) == (4, 12), "it did not go on from the second job's step 8"
+
+
 @pytest.mark.parametrize("answer", [b"\xff not json", b"[]", b"null", b'{"items":"x"}'], ids=repr)
 def test_a_server_that_answers_nonsense_does_not_end_a_fit_before_it_began(
     answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
