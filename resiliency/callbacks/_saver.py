@@ -15,7 +15,6 @@ from weakref import proxy
 
 from torch import Tensor
 
-from resiliency.callbacks._earlier import JOB_INFO
 from resiliency.callbacks._names import engine_name, is_stock, names_on_disk
 from resiliency.callbacks._places import CheckpointPlaces
 from resiliency.callbacks._stock_writer import StockWriter
@@ -26,7 +25,6 @@ from resiliency.checkpoint.ticket import Outcome, Ticket
 from resiliency.errors import AgentError, ResiliencyError, TierError, Timeout
 from resiliency.plugins import _lightning
 from resiliency.plugins.strategies.base import StrategyAdapter
-from resiliency.settings import environment
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.names import link_symbolically
 from resiliency.storage.stage import Stage
@@ -239,10 +237,6 @@ class CheckpointSaver:
     def name_of(self, path: str) -> str | None:
         """The engine's name for a path; None for a path that only the stock class can write."""
         return engine_name(str(path), self.places.dirpath)
-
-    def is_below_dirpath(self, path: str) -> bool:
-        """True when the path is below ``dirpath``."""
-        return str(path).startswith(self.places.dirpath.rstrip("/") + "/")
 
     @property
     def _names(self) -> set[str]:
@@ -463,12 +457,9 @@ class CheckpointSaver:
         if rank_state is not None and not callback.save_weights_only:
             per_rank = {"rank_state": rank_state.capture(trainer)}
         info: dict[str, Any] = {"epoch": trainer.current_epoch}
-        job = environment().launch.job
         score = vars(callback)["best_k_models"].get(path)
         if score is not None and callback.monitor:
             info[callback.monitor] = float(score)
-        if job:
-            info[JOB_INFO] = dict(job)
         # For example in the middle of gradient accumulation; a resume then prefers another save of this step.
         exact = per_rank is None or not per_rank["rank_state"]["caveats"]
         rules = self._adapter.tensor_rules(trainer)

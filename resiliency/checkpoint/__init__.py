@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from resiliency.checkpoint.restore import Restored
     from resiliency.checkpoint.ticket import Outcome, Ticket
     from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
+    from resiliency.events import EventSink
     from resiliency.storage.interval import Interval
     from resiliency.storage.stage import Stage
     from resiliency.storage.step_id import StepId
@@ -24,6 +25,7 @@ __all__ = [
     "Checkpointer",
     "CheckpointerOptions",
     "Coordinator",
+    "EventSink",
     "Interval",
     "LocalTierOptions",
     "Outcome",
@@ -42,6 +44,7 @@ _HOME = {
     "Checkpointer": "resiliency.checkpoint.checkpointer",
     "CheckpointerOptions": "resiliency.checkpoint.options",
     "Coordinator": "resiliency.checkpoint.coordinator",
+    "EventSink": "resiliency.events",
     "Interval": "resiliency.storage.interval",
     "LocalTierOptions": "resiliency.checkpoint.options",
     "Outcome": "resiliency.checkpoint.ticket",

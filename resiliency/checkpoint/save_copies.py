@@ -17,6 +17,7 @@ from resiliency.checkpoint.save_tracker import InFlightSave, SaveTracker
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.shard_writer import BouncePool, ShardPlan, WrittenFile, small_file, state_job
 from resiliency.checkpoint.snapshot import Job, Snapshot
+from resiliency.state.load_proof import LoadProof
 from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import BlockShare, ShardRecord, shard_file
@@ -53,6 +54,7 @@ class SaveCopies:
         self._directory, self._run, self._rank, self._world_size = directory, run, rank, world_size
         self._session, self._saves, self._arena, self._copier = session, saves, arena, copier
         self._bounce = BouncePool()
+        self._proof, self._saves_begun = LoadProof(), 0
         self._late_saves = 0  # of which some are compared with the tensors when they are done, ever fewer
 
     def start(self, plan: ShardPlan, in_flight: InFlightSave, seal: Seal) -> int:
@@ -61,7 +63,14 @@ class SaveCopies:
         Returns:
             The bytes that may be copied late.
         """
-        save = _Save(plan=plan, in_flight=in_flight, seal=seal, shard=0 if plan.replicated else self._rank)
+        self._saves_begun += 1
+        save = _Save(
+            plan=plan,
+            in_flight=in_flight,
+            seal=seal,
+            shard=0 if plan.replicated else self._rank,
+            proven=self._saves_begun.bit_count() == 1,
+        )
 
         def done(snapshot: Snapshot) -> None:
             self._done(save, snapshot)
@@ -102,6 +111,7 @@ class SaveCopies:
         if failure is None:
             try:
                 self._seal(save, snapshot)
+                self._prove(save)
                 return
             except OSError as error:
                 failure = error
@@ -146,6 +156,21 @@ class SaveCopies:
         )
         self._session.client.send(sealed)
 
+    def _prove(self, save: _Save) -> None:
+        """Warns when a start would refuse to load what is in the save. After the seal, which need not wait for it."""
+        if not save.proven:
+            return
+        for structure in (save.written.structure, save.plan.own.structure.data_pickle()):
+            refusal = self._proof.refusal(structure) if structure else ""
+            if refusal:
+                logger.warning(
+                    "rank %d: %s is saved, but a start that is to go on from it will refuse to load it: %s",
+                    self._rank,
+                    save.seal.id,
+                    refusal,
+                )
+        save.written.structure = b""
+
     def _has_own_file(self, save: _Save) -> bool:
         """Of a replicated state only rank 0's shard has the state; every other rank has a small shard of its own."""
         return save.plan.replicated and self._rank != 0
@@ -169,6 +194,7 @@ class _Save:
 
     Attributes:
         shard: the one with the state.
+        proven: it is loaded to see whether that can be done: the 1st, 2nd, 4th, 8th, ...
         written: filled by the copy thread.
     """
 
@@ -176,6 +202,7 @@ class _Save:
     in_flight: InFlightSave
     seal: Seal
     shard: int
+    proven: bool
     written: WrittenFile = dataclasses.field(default_factory=WrittenFile)
 
 

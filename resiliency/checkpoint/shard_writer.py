@@ -24,6 +24,7 @@ from resiliency.storage.own_record import tail_with_record
 from resiliency.storage.shard_file import (
     DATA_PICKLE,
     RANK_STATE,
+    STRUCTURE,
     Identity,
     StorageLayout,
     archive_tail,
@@ -53,6 +54,14 @@ class OwnState:
         for header, data in zip(layout.headers, self.data, strict=True):
             pieces += [header, data]
         return b"".join((*pieces, archive_tail(layout, [(DATA_PICKLE, self.structure.data_pickle())])))
+
+
+def _structure_of(entries: Sequence[tuple[str, bytes]]) -> bytes:
+    """The pickle of the state's structure in a file's tail: beside that of a sharded one lies one for torch.load."""
+    found = dict(entries)
+    if STRUCTURE in found:
+        return found[STRUCTURE].partition(b"\n")[2]
+    return found.get(DATA_PICKLE, b"")
 
 
 def _copied(tensor: Tensor, address: int, nbytes: int) -> bytes:
@@ -172,10 +181,12 @@ class ShardPlan:
 
 @dataclass
 class WrittenFile:
-    """What became of a file, known once its tail is written: its size, and where blocks begin anew."""
+    """What became of a file, known once its tail is written: its size, where blocks begin anew, and the pickle of the
+    state's structure in it."""
 
     nbytes: int = 0
     sections: tuple[int, ...] = ()
+    structure: bytes = b""
 
 
 class BouncePool:
@@ -235,6 +246,7 @@ def state_job(
         if plan.index:
             return []
         entries = file.tail()
+        written.structure = _structure_of(entries)
         if own is not None:
             entries.append((RANK_STATE, own.to_bytes()))
         end = plan.layout.end

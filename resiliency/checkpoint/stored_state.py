@@ -19,7 +19,7 @@ from torch.storage import UntypedStorage
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import CorruptShard
 from resiliency.state.harmless import harmless_classes
-from resiliency.state.plain_pickle import NotPlain, StoredTensor, describe_plain, describe_tensor, is_described
+from resiliency.state.plain_pickle import NotPlainPickle, StoredTensor, describe_plain, describe_tensor, is_described
 from resiliency.state.tree import dtype_name, is_leaf, keyed_leaves, replace_leaves
 from resiliency.state.unpickle import unpickle
 from resiliency.storage.shard_file import (
@@ -103,7 +103,7 @@ class ReplicatedState:
         or may use, too: tensors of special layouts, and objects, which may hold any tensor."""
         try:
             tree, leaves = describe_plain(self._data)
-        except NotPlain:
+        except NotPlainPickle:
             return self._place_any()
         self._plain, self._is_leaf = (tree, leaves), is_described
         return {key: self._placed(key, leaf) for key, leaf in leaves.items()}, []

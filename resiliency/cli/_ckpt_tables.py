@@ -177,6 +177,7 @@ def _own(rows: Sequence[TensorRow]) -> str:
 
 def _print_facts(console: Console, view: StepView) -> None:
     info = dict(view.manifest.info) if view.manifest is not None else {}
+    job = view.manifest.shards[0].job if view.manifest is not None and view.manifest.shards else {}
     tiers = view.manifest.tiers if view.manifest is not None else ()
     hosts = sorted({shard.node for shard in view.manifest.shards}) if view.manifest is not None else []
     facts = {
@@ -190,6 +191,7 @@ def _print_facts(console: Console, view: StepView) -> None:
         "tiers": ", ".join(copy.tier.root for copy in view.copies),
         "remote tiers": ", ".join(tiers),
         "info": ", ".join(f"{key} {value}" for key, value in info.items()),
+        "job": ", ".join(f"{key} {value}" for key, value in job.items()),
     }
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")

@@ -110,6 +110,8 @@ class ShardRecord:
         supersedes: names that may be deleted once this step is committed.
         created: UTC seconds since the epoch when the save began.
         info: facts of the user for listings (epoch, monitored score); the engine does not use them.
+        job: the launchers' names for the job that wrote the step, see :class:`resiliency.settings.Launch`; it tells a
+            restart of that job from another one. Empty: no launcher.
         tiers: names of the remote tiers to which this save is uploaded.
         exact: False when resuming from it is not exact (for example in the middle of gradient accumulation).
     """
@@ -130,6 +132,7 @@ class ShardRecord:
     supersedes: tuple[str, ...] = ()
     created: float = 0.0
     info: Mapping[str, Any] = field(default_factory=dict)
+    job: Mapping[str, str] = field(default_factory=dict)
     tiers: tuple[str, ...] = ()
     exact: bool = True
 
@@ -182,6 +185,7 @@ class ShardRecord:
             "supersedes": list(self.supersedes),
             "created": self.created,
             "info": dict(self.info),
+            "job": dict(self.job),
             "tiers": list(self.tiers),
             "exact": self.exact,
         }
@@ -219,6 +223,7 @@ class ShardRecord:
                 supersedes=tuple(str(n) for n in data["supersedes"]),
                 created=float(data["created"]),
                 info=dict(data["info"]),
+                job={str(launcher): str(name) for launcher, name in data.get("job", {}).items()},
                 tiers=tuple(str(n) for n in data["tiers"]),
                 exact=bool(data["exact"]),
             )

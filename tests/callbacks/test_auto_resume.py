@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 
 from resiliency.callbacks._resume import Process
@@ -258,7 +259,26 @@ def test_the_job_is_recorded_in_every_save(tmp_path: Path, machine: Machine) -> 
     batches_run(tmp_path, max_steps=4)
     (listing,) = scan(LocalTier(str(tmp_path), durable=False), "default")
     assert listing.manifest is not None
-    assert listing.manifest.info["job"] == {"slurm": "7", "torchrun": "a"}
+    assert listing.manifest.shards[0].job == {"slurm": "7", "torchrun": "a"}
+
+
+def test_a_score_may_have_any_name(tmp_path: Path, machine: Machine) -> None:
+    """One called "job" was lost, because the launcher's names stood under that key."""
+    from resiliency.storage.catalog import scan
+    from resiliency.storage.tiers.local import LocalTier
+
+    machine.process({"TORCHELASTIC_RUN_ID": "a"})
+
+    class Scored(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            module.log("job", 0.5)
+
+    saver = ours(PL, tmp_path, monitor="job", every_n_train_steps=4, filename="{step}")
+    trainer = make_trainer(PL, [Scored(), saver], root=tmp_path, max_steps=4, max_epochs=-1)
+    trainer.fit(make_net(PL), loader())
+    (listing,) = scan(LocalTier(str(tmp_path), durable=False), "default")
+    assert listing.manifest is not None
+    assert listing.manifest.info["job"] == 0.5 and listing.manifest.shards[0].job == {"torchrun": "a"}
 
 
 # -- checkpoints of which none is whole -------------------------------------------------------------------------------

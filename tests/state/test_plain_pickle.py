@@ -16,7 +16,7 @@ from torch import nn
 from torch.storage import UntypedStorage
 
 from resiliency.state import plain_pickle
-from resiliency.state.plain_pickle import NotPlain, StoredTensor, describe_plain, load_plain
+from resiliency.state.plain_pickle import NotPlainPickle, StoredTensor, describe_plain, load_plain
 from resiliency.state.tree import keyed_leaves
 from resiliency.state.unpickle import unpickle
 from resiliency.testing.checkpoints import differences
@@ -135,9 +135,9 @@ def test_nothing_outside_of_the_table_is_named_called_or_changed(name: str) -> N
     if name in HARMLESS:
         assert describe_plain(HOSTILE[name])[0] in (OrderedDict(), "x")
     else:
-        with pytest.raises(NotPlain):
+        with pytest.raises(NotPlainPickle):
             load_plain(HOSTILE[name], lambda key, nbytes: torch.UntypedStorage(nbytes))
-        with pytest.raises(NotPlain):
+        with pytest.raises(NotPlainPickle):
             describe_plain(HOSTILE[name])
     assert {name: dict(vars(value)) for name, value in _python_objects().items()} == before
 
@@ -146,7 +146,7 @@ def test_numbers_that_stand_for_registered_classes_are_for_torchs_unpickler() ->
     copyreg.add_extension("fractions", "Fraction", 251)
     try:
         assert pickle.loads(b"\x80\x02\x82\xfb.") is Fraction  # the interpreter keeps it
-        with pytest.raises(NotPlain):
+        with pytest.raises(NotPlainPickle):
             describe_plain(b"\x80\x02\x82\xfbK\x01K\x03\x86R.")
     finally:
         copyreg.remove_extension("fractions", "Fraction", 251)
@@ -162,7 +162,7 @@ def test_a_tensor_where_no_leaf_is_looked_for_is_for_torchs_unpickler(place: str
     noted.extra = tensor if place == "an attribute" else [tensor]
     value = {"a key": {tensor: 1}, "a part of a key": {(1, tensor): 1}, "a set": {tensor}}.get(place, noted)
     data, storages = stored([tensor, value] if shared else [value])
-    with pytest.raises(NotPlain):
+    with pytest.raises(NotPlainPickle):
         describe_plain(data)
     back, uses = unpickle(data, lambda key, nbytes: storages[key])
     last = back[-1]
@@ -198,7 +198,7 @@ def test_nothing_comes_of_them_elsewhere_either(data: bytes) -> None:
     try:
         value, _ = unpickle(data, lambda key, nbytes: torch.UntypedStorage(nbytes))
     except Exception as error:  # noqa: BLE001 - whichever torch has for it
-        assert not isinstance(error, AssertionError | NotPlain)
+        assert not isinstance(error, AssertionError | NotPlainPickle)
     else:
         assert isinstance(value, type) or value in ({}, "x")
 
@@ -247,6 +247,6 @@ def test_a_tensor_that_reaches_outside_of_its_storage_is_not_described(change: d
             storage = torch.arange(4.0).storage()
             return torch._utils._rebuild_tensor_v2, (storage, *arguments.values(), False, OrderedDict())
 
-    with pytest.raises(NotPlain):
+    with pytest.raises(NotPlainPickle):
         describe_plain(stored({"t": Rebuilt()})[0])
     assert described(torch.arange(4.0)).extent == 4

@@ -1,0 +1,85 @@
+"""What a start would refuse to load is told at the save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resiliency.checkpoint import Stage
+from resiliency.state.load_proof import LoadProof
+from resiliency.state.structure import dump
+from resiliency.testing.checkpoints import make_checkpointer, make_state
+
+SOON = timedelta(seconds=20)
+
+
+class Own:
+    """A class of the user."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+
+@pytest.fixture
+def allowed() -> Iterator[None]:
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals([Own])
+    yield
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(before)
+
+
+def refusal(proof: LoadProof, tree: Any) -> str:
+    return proof.refusal(dump(tree).data_pickle())
+
+
+STATES = {
+    "plain": make_state(1),
+    "large": {"w": torch.zeros(1).expand(1 << 12, 1 << 12), "b": torch.zeros(0)},
+    "odd": {
+        "c": torch.ones(2, 3, dtype=torch.complex64),
+        "l": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "s": torch.eye(3).to_sparse(),
+        "d": torch.float16,
+        "t": torch.Size([1, 2]),
+    },
+}
+
+
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES.keys())
+def test_of_what_can_be_loaded_nothing_is_said(state: Any) -> None:
+    assert refusal(LoadProof(), state) == ""
+
+
+def test_a_class_of_the_user_is_named_once() -> None:
+    proof = LoadProof()
+    assert refusal(proof, {"x": [1]}) == ""
+    assert "test_load_proof.Own" in refusal(proof, {"x": [Own()]})
+    assert refusal(proof, {"x": [Own()]}) == ""
+
+
+def test_an_allowed_class_is_not(allowed: None) -> None:
+    assert refusal(LoadProof(), {"x": Own()}) == ""
+
+
+@pytest.mark.parametrize("where", ["state", "per_rank", "nowhere"])
+def test_a_save_says_what_a_start_would_refuse(tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str) -> None:
+    state: dict[str, Any] = make_state(1)
+    per_rank: dict[str, Any] = {}
+    {"state": state, "per_rank": per_rank, "nowhere": {}}[where]["object"] = Own()
+    with make_checkpointer(tmp_path) as checkpointer, caplog.at_level(logging.WARNING):
+        for step in range(1, 5):
+            ticket = checkpointer.save(step, state, per_rank=per_rank)
+            assert ticket is not None
+            ticket.wait(Stage.DURABLE, timeout=SOON)
+    said = [record.message for record in caplog.records if "will refuse to load it" in record.message]
+    assert len(said) == (where != "nowhere")
+    for message in said:
+        assert "step 1 " in message and "test_load_proof.Own" in message and "add_safe_globals" in message
+    caplog.clear()
