@@ -11,7 +11,7 @@ import typer
 from resiliency.cli._ckpt_common import console
 from resiliency.doctor.facts import examine_folder, examine_host, examine_remote
 from resiliency.doctor.rules import (
-    Finding,
+    HostFinding,
     Verdict,
     judge_folder,
     judge_host,
@@ -100,7 +100,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[HostFinding]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table

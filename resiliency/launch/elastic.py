@@ -38,7 +38,7 @@ from resiliency.launch.processes import ForkedProcess, reap_others, wait_for_any
 from resiliency.launch.rank_handlers import Kept, RankHandler, StillRunning, handlers_made_by, kill_group
 from resiliency.launch.rank_links import RankLink, RankLinks
 from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure, lost_peer_text
-from resiliency.launch.zygote import CannotFork, Zygote
+from resiliency.launch.zygote import CannotFork, HostZygote
 from resiliency.settings import LAUNCHER_VARIABLE, STARTS_VARIABLE, all_variables
 
 __all__ = ["StandbyAgent", "StandbyOptions"]
@@ -93,7 +93,7 @@ class StandbyAgent(LocalElasticAgent):
         spec = self._worker_group.spec
         # Torch's loop sleeps this long and looks then; here the look itself waits.
         self._interval_s, spec.monitor_interval = float(spec.monitor_interval), 0
-        self._zygote: Zygote | None = None
+        self._zygote: HostZygote | None = None
         self._zygotes = 1
         self._told_why = False
         #: Of attempts, with the monotonic seconds of their begin; the last one is in use.
@@ -131,7 +131,7 @@ class StandbyAgent(LocalElasticAgent):
             self._say_why(command)
             return
         modules = [*modules_to_preload(command, os.getcwd()), *self._options.preload]
-        self._zygote = Zygote(
+        self._zygote = HostZygote(
             list(dict.fromkeys(modules)), standbys=spec.local_world_size, environment=all_variables(), words=words[1:]
         )
 
@@ -184,7 +184,7 @@ class StandbyAgent(LocalElasticAgent):
             return None
 
     def _fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
-        """Something else than a rank; who asks sees that nobody has its files when it cannot be forked."""
+        """Forks a process that is no rank. When that fails its descriptors are closed, which the requester notices."""
         if self._zygote is not None:
             with suppress(CannotFork):
                 self._zygote.start_function(request, fds)
@@ -334,7 +334,7 @@ class StandbyAgent(LocalElasticAgent):
             self._remaining_restarts = 0
 
     def _note_failures(self, codes: Mapping[int, int]) -> None:
-        """Tells torch who has failed before their peers fall, too: of several it names the first."""
+        """Records the ranks that failed first, before their peers fail too: torch reports the earliest failure."""
         context = cast(Any, self._pcontext)
         for local_rank, code in codes.items():
             pid, error_file = self._handlers()[local_rank].proc.pid, context.error_files[local_rank]

@@ -32,8 +32,8 @@ class Seen:
         return self.page.beats if self.page is not None else 0
 
     def hangs(self, *, floor_s: float) -> bool:
-        """It makes no progress; whether it holds up others or waits for them is another question. Who is stopped hangs
-        wherever it is, and with no word of its own."""
+        """It makes no progress, whether it holds up others or waits for them. A rank that was stopped by a signal hangs
+        at any place, also one that has not beaten yet."""
         if self.stopped_s > floor_s:
             return True
         page = self.page

@@ -126,7 +126,7 @@ def pause() -> None:
 
 
 def start_anew() -> None:
-    """In a process that begins another attempt."""
+    """Counts from zero again, in a process that begins another attempt."""
     heartbeat = _own.get(os.getpid())
     if heartbeat is not None:
         heartbeat.start_anew()

@@ -175,7 +175,7 @@ def child_processes() -> set[int]:
 
 
 def signal_handlers() -> dict[int, Any]:
-    """Of each signal that has a handler that Python knows."""
+    """The handler of each signal that has one which Python knows."""
     handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
     return {number: handler for number, handler in handlers.items() if handler is not None}
 

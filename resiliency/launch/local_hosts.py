@@ -50,7 +50,7 @@ class _Host:
 
 
 def become_local_host() -> None:
-    """In a launcher that is one of several on a machine: it ends with the process that has started it."""
+    """Makes this launcher, one of several on a machine, end with the process that has started it."""
     parent = all_variables()[LOCAL_HOST_VARIABLE]
     set_variable(LOCAL_HOST_VARIABLE, None)  # ranks may start jobs of their own
     end_with_parent(signal.SIGTERM)
@@ -59,8 +59,8 @@ def become_local_host() -> None:
 
 
 def exit_status(codes: Sequence[int], *, fewest: int, asked: int | None) -> int:
-    """Of all hosts: that of preemption when one has it, as ranks save and leave together; 0 when as many have finished
-    as the job needs; else that of the first that failed by itself. Pure.
+    """The exit status of a job: that of preemption when a host has it, as ranks save and leave together; 0 when as many
+    have finished as the job needs; else that of the first that failed by itself. Pure.
 
     Args:
         fewest: hosts that the job can do with.

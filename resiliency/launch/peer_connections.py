@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 #: The number of a pair, as gloo sends it.
 _PAIR = struct.Struct("=q")
 _CONNECT_TIMEOUT_S = 1.0
-#: For a client and its store to greet each other.
-_STORE_GREETING_S = 0.3
+#: For a client to finish connecting to its store.
+_STORE_CONNECT_TIMEOUT_S = 0.3
 #: Name of the thread that is gloo's event loop, one for each device.
 _LOOP = "gloo_tcp_loop"
 _EPOLL = "anon_inode:[eventpoll]"
@@ -84,7 +84,7 @@ class PeerConnections:
     def _is_old(self, connection: socket.socket) -> bool:
         """A client of a store that is just being made would try again, after longer and longer waits."""
         now = time.monotonic()
-        return now - self._seen.setdefault(os.fstat(connection.fileno()).st_ino, now) >= _STORE_GREETING_S
+        return now - self._seen.setdefault(os.fstat(connection.fileno()).st_ino, now) >= _STORE_CONNECT_TIMEOUT_S
 
 
 def _sockets() -> list[int]:

@@ -32,7 +32,7 @@ def _own() -> _Times:
 
 
 def script_begins() -> None:
-    """In a process that is older than its attempt: a rank that was forked, or that stays."""
+    """Begins the times anew, in a process that is older than its attempt: a rank that was forked, or that stays."""
     global _times
     _times = _Times(pid=os.getpid(), began=time.monotonic())
 

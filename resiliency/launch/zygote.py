@@ -21,7 +21,7 @@ from resiliency.launch.channel import pair, receive, send
 from resiliency.launch.fresh import parse_command
 from resiliency.launch.processes import ForkedProcess, is_stopped, mark_own
 
-__all__ = ["CannotFork", "Zygote"]
+__all__ = ["CannotFork", "HostZygote"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class CannotFork(ResiliencyError):
     """A rank must be started as a fresh interpreter; the message says why."""
 
 
-class Zygote:
+class HostZygote:
     """A process that forks ranks. Thread: one. Call :func:`~resiliency.launch.processes.become_subreaper` before.
 
     Args:

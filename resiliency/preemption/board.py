@@ -1,6 +1,6 @@
 """Tells all ranks of a notice through the job's store, on connections of its own: a wait holds the connection it is on.
 
-A rank waits for one key, which whoever is told sets for all. That costs nothing while nothing happens.
+Every rank waits for one key. The rank that receives a notice sets it. The wait costs nothing.
 """
 
 from __future__ import annotations

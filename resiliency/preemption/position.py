@@ -1,9 +1,9 @@
 """Where all ranks stop: the end of one batch, agreed on while they train. Pure but for its lock.
 
-A rank that is told, by whom ever, publishes the batch at whose end it could stop first: the one it is in, or the next.
-The largest of all published ones is where all stop. From the moment it has published until it knows that, a rank waits
-at the end of a batch; no rank can therefore be past the agreed one, whatever delays messages. Ranks that wait for one
-another in a batch cannot prevent the agreement, because other threads publish and read.
+A rank that receives a notice, from any source, publishes the first batch at whose end it can stop: the one it is in, or
+the next. The largest of all published ones is where all stop. From the moment it has published until it knows that, a
+rank waits at the end of a batch; no rank can therefore be past the agreed one, whatever delays messages. Ranks that
+wait for one another in a batch cannot prevent the agreement, because other threads publish and read.
 """
 
 from __future__ import annotations

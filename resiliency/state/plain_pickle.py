@@ -23,10 +23,10 @@ from resiliency.errors import ResiliencyError
 from resiliency.state.describe import STORAGE_CLASSES
 from resiliency.state.tree import keyed_leaves, replace_leaves
 
-__all__ = ["NotPlain", "StoredTensor", "describe_plain", "describe_tensor", "is_described", "load_plain"]
+__all__ = ["NotPlainPickle", "StoredTensor", "describe_plain", "describe_tensor", "is_described", "load_plain"]
 
 
-class NotPlain(Exception):
+class NotPlainPickle(Exception):
     """The pickle holds something else, or is no pickle."""
 
 
@@ -65,7 +65,7 @@ def load_plain(data: bytes, storage: Callable[[str, int], UntypedStorage]) -> tu
         storage: returns the storage of a key, of at least this many bytes.
 
     Raises:
-        NotPlain: it is for torch's unpickler, to read or to refuse.
+        NotPlainPickle: it is for torch's unpickler, to read or to refuse.
         ResiliencyError: of ``storage``.
     """
     tree, leaves = describe_plain(data)
@@ -81,7 +81,7 @@ def load_plain(data: bytes, storage: Callable[[str, int], UntypedStorage]) -> tu
     except ResiliencyError:
         raise
     except Exception as error:  # Boundary, as below.
-        raise NotPlain(str(error)) from error
+        raise NotPlainPickle(str(error)) from error
 
 
 def _uses(leaves: Mapping[str, StoredTensor]) -> Counter[str]:
@@ -107,23 +107,23 @@ def describe_plain(data: bytes) -> tuple[Any, dict[str, StoredTensor]]:
         The tree, and what stands for tensors in it by its key, see :func:`~resiliency.state.tree.keyed_leaves`.
 
     Raises:
-        NotPlain: as above.
+        NotPlainPickle: as above.
     """
     if not data.startswith(b"\x80\x02"):
-        raise NotPlain("another protocol than torch's")
+        raise NotPlainPickle("another protocol than torch's")
     if getattr(copyreg, "_extension_registry", None):
-        raise NotPlain("pickles may name what this process has registered by numbers")
+        raise NotPlainPickle("pickles may name what this process has registered by numbers")
     reader = _Reader(io.BytesIO(data))
     try:
         tree = reader.load()
         leaves = keyed_leaves(tree, _is_described_and_others_plain)
-    except NotPlain:
+    except NotPlainPickle:
         raise
     except Exception as error:
         # Boundary: whatever is wrong with it, torch's unpickler has the words.
-        raise NotPlain(str(error)) from error
+        raise NotPlainPickle(str(error)) from error
     if _uses(leaves) != reader.uses:
-        raise NotPlain("a tensor in a place where only objects have one")
+        raise NotPlainPickle("a tensor in a place where only objects have one")
     return tree, leaves
 
 
@@ -135,7 +135,7 @@ def _is_described_and_others_plain(value: Any) -> bool:
     """:func:`is_described`.
 
     Raises:
-        NotPlain: a description may be in the value in a place that :func:`keyed_leaves` does not look into.
+        NotPlainPickle: a description may be in the value in a place that :func:`keyed_leaves` does not look into.
     """
     class_ = type(value)
     if class_ is StoredTensor:
@@ -143,11 +143,11 @@ def _is_described_and_others_plain(value: Any) -> bool:
     if class_ is dict or class_ is OrderedDict:
         for key in value:
             if type(key) not in _KEYS and not (type(key) is tuple and _KEYS.issuperset(map(type, key))):
-                raise NotPlain(f"a key of type {type(key).__name__}")
+                raise NotPlainPickle(f"a key of type {type(key).__name__}")
         if class_ is OrderedDict and keyed_leaves(vars(value), _is_described_and_others_plain):
-            raise NotPlain("a tensor that is an attribute")
+            raise NotPlainPickle("a tensor that is an attribute")
     elif class_ not in _VALUES and value is not OrderedDict and value is not torch.Size:
-        raise NotPlain(f"a {class_.__name__}")
+        raise NotPlainPickle(f"a {class_.__name__}")
     return False
 
 
@@ -202,14 +202,14 @@ class _Describe:
         metadata: Any = None,
     ) -> StoredTensor:
         if metadata or hooks or type(storage) is not _StoredStorage or type(requires_grad) is not bool:
-            raise NotPlain("a tensor with properties of its own")
+            raise NotPlainPickle("a tensor with properties of its own")
         numbers = (offset, *shape, *strides)
         if not _INTS.issuperset(map(type, numbers)) or min(numbers) < 0:
-            raise NotPlain("a tensor that is nowhere")
+            raise NotPlainPickle("a tensor that is nowhere")
         extent, contiguous = _extent(shape, strides)
         key, numel, dtype = storage
         if extent and offset + extent > numel:
-            raise NotPlain("a tensor outside of its storage")
+            raise NotPlainPickle("a tensor outside of its storage")
         return StoredTensor(key, dtype, offset, tuple(shape), tuple(strides), extent, contiguous, requires_grad)
 
 
@@ -218,7 +218,7 @@ class _DescribeParameter:
 
     def __call__(self, data: Any, requires_grad: Any, hooks: Any) -> StoredTensor:
         if type(data) is not StoredTensor or type(requires_grad) is not bool or hooks:
-            raise NotPlain("a parameter of its own kind")
+            raise NotPlainPickle("a parameter of its own kind")
         return data._replace(requires_grad=requires_grad, parameter=True)
 
 
@@ -241,12 +241,12 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = _NAMES.get((module, name))
         if found is None:
-            raise NotPlain(f"{module}.{name}")
+            raise NotPlainPickle(f"{module}.{name}")
         return found
 
     def persistent_load(self, reference: Any) -> _StoredStorage:
         name, kind, key, _, numel = reference
         if name != "storage" or type(kind) is not _StorageKind or type(key) is not str or type(numel) is not int:
-            raise NotPlain("no reference to a storage")
+            raise NotPlainPickle("no reference to a storage")
         self.uses[key] += 1
         return _StoredStorage(key, numel, kind.dtype)

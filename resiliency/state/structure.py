@@ -224,7 +224,7 @@ def _dump(tree: Any, is_leaf: Callable[[type], bool] | None) -> Structure:
         return _pickled(_FullPickler, tree, is_leaf)  # the other one describes plain tensors whatever they are
     try:
         return _pickled(_Pickler, tree, is_leaf)
-    except _NotPlain:
+    except _NeedsFullPickler:
         return _pickled(_FullPickler, tree, is_leaf)
 
 
@@ -268,7 +268,7 @@ class _NeedsMemo(Exception):
     object of the two."""
 
 
-class _NotPlain(Exception):
+class _NeedsFullPickler(Exception):
     """The tree holds what only :class:`_FullPickler` can pickle."""
 
 
@@ -375,7 +375,7 @@ class _Pickler(pickle.Pickler):
         return self.base | len(self.tensors) - 1
 
     def _other_tensor(self, tensor: Tensor) -> Any:
-        raise _NotPlain
+        raise _NeedsFullPickler
 
 
 #: In place of a container's copy while that is made.
@@ -437,7 +437,7 @@ def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callab
             # By an alias with the same version counter, so that changes in place are noticed.
             return _rebuild_parameter, (obj.detach(), obj.requires_grad, OrderedDict())
         if class_ in torch_storages or (is_leaf is not None and is_leaf(class_)):
-            raise _NotPlain
+            raise _NeedsFullPickler
         return NotImplemented
 
     return reduce

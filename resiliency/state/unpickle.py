@@ -14,7 +14,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from resiliency.errors import ConfigError
 from resiliency.state.harmless import harmless_classes
-from resiliency.state.plain_pickle import NotPlain, load_plain
+from resiliency.state.plain_pickle import NotPlainPickle, load_plain
 
 __all__ = ["unpickle"]
 
@@ -51,7 +51,7 @@ def unpickle(
 
     try:
         return load_plain(data, storage)
-    except NotPlain as error:
+    except NotPlainPickle as error:
         logger.debug("the structure is left to torch's unpickler, which is slower: %s", error)
     unpickler: Any
     if allow_pickle:

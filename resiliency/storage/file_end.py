@@ -25,11 +25,11 @@ __all__ = ["cut", "hold", "lengthen"]
 
 logger = logging.getLogger(__name__)
 
-#: A byte that no file has; the lock on it is that of who makes the file longer.
+#: An offset beyond the end of any file. The process that extends the file holds a lock on this byte.
 _GROWING = 1 << 62
 _NO_LOCKS = (errno.ENOLCK, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-#: The kernel notifies nobody of a lock that becomes free before a deadline.
+#: The kernel has no wait for a lock with a deadline; it is tried again after so long.
 _LOOK_S = 0.01
 
 

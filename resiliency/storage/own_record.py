@@ -52,7 +52,7 @@ _SPARE_BYTES = 64
 
 def check_identity_is_absent(read: Callable[[int, int], bytes], nbytes: int, *, where: str) -> None:
     """For a file that does not begin as one of ours: makes sure that it does not end as one either. Otherwise its first
-    bytes are damaged, and without their word nothing of it would be checked.
+    bytes, which identify the file, are damaged, and without them nothing else of it is checked.
 
     Args:
         read: returns bytes ``[start, end)`` of the file.

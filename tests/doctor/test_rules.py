@@ -14,7 +14,7 @@ from resiliency.doctor.facts import Folder, Host, Remote
 from resiliency.doctor.mounts import Mount
 from resiliency.doctor.rules import (
     KNOWN_VARIABLES,
-    Finding,
+    HostFinding,
     Verdict,
     judge_folder,
     judge_host,
@@ -43,7 +43,7 @@ DISK = Folder(path="/ckpts", mount=Mount(point="/", kind="xfs"), free_bytes=100 
 SHM = Folder(path="/dev/shm", mount=Mount(point="/dev/shm", kind="tmpfs"), free_bytes=32 * GIB, fsync_s=0.0)
 
 
-def told(findings: Any) -> list[Finding]:
+def told(findings: Any) -> list[HostFinding]:
     return [one for one in findings if one.verdict is not Verdict.OK]
 
 

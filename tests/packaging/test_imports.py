@@ -110,6 +110,7 @@ PINNED = {
         "Checkpointer",
         "CheckpointerOptions",
         "Coordinator",
+        "EventSink",
         "Interval",
         "LocalTierOptions",
         "Outcome",

@@ -1,7 +1,6 @@
 """Copies of batches and loader states made of plain Python and CPU tensors only.
 
-Differs from :mod:`resiliency.storage.codec`, which writes JSON and pickles unknown objects: here tensors stay tensors,
-the result can be read with ``torch.load(weights_only=True)`` from any file, and an unknown object is refused, so that
+The result can be read with ``torch.load(weights_only=True)`` from any file, and an unknown object is refused, so that
 the caller can warn that the resume will not be exact.
 """
 
