@@ -24,47 +24,44 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from resiliency.checkpoint.rank_messages import HeldBox
 from resiliency.errors import ConfigError
 from resiliency.state.leaf_kinds import Box, kind_of
 from resiliency.state.tree import dtype_from_name, dtype_name
 from resiliency.storage.shard_file import Chunk
 
-__all__ = ["RankShare", "box_fields", "box_nbytes", "describe", "itemsize", "plan_writes"]
+__all__ = ["RankShare", "box_nbytes", "describe", "held_box", "itemsize", "plan_writes"]
 
 
 #: What stands for dtypes of so many bytes in DCP's planner, which counts bytes only, and does not know all dtypes.
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def describe(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """This rank's boxes as plain data, to be exchanged between ranks, the largest first.
+def describe(leaves: Mapping[str, Any]) -> tuple[HeldBox, ...]:
+    """This rank's boxes, the largest first.
 
     Args:
         leaves: leaves by key; they may be on the meta device.
-
-    Returns:
-        One dict per box, see :func:`box_fields`.
     """
-    boxes: list[dict[str, Any]] = []
+    boxes: list[HeldBox] = []
     for key, leaf in leaves.items():
         kind = kind_of(leaf)
         known = kind.describe(leaf)
-        boxes += [box_fields(key, box, known.shape, known.dtype, shard=not kind.replicated) for box in known.boxes]
+        boxes += [held_box(key, box, known.shape, known.dtype, replicated=kind.replicated) for box in known.boxes]
     # DCP gives each box to the rank with the fewest bytes so far, which balances well in this order.
-    boxes.sort(key=lambda box: -box_nbytes(box["sizes"], dtype_from_name(box["dtype"])))
-    return boxes
+    return tuple(sorted(boxes, key=lambda box: -box_nbytes(box.sizes, dtype_from_name(box.dtype))))
 
 
-def box_fields(key: str, box: Box, shape: Sequence[int], dtype: torch.dtype, *, shard: bool) -> dict[str, Any]:
-    """A box as ranks send it to each other: JSON-able, with ``shard`` False for the whole of a replicated tensor."""
-    return {
-        "key": key,
-        "offsets": list(box.offsets),
-        "sizes": list(box.sizes),
-        "shape": list(shape),
-        "dtype": dtype_name(dtype),
-        "shard": shard,
-    }
+def held_box(key: str, box: Box, shape: Sequence[int], dtype: torch.dtype, *, replicated: bool) -> HeldBox:
+    """A box as ranks tell each other of it."""
+    return HeldBox(
+        key=key,
+        offsets=tuple(box.offsets),
+        sizes=tuple(box.sizes),
+        shape=tuple(shape),
+        dtype=dtype_name(dtype),
+        replicated=replicated,
+    )
 
 
 def itemsize(dtype: torch.dtype) -> int:
@@ -90,7 +87,7 @@ class RankShare:
     digest: str
 
 
-def plan_writes(descriptions: Sequence[Sequence[Mapping[str, Any]]], *, rank: int) -> RankShare:
+def plan_writes(descriptions: Sequence[Sequence[HeldBox]], *, rank: int) -> RankShare:
     """Assigns every box to one rank that holds it, balanced by bytes. Pure: same input, same plan on every rank.
 
     Args:
@@ -100,8 +97,8 @@ def plan_writes(descriptions: Sequence[Sequence[Mapping[str, Any]]], *, rank: in
     Raises:
         ConfigError: ranks disagree about a tensor's shape or dtype, or a tensor has holes or overlaps.
     """
-    boxes = [[box for box in mine if all(box["sizes"]) or not all(box["shape"])] for mine in descriptions]
-    dtypes = {box["key"]: dtype_from_name(box["dtype"]) for mine in boxes for box in mine}
+    boxes = [[box for box in mine if all(box.sizes) or not all(box.shape)] for mine in descriptions]
+    dtypes = {box.key: dtype_from_name(box.dtype) for mine in boxes for box in mine}
     shares = [[_chunk(item, dtypes[item.index.fqn]) for item in plan.items] for plan in _global_plan(boxes)]
     _check_volume(shares)
     return _finish(shares, rank)
@@ -121,25 +118,25 @@ def _check_volume(shares: Sequence[Sequence[Chunk]]) -> None:
         )
 
 
-def _global_plan(descriptions: Sequence[Sequence[Mapping[str, Any]]]) -> list[SavePlan]:
+def _global_plan(descriptions: Sequence[Sequence[HeldBox]]) -> list[SavePlan]:
     known: dict[str, tuple[Any, ...]] = {}
     plans = []
     for writer, boxes in enumerate(descriptions):
         items = []
         for box in boxes:
-            facts = (tuple(box["shape"]), box["dtype"])
-            if known.setdefault(box["key"], facts) != facts:
+            facts = (box.shape, box.dtype)
+            if known.setdefault(box.key, facts) != facts:
                 raise ConfigError(
-                    f"rank {writer} has tensor {box['key']!r} as {facts}, another rank as {known[box['key']]}; "
+                    f"rank {writer} has tensor {box.key!r} as {facts}, another rank as {known[box.key]}; "
                     "tensors that differ from rank to rank belong into per_rank"
                 )
-            properties = TensorProperties(dtype=_OF_SIZE[itemsize(dtype_from_name(box["dtype"]))])
-            stored = ChunkStorageMetadata(offsets=torch.Size(box["offsets"]), sizes=torch.Size(box["sizes"]))
+            properties = TensorProperties(dtype=_OF_SIZE[itemsize(dtype_from_name(box.dtype))])
+            stored = ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
             items.append(
                 WriteItem(
-                    index=MetadataIndex(box["key"], torch.Size(box["offsets"])),
-                    type=WriteItemType.SHARD if box["shard"] else WriteItemType.TENSOR,
-                    tensor_data=TensorWriteData(chunk=stored, properties=properties, size=torch.Size(box["shape"])),
+                    index=MetadataIndex(box.key, torch.Size(box.offsets)),
+                    type=WriteItemType.TENSOR if box.replicated else WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(chunk=stored, properties=properties, size=torch.Size(box.shape)),
                 )
             )
         plans.append(SavePlan(items))

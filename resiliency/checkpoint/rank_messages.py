@@ -16,7 +16,17 @@ from resiliency.storage.sources import BadCopy
 from resiliency.storage.step_id import StepId
 from resiliency.storage.typed_json import decode, encode
 
-__all__ = ["AgentReady", "CopyProblem", "InventoryReport", "ProblemReport", "RankReport", "SharedFolder", "gather"]
+__all__ = [
+    "AgentReady",
+    "CopyProblem",
+    "HeldBox",
+    "HeldBoxes",
+    "InventoryReport",
+    "ProblemReport",
+    "RankReport",
+    "SharedFolder",
+    "gather",
+]
 
 T = TypeVar("T")
 
@@ -92,6 +102,34 @@ class CopyProblem:
     copy: BadCopy
     reason: str
     damaged: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBox:
+    """A box of a tensor that a rank holds.
+
+    Attributes:
+        key: the tensor's key in the state.
+        offsets: first index of the box in each dimension of the whole tensor.
+        sizes: shape of the box.
+        shape: shape of the whole tensor.
+        dtype: torch dtype name ("float32").
+        replicated: every rank holds the whole tensor.
+    """
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    replicated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBoxes:
+    """All boxes that a rank holds of a sharded state."""
+
+    boxes: tuple[HeldBox, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from resiliency.checkpoint.coordinator import Coordinator
-from resiliency.checkpoint.plan import RankShare, box_fields, describe, plan_writes
+from resiliency.checkpoint.plan import RankShare, describe, held_box, plan_writes
+from resiliency.checkpoint.rank_messages import HeldBox, HeldBoxes, gather
 from resiliency.checkpoint.shard_writer import FilePlan, OwnState, ShardPlan, StateFile
 from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import ConfigError
@@ -88,7 +89,7 @@ class _CachedLayout:
 class _CachedShare:
     """The boxes this rank described at the last exchange, the share that was planned from all, and the keys of all."""
 
-    boxes: Sequence[Mapping[str, Any]]
+    boxes: tuple[HeldBox, ...]
     share: RankShare
     keys: tuple[str, ...]
 
@@ -281,10 +282,10 @@ class ShardPlanner:
         for (key, _), tensor in held.items():
             if not has_memory(tensor):  # it may have been freed since the plan was made
                 raise refusal(tensor, key)
-        boxes = [
-            box_fields(chunk.key, chunk.box, chunk.shape or (), chunk.tensor.dtype, shard=True)
+        boxes = tuple(
+            held_box(chunk.key, chunk.box, chunk.shape or (), chunk.tensor.dtype, replicated=False)
             for chunk in given.chunks
-        ]
+        )
         agreed = self._agree(boxes, coordinator, agree_timeout)
         sources = [held[chunk.key, chunk.offsets] for chunk in agreed.share.chunks]
         # The objects of every rank are checked, so that all ranks refuse what one would.
@@ -340,18 +341,16 @@ class ShardPlanner:
             ),
         )
 
-    def _agree(
-        self, boxes: Sequence[Mapping[str, Any]], coordinator: Coordinator, agree_timeout: timedelta
-    ) -> _CachedShare:
+    def _agree(self, boxes: tuple[HeldBox, ...], coordinator: Coordinator, agree_timeout: timedelta) -> _CachedShare:
         """Plans which rank writes which box. Collective when the boxes of some rank have changed."""
         known = self._cached_share
         if known is None or known.boxes != boxes:
             described = [boxes]
             if self._world_size > 1:
-                messages = coordinator.all_gather("plan", json.dumps(boxes).encode(), timeout=agree_timeout)
-                described = [json.loads(data) for data in messages]
+                messages = gather(coordinator, "plan", HeldBoxes(boxes=boxes), timeout=agree_timeout)
+                described = [message.boxes for message in messages]
             share = plan_writes(described, rank=self._rank)
-            keys = tuple(dict.fromkeys(str(box["key"]) for of_rank in described for box in of_rank))
+            keys = tuple(dict.fromkeys(box.key for of_rank in described for box in of_rank))
             known = self._cached_share = _CachedShare(boxes, share, keys)
         return known
 

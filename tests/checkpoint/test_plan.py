@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.checkpoint.plan import describe, plan_writes
+from resiliency.checkpoint.rank_messages import HeldBox, HeldBoxes
 from resiliency.checkpoint.read_plan import plan_reads
 from resiliency.errors import ConfigError
 from resiliency.storage.shard_file import Chunk
+from resiliency.storage.typed_json import decode, encode
 
 SETTINGS = settings(deadline=None, database=None, max_examples=60, suppress_health_check=list(HealthCheck))
 # The last three DCP's planner does not know.
@@ -91,9 +91,8 @@ def test_the_plan_is_a_function_of_the_descriptions() -> None:
     tensors = {f"t{i}": meta((i * 37 % 400, 3)) for i in range(20)}
     mine = describe(tensors)
     first = plan_writes([mine] * 4, rank=2)
-    assert plan_writes([json.loads(json.dumps(mine))] * 4, rank=2) == first, (
-        "what was sent over the store gives another plan"
-    )
+    sent = decode(HeldBoxes, encode(HeldBoxes(boxes=mine)), what="the plan of rank 1").boxes
+    assert plan_writes([sent] * 4, rank=2) == first, "what was sent over the store gives another plan"
     assert plan_writes([describe(tensors)] * 4, rank=2) == first
     assert (
         plan_writes([mine] * 4, rank=1).digest == first.digest
@@ -121,11 +120,11 @@ def test_another_shape_gives_another_digest() -> None:
     assert len(digests) == 5
 
 
-def boxes(key: str, pieces: list[tuple[int, int]], rows: int) -> list[dict[str, Any]]:
-    return [
-        {"key": key, "offsets": [a, 0], "sizes": [b - a, 4], "shape": [rows, 4], "dtype": "float32", "shard": True}
+def boxes(key: str, pieces: list[tuple[int, int]], rows: int) -> tuple[HeldBox, ...]:
+    return tuple(
+        HeldBox(key=key, offsets=(a, 0), sizes=(b - a, 4), shape=(rows, 4), dtype="float32", replicated=False)
         for a, b in pieces
-    ]
+    )
 
 
 @pytest.mark.parametrize(
