@@ -296,6 +296,8 @@ class _Pickler(pickle.Pickler):
         #: and torch loads all tensors of a storage as one dtype.
         self.indices: dict[tuple[int, int, torch.dtype], int] = {}
         self._substitutes: dict[int, Any] = {}
+        self._looked_into = 0
+        self._whole: dict[tuple[int, torch.dtype], int] = {}
         self.reducer_override: Any = _reducer(self, self._other_tensor)
 
     def with_tables(self, value: Any, depth: int = 0) -> Any:
@@ -304,8 +306,9 @@ class _Pickler(pickle.Pickler):
         The tree itself is not changed; containers on the way are copied.
         """
         class_ = type(value)
-        if depth > _DEEPEST or not (class_ is dict or class_ is OrderedDict or class_ is list) or not value:
+        if depth > _DEEPEST or class_ not in _CONTAINERS or not value or self._looked_into >= _MOST_CONTAINERS:
             return value
+        self._looked_into += 1
         known = self._substitutes.get(id(value))
         if known is _UNFINISHED:
             raise _NeedsMemo
@@ -314,13 +317,14 @@ class _Pickler(pickle.Pickler):
         self._substitutes[id(value)] = _UNFINISHED
         made: Any = value
         if class_ is list:
-            if type(value[0]) in (dict, OrderedDict, list):
+            if type(value[0]) in _CONTAINERS:
                 made = [self.with_tables(item, depth + 1) for item in value]
         else:
-            marker = self._add_table(value)
+            classes = set(map(type, value.values()))
+            marker = self._add_table(value, classes)
             if marker is not None:
                 made = class_({marker: None})
-            else:
+            elif not _CONTAINERS.isdisjoint(classes):
                 items = {key: self.with_tables(item, depth + 1) for key, item in value.items()}
                 if any(new is not old for new, old in zip(items.values(), value.values(), strict=True)):
                     made = class_(items)
@@ -329,9 +333,8 @@ class _Pickler(pickle.Pickler):
         self._substitutes[id(value)] = made
         return made
 
-    def _add_table(self, value: Mapping[Any, Any]) -> int | None:
+    def _add_table(self, value: Mapping[Any, Any], classes: set[type]) -> int | None:
         """Registers a dict of plain tensors, or one of dicts of them; the number for its marker, None for others."""
-        classes = set(map(type, value.values()))
         if classes == _ONLY_TENSORS:
             keys: Any = tuple(value)
             tensors = list(value.values())
@@ -375,13 +378,51 @@ class _Pickler(pickle.Pickler):
         return self.base | len(self.tensors) - 1
 
     def _other_tensor(self, tensor: Tensor) -> Any:
+        _check_memory(tensor)
+        if (
+            tensor.dtype not in STORAGE_CLASSES
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or tensor.is_meta
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor.__dict__
+        ):
+            return self._by_torch()
+        storage = tensor.untyped_storage()
+        index = self._add_storage(storage, tensor.dtype, tensor)
+        place = (tensor.storage_offset(), tensor.stride())
+        self.tensors.append((index, tensor.dtype, tensor.shape, tensor.requires_grad, place))
+        return _rebuild_tensor, (self.base | len(self.tensors) - 1,)
+
+    def _by_torch(self) -> Any:
         raise _NeedsFullPickler
+
+    def _add_storage(self, storage: UntypedStorage, dtype: torch.dtype, tensor: Tensor | None = None) -> int:
+        """The number of a whole storage."""
+        index = self._whole.get((storage._cdata, dtype))
+        if index is None:
+            nbytes, address = storage.nbytes(), 0 if storage.device.type == "meta" else storage.data_ptr()
+            if nbytes and not address:
+                raise WithoutMemory(
+                    f"a storage of {nbytes} bytes on {storage.device} that has no memory (of a fake or wrapped tensor);"
+                    " store the tensors it stands for"
+                )
+            if tensor is None:
+                tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            index = self._whole[storage._cdata, dtype] = len(self.storages)
+            self.torch_described.add(index)
+            self.extents.append((tensor, address, nbytes))
+            self.storages.append((nbytes, "cpu" if tensor.is_cpu else _location(tensor)))
+        return index
 
 
 #: In place of a container's copy while that is made.
 _UNFINISHED = object()
-#: Containers below this depth are left to the pickler.
-_DEEPEST = 16
+#: Containers below this depth are left to the pickler, and those after so many: a state has few with tensors, and a
+#: list of a million dicts would take seconds.
+_DEEPEST, _MOST_CONTAINERS = 16, 2048
+_CONTAINERS = frozenset({dict, OrderedDict, list})
 _ONLY_TENSORS, _ONLY_DICTS, _NAMES = {Tensor}, {dict}, frozenset({str, int})
 _get_dtype, _get_shape, _get_nbytes = attrgetter("dtype"), attrgetter("shape"), attrgetter("nbytes")
 _get_dict, _get_is_cpu, _get_requires_grad = attrgetter("__dict__"), attrgetter("is_cpu"), attrgetter("requires_grad")
@@ -448,7 +489,6 @@ class _FullPickler(_Pickler):
 
     def __init__(self, file: io.BytesIO, is_leaf: Callable[[type], bool] | None) -> None:
         super().__init__(file, is_leaf)
-        self._whole: dict[tuple[int, torch.dtype], int] = {}
         plain = self.reducer_override
 
         def reduce(obj: Any) -> Any:
@@ -484,41 +524,8 @@ class _FullPickler(_Pickler):
     def with_tables(self, value: Any, depth: int = 0) -> Any:
         return value if self.is_leaf is not None else super().with_tables(value, depth)
 
-    def _other_tensor(self, tensor: Tensor) -> Any:
-        _check_memory(tensor)
-        if (
-            tensor.dtype not in STORAGE_CLASSES
-            or tensor.layout is not torch.strided
-            or tensor.is_nested
-            or tensor.is_meta
-            or tensor.is_conj()
-            or tensor.is_neg()
-            or tensor.__dict__
-        ):
-            return NotImplemented  # torch describes it, by its storage
-        storage = tensor.untyped_storage()
-        index = self._add_storage(storage, tensor.dtype, tensor)
-        place = (tensor.storage_offset(), tensor.stride())
-        self.tensors.append((index, tensor.dtype, tensor.shape, tensor.requires_grad, place))
-        return _rebuild_tensor, (self.base | len(self.tensors) - 1,)
-
-    def _add_storage(self, storage: UntypedStorage, dtype: torch.dtype, tensor: Tensor | None = None) -> int:
-        """The number of a whole storage."""
-        index = self._whole.get((storage._cdata, dtype))
-        if index is None:
-            nbytes, address = storage.nbytes(), 0 if storage.device.type == "meta" else storage.data_ptr()
-            if nbytes and not address:
-                raise WithoutMemory(
-                    f"a storage of {nbytes} bytes on {storage.device} that has no memory (of a fake or wrapped tensor);"
-                    " store the tensors it stands for"
-                )
-            if tensor is None:
-                tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            index = self._whole[storage._cdata, dtype] = len(self.storages)
-            self.torch_described.add(index)
-            self.extents.append((tensor, address, nbytes))
-            self.storages.append((nbytes, "cpu" if tensor.is_cpu else _location(tensor)))
-        return index
+    def _by_torch(self) -> Any:
+        return NotImplemented  # torch describes the tensor, by its storage
 
 
 def _check_memory(tensor: Tensor) -> None:
