@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,14 +12,21 @@ from resiliency.cli._ckpt_common import console
 from resiliency.launch.heartbeat_files import RankHeartbeat, read_heartbeats
 from resiliency.settings import environment
 
-__all__ = ["app"]
+__all__ = ["app", "main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)
 
+#: By state.
 _COLORS = {"running": "green", "stopped": "bold red", "ended": "yellow", "earlier attempt": "dim", "unknown": "cyan"}
 
 
-@app.callback(invoke_without_command=True)
+def main(words: Sequence[str]) -> int:
+    """An app of one command, by itself: below a group, options could not follow the folder."""
+    app(args=list(words), prog_name="resiliency heartbeat")
+    return 0
+
+
+@app.command()
 def heartbeat(
     directory: Annotated[
         str, typer.Argument(help="Folder with the heartbeats.", show_default="$RESILIENCY_HEARTBEAT_DIR")
