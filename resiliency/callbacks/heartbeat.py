@@ -207,3 +207,7 @@ build = _adapter.build
 
 def __getattr__(name: str) -> Any:
     return _adapter.attribute(name)
+
+
+def __dir__() -> list[str]:
+    return __all__
