@@ -38,12 +38,12 @@ class PartFiles(logging.FileHandler):
 
 
 class KeepsLogs(StepHooks):
-    """Writes what this rank logs to a file in a folder, from ``setup`` to the end: ``rank-00003-20261123T210508-00.log``
-    with the rank and the time it began, so that a restart writes files of its own.
+    """Writes what this rank logs to a file in a folder, from ``setup`` to the end.
 
-    What Python's logging is set up to emit goes there, and Lightning's messages; not what is printed. At an address such
-    as gs://bucket/logs files are sent in the background when they have changed; where one cannot be sent, training goes
-    on, it is tried again, and stays in a temporary folder that is named in the log.
+    It is called ``rank-00003-20261123T210508-00.log``, with the rank and the time it began, so that a restart writes
+    files of its own. What Python's logging is set up to emit goes there, and Lightning's messages; not what is printed.
+    At an address such as gs://bucket/logs files are sent in the background when they have changed; where one cannot be
+    sent, training goes on, it is tried again, and stays in a temporary folder that is named in the log.
 
     Thread: the training thread, and one of its own. Collective: no. Blocks: at the end, up to ``deadline``.
 

@@ -13,7 +13,7 @@ from resiliency.errors import ConfigError
 from resiliency.plugins.namespaces import AdapterClass
 from resiliency.telemetry.step_observer import StepSubscriber, StepTiming
 
-__all__ = ["MemoryLoggingCallback", "build", "memory_in_use"]  # noqa: F822 - MemoryLoggingCallback is built on first use
+__all__ = ["MemoryLoggingCallback", "build", "memory_in_use"]  # noqa: F822 - the class is built on first use
 
 _GIB = 1 << 30
 
@@ -55,7 +55,7 @@ class LogsMemory(LogsSteps):
     """Logs the memory of rank 0 after its first step and then after some steps: ``Memory after step 50: cpu 1.204 GiB,
     cuda allocated 10.512 GiB, cuda reserved 11.002 GiB, cuda peak 10.961 GiB``.
 
-    Without a GPU the line has the first figure alone. Workers of a data loader are other processes, and are not counted.
+    Without a GPU the line has the first figure alone. Workers of a data loader are other processes, not counted.
 
     Thread: the training thread. Collective: no. Costs some ten microseconds where there is a line.
 

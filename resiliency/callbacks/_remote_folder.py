@@ -94,6 +94,10 @@ class RemoteFolder:
         if failed is not None and not self._failing:
             key, error = failed
             logger.warning(
-                "%s cannot be sent to %s now; it stays in %s and is tried again: %s", key, self.address, self.path, error
+                "%s cannot be sent to %s now; it stays in %s and is tried again: %s",
+                key,
+                self.address,
+                self.path,
+                error,
             )
         self._failing = failed is not None

@@ -99,7 +99,7 @@ class LogsStragglers(StepHooks):
 
     Ranks are compared by the work of their own: waiting for data and the forward pass, before they first wait for one
     another. On a GPU the forward pass returns before it is done; with ``StepLoggingCallback(timer_kwargs={"sync_cuda":
-    True})`` its time is that of the GPU. The figures go through the job's store, in the background: no step waits, and a
+    True})`` its time is that of the GPU. The figures go through the job's store, in the background: no step waits. A
     rank that is lost or hangs is missing from the line, and delays nobody.
 
     Thread: the training thread, and one of its own. Collective: at the start of training, for a moment.

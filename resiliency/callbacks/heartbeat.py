@@ -84,8 +84,8 @@ class PublishesHeartbeat(StepHooks):
         self._monitor = _rank_monitor(trainer)
         if self._monitor is None and not heartbeat.is_published() and trainer.is_global_zero:
             logger.warning(
-                "nobody is told this job's heartbeats: pass HeartbeatCallback a directory, set RESILIENCY_HEARTBEAT_DIR,"
-                " or start the job with resiliency run"
+                "nobody is told this job's heartbeats: pass HeartbeatCallback a directory, set"
+                " RESILIENCY_HEARTBEAT_DIR, or start the job with resiliency run"
             )
         self._in_batch_end = False
         self._enter(Phase.SETUP)

@@ -50,7 +50,7 @@ def heartbeat(
     elif found:
         _print(found)
     else:
-        typer.echo(f"no heartbeats in {folder}; its ranks need HeartbeatCallback, or RESILIENCY_HEARTBEAT_DIR", err=True)
+        typer.echo(f"no heartbeats in {folder}: ranks need HeartbeatCallback, or RESILIENCY_HEARTBEAT_DIR", err=True)
     raise typer.Exit(int(not found))
 
 

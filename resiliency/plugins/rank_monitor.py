@@ -69,9 +69,8 @@ class Watched:
 
 def watched_by(config: Any) -> Watched:
     """From NVRx's ``FaultToleranceConfig``."""
-    sections = {
-        name: limit for name, limit in (getattr(config, "rank_section_timeouts", None) or {}).items() if limit is not None
-    }
+    listed = getattr(config, "rank_section_timeouts", None) or {}
+    sections = {name: limit for name, limit in listed.items() if limit is not None}
     between = getattr(config, "rank_out_of_section_timeout", None)
     beats = [getattr(config, f"{name}rank_heartbeat_timeout", None) for name in ("initial_", "")]
     limits = [float(one) for one in (*sections.values(), between, *beats) if one is not None]

@@ -113,7 +113,8 @@ def spread_text(ranks: Sequence[RankSteps], *, world_size: int) -> str:
     """How far the ranks are apart."""
     fast, slow = min(ranks, key=lambda one: one.own_s), max(ranks, key=lambda one: one.own_s)
     said = f" ({len(ranks)} of {world_size} ranks)" if len(ranks) < world_size else ""
+    last = max(one.last for one in ranks)
     return (
-        f"Own work a step up to step {max(one.last for one in ranks)}: {fast.own_s:.3f} s (rank {fast.rank} on {fast.host})"
-        f" to {slow.own_s:.3f} s (rank {slow.rank} on {slow.host}), of steps of {slow.step_s:.3f} s{said}"
+        f"Own work a step up to step {last}: {fast.own_s:.3f} s (rank {fast.rank} on {fast.host}) to"
+        f" {slow.own_s:.3f} s (rank {slow.rank} on {slow.host}), of steps of {slow.step_s:.3f} s{said}"
     )

@@ -1,4 +1,4 @@
-"""Heartbeats read from outside: of a rank that runs, is killed, stopped, or holds the GIL, and of an earlier attempt."""
+"""Heartbeats read from outside: of a rank that runs, is killed, stopped, holds the GIL, or is of an earlier attempt."""
 
 from __future__ import annotations
 
