@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from unittest.mock import patch
 from rich.console import Console
 from rich.table import Table
 
-from resiliency.callbacks.heartbeat import PublishesHeartbeat
+from resiliency.callbacks.heartbeat import HeartbeatCallback
 from resiliency.launch import heartbeat
 from resiliency.plugins import rank_monitor
 from resiliency.testing.rank_monitor import RankMonitorClientDouble
@@ -36,8 +37,14 @@ _PROMISE_S = 20e-6
 _WARM_UP = 200
 
 
-class Figures(SimpleNamespace):
-    """Seconds of one batch: ``median_s``, ``p99_s``, ``most_s``, and ``batches`` that were measured."""
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Seconds of one batch, of so many that were measured."""
+
+    batches: int
+    median_s: float
+    p99_s: float
+    most_s: float
 
 
 def measure(batch: Callable[[int], None], batches: int) -> Figures:
@@ -74,21 +81,6 @@ def _hooks(callback: Any) -> Callable[[int], None]:
     return batch
 
 
-class _Base:
-    """In the place of Lightning's class: its hooks do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("on_"):
-            return lambda *arguments: None
-        raise AttributeError(name)
-
-
-class _Callback(PublishesHeartbeat, _Base):
-    def setup_monitor(self, client: Any) -> None:
-        self._monitor = rank_monitor.RankMonitor(lambda: client)
-        self._monitor.enter("step")
-
-
 @contextlib.contextmanager
 def _published(folder: str | None) -> Iterator[None]:
     """A process without a heartbeat, or with one in a folder."""
@@ -104,13 +96,14 @@ def _rows(folder: str, batches: int) -> Iterator[tuple[str, Figures]]:
     with _published(folder):
         yield "beat(step), a folder", measure(heartbeat.beat, batches)
     with _published(None):
-        yield "callback, nobody is told", measure(_hooks(_Callback()), batches)
+        yield "callback, nobody is told", measure(_hooks(HeartbeatCallback()), batches)
     with _published(folder):
-        yield "callback, a folder", measure(_hooks(_Callback()), batches)
+        yield "callback, a folder", measure(_hooks(HeartbeatCallback()), batches)
     config = SimpleNamespace(rank_heartbeat_timeout=5.0, rank_section_timeouts={"step": 5.0})
     with _published(folder):
-        callback = _Callback()
-        callback.setup_monitor(RankMonitorClientDouble(config, seconds=_CLIENT_S))
+        callback = HeartbeatCallback()
+        client = RankMonitorClientDouble(config, seconds=_CLIENT_S)
+        callback._monitor = rank_monitor.RankMonitor(lambda: client)
         yield "callback, a folder and NVRx's rank monitor", measure(_hooks(callback), batches)
         callback._close_monitor(shutdown=True)
 
@@ -130,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_row(name, *(f"{1e6 * value:.1f}" for value in (row.median_s, row.p99_s, row.most_s)))
     Console().print(table)
     if options.json is not None:
-        options.json.write_text(json.dumps({name: vars(row) for name, row in rows}, indent=2))
+        options.json.write_text(json.dumps({name: asdict(row) for name, row in rows}, indent=2))
     return int(any(row.median_s > _PROMISE_S for _, row in rows))
 
 

@@ -17,6 +17,7 @@ __all__ = ["LogDirectoryCallback", "build"]  # noqa: F822 - LogDirectoryCallback
 
 #: A file of a remote folder is sent whole when it has changed.
 _PART_BYTES = 8 << 20
+_FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -89,7 +90,7 @@ class KeepsLogs(StepHooks):
 
     def _loggers(self) -> list[logging.Logger]:
         """The root, and those of Lightning's that do not pass on to it."""
-        own = [logging.getLogger(name) for name in (self.namespace, f"{self.namespace.partition('.')[0]}.fabric")]
+        own = [logging.getLogger(name) for name in (self.namespace, _FABRICS[self.namespace])]
         return [logging.getLogger(), *(one for one in own if not one.propagate)]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from resiliency.callbacks._remote_folder import RemoteFolder
 from resiliency.errors import ConfigError
 
-__all__ = ["Scalars", "open_scalars"]
+__all__ = ["Scalars", "open_scalars", "summary_writer", "tensorboard_logger"]
 
 #: Of a remote folder.
 _EVERY = timedelta(seconds=30)
@@ -79,11 +79,17 @@ def open_scalars(trainer: Any, tb_dir: str | None) -> Scalars | None:
     return known.open()
 
 
-def _of_logger(trainer: Any) -> Scalars | None:
+def tensorboard_logger(trainer: Any) -> Any:
+    """The Trainer's TensorBoardLogger, or a class of the user's derived from it; None where there is none."""
     for logger in trainer.loggers:
         if any(cls.__name__ == "TensorBoardLogger" for cls in type(logger).__mro__):
-            return Scalars(logger.experiment, None)
+            return logger
     return None
+
+
+def _of_logger(trainer: Any) -> Scalars | None:
+    logger = tensorboard_logger(trainer)
+    return None if logger is None else Scalars(logger.experiment, None)
 
 
 def _of_folder(tb_dir: str) -> Scalars:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from resiliency.callbacks._scalars import Scalars
+from resiliency.callbacks._scalars import Scalars, tensorboard_logger
 from resiliency.callbacks._step_lines import LogsSteps
 from resiliency.errors import ConfigError
 from resiliency.plugins.namespaces import AdapterClass
@@ -54,15 +54,17 @@ class WritesScalars(LogsSteps):
     def __init__(self, tb_dir: str | os.PathLike[str] | None) -> None:
         super().__init__(tb_dir)
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        # On all ranks: when one alone raises, the others wait for it.
+        if stage == "fit" and self._tb_dir is None and not trainer.fast_dev_run and tensorboard_logger(trainer) is None:
+            raise ConfigError(
+                "TensorboardCallback(None) writes to the Trainer's TensorBoardLogger, and there is none: pass a folder"
+                " as tb_dir, or Trainer(logger=TensorBoardLogger(...))"
+            )
+
     def _make_subscriber(self, trainer: Any, scalars: Scalars | None) -> StepSubscriber | None:
-        if scalars is not None:
-            return StepScalars(scalars, ranks=trainer.world_size)
-        if trainer.fast_dev_run:
-            return None
-        raise ConfigError(
-            "TensorboardCallback(None) writes to the Trainer's TensorBoardLogger, and there is none: pass a folder as"
-            " tb_dir, or Trainer(logger=TensorBoardLogger(...))"
-        )
+        return None if scalars is None else StepScalars(scalars, ranks=trainer.world_size)
 
 
 _adapter = AdapterClass(__name__, "TensorboardCallback", WritesScalars, base="callbacks:Callback")

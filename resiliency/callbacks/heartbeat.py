@@ -52,7 +52,7 @@ class PublishesHeartbeat(StepHooks):
         super().__init__()
         self._directory = None if directory is None else os.fspath(directory)
         self._monitor: RankMonitor | None = None
-        self._in_batch_end = False
+        self._inside = self._in_batch_end = False  # a fit (or test, ...); the hooks at the end of a batch
         self._undo: Callable[[], None] = _nothing
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class PublishesHeartbeat(StepHooks):
                 "nobody is told this job's heartbeats: pass HeartbeatCallback a directory, set"
                 " RESILIENCY_HEARTBEAT_DIR, or start the job with resiliency run"
             )
-        self._in_batch_end = False
+        self._inside, self._in_batch_end = True, False
         self._enter(Phase.SETUP)
         self._undo()
         if stage == "fit":
@@ -106,12 +106,14 @@ class PublishesHeartbeat(StepHooks):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
         self._end_of_loading()
+        self._inside = False
         self._enter(Phase.ENDED)
         self._close_monitor(shutdown=True)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
         self._end_of_loading()
+        self._inside = False
         self._enter(Phase.FAILED)
         self._close_monitor(shutdown=False)  # a process that hangs at its end is still seen to
 
@@ -136,6 +138,8 @@ class PublishesHeartbeat(StepHooks):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if not self._inside:
+            return  # trainer.save_checkpoint of a script, after the fit
         self._enter(Phase.SAVING, trainer.global_step)
         if self._in_batch_end:
             self._in_batch_end = False  # of several saves in one hook, the first has asked

@@ -218,7 +218,8 @@ class RankMonitor:
                 getattr(client, name)(*arguments)
                 opened = arguments[0] if name == "start_section" else None if name == "end_section" else opened
             told = progress
-            self._urgent.wait(watched.every_s)
+            if not self._closing:
+                self._urgent.wait(watched.every_s)
         if opened is not None:
             client.end_section(opened)
         if self._shutdown:

@@ -156,7 +156,7 @@ def test_many_steps_are_told_a_few_times_and_no_step_waits() -> None:
     assert took / 20_000 < 50e-6, "a call of the client takes fifty milliseconds here"
     until(lambda: "send_heartbeat" in client.names)
     monitor.close(shutdown=True)
-    assert client.names.count("send_heartbeat") <= 2 + took / 0.3
+    assert client.names.count("send_heartbeat") <= 3 + took / 0.3
     assert client.errors == []
 
 
