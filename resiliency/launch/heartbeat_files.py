@@ -150,8 +150,8 @@ def _read(path: Path) -> Iterator[RankHeartbeat]:
             quiet_s=max(0.0, time.monotonic() - since if same_clock else time.time() - about["began"]),
             state=_state(about) if same_clock else "unknown",
         )
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return  # replaced just now, or no heartbeat
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # replaced just now, or no heartbeat of ours
 
 
 def _open_no_link(path: str, flags: int) -> int:
