@@ -40,9 +40,7 @@ class StepLines(StepSubscriber):
     def step_ended(self, timing: StepTiming) -> None:
         first, self._first = self._first, False
         if not first and timing.between_s > _BETWEEN_S:
-            say(
-                self._namespace, f"Time between last step end and this step start: {timing.between_s:.3f}s"
-            )
+            say(self._namespace, f"Time between last step end and this step start: {timing.between_s:.3f}s")
         say(self._namespace, f"Step {timing.step} time: {timing.active_s:.3f}s")
         if self._scalars is not None:
             self._scalars.step_ended(timing)

@@ -31,7 +31,9 @@ def train(*, result: str, slow_rank: int, seconds: float, every_s: float, factor
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    logging.basicConfig(filename=f"{result}.{trainer.global_rank}", level=logging.INFO, format="%(levelname)s %(message)s")
+    logging.basicConfig(
+        filename=f"{result}.{trainer.global_rank}", level=logging.INFO, format="%(levelname)s %(message)s"
+    )
     net = make_net("lightning.pytorch")
     step = net.training_step
 

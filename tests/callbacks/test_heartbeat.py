@@ -248,7 +248,9 @@ def test_the_rank_monitor_hears_the_sections_of_a_fit(
     assert "nobody is told" not in caplog.text
 
 
-def test_after_a_failure_the_monitor_goes_on_watching_the_process(client: RankMonitorClientDouble, tmp_path: Path) -> None:
+def test_after_a_failure_the_monitor_goes_on_watching_the_process(
+    client: RankMonitorClientDouble, tmp_path: Path
+) -> None:
     net = make_net(PL)
     net.training_step = lambda *arguments: (_ for _ in ()).throw(ValueError("in the step"))
     with pytest.raises(ValueError, match="in the step"):
@@ -278,6 +280,8 @@ def test_a_missing_package_is_said_and_training_goes_on(
     assert trainer.global_step == 1 and "pip install 'resiliency[nvrx]'" in caplog.text
 
 
-def test_without_the_socket_nothing_of_nvrx_is_imported(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_socket_nothing_of_nvrx_is_imported(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "RankMonitor", lambda: pytest.fail("there is no rank monitor"))
     make_trainer(PL, [build(PL)(folder)], root=tmp_path, max_steps=1).fit(make_net(PL), loader())

@@ -43,7 +43,9 @@ def shown(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
-def fit(callbacks: list[Any], root: Path, namespace: str = PL, net: Any = None, batches: int = 6, **settings: Any) -> Any:
+def fit(
+    callbacks: list[Any], root: Path, namespace: str = PL, net: Any = None, batches: int = 6, **settings: Any
+) -> Any:
     trainer = make_trainer(namespace, callbacks, root=root, **({"max_epochs": 1} | settings))
     validation = loader(batches=2) if settings.get("num_sanity_val_steps") or "val_check_interval" in settings else None
     trainer.fit(net or make_net(namespace), loader(batches=batches), validation)
@@ -81,17 +83,26 @@ def sleepy(namespace: str, *, step: float = 0.0, validation: float = 0.0) -> Any
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_each_step_has_a_line_with_its_time(namespace: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net = sleepy(namespace, step=0.03, validation=0.2)
-    fit([build("StepLoggingCallback", namespace)()], tmp_path, namespace, net, num_sanity_val_steps=1, val_check_interval=3)
+    fit(
+        [build("StepLoggingCallback", namespace)()],
+        tmp_path,
+        namespace,
+        net,
+        num_sanity_val_steps=1,
+        val_check_interval=3,
+    )
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("resiliency")]
     assert lines[0] == "Training starts."
     found = numbers(caplog.text, STEP)
     assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6]
     assert all(0.03 <= seconds < 0.4 for _, seconds in found[1:]), "validations are not part of a step"
     between = [float(one) for one in re.findall(BETWEEN, caplog.text)]
-    assert len([one for one in between if one >= 0.4]) == 1, "the validation after step 3; that after step 6 ends the fit"
-    assert lines.index(next(line for line in lines if line.startswith("Time between") and float(line.split()[-1][:-1]) >= 0.4)) == (
-        lines.index(next(line for line in lines if line.startswith("Step 4 "))) - 1
+    assert len([one for one in between if one >= 0.4]) == 1, (
+        "the validation after step 3; that after step 6 ends the fit"
     )
+    assert lines.index(
+        next(line for line in lines if line.startswith("Time between") and float(line.split()[-1][:-1]) >= 0.4)
+    ) == (lines.index(next(line for line in lines if line.startswith("Step 4 "))) - 1)
 
 
 def test_nothing_is_said_between_steps_that_follow_at_once_or_before_the_first(
@@ -111,7 +122,12 @@ def test_nothing_is_said_between_steps_that_follow_at_once_or_before_the_first(
 
 def test_with_accumulation_a_step_is_an_optimizer_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net = sleepy(PL, step=0.03)
-    fit([build("StepLoggingCallback")(), build("TPSLoggingCallback")(8, 16)], tmp_path, net=net, accumulate_grad_batches=3)
+    fit(
+        [build("StepLoggingCallback")(), build("TPSLoggingCallback")(8, 16)],
+        tmp_path,
+        net=net,
+        accumulate_grad_batches=3,
+    )
     found = numbers(caplog.text, STEP)
     assert [step for step, _ in found] == [1, 2] and all(0.09 <= seconds < 0.5 for _, seconds in found)
     assert [step for step, _ in numbers(caplog.text, TPS)] == [1, 2]
@@ -153,14 +169,20 @@ def test_lines_are_seen_where_nobody_has_set_up_logging(
 
 
 def test_throughput_is_tokens_of_a_step_over_its_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fit([build("StepLoggingCallback")(), build("TPSLoggingCallback")(gbs=4, seq_length=32)], tmp_path, net=sleepy(PL, step=0.05))
+    fit(
+        [build("StepLoggingCallback")(), build("TPSLoggingCallback")(gbs=4, seq_length=32)],
+        tmp_path,
+        net=sleepy(PL, step=0.05),
+    )
     times, rates = dict(numbers(caplog.text, STEP)), dict(numbers(caplog.text, TPS))
     assert list(rates) == [1, 2, 3, 4, 5, 6]
     for step, rate in rates.items():
         assert rate == pytest.approx(4 * 32 / times[step], rel=0.02)
 
 
-@pytest.mark.parametrize("arguments", [{"gbs": 0, "seq_length": 1}, {"gbs": 1, "seq_length": 0}, {"gbs": 1.5, "seq_length": 1}])
+@pytest.mark.parametrize(
+    "arguments", [{"gbs": 0, "seq_length": 1}, {"gbs": 1, "seq_length": 0}, {"gbs": 1.5, "seq_length": 1}]
+)
 def test_numbers_that_are_none_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="gbs" if arguments["gbs"] != 1 else "seq_length"):
         build("TPSLoggingCallback")(**arguments)
@@ -183,7 +205,9 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def test_scalars_go_to_a_run_in_the_folder_and_callbacks_share_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_scalars_go_to_a_run_in_the_folder_and_callbacks_share_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "tb"
     callbacks = [
         build("TensorboardCallback")(folder),
@@ -198,7 +222,13 @@ def test_scalars_go_to_a_run_in_the_folder_and_callbacks_share_it(tmp_path: Path
     assert re.fullmatch(r"run-\d{8}-\d{6}", run.name)
     found = scalars(run)
     assert set(found) == {"train/step_time", "train/between_steps", "train/num_gpus", "train/tps", "memory/cpu_gib"}
-    assert list(found["train/step_time"]) == [1, 2, 3, 4, 5, 6] and list(found["train/between_steps"]) == [2, 3, 4, 5, 6]
+    assert list(found["train/step_time"]) == [1, 2, 3, 4, 5, 6] and list(found["train/between_steps"]) == [
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert set(found["train/num_gpus"].values()) == {1.0}
     for step, seconds in numbers(caplog.text, STEP):
         assert found["train/step_time"][step] == pytest.approx(seconds, abs=0.001)
@@ -343,7 +373,9 @@ def compare(zygote: Zygote, folder: Path, **arguments: Any) -> str:
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_straggler_shows_up_by_name(zygote: Zygote, tmp_path: Path, slow: int) -> None:
     text = compare(zygote, tmp_path, slow_rank=slow, seconds=0.03, every_s=0.5, factor=1.5)
-    assert re.search(rf"WARNING rank {slow} on host-{slow} holds up the others: its own work takes 0\.0[3-9]", text), text
+    assert re.search(rf"WARNING rank {slow} on host-{slow} holds up the others: its own work takes 0\.0[3-9]", text), (
+        text
+    )
     assert f"rank {1 - slow} on" not in "".join(line for line in text.splitlines() if "WARNING" in line)
     assert re.search(r"INFO Own work a step up to step \d+: 0\.\d{3} s \(rank \d on host-\d\) to", text)
 
@@ -452,7 +484,9 @@ def test_a_store_that_hangs_delays_the_end_by_the_deadline(
     released = threading.Event()
     files = type(fsspec.filesystem("memory"))
     monkeypatch.setattr(files, "pipe_file", lambda self, *arguments, **more: released.wait(30))
-    folder = RemoteFolder(f"memory://logs-{time.monotonic_ns()}", every=timedelta(hours=1), deadline=timedelta(seconds=0.3))
+    folder = RemoteFolder(
+        f"memory://logs-{time.monotonic_ns()}", every=timedelta(hours=1), deadline=timedelta(seconds=0.3)
+    )
     (folder.path / "a").write_text("text")
     thread = folder._thread
     began = time.monotonic()

@@ -80,7 +80,9 @@ class Rank:
     def __init__(self, folder: Path, then: str, **variables: Any) -> None:
         more = {key: str(value) for key, value in variables.items()}
         env = os.environ | {"PYTHONPATH": str(ROOT), "RESILIENCY_HEARTBEAT_DIR": str(folder)} | more
-        self.process = subprocess.Popen([sys.executable, "-c", SCRIPT.format(then=then)], env=env, start_new_session=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT.format(then=then)], env=env, start_new_session=True
+        )
 
     def __enter__(self) -> Rank:
         return self
@@ -95,7 +97,9 @@ def at_step(folder: Path, step: int, rank: int = 0) -> Callable[[], bool]:
 
 
 def test_a_rank_that_holds_the_gil_is_read_and_is_quiet(folder: Path) -> None:
-    with Rank(folder, HOLDS_THE_GIL, RANK=3, TORCHELASTIC_RESTART_COUNT=7, RESILIENCY_NODE="h", RESILIENCY_RUN="r") as rank:
+    with Rank(
+        folder, HOLDS_THE_GIL, RANK=3, TORCHELASTIC_RESTART_COUNT=7, RESILIENCY_NODE="h", RESILIENCY_RUN="r"
+    ) as rank:
         until(at_step(folder, 5, rank=3))
         first = one_of(folder, 3)
         until(lambda: one_of(folder, 3).quiet_s > first.quiet_s + 0.2)
@@ -199,10 +203,18 @@ def test_phases_pauses_and_signs_of_life(folder: Path, own: None) -> None:
     heartbeat.publish(str(folder))
     assert heartbeat.is_published() and not one_of(folder).page.watched
     heartbeat.enter(Phase.LOADING, 40)
-    assert (one_of(folder).page.phase, one_of(folder).page.step, one_of(folder).page.watched) == (Phase.LOADING, 40, False)
+    assert (one_of(folder).page.phase, one_of(folder).page.step, one_of(folder).page.watched) == (
+        Phase.LOADING,
+        40,
+        False,
+    )
     heartbeat.beat(41)
     heartbeat.enter(Phase.SAVING)
-    assert (one_of(folder).page.phase, one_of(folder).page.step, one_of(folder).page.watched) == (Phase.SAVING, 41, True)
+    assert (one_of(folder).page.phase, one_of(folder).page.step, one_of(folder).page.watched) == (
+        Phase.SAVING,
+        41,
+        True,
+    )
     heartbeat.enter(Phase.VALIDATION)
     assert not one_of(folder).page.watched, "a validation may take any time"
     beats = one_of(folder).page.beats
@@ -229,7 +241,9 @@ def test_another_attempt_in_the_same_process_has_a_page_of_its_own(
     assert one_of(folder, 2).page.step == 10 and one_of(folder, 0).page.step == 9
 
 
-def test_a_folder_on_a_disk_is_refused_and_why_is_said(tmp_path: Path, own: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_on_a_disk_is_refused_and_why_is_said(
+    tmp_path: Path, own: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("resiliency.launch.heartbeat_files._IN_MEMORY", (1,))
     with pytest.raises(ConfigError, match=r"which is on a disk: a step would wait for it; use a folder in memory"):
         heartbeat.publish(str(tmp_path))
