@@ -22,7 +22,7 @@ def memory_in_use() -> dict[str, int]:
     """Bytes: ``cpu`` is the resident memory of this process; where CUDA is in use, ``cuda_allocated`` and
     ``cuda_reserved`` are torch's now, ``cuda_peak`` the most it has allocated."""
     found = {"cpu": psutil.Process().memory_info().rss}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda_allocated"] = torch.cuda.memory_allocated()
         found["cuda_reserved"] = torch.cuda.memory_reserved()
         found["cuda_peak"] = torch.cuda.max_memory_allocated()

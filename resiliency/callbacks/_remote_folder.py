@@ -92,12 +92,12 @@ class RemoteFolder:
                 except (TierError, OSError) as error:
                     failed = key, error
         if failed is not None and not self._failing:
-            key, error = failed
+            key, reason = failed
             logger.warning(
                 "%s cannot be sent to %s now; it stays in %s and is tried again: %s",
                 key,
                 self.address,
                 self.path,
-                error,
+                reason,
             )
         self._failing = failed is not None

@@ -138,9 +138,8 @@ class RankMonitor:
     """
 
     def __init__(self, make: Callable[[], Any] = make_client) -> None:
-        self._client = _clients.get(os.getpid())
-        if self._client is None:
-            self._client = make()
+        known = _clients.get(os.getpid())
+        self._client: Any = make() if known is None else known
         self._wanted: str | None = None
         self._progress = 0
         self._closing = self._shutdown = False
