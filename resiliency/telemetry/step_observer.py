@@ -34,6 +34,8 @@ class StepTiming:
         save_in_flight: a save was being copied, committed or uploaded when the step ended.
         between_s: part of ``duration_s`` before the first batch of the step arrived.
         active_s: from that arrival to the end, without validations.
+        own_s: ``busy_s`` and the wait for the first batch. The wait for a later batch, while gradients accumulate, is
+            not the rank's own: Lightning makes ranks wait for one another between any two batches.
     """
 
     step: int
@@ -47,6 +49,7 @@ class StepTiming:
     save_in_flight: bool
     between_s: float = 0.0
     active_s: float = 0.0
+    own_s: float = 0.0
 
 
 class StepSubscriber:
@@ -104,7 +107,7 @@ class StepObserver:
         self._data = self._stall = self._eval = self._busy = 0.0
         # Between two steps, and validations since then; None before the first batch of a step.
         self._between: float | None = None
-        self._eval_inside = 0.0
+        self._eval_inside = self._first_wait = 0.0
         # When the current wait for a batch, or the current batch, began, and how much of it was stall or validation.
         self._between_from, self._between_off = now, 0.0
         self._batch_from, self._inside_off = now, 0.0
@@ -153,9 +156,11 @@ class StepObserver:
         if not self._training or self._inside:
             return
         now = self._now()
-        self._data += max(0.0, now - self._between_from - self._between_off)
+        waited = max(0.0, now - self._between_from - self._between_off)
+        self._data += waited
         if self._between is None:
             self._between = now - self._last_end
+            self._first_wait = waited
         self._inside = self._seen_batch = True
         self._batch_from = now
         self._inside_off = 0.0
@@ -210,6 +215,7 @@ class StepObserver:
             save_in_flight=self.save_in_flight,
             between_s=between,
             active_s=max(0.0, duration - between - self._eval_inside),
+            own_s=self._first_wait + self._busy,
         )
         self._step = step
         self._last_end = now

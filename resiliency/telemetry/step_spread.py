@@ -65,7 +65,7 @@ class StepWindow:
             self._first = timing.step
         self._last = timing.step
         self._count += 1
-        self._own += timing.data_wait_s + timing.busy_s
+        self._own += timing.own_s
         self._all += timing.duration_s
 
     def take(self) -> RankSteps | None:

@@ -18,13 +18,14 @@ from tests.callbacks.harness import loader, make_net
 warnings.filterwarnings("ignore")
 
 
-def train(*, result: str, slow_rank: int, seconds: float, every_s: float, factor: float) -> None:
+def train(*, result: str, slow_rank: int, seconds: float, every_s: float, factor: float, accumulate: int = 1) -> None:
     callback = StragglerLoggingCallback(every=timedelta(seconds=every_s), factor=factor)
     trainer: Any = pl.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
         max_epochs=20,
+        accumulate_grad_batches=accumulate,
         callbacks=[callback],
         logger=False,
         enable_checkpointing=False,

@@ -338,7 +338,7 @@ def test_memory_of_a_gpu_is_there_where_it_is_in_use(monkeypatch: pytest.MonkeyP
 # -- StragglerLoggingCallback -----------------------------------------------------------------------------------------------
 
 
-def compare(zygote: Zygote, folder: Path, **arguments: Any) -> str:
+def compare(zygote: Zygote, folder: Path, *, steps: int = 80, **arguments: Any) -> str:
     """What rank 0 logged."""
     port, result = str(free_port()), folder / f"log-{time.monotonic_ns()}"
     workers = [
@@ -367,7 +367,7 @@ def compare(zygote: Zygote, folder: Path, **arguments: Any) -> str:
     finally:
         for worker in workers:
             worker.kill()
-    assert Path(f"{result}.0.done").read_text() == Path(f"{result}.1.done").read_text() == "80"
+    assert Path(f"{result}.0.done").read_text() == Path(f"{result}.1.done").read_text() == str(steps)
     assert "holds up" not in Path(f"{result}.1").read_text()
     return Path(f"{result}.0").read_text()
 
@@ -380,6 +380,14 @@ def test_a_straggler_shows_up_by_name(zygote: Zygote, tmp_path: Path, slow: int)
     )
     assert f"rank {1 - slow} on" not in "".join(line for line in text.splitlines() if "WARNING" in line)
     assert re.search(r"INFO Own work a step up to step \d+: 0\.\d{3} s \(rank \d on host-\d\) to", text)
+
+
+def test_with_accumulation_the_rank_that_waits_between_batches_is_not_taken_for_slow(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    text = compare(zygote, tmp_path, steps=20, slow_rank=1, seconds=0.05, every_s=0.7, factor=1.5, accumulate=4)
+    found = [float(times) for times in re.findall(r"rank 1 on host-1 holds up .* (\d+\.\d) times the median", text)]
+    assert found and max(found) > 4, text
 
 
 def test_a_rank_within_the_factor_is_no_straggler(zygote: Zygote, tmp_path: Path) -> None:

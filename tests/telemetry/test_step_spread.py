@@ -48,7 +48,7 @@ def test_what_is_said_names_rank_and_host() -> None:
 
 def timing(step: int, *, data: float, busy: float, duration: float) -> StepTiming:
     return StepTiming(
-        step=step, count=1, follows=True, duration_s=duration, data_wait_s=data, stall_s=0, busy_s=busy, eval_s=0, save_in_flight=False
+        step=step, count=1, follows=True, duration_s=duration, data_wait_s=data, stall_s=0, busy_s=busy, eval_s=0, save_in_flight=False, own_s=data + busy,
     )  # fmt: skip
 
 
@@ -116,6 +116,21 @@ def test_with_accumulation_a_step_is_all_its_batches() -> None:
     loop.batch(11, wait=1, work=1)
     loop.batch(12, wait=1, work=1)
     assert loop.times.all == [(11, 1, 4.5), (12, 1, 3)]
+
+
+def test_waits_between_the_batches_of_a_step_are_no_work_of_the_ranks_own() -> None:
+    loop = Loop()
+    loop.observer.training_started(0)
+    own: list[float] = []
+    loop.times.step_ended = lambda timing: own.append(timing.own_s)  # type: ignore[method-assign]
+    for step, wait in ((0, 3.0), (1, 70.0), (1, 5.0), (2, 80.0)):
+        loop.now += wait
+        loop.observer.batch_started()
+        loop.now += 1
+        loop.observer.backward_started()
+        loop.now += 10
+        loop.observer.batch_ended(step)
+    assert own == [3 + 1 + 1, 5 + 1 + 1]
 
 
 def test_a_second_fit_begins_anew() -> None:
