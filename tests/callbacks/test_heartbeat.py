@@ -240,11 +240,14 @@ def test_the_rank_monitor_hears_the_sections_of_a_fit(
     namespace: str, client: RankMonitorClientDouble, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saves = stock(namespace)(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)
-    trainer = make_trainer(namespace, [build(namespace)(), slow(namespace), saves], root=tmp_path, max_epochs=1)
-    trainer.fit(make_net(namespace), loader())
+    callbacks = [build(namespace)(), slow(namespace), saves]
+    trainer = make_trainer(namespace, callbacks, root=tmp_path, max_epochs=1, num_sanity_val_steps=2)
+    trainer.fit(make_net(namespace), loader(), loader(batches=2))
     assert sections(client)[:4] == ["setup", "step", "checkpointing", "step"]
     assert client.names[-1] == "shutdown_workload_monitoring" and "send_heartbeat" in client.names
-    assert client.names.index("send_heartbeat") > client.calls.index(("start_section", "step")), "none in the set-up"
+    assert client.names.index("send_heartbeat") > client.calls.index(("start_section", "step")), (
+        "none in the set-up and the sanity check"
+    )
     assert client.errors == [] and client.open == []
     assert "nobody is told" not in caplog.text
 

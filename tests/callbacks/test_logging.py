@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -508,6 +509,27 @@ def test_a_store_that_hangs_delays_the_end_by_the_deadline(
     assert 0.25 < took < 5 and "was sent to memory://" in caplog.text and (folder.path / "a").exists()
     (folder.path / "a").unlink()
     folder.path.rmdir()
+
+
+def test_the_deadline_is_that_of_the_callback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    released = threading.Event()
+    files = type(fsspec.filesystem("memory"))
+    monkeypatch.setattr(files, "pipe_file", lambda self, *arguments, **more: released.wait(30))
+    callback = build("LogDirectoryCallback")(
+        f"memory://logs-{time.monotonic_ns()}", every=timedelta(hours=1), deadline=timedelta(seconds=0.2)
+    )
+    threads: list[Any] = []
+    net = speaking("at the start")
+    net.on_train_end = lambda: threads.append((callback._folder, callback._folder._thread, time.monotonic()))
+    fit([callback], tmp_path, net=net)
+    ((folder, thread, ended),) = threads
+    took = time.monotonic() - ended
+    released.set()
+    thread.join(10)
+    assert 0.15 < took < 6
+    shutil.rmtree(folder.path)
 
 
 def test_a_store_that_refuses_is_said_once_and_tried_again(
