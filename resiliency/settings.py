@@ -64,6 +64,9 @@ class Environment:
             this process begins another attempt; what a new process counts from zero is then counted anew.
         keeps_store: the launcher keeps the store of the process group over restarts (``TORCHELASTIC_USE_AGENT_STORE``).
         events_dir: folder for event logs (``RESILIENCY_EVENTS_DIR``), None: below the checkpoint directory.
+        heartbeat_dir: folder for heartbeats (``RESILIENCY_HEARTBEAT_DIR``), None: none, see
+            :mod:`resiliency.launch.heartbeat_files`.
+        rank_monitor: a rank monitor of NVRx's ``ft_launcher`` waits for this rank (``FT_RANK_MONITOR_IPC_SOCKET``).
         local_dir: folder of the fast local tier (``RESILIENCY_LOCAL_DIR``), None: chosen by the caller.
         file_tracking: True when ``GOODPUT_USE_FILE_TRACKING`` is set (to anything, as the older library reads it).
         launch: the job and whether this is a restart of it, as the launchers say, see :func:`_launch`.
@@ -78,6 +81,8 @@ class Environment:
     start: str
     keeps_store: bool
     events_dir: str | None
+    heartbeat_dir: str | None
+    rank_monitor: bool
     local_dir: str | None
     file_tracking: bool
     launch: Launch
@@ -154,6 +159,8 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         start=source.get(STARTS_VARIABLE, ""),
         keeps_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         events_dir=source.get("RESILIENCY_EVENTS_DIR") or None,
+        heartbeat_dir=source.get("RESILIENCY_HEARTBEAT_DIR") or None,
+        rank_monitor=bool(source.get("FT_RANK_MONITOR_IPC_SOCKET")),
         local_dir=source.get("RESILIENCY_LOCAL_DIR") or None,
         file_tracking="GOODPUT_USE_FILE_TRACKING" in source,
         launch=_launch(source),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from resiliency.launch.heartbeat import beat, pause
-from resiliency.telemetry.step_observer import StepObserver, StepSubscriber
+from resiliency.launch.heartbeat import Phase, beat, enter, pause
+from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, StepTiming
 
 if TYPE_CHECKING:
     from resiliency.callbacks._stock import StockCallback
@@ -31,11 +31,21 @@ def step_observer(trainer: Any) -> StepObserver:
 
 
 class _Beats(StepSubscriber):
-    """Tells the launcher that the rank makes progress from batch to batch, and that it waits for the first one of an
+    """Tells whoever watches that the rank makes progress from batch to batch, and that it waits for the first one of an
     epoch. What happens at the end of an epoch and in a validation, hooks of the user included, may take any time."""
 
+    def __init__(self) -> None:
+        self._step: int | None = None
+
+    def training_started(self, step: int, world_size: int | None) -> None:
+        self._step = step
+        enter(Phase.TRAINING, step)
+
+    def step_ended(self, timing: StepTiming) -> None:
+        self._step = timing.step
+
     def progressed(self) -> None:
-        beat()
+        beat(self._step)
 
     def paused(self) -> None:
         pause()

@@ -76,7 +76,8 @@ def hang_text(rank: int, pid: int, seen: Seen, ranks: Mapping[int, Seen]) -> str
         state = ", and a signal has stopped it" if seen.stopped_s else ""
         longest = f"its longest step took {seen.page.longest_s:.2g} s"
         what = f"has made no progress for {seen.quiet_s:.0f} s ({longest}){state}"
+    step = f"step {seen.page.step} ({seen.page.phase}), " if seen.page is not None and seen.page.step >= 0 else ""
     return (
-        f"rank {rank} (process {pid}) {what}: it hangs, and is killed. It is at {seen.beats} beats"
+        f"rank {rank} (process {pid}) {what}: it hangs, and is killed. It is at {step}{seen.beats} beats"
         f"{compared}. The stacks of all ranks are in their standard error"
     )

@@ -1,125 +1,215 @@
-"""A rank's progress in shared memory, where the launcher reads it, whatever the rank does or does not do.
+"""This process's heartbeat: what it says of its progress, on pages that others read at any time.
 
-A beat is two stores into a mapped page: under a microsecond, no system call, no lock. A process that holds the GIL, or
-that is stopped, is seen to make none.
+``resiliency run`` gets a page of each of its ranks; without it, or beside it, a page is a file in a folder
+(``RESILIENCY_HEARTBEAT_DIR``, see :mod:`resiliency.launch.heartbeat_files`). A beat is a few stores into mapped memory:
+about a microsecond, no system call, no lock. A process that holds the GIL, or that is stopped, is seen to make none.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import logging
 import mmap
 import os
 import signal
 import socket
-import struct
 import time
-from dataclasses import dataclass
 
+from resiliency.errors import ConfigError
 from resiliency.launch.channel import send
-from resiliency.settings import LAUNCHER_VARIABLE, all_variables
+from resiliency.launch.heartbeat_files import HeartbeatFile
+from resiliency.launch.heartbeat_page import PAGE_BYTES, Page, PageWriter, Phase, place_word
+from resiliency.settings import LAUNCHER_VARIABLE, all_variables, environment
 
-__all__ = ["STACKS_SIGNAL", "Heartbeat", "Page", "beat", "pause"]
+__all__ = ["STACKS_SIGNAL", "Heartbeat", "Page", "Phase", "beat", "enter", "is_published", "pause", "publish", "show"]
 
-#: Number of beats, monotonic nanoseconds of the last one, the longest time between two in nanoseconds, and whether
-#: the rank is to be watched: a word each, so that a reader sees each of them whole.
-_PAGE = struct.Struct("<QQQQ")
-_NBYTES = mmap.PAGESIZE
+logger = logging.getLogger(__name__)
+
 #: The first times between beats, in which caches are filled and kernels are chosen, tell nothing of the next ones.
 _WARM_UP = 3
 #: Makes a rank write the stacks of all its threads to its standard error, also while native code holds the GIL.
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 
 
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """What a rank has written.
+class Heartbeat:
+    """The pages of this process. Thread: the training thread.
 
-    Attributes:
-        beats: since its attempt began.
-        last_s: monotonic seconds of the last one.
-        longest_s: the longest time between two beats, without the first few.
-        watched: it is to beat again.
+    Args:
+        launcher: address of ``resiliency run``; "": there is none.
+
+    Raises:
+        OSError: the launcher does not answer.
     """
 
-    beats: int
-    last_s: float
-    longest_s: float
-    watched: bool
+    def __init__(self, launcher: str) -> None:
+        self._pages: list[PageWriter] = []
+        self._file: HeartbeatFile | None = None
+        if launcher:
+            self._connect(launcher)
+        self.start_anew()
 
-    @classmethod
-    def read(cls, page: mmap.mmap) -> Page:
-        beats, last, longest, watched = _PAGE.unpack_from(page)
-        return cls(beats=beats, last_s=last / 1e9, longest_s=longest / 1e9, watched=bool(watched))
-
-
-class Heartbeat:
-    """The page of this process. Thread: the training thread."""
-
-    def __init__(self) -> None:
+    def _connect(self, launcher: str) -> None:
         fd = os.memfd_create("resiliency-heartbeat", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, _NBYTES)
-            self._page = mmap.mmap(fd, _NBYTES)
+            os.ftruncate(fd, PAGE_BYTES)
+            # Not the file that a folder has: whoever may write there could cut it, and end the launcher.
+            self._pages.append(PageWriter(mmap.mmap(fd, PAGE_BYTES)))
             self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._connection.connect("\0" + all_variables()[LAUNCHER_VARIABLE])
+            self._connection.connect("\0" + launcher)
             send(self._connection, {"kind": "heartbeat", "number": 0}, [fd])
         finally:
             os.close(fd)
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
-        self.start_anew()
+
+    def publish(self, folder: str) -> None:
+        """Writes to a file in a folder, too, from now on; instead of one in another folder.
+
+        Raises:
+            ConfigError: the folder is not in memory.
+            OSError: it cannot be used.
+        """
+        if self._file is not None and self._file.folder == folder:
+            return
+        self._replace_file(HeartbeatFile(folder))
+        self._write(watched=False)
+
+    def _replace_file(self, file: HeartbeatFile) -> None:
+        if self._file is not None:
+            self._pages.remove(self._file)
+            self._file.close()
+        self._file = file
+        self._pages.append(file)
+
+    @property
+    def is_published(self) -> bool:
+        return bool(self._pages)
 
     def start_anew(self) -> None:
         """What was observed in an attempt before means nothing."""
-        self._beats = self._last = self._longest = 0
+        self._beats = self._last = self._longest = self._shown = 0
+        self._step, self._phase, self._attempt = -1, Phase.STARTING, environment().restart
+        if self._file is not None:
+            try:
+                self._replace_file(HeartbeatFile(self._file.folder))  # its rank may be another one now
+            except (OSError, ConfigError) as error:
+                logger.warning("heartbeats stay on the page of the attempt before: %s", error)
         self._write(watched=False)
 
-    def beat(self) -> None:
+    def beat(self, step: int | None) -> None:
         """The rank has made progress, and will again."""
         now = time.monotonic_ns()
         if self._beats > _WARM_UP and self._last:
             self._longest = max(self._longest, now - self._last)
         self._beats += 1
-        self._last = now
+        self._last = self._shown = now
+        self._phase = Phase.TRAINING
+        if step is not None:
+            self._step = step
         self._write(watched=True)
 
     def pause(self) -> None:
         """Nothing is expected of the rank until it beats again."""
         self._last = 0
+        self._shown = time.monotonic_ns()
+        self._write(watched=False)
+
+    def enter(self, phase: Phase, step: int | None) -> None:
+        """The rank does something else now. While it trains and saves it is watched as before."""
+        if step is not None:
+            self._step = step
+        self._phase = phase
+        self._shown = time.monotonic_ns()
+        stays = phase in (Phase.TRAINING, Phase.SAVING) and self._last != 0
+        if not stays:
+            self._last = 0
+        self._write(watched=stays)
+
+    def show(self) -> None:
+        """A sign of life where none is expected, as of a batch of a validation."""
+        self._beats += 1
+        self._last = 0
+        self._shown = time.monotonic_ns()
         self._write(watched=False)
 
     def _write(self, *, watched: bool) -> None:
-        _PAGE.pack_into(self._page, 0, self._beats, self._last, self._longest, watched)
+        place = place_word(step=self._step, phase=self._phase, attempt=self._attempt, watched=watched)
+        for page in self._pages:
+            page.write(beats=self._beats, last_ns=self._shown, longest_ns=self._longest, place=place)
 
 
-#: Of this process, by its id; None where there is no launcher.
+#: Of this process, by its id; None where nobody watches.
 _own: dict[int, Heartbeat | None] = {}
 
 
 def _heartbeat() -> Heartbeat | None:
     pid = os.getpid()
-    if pid not in _own:
-        _own.clear()  # of a parent
+    if pid in _own:
+        return _own[pid]
+    _own.clear()  # of a parent
+    _own[pid] = None
+    launcher, folder = all_variables().get(LAUNCHER_VARIABLE, ""), environment().heartbeat_dir
+    if launcher:
         try:
-            _own[pid] = Heartbeat() if all_variables().get(LAUNCHER_VARIABLE) else None
+            _own[pid] = Heartbeat(launcher)
         except OSError:
             _own[pid] = None  # no launcher any more
+    if folder is not None:
+        try:
+            publish(folder)
+        except (OSError, ConfigError) as error:
+            logger.warning("RESILIENCY_HEARTBEAT_DIR=%s: this rank has no heartbeat there: %s", folder, error)
     return _own[pid]
 
 
-def beat() -> None:
-    """Tells ``resiliency run`` that this rank makes progress: call it once a step in a loop of your own.
+def publish(folder: str) -> None:
+    """Writes this process's heartbeat to a file in a folder, too. Thread: the training thread. Blocks: no.
 
-    With a callback of this library it is called after each batch. From then on a rank that does not call it for long
-    (``--hang-timeout``) is taken for hung. Elsewhere it does nothing. Thread: the training thread. Costs: under a
-    microsecond, and a connection to the launcher the first time.
+    Raises:
+        ConfigError: the folder is not on a file system in memory.
+        OSError: it cannot be made or written to.
+    """
+    heartbeat = _heartbeat() or Heartbeat("")
+    heartbeat.publish(os.path.abspath(folder))
+    _own[os.getpid()] = heartbeat
+
+
+def is_published() -> bool:
+    """True when somebody can read this process's heartbeat."""
+    heartbeat = _heartbeat()
+    return heartbeat is not None and heartbeat.is_published
+
+
+def beat(step: int | None = None) -> None:
+    """Tells whoever watches that this rank makes progress: call it once a step in a loop of your own.
+
+    With a callback of this library it is called after each batch. From then on a rank of ``resiliency run`` that does
+    not call it for long (``--hang-timeout``) is taken for hung. Where nobody watches it does nothing. Thread: the
+    training thread. Costs: about a microsecond; the first time, a connection to the launcher and a file.
+
+    Args:
+        step: optimizer steps done; None: as said before.
     """
     heartbeat = _heartbeat()
     if heartbeat is not None:
-        heartbeat.beat()
+        heartbeat.beat(step)
+
+
+def enter(phase: Phase, step: int | None = None) -> None:
+    """Says what this rank does from now on. Only a rank that trains or saves is watched. As cheap as a beat."""
+    heartbeat = _heartbeat()
+    if heartbeat is not None:
+        heartbeat.enter(phase, step)
+
+
+def show() -> None:
+    """A sign of life where none is expected. As cheap as a beat."""
+    heartbeat = _own.get(os.getpid())
+    if heartbeat is not None:
+        heartbeat.show()
 
 
 def pause() -> None:
-    """Tells ``resiliency run`` to expect nothing of this rank until it calls :func:`beat` again."""
+    """Tells whoever watches to expect nothing of this rank until it calls :func:`beat` again."""
     heartbeat = _own.get(os.getpid())
     if heartbeat is not None:
         heartbeat.pause()

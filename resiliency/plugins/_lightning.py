@@ -26,6 +26,7 @@ __all__ = [
     "after_signal_handlers",
     "after_batch_end_hooks",
     "after_teardown",
+    "around_load",
     "before_ddp_wraps",
     "catch_save",
     "ddp_arguments",
@@ -288,6 +289,34 @@ class _LoadOursFirst:
     def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         found = self.load(os.fspath(path), kwargs.get("weights_only", self.weights_only))
         return self.original(path, *args, **kwargs) if found is None else found
+
+
+def around_load(trainer: Any, began: Callable[[], None], ended: Callable[[], None]) -> Callable[[], None]:
+    """In ``setup`` of a fit: calls ``began`` before the strategy loads a checkpoint, and ``ended`` after it has.
+
+    Returns:
+        a function that undoes it. Idempotent.
+    """
+    strategy = trainer.strategy
+    original, shadowed = strategy.load_checkpoint, vars(strategy).get("load_checkpoint")
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        began()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            ended()
+
+    def undo() -> None:
+        if vars(strategy).get("load_checkpoint") is not load_checkpoint:
+            return
+        if shadowed is None:
+            del strategy.load_checkpoint
+        else:
+            strategy.load_checkpoint = shadowed
+
+    strategy.load_checkpoint = load_checkpoint
+    return undo
 
 
 def suppress_mid_epoch_warning(trainer: Any) -> None:

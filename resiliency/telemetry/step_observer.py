@@ -32,6 +32,10 @@ class StepTiming:
         busy_s: this rank's own work before ranks first wait for one another; 0 when the loop does not report it.
         eval_s: part of it spent in validation.
         save_in_flight: a save was being copied, committed or uploaded when the step ended.
+        between_s: part of ``duration_s`` before the first batch of the step arrived.
+        active_s: from that arrival to the end, without validations.
+        own_s: ``busy_s`` and the wait for the first batch. The wait for a later batch, while gradients accumulate, is
+            not the rank's own: Lightning makes ranks wait for one another between any two batches.
     """
 
     step: int
@@ -43,6 +47,9 @@ class StepTiming:
     busy_s: float
     eval_s: float
     save_in_flight: bool
+    between_s: float = 0.0
+    active_s: float = 0.0
+    own_s: float = 0.0
 
 
 class StepSubscriber:
@@ -83,6 +90,8 @@ class StepObserver:
         """``clock`` gives seconds (tests)."""
         #: Set while a save of this rank is being copied, committed or uploaded.
         self.save_in_flight = False
+        #: Called before a batch's arrival and end are timed: waits for the device, for who wants its work in the times.
+        self.synchronize: Callable[[], None] | None = None
         self._clock = clock
         self._subscribers: tuple[StepSubscriber, ...] = ()
         self._training = False
@@ -96,6 +105,9 @@ class StepObserver:
         self._validating_from: float | None = None
         # Parts of the current step.
         self._data = self._stall = self._eval = self._busy = 0.0
+        # Between two steps, and validations since then; None before the first batch of a step.
+        self._between: float | None = None
+        self._eval_inside = self._first_wait = 0.0
         # When the current wait for a batch, or the current batch, began, and how much of it was stall or validation.
         self._between_from, self._between_off = now, 0.0
         self._batch_from, self._inside_off = now, 0.0
@@ -134,12 +146,21 @@ class StepObserver:
         for subscriber in self._subscribers:
             subscriber.training_started(step, world_size)
 
+    def _now(self) -> float:
+        if self.synchronize is not None:
+            self.synchronize()
+        return self._clock()
+
     def batch_started(self) -> None:
         """The batch has arrived. Does nothing when the last batch has not ended."""
         if not self._training or self._inside:
             return
-        now = self._clock()
-        self._data += max(0.0, now - self._between_from - self._between_off)
+        now = self._now()
+        waited = max(0.0, now - self._between_from - self._between_off)
+        self._data += waited
+        if self._between is None:
+            self._between = now - self._last_end
+            self._first_wait = waited
         self._inside = self._seen_batch = True
         self._batch_from = now
         self._inside_off = 0.0
@@ -151,13 +172,13 @@ class StepObserver:
         """The forward is done; in the backward ranks wait for one another. Only the first call in a batch counts."""
         if self._inside and not self._backward:
             self._backward = True
-            self._busy += max(0.0, self._clock() - self._batch_from - self._inside_off)
+            self._busy += max(0.0, self._now() - self._batch_from - self._inside_off)
 
     def batch_ended(self, step: int) -> None:
         """A batch is done; ``step`` optimizer steps are done by now (unchanged while gradients accumulate)."""
         if not self._inside:
             return
-        now = self._clock()
+        now = self._now()
         self._inside = False
         self._between_from = now
         self._between_off = 0.0
@@ -181,20 +202,25 @@ class StepObserver:
     def _end_step(self, step: int, now: float) -> None:
         count = step - self._step
         follows = 0 < count <= _MAX_STEPS_AT_ONCE
+        duration, between = now - self._last_end, self._between or 0.0
         timing = StepTiming(
             step=step,
             count=count if follows else 1,
             follows=follows,
-            duration_s=now - self._last_end,
+            duration_s=duration,
             data_wait_s=self._data,
             stall_s=self._stall,
             busy_s=self._busy,
             eval_s=self._eval,
             save_in_flight=self.save_in_flight,
+            between_s=between,
+            active_s=max(0.0, duration - between - self._eval_inside),
+            own_s=self._first_wait + self._busy,
         )
         self._step = step
         self._last_end = now
-        self._data = self._stall = self._busy = self._eval = 0.0
+        self._data = self._stall = self._busy = self._eval = self._eval_inside = 0.0
+        self._between = None
         for subscriber in self._subscribers:
             subscriber.step_ended(timing)
 
@@ -216,6 +242,8 @@ class StepObserver:
         took = self._clock() - self._validating_from
         self._validating_from = None
         self._eval += took
+        if self._between is not None:  # gradients accumulate
+            self._eval_inside += took
         self._exclude(took)
 
     def _exclude(self, seconds: float) -> None:

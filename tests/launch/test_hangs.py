@@ -294,7 +294,8 @@ def test_a_trainer_beats_from_batch_to_batch_and_not_in_between(
     from resiliency.callbacks import _step_hooks
 
     said: list[str] = []
-    monkeypatch.setattr(_step_hooks, "beat", lambda: said.append("beat"))
+    steps: list[int | None] = []
+    monkeypatch.setattr(_step_hooks, "beat", lambda step: (said.append("beat"), steps.append(step)))
     monkeypatch.setattr(_step_hooks, "pause", lambda: said.append("pause"))
 
     class Net(LightningModule):
@@ -327,6 +328,7 @@ def test_a_trainer_beats_from_batch_to_batch_and_not_in_between(
     trainer.fit(Net(), data, data)
     words = " ".join(said)
     epoch = "beat beat beat beat pause pause validation validation end of epoch"
+    assert steps == [0, 1, 1, 2, 2, 2, 3, 3, 4]
     assert words == f"{epoch} beat {epoch} pause", (
         words
     )  # the loader of a later epoch is waited for no longer than a step

@@ -41,6 +41,8 @@ LIGHT_MODULES = [
     "resiliency.events",
     "resiliency.faultpoints",
     "resiliency.goodput",
+    "resiliency.launch",
+    "resiliency.launch.heartbeat_files",
     "resiliency.plugins",
     "resiliency.settings",
 ]
@@ -82,6 +84,18 @@ def test_help_is_quick_and_imports_no_torch() -> None:
 
 
 PINNED = {
+    "resiliency.callbacks.heartbeat": ["HeartbeatCallback", "build"],
+    "resiliency.callbacks.logging": [
+        "LogDirectoryCallback",
+        "MemoryLoggingCallback",
+        "StepLoggingCallback",
+        "StragglerLoggingCallback",
+        "TPSLoggingCallback",
+        "TensorboardCallback",
+        "build",
+    ],
+    "resiliency.launch": ["AttemptEnded", "beat", "pause", "restartable"],
+    "resiliency.launch.heartbeat_files": ["HeartbeatFile", "RankHeartbeat", "read_heartbeats"],
     "resiliency": [
         "AgentError",
         "AutoCheckpointCallback",

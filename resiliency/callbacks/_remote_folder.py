@@ -1,0 +1,103 @@
+"""A folder whose files are sent to an address at intervals, by a thread, within a deadline."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+from resiliency.errors import TierError
+from resiliency.storage.tiers import open_tier
+
+__all__ = ["RemoteFolder"]
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteFolder:
+    """Where files are written that belong at an address.
+
+    Of a folder on this host that is the folder itself. Of an object store it is a temporary folder; a file that has
+    changed is sent whole, so files should be of some MiB at most. What cannot be sent is tried again at the next
+    interval, and said once.
+
+    Thread: any may write files into :attr:`path`; ``close`` from one.
+
+    Args:
+        address: folder or fsspec address, as gs://bucket/logs.
+        every: between two looks.
+        deadline: for one file, and for what is left at the end.
+
+    Raises:
+        ConfigError: an address of an unknown kind, or whose package is missing.
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, address: str, *, every: timedelta, deadline: timedelta) -> None:
+        self.address = address
+        self._every_s, self._deadline_s = every.total_seconds(), deadline.total_seconds()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._failing = False
+        self._tier = open_tier(address, glance=True)
+        if self._tier.is_local:
+            self.path = Path(self._tier.root)
+            self.path.mkdir(parents=True, exist_ok=True)
+            return
+        self._tier = open_tier(address, deadline=deadline, request_timeout=deadline, pause=self._closing.wait)
+        self.path = Path(tempfile.mkdtemp(prefix="resiliency-logs-"))
+        self._thread = threading.Thread(target=self._run, name="resiliency-remote-folder", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Sends what has changed. Idempotent. Blocks: up to the deadline."""
+        if self._thread is None:
+            return
+        thread, self._thread = self._thread, None
+        self._closing.set()
+        thread.join(self._deadline_s)
+        if thread.is_alive():
+            logger.warning(
+                "not all of %s was sent to %s within %.0f s, and what is left is only there",
+                self.path,
+                self.address,
+                self._deadline_s,
+            )
+            return
+        if not self._failing:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._every_s):
+            self._send()
+        self._send()
+
+    def _send(self) -> None:
+        failed: tuple[str, Exception] | None = None
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                path = os.path.join(folder, name)
+                key = os.path.relpath(path, self.path)
+                try:
+                    state = os.stat(path)
+                    if self._sent.get(key) == (state.st_size, state.st_mtime_ns):
+                        continue
+                    self._tier.put_bytes(key, Path(path).read_bytes())
+                    self._sent[key] = state.st_size, state.st_mtime_ns
+                except (TierError, OSError) as error:
+                    failed = key, error
+        if failed is not None and not self._failing:
+            key, reason = failed
+            logger.warning(
+                "%s cannot be sent to %s now; it stays in %s and is tried again: %s",
+                key,
+                self.address,
+                self.path,
+                reason,
+            )
+        self._failing = failed is not None

@@ -1,0 +1,42 @@
+"""Callbacks that log steps: their times, throughput and memory, stragglers, and each rank's log as a file.
+
+The names, arguments and lines of the first four are those that scripts and log scrapers know. Importing one gives the
+class for the Lightning that is imported (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` of this
+module gives StepLoggingCallback for a named one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from resiliency.callbacks import _log_directory, _memory_log, _step_log, _straggler_log, _tensorboard, _tps_log
+
+__all__ = [  # noqa: F822 - classes are built on first use
+    "LogDirectoryCallback",
+    "MemoryLoggingCallback",
+    "StepLoggingCallback",
+    "StragglerLoggingCallback",
+    "TPSLoggingCallback",
+    "TensorboardCallback",
+    "build",
+]
+
+build = _step_log.build
+_MODULES = {
+    "LogDirectoryCallback": _log_directory,
+    "MemoryLoggingCallback": _memory_log,
+    "StepLoggingCallback": _step_log,
+    "StragglerLoggingCallback": _straggler_log,
+    "TPSLoggingCallback": _tps_log,
+    "TensorboardCallback": _tensorboard,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(_MODULES[name], name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
