@@ -1,0 +1,47 @@
+"""Lightning's count of an epoch's batches, for a job that comes back with another number of ranks.
+
+Private attributes of Lightning used, reached from the trainer object: ``fit_loop`` (``epoch_loop``,
+``epoch_progress``, ``_combined_loader``) and ``epoch_loop.batch_progress``. Everything here runs on the training thread,
+on every rank, and is not collective.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from resiliency.plugins.resume.loop_repairs import begin_after_finished_epoch
+
+__all__ = ["batches_done", "data_parallel_ranks", "end_epoch", "move_to_batch", "train_loaders"]
+
+
+def data_parallel_ranks(trainer: Any) -> int:
+    """Number of ranks that the data is divided among."""
+    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+
+
+def train_loaders(trainer: Any) -> int:
+    """Number of train loaders, in ``on_train_start``; 0 when there are none."""
+    combined = trainer.fit_loop._combined_loader
+    return 0 if combined is None else len(combined.flattened)
+
+
+def batches_done(trainer: Any) -> int:
+    """Batches of the running epoch that were trained on."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+
+
+def move_to_batch(trainer: Any, batch: int) -> None:
+    """Makes Lightning take ``batch`` for the number of batches done, in a restored epoch that goes on.
+
+    Which hooks of the last one were done stays as it was at the save. Call it before the loops start.
+    """
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    by = batch - current.processed
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, max(0, getattr(current, name) + by))
+
+
+def end_epoch(trainer: Any, batches: int) -> None:
+    """As :func:`move_to_batch`, after a save at the end of an epoch, which has ``batches`` batches now."""
+    move_to_batch(trainer, batches)
+    begin_after_finished_epoch(trainer.fit_loop)
