@@ -17,16 +17,15 @@ from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
 from resiliency.plugins.elastic_data import Dealing, Position, dealing_of, make_reproducible, place_rest
 from resiliency.plugins.elastic_progress import (
-    batches_done,
     data_parallel_ranks,
     end_epoch,
     move_to_batch,
+    place_in_epoch,
     train_loaders,
 )
 from resiliency.plugins.elastic_rates import read_rates, write_rates
 from resiliency.plugins.elastic_rules import RULES, Rate, accumulation, rate_factor, rescaled
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
-from resiliency.plugins.resume.rank_state import is_step_boundary
 from resiliency.settings import lightning_seed
 
 __all__ = ["ElasticityCallback", "build"]  # noqa: F822 - ElasticityCallback is built on first use
@@ -115,6 +114,7 @@ class ContinuesAtAnySize(StepHooks):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        self._note_position()  # a callback before this one may save at the end of a batch
         return {
             "version": _VERSION,
             "size": self._size,
@@ -298,13 +298,16 @@ class ContinuesAtAnySize(StepHooks):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        whole = self._whole
-        if self._trainer is None or whole is None or not is_step_boundary(trainer):
+        self._note_position()
+
+    def _note_position(self) -> None:
+        whole, trainer, sampler = self._whole, self._trainer, self._sampler
+        place = None if trainer is None or whole is None else place_in_epoch(trainer)
+        if place is None or whole is None:
             return
-        epoch = trainer.current_epoch
+        epoch, done = place
         dealing = self._rest if self._rest is not None and self._rest_epoch == epoch else whole
-        done = batches_done(trainer) - (whole.batches - dealing.batches)
-        sampler = self._sampler
+        done -= whole.batches - dealing.batches
         taken_up = self._position if dealing is self._rest else None
         self._position = Position(
             epoch=epoch,

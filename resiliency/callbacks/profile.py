@@ -57,9 +57,10 @@ class TracesSaves(StepHooks):
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         super().__init__()
-        self._trace_dir = os.fspath(trace_dir)
-        if not self._trace_dir or "://" in self._trace_dir:
-            raise ConfigError(f"trace_dir={self._trace_dir!r}: pass the path of a folder; traces are local files")
+        given = os.fspath(trace_dir)
+        if not given or "://" in given:
+            raise ConfigError(f"trace_dir={given!r}: pass the path of a folder; traces are local files")
+        self._trace_dir = os.path.abspath(given)
         interval = profile_checkpoint_interval
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ConfigError(
@@ -70,7 +71,7 @@ class TracesSaves(StepHooks):
         self._interval = interval
         self._timeout = timeout
         self._saves: dict[EngineKey, int] = {}
-        self._files: TraceFiles | None = None  # while a fit runs
+        self._files: TraceFiles | None = None  # from the start of a fit on
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from resiliency.plugins.resume.loop_repairs import begin_after_finished_epoch
+from resiliency.plugins.resume.rank_state import is_step_boundary
 
-__all__ = ["batches_done", "data_parallel_ranks", "end_epoch", "move_to_batch", "train_loaders"]
+__all__ = ["data_parallel_ranks", "end_epoch", "move_to_batch", "place_in_epoch", "train_loaders"]
 
 
 def data_parallel_ranks(trainer: Any) -> int:
@@ -25,9 +26,14 @@ def train_loaders(trainer: Any) -> int:
     return 0 if combined is None else len(combined.flattened)
 
 
-def batches_done(trainer: Any) -> int:
-    """Batches of the running epoch that were trained on."""
-    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+def place_in_epoch(trainer: Any) -> tuple[int, int] | None:
+    """The epoch and how many of its batches were trained on; None in the middle of a step, while gradients are
+    accumulated, and between two epochs."""
+    epoch = trainer.fit_loop.epoch_progress.current
+    if epoch.started != epoch.ready or epoch.ready == 0 or not is_step_boundary(trainer):
+        return None
+    # Not its count of processed epochs: right after the last batch that is the next one's number.
+    return epoch.ready - 1, int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
 def move_to_batch(trainer: Any, batch: int) -> None:
