@@ -157,9 +157,10 @@ class ContinuesAtAnySize(StepHooks):
             self._undo.append(_lightning.prepare_loaders(trainer, lambda loader: self._prepare(trainer, loader)))
 
     def _check(self, trainer: Any, pl_module: Any) -> None:
-        if self._exact_epoch and trainer.limit_train_batches != 1.0:
+        limit = trainer.limit_train_batches
+        if self._exact_epoch and (limit != 1.0 or isinstance(limit, int)):  # 1 is one batch, 1.0 is all
             raise ConfigError(
-                f"limit_train_batches={trainer.limit_train_batches} (or overfit_batches) cuts each epoch, so that what"
+                f"limit_train_batches={limit} (or overfit_batches) cuts each epoch, so that what"
                 " is left of it is not defined at another number of ranks; leave it out, or pass"
                 " ElasticityCallback(exact_epoch=False)"
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from resiliency.plugins.resume.loop_repairs import begin_after_finished_epoch
+from resiliency.plugins.resume.loop_repairs import begin_after_finished_epoch, has_stages
 from resiliency.plugins.resume.rank_state import is_step_boundary
 
 __all__ = ["data_parallel_ranks", "end_epoch", "move_to_batch", "place_in_epoch", "train_loaders"]
@@ -43,8 +43,10 @@ def move_to_batch(trainer: Any, batch: int) -> None:
     """
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     by = batch - current.processed
-    for name in ("ready", "started", "processed", "completed"):
-        setattr(current, name, max(0, getattr(current, name) + by))
+    for name in ("ready", "started", "processed", "completed"):  # the last one may be -1: Lightning adds it
+        setattr(current, name, getattr(current, name) + by)
+    if not has_stages(trainer.fit_loop.epoch_loop):
+        current.completed = current.processed  # it would train on the last batch again
 
 
 def end_epoch(trainer: Any, batches: int) -> None:

@@ -320,8 +320,9 @@ def fit(callbacks: list[Any], folder: Path, train: Any = None, module: Any = Non
 
 def test_jobs_that_cannot_be_resized_are_refused_at_the_start(tmp_path: Path) -> None:
     make = elasticity.build("lightning.pytorch")
-    with pytest.raises(ConfigError, match="limit_train_batches=2 .*exact_epoch=False"):
-        fit([make()], tmp_path, limit_train_batches=2)
+    for limit in (2, 1, 0.5):
+        with pytest.raises(ConfigError, match=f"limit_train_batches={limit} .*exact_epoch=False"):
+            fit([make()], tmp_path, limit_train_batches=limit)
     assert fit([make(exact_epoch=False)], tmp_path, limit_train_batches=2).global_step == 4
     with pytest.raises(ConfigError, match="there are 2 train loaders"):
         fit([make()], tmp_path, train=CombinedLoader([loader(), loader()], "min_size"))
