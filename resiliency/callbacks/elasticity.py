@@ -294,6 +294,7 @@ class ContinuesAtAnySize(StepHooks):
         self._rest, self._rest_epoch = rest, position.epoch
         self._undo.append(place_rest(loader, position, rest))
         if not places_loaders(trainer):
+            _lightning.suppress_mid_epoch_warning(trainer)  # it goes on where it was
             move_to_batch(trainer, self._whole.batches - rest.batches)
             self._position = replace(position, begun_at=begins)
 

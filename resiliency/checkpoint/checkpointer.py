@@ -628,7 +628,8 @@ class Checkpointer:
             session.events.emit(EventKind.JOB_TERMINATED, reason=reason)
             deadline = time.monotonic() + _TRACES_S
             for trace in parts.traces:
-                trace.close(timeout_s=max(0.0, deadline - time.monotonic()))
+                left = max(0.0, deadline - time.monotonic())
+                trace.close(timeout_s=left, patience_s=left / 2 if flush and done else 0.0)
             parts.copier.close()
             parts.arena.close()
             session.client.send(Bye(finished=reason == "finished"))

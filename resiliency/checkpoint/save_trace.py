@@ -117,8 +117,14 @@ class SaveTrace:
         """True when it is over and its thread has ended."""
         return not self._thread.is_alive()
 
-    def close(self, *, timeout_s: float) -> None:
-        """Ends the trace, and waits until it is written. Idempotent. Blocks: up to ``timeout_s``."""
+    def close(self, *, timeout_s: float, patience_s: float = 0.0) -> None:
+        """Ends the trace, and waits until it is written. Idempotent.
+
+        Blocks: up to ``timeout_s``, and before that up to ``patience_s`` for the save to come to its end: another rank
+        may be a moment behind.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._outcome), patience_s)
         self.end("the checkpointer was closed before the save had reached all its tiers")
         self._thread.join(timeout_s)
         if self._thread.is_alive():

@@ -180,7 +180,7 @@ def test_what_does_not_divide_is_filled_up_at_the_end_as_in_stock_lightning(zygo
     lives = [Life(4, [0, 3]), Life(3)]
     seen = live(zygote, tmp_path / "job", lives, samples=50, epochs=1)
     assert set(seen) == set(once(1, 50)), "nobody is left out"
-    assert sum(seen.values()) - 50 == 2, "26 samples are left: 9 for each of 3 ranks"
+    assert sum(seen.values()) - 50 == 1, "26 samples are left: 9 for each of 3 ranks"
 
 
 def test_incomplete_batches_are_left_out_where_the_loader_says_so(zygote: Zygote, tmp_path: Path) -> None:
@@ -203,6 +203,9 @@ def test_in_a_run_without_a_resize_it_changes_nothing(zygote: Zygote, tmp_path: 
 
 
 # -- in one process, with the number of ranks told -------------------------------------------------------------------
+
+
+RESUMES = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
 
 class Rates:
@@ -238,6 +241,7 @@ def group(trainer: Any) -> tuple[float, float, list[float]]:
     return found["lr"], found["initial_lr"], trainer.lr_scheduler_configs[0].scheduler.base_lrs
 
 
+@RESUMES
 @pytest.mark.parametrize(("rule", "factor"), [("linear_lr", 0.5), ("sqrt_lr", 0.5**0.5), (None, 1.0)])
 def test_rates_follow_the_rule_and_come_back_exactly(rates: Rates, rule: str | None, factor: float) -> None:
     """The net has a StepLR that divides by ten after 3 and 6 steps."""
@@ -251,6 +255,7 @@ def test_rates_follow_the_rule_and_come_back_exactly(rates: Rates, rule: str | N
     assert group(third)[0] == pytest.approx(0.0002)
 
 
+@RESUMES
 def test_the_users_function_gets_the_sizes_when_all_is_restored(rates: Rates) -> None:
     calls: list[tuple[int, int, int, float]] = []
 
@@ -262,6 +267,7 @@ def test_the_users_function_gets_the_sizes_when_all_is_restored(rates: Rates) ->
     assert calls == [(4, 2, 3, 0.002 * 0.5), (2, 3, 4, pytest.approx(0.002 * 0.75))]
 
 
+@RESUMES
 def test_what_the_users_function_raises_ends_the_fit(rates: Rates) -> None:
     def refuse(old: int, new: int, trainer: Any) -> None:
         raise ValueError("two are too few")
@@ -271,6 +277,7 @@ def test_what_the_users_function_raises_ends_the_fit(rates: Rates) -> None:
         rates.start(2, 4, on_world_resize=refuse)
 
 
+@RESUMES
 def test_a_global_batch_that_cannot_be_kept_is_refused_or_taken_near(
     rates: Rates, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -290,6 +297,7 @@ def test_a_global_batch_that_cannot_be_kept_is_refused_or_taken_near(
     assert "accumulate_grad_batches=1 of the Trainer is not used: the job began with 2, on 4 ranks" in caplog.text
 
 
+@RESUMES
 def test_the_resize_is_said_in_one_line(rates: Rates, capsys: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         rates.start(4, 2, rule="linear_lr")
@@ -346,6 +354,7 @@ def test_the_loader_is_the_users_again_after_the_fit(tmp_path: Path, caplog: pyt
     assert copy.state_dict() == callback.state_dict() and callback.state_key == "ElasticityCallback"
 
 
+@RESUMES
 def test_a_data_set_that_has_changed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make = elasticity.build("lightning.pytorch")
     first = fit([make()], tmp_path, max_steps=3)

@@ -282,7 +282,7 @@ def test_saves_of_one_step_to_two_folders_are_in_one_file(tmp_path: Path) -> Non
 
 
 def test_each_folder_has_its_own_count(tmp_path: Path) -> None:
-    other = ours(PL, tmp_path / "other", every_n_train_steps=2, save_top_k=-1)
+    other = ours(PL, tmp_path / "other", every_n_train_steps=2, save_top_k=-1, monitor="step", mode="max")
     fit(tmp_path / "ckpts", tmp_path / "traces", 2, other)
     [path] = (tmp_path / "traces").iterdir()
     assert path.name == "ckpt_rank0_step4_trace.json"
