@@ -1,4 +1,4 @@
-"""The agent's part of the traces of saves: sends the spans of its work to the ranks that asked for them, as they end."""
+"""The agent's part of the traces of saves: sends the spans of its work to the ranks that asked, as they end."""
 
 from __future__ import annotations
 

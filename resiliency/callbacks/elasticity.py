@@ -190,9 +190,7 @@ class ContinuesAtAnySize(StepHooks):
                 accumulated,
                 began_with,
             )
-        chosen = accumulation(
-            began_with=began_with, accumulated=accumulated, size=self._size, nearest=self._nearest
-        )
+        chosen = accumulation(began_with=began_with, accumulated=accumulated, size=self._size, nearest=self._nearest)
         if chosen * self._size != accumulated * began_with:
             logger.warning(
                 "the global batch is now %d rank batches, not %d: %d ranks accumulate %d batches",

@@ -1,7 +1,7 @@
 """``ProfileCheckpointCallback``: shows where the time of a save goes, in the trainer and in the host agent.
 
-``from resiliency.callbacks.profile import ProfileCheckpointCallback`` gives the class for the Lightning that is imported
-(``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` gives it for a named one.
+``from resiliency.callbacks.profile import ProfileCheckpointCallback`` gives the class for the Lightning that is
+imported (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` gives it for a named one.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class TracesSaves(StepHooks):
         files = self._files
         if files is None:
             return
-        threads = {(one.pid, one.thread): one.thread_name for one in (*trace.moments, *trace.spans)}
+        threads = {(one.pid, one.thread): one.thread_name for one in trace.moments}
+        threads |= {(one.pid, one.thread): one.thread_name for one in trace.spans}
         agents = {pid: "checkpoint agent" for pid, _ in threads}
         try:
             path = files.write(

@@ -4,8 +4,8 @@
 and epoch. All ranks take as many batches. So what they have trained on is always a beginning of the order, and one
 number says how long it is. What follows it is dealt in the same way to the ranks that come.
 
-As in stock Lightning, ranks get equally many samples: at the end of an epoch that does not divide, some samples are seen
-twice (or left out, with ``drop_last``), one less than there are ranks at most.
+As in stock Lightning, ranks get equally many samples: at the end of an epoch that does not divide, some are seen twice
+(or left out, with ``drop_last``), one less than there are ranks at most.
 
 Everything here runs on the training thread and is not collective.
 """

@@ -1,8 +1,8 @@
 """Lightning's count of an epoch's batches, for a job that comes back with another number of ranks.
 
 Private attributes of Lightning used, reached from the trainer object: ``fit_loop`` (``epoch_loop``,
-``epoch_progress``, ``_combined_loader``) and ``epoch_loop.batch_progress``. Everything here runs on the training thread,
-on every rank, and is not collective.
+``epoch_progress``, ``_combined_loader``) and ``epoch_loop.batch_progress``. Everything here runs on the training
+thread, on every rank, and is not collective.
 """
 
 from __future__ import annotations

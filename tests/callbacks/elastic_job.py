@@ -133,9 +133,7 @@ def train(
         accumulate_grad_batches=accumulate,
     )
     module = make_module(namespace, own)
-    loader = DataLoader(
-        Numbers(samples), batch_size=2, shuffle=shuffle, num_workers=workers, drop_last=drop_last
-    )
+    loader = DataLoader(Numbers(samples), batch_size=2, shuffle=shuffle, num_workers=workers, drop_last=drop_last)
     trainer.fit(module, loader, ckpt_path=ckpt_path)
     digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in module.parameters())).hexdigest()
     Path(f"{own}.end").write_text(json.dumps({"step": trainer.global_step, "hash": digest}))

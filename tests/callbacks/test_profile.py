@@ -45,16 +45,20 @@ OF_THE_AGENT = {"record", "commit", "manifest", "fsync", "prune"}
 
 
 def fit(
-    folder: Path, traces: Path | str, interval: int = 1, *others: Any, namespace: str = PL, max_steps: int = 6, **arguments: Any
+    folder: Path,
+    traces: Path | str,
+    interval: int = 1,
+    *others: Any,
+    namespace: str = PL,
+    max_steps: int = 6,
+    **arguments: Any,
 ) -> Any:
     """Saves each second step."""
     timeout = {"timeout": arguments.pop("timeout")} if "timeout" in arguments else {}
     callback = profile.build(namespace)(traces, interval, **timeout)
     given = {"every_n_train_steps": 2, "save_top_k": -1, **arguments}
     checkpoint = ours(namespace, folder, **given)
-    trainer = make_trainer(
-        namespace, [callback, *others, checkpoint], root=folder, max_steps=max_steps, max_epochs=-1
-    )
+    trainer = make_trainer(namespace, [callback, *others, checkpoint], root=folder, max_steps=max_steps, max_epochs=-1)
     trainer.fit(make_net(namespace, width=20_000), loader())
     return trainer
 
@@ -120,13 +124,22 @@ def test_every_nth_save_is_traced(tmp_path: Path, namespace: str, interval: int,
 
 def test_trainer_and_agent_process_are_in_one_trace(tmp_path: Path) -> None:
     traces = tmp_path / "traces"
-    checkpoint = {"options": CheckpointerOptions(), "local_dir": str(tmp_path / "fast"), "save_top_k": 1, "monitor": "step", "mode": "max"}
+    checkpoint = {
+        "options": CheckpointerOptions(),
+        "local_dir": str(tmp_path / "fast"),
+        "save_top_k": 1,
+        "monitor": "step",
+        "mode": "max",
+    }
     fit(tmp_path / "ckpts", traces, **checkpoint)
     documents = [read(traces / f"ckpt_rank0_step{step}_trace.json") for step in (2, 4, 6)]
     prepared = False
     for document in documents:
         found = spans_of(document)
-        upload = next(name for name in found if name.startswith("upload "))
+        upload = next((name for name in found if name.startswith("upload ")), "")
+        if not upload:  # only the newest waits for a slow tier
+            assert document is not documents[-1] and "is newer" in outcome(document)
+            continue
         assert found.keys() >= OF_THE_TRAINER | OF_THE_AGENT
         trainer = {found[name]["pid"] for name in OF_THE_TRAINER}
         agent = {found[name]["pid"] for name in OF_THE_AGENT | {upload}}
@@ -268,7 +281,13 @@ def test_a_tier_that_hangs_holds_up_no_trace(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(profile.TraceFiles, "write", write)
     began = time.monotonic()
-    fit(tmp_path / "ckpts", tmp_path / "t", max_steps=2, local_dir=str(tmp_path / "fast"), timeout=timedelta(seconds=0.5))
+    fit(
+        tmp_path / "ckpts",
+        tmp_path / "t",
+        max_steps=2,
+        local_dir=str(tmp_path / "fast"),
+        timeout=timedelta(seconds=0.5),
+    )
     assert written.is_set() and time.monotonic() - began < 30
     assert "within 0 s" in outcome(read(tmp_path / "t/ckpt_rank0_step2_trace.json"))
 

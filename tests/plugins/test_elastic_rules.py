@@ -25,7 +25,9 @@ def test_accumulation_keeps_the_global_batch(size: int, expected: int) -> None:
 
 @pytest.mark.parametrize(("size", "nearest"), [(3, 3), (5, 2), (16, 1)])
 def test_what_does_not_divide_is_refused_or_taken_near(size: int, nearest: int) -> None:
-    with pytest.raises(ConfigError, match=rf"{size} ranks cannot divide; run on 1, 2, 4, 8 ranks, or pass nearest=True"):
+    with pytest.raises(
+        ConfigError, match=rf"{size} ranks cannot divide; run on 1, 2, 4, 8 ranks, or pass nearest=True"
+    ):
         accumulation(began_with=4, accumulated=2, size=size, nearest=False)
     assert accumulation(began_with=4, accumulated=2, size=size, nearest=True) == nearest
 
@@ -36,7 +38,11 @@ def test_factors_of_the_rules() -> None:
     assert rate_factor("keep_global_batch", began_with=4, size=1) == rate_factor(None, began_with=4, size=1) == 1.0
 
 
-@given(st.floats(1e-9, 1e3), st.lists(st.integers(1, 64), min_size=1, max_size=6), st.sampled_from(["linear_lr", "sqrt_lr"]))
+@given(
+    st.floats(1e-9, 1e3),
+    st.lists(st.integers(1, 64), min_size=1, max_size=6),
+    st.sampled_from(["linear_lr", "sqrt_lr"]),
+)
 def test_the_first_size_has_exactly_the_first_rate_again(first: float, sizes: list[int], rule: str) -> None:
     rates, factor = [Rate(base=first, placed=first)], 1.0
     for size in [*sizes, 4]:
@@ -110,7 +116,9 @@ def test_the_bounds_of_a_plateau_are_scaled_and_a_tensor_stays_the_tensor() -> N
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.booleans(), st.booleans(), st.integers(0, 3))
-def test_a_whole_epoch_is_dealt_as_torch_deals_it(samples: int, ranks: int, drop: bool, shuffle: bool, epoch: int) -> None:
+def test_a_whole_epoch_is_dealt_as_torch_deals_it(
+    samples: int, ranks: int, drop: bool, shuffle: bool, epoch: int
+) -> None:
     for rank in range(ranks):
         stock: DistributedSampler[Any] = DistributedSampler(
             range(samples),  # type: ignore[arg-type]
@@ -131,7 +139,9 @@ def test_a_whole_epoch_is_dealt_as_torch_deals_it(samples: int, ranks: int, drop
     st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(1, 4)), min_size=1, max_size=5),
     st.booleans(),
 )
-def test_whatever_the_sizes_each_sample_is_seen_once(samples: int, lives: list[tuple[int, int, int]], drop: bool) -> None:
+def test_whatever_the_sizes_each_sample_is_seen_once(
+    samples: int, lives: list[tuple[int, int, int]], drop: bool
+) -> None:
     order = epoch_order(samples, seed=1, shuffle=True, epoch=0)
     seen: list[int] = []
     begun_at = 0
