@@ -168,10 +168,11 @@ def test_a_death_at_the_end_of_an_epoch_begins_the_next_one(zygote: Zygote, tmp_
 
 
 def test_a_save_at_the_last_batch_begins_the_next_epoch(zygote: Zygote, tmp_path: Path) -> None:
+    """Worker processes then draw that epoch's indices before Lightning tells the sampler which one it is."""
     by_hand = str(tmp_path / "job/ckpts/by-hand.ckpt")
-    lives = [Life(4, [1, 1], {"save_at": [0, 12]}), Life(2, None, {"ckpt_path": by_hand})]
-    assert live(zygote, tmp_path / "job", lives) == once()
-    assert lives[1].starts[0]["step"] == 12
+    lives = [Life(4, [1, 1], {"save_at": [0, 12]}), Life(2, [1, 6], {"ckpt_path": by_hand}), Life(3)]
+    assert live(zygote, tmp_path / "job", lives, workers=1) == once()
+    assert [life.starts[0]["step"] for life in lives] == [0, 12, 18]
 
 
 def test_what_does_not_divide_is_filled_up_at_the_end_as_in_stock_lightning(zygote: Zygote, tmp_path: Path) -> None:
