@@ -51,7 +51,7 @@ from resiliency.checkpoint._quiet import Question, can_ask
 from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.copy_sources import ChangeWatch, CopyTask, Sources
 from resiliency.errors import Timeout, TornSnapshot
-from resiliency.spans import Recorder
+from resiliency.spans import Recorder, traced
 from resiliency.storage.blocks import Blocks, new_digest
 from resiliency.storage.shared_files import write_zeros
 
@@ -208,7 +208,8 @@ class Snapshot:
                 logger.exception("writing the end of a shard file failed")
                 self.error = failure
         if self.error is None:
-            self.error = self._await_verdict() or self._compare()
+            with traced(self.job.trace, "waiting for agreement"):
+                self.error = self._await_verdict() or self._compare()
         with self._comparing:
             self._kept = None
         self._memory = []

@@ -127,19 +127,23 @@ def test_a_second_death_at_the_new_size_goes_on_in_what_was_left(zygote: Zygote,
     assert [life.starts[0]["resized"] for life in lives] == [[], [[4, 2, 5]], []]
 
 
-@pytest.mark.parametrize("saves_first", [False, True])
-def test_samples_that_were_accumulated_and_not_stepped_on_are_seen_again(
-    zygote: Zygote, tmp_path: Path, saves_first: bool
-) -> None:
+def test_samples_that_were_accumulated_and_not_stepped_on_are_seen_again(zygote: Zygote, tmp_path: Path) -> None:
     by_hand = str(tmp_path / "job/ckpts/by-hand.ckpt")
     # 5 batches are 2 steps and a half; 32 samples count. 16 batches of 4 are left.
     lives = [
-        Life(4, [0, 6], {"save_at": [0, 5], "saves_first": saves_first}),
-        Life(2, [0, 14], {"ckpt_path": by_hand, "save_at": [0, 13], "saves_first": saves_first}),
+        Life(4, [0, 6], {"save_at": [0, 5]}),
+        Life(2, [0, 14], {"ckpt_path": by_hand, "save_at": [0, 13]}),
         Life(3, None, {"ckpt_path": by_hand}),
     ]
     assert live(zygote, tmp_path / "job", lives, accumulate=2) == once()
     assert [life.starts[0]["step"] for life in lives] == [0, 2, 4]
+
+
+def test_a_callback_before_this_one_may_save(zygote: Zygote, tmp_path: Path) -> None:
+    by_hand = str(tmp_path / "job/ckpts/by-hand.ckpt")
+    lives = [Life(4, [0, 6], {"save_at": [0, 5], "saves_first": True}), Life(2, None, {"ckpt_path": by_hand})]
+    assert live(zygote, tmp_path / "job", lives) == once()
+    assert lives[1].starts[0]["step"] == 5
 
 
 def test_the_global_batch_is_kept_by_accumulation(zygote: Zygote, tmp_path: Path) -> None:
@@ -371,6 +375,23 @@ def test_a_data_set_that_has_changed_is_said(tmp_path: Path, caplog: pytest.LogC
     trainer = make_trainer("lightning.pytorch", [make()], root=tmp_path, max_steps=4, enable_checkpointing=False)
     trainer.fit(make_net("lightning.pytorch"), loader(batches=9), ckpt_path=tmp_path / "a.ckpt")
     assert "had 18 samples at the save and has 27" in caplog.text
+
+
+def test_after_a_finished_epoch_the_sampler_knows_the_next_one_before_workers_draw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(elasticity, "end_epoch", lambda trainer, batches: ended.append(batches))
+    trainer: Any = SimpleNamespace(training=True)
+    callback = elasticity.build("lightning.pytorch")()
+    whole = {"samples": 18, "seed": 0, "shuffle": True, "begun_at": 0}
+    state = callback.state_dict() | {"position": {"epoch": 3, "seen": 18, "finished": True, **whole}}
+    callback.load_state_dict(state)
+    callback._trainer = trainer
+    mine = loader(shuffle=True)
+    callback._prepare(trainer, mine)
+    sampler: Any = mine.sampler
+    assert sampler.epoch == 4 and ended == [6]
 
 
 def test_a_state_of_a_newer_version_is_refused() -> None:

@@ -38,6 +38,7 @@ OF_THE_TRAINER = {
     "copying at once",
     "background copy",
     "wait at the fence",
+    "waiting for agreement",
     "seal",
     "waiting for commit",
 }
