@@ -21,6 +21,7 @@ __all__ = [
     "all_variables",
     "child_environment",
     "environment",
+    "lightning_seed",
     "replace_variables",
     "set_variable",
 ]
@@ -166,6 +167,11 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         launch=_launch(source),
         faults=source.get("RESILIENCY_FAULTS", ""),
     )
+
+
+def lightning_seed() -> int:
+    """The seed that Lightning gives to the samplers it makes (``PL_GLOBAL_SEED``), 0 when unset."""
+    return _integer(os.environ, "PL_GLOBAL_SEED", 0)
 
 
 def all_variables() -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from resiliency.agent._traces import Traces
 from resiliency.agent.messages import Committed, Durable, Failed, NameRefused, Notice
 from resiliency.events import EventKind, EventWriter
 from resiliency.storage.stage import Stage
@@ -38,6 +39,8 @@ class Reporter:
         self.notify = notify
         self._ranks, self._events = tuple(ranks), events
         self._warned: set[str] = set()
+        #: What ranks asked to be told of the work for a save.
+        self.traces = Traces(notify)
 
     def notify_reached(self, step: StepId, stage: Stage, tier: str, *, ranks: Iterable[int] | None = None) -> None:
         """Notifies ranks (None: all of this host) that a save is COMMITTED or DURABLE on a tier."""

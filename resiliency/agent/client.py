@@ -41,6 +41,9 @@ from resiliency.agent.messages import (
     Request,
     Rescan,
     Seal,
+    Trace,
+    Traced,
+    TraceEnded,
     Welcome,
 )
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
@@ -102,6 +105,7 @@ class AgentClient:
         self._inbox: deque[Notice] = deque()
         self._take_file: Callable[[FileReady], None] | None = None
         self._woken = False
+        self._traces: dict[StepId, Callable[[Notice], None]] = {}
         # Sent again to the next agent when this one dies; an agent may get either twice.
         self._unacknowledged: dict[StepId, Seal] = {}  # until recorded or failed
         self._deletes: deque[Delete] = deque(maxlen=64)
@@ -372,7 +376,8 @@ class AgentClient:
 
     def _to_send_again(self) -> list[Request]:
         loaded = [self._loaded] if self._loaded is not None else []  # first: the deletions must not take it
-        return [*loaded, *self._given_up, *self._unacknowledged.values(), *self._deletes]
+        traces = [Trace(id=step) for step in self._traces]
+        return [*loaded, *traces, *self._given_up, *self._unacknowledged.values(), *self._deletes]
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -397,6 +402,18 @@ class AgentClient:
             except OSError:
                 logger.debug("the agent is gone; %s was not sent", type(message).__name__)
                 self._break_link()
+
+    def trace(self, step: StepId, take: Callable[[Notice], None]) -> None:
+        """From now on ``take`` is called with each message about this save, those about the agent's work for it too, as
+        it comes. It must not block. Thread: any."""
+        with self._lock:
+            self._traces[step] = take
+            self.send(Trace(id=step))
+
+    def stop_tracing(self, step: StepId) -> None:
+        """Undoes :meth:`trace`. Idempotent. Thread: any."""
+        with self._lock:
+            self._traces.pop(step, None)
 
     def give_up_agent(self) -> None:
         """Kills an agent that does not answer, and gets another: one that went on later, with what it has not read yet,
@@ -451,6 +468,12 @@ class AgentClient:
 
     def _deliver(self, message: Notice) -> None:
         with self._lock:
+            if self._traces:
+                take = self._traces.get(getattr(message, "id", None))  # type: ignore[arg-type]
+                if take is not None:
+                    take(message)
+            if isinstance(message, (Traced, TraceEnded)):
+                return
             if isinstance(message, (Recorded, Failed)):
                 self._unacknowledged.pop(message.id, None)
             if isinstance(message, Flushed):

@@ -37,7 +37,7 @@ from resiliency.agent.file_pool import FilePool
 from resiliency.agent.join import cut_back, join_shards
 from resiliency.agent.local_pruner import LocalPruner
 from resiliency.agent.local_steps import LocalStep, LocalSteps
-from resiliency.agent.messages import Bye, Complete, Delete, GiveUp, Prepare, Recorded, Request, Rescan, Seal
+from resiliency.agent.messages import Bye, Complete, Delete, GiveUp, Prepare, Recorded, Request, Rescan, Seal, Trace
 from resiliency.agent.uploader import Uploader, UploadOutcome
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventWriter
@@ -115,7 +115,8 @@ class HostAgent:
             StepId, set[int]
         ] = {}  # of those, what is still to be deleted: ranks that are done with it
         self._closed = False
-        self._files = FilePool(config, notify)
+        self._traces = self._report.traces
+        self._files = FilePool(config, notify, traces=self._traces)
         self._remover = Remover(config, self._tier, self._files, self._fence)
         self._pruner = LocalPruner(config, self._tier, self._steps, self._remover, self._report, self._fence)
 
@@ -244,11 +245,14 @@ class HostAgent:
         Raises:
             OSError, TierError, AgentError: it is not committed.
         """
-        check_in_place(self._tier, found, self.config.local_ranks)
-        if isinstance(found, Manifest) and self._serves_all:
-            found = join_shards(self._tier, found, self._fence)
-            self._steps.add_record(found.shards[0])
-        return found, write_commit(self._tier, found, self._fence, self.config.local_ranks)
+        with self._traces.span("commit", found.id):
+            check_in_place(self._tier, found, self.config.local_ranks)
+            if isinstance(found, Manifest) and self._serves_all:
+                with self._traces.span("join", found.id):
+                    found = join_shards(self._tier, found, self._fence)
+                self._steps.add_record(found.shards[0])
+            with self._traces.span("manifest", found.id):
+                return found, write_commit(self._tier, found, self._fence, self.config.local_ranks)
 
     def wait(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
         """Waits until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`."""
@@ -353,10 +357,21 @@ class HostAgent:
         elif isinstance(message, Rescan):
             self._hold(message)
             self._commits.submit(self._rescan)
+        elif isinstance(message, Trace):
+            self._check_attempt(rank, message.id)
+            self._trace(rank, message)
         elif isinstance(message, Bye):
             self._left.add(rank)
             if message.finished:
                 self._finished.add(rank)
+
+    def _trace(self, rank: int, message: Trace) -> None:
+        if not message.end:
+            self._traces.begin(rank, message.id)
+            return
+        # Behind the fsyncs that are queued, and the pruning that follows them.
+        end = partial(self._traces.end, rank, message.id)
+        self._syncs.submit(partial(self._commits.submit, end))
 
     def _check_attempt(self, rank: int, step: StepId) -> None:
         if not self._is_of_this_attempt(step):
@@ -400,10 +415,11 @@ class HostAgent:
             self._discard_given_up(rank, seal.id)
             return
         try:
-            check_share(seal, self._path(seal.id, shard_file(0)))
-            for record, file in zip(records, seal.files, strict=True):
-                target = self._path(record.id, record.file)
-                write_record(self._tier, record, file.path, file.inode, target, self._fence)
+            with self._traces.span("record", seal.id, rank=rank):
+                check_share(seal, self._path(seal.id, shard_file(0)))
+                for record, file in zip(records, seal.files, strict=True):
+                    target = self._path(record.id, record.file)
+                    write_record(self._tier, record, file.path, file.inode, target, self._fence)
         except (OSError, TierError, ValueError, AgentError) as error:  # ValueError: a path no file can have
             # Where its record is already, an agent before this one wrote it, and another host's may have committed the
             # step. A file that is not the sealed one is somebody else's.
@@ -587,7 +603,8 @@ class HostAgent:
         folder = os.path.dirname(self._path(step.id, MANIFEST))
         if self.config.durable:
             try:
-                fsync_step(self.config.local.address, folder, self._own_records(step))
+                with self._traces.span("fsync", step.id):
+                    fsync_step(self.config.local.address, folder, self._own_records(step))
             except OSError as error:
                 # Not durable: older steps stay until a later step was fsynced.
                 reason = f"fsync of {folder} failed: {error}"
@@ -644,7 +661,8 @@ class HostAgent:
             self._fence.check()
             if self.config.shared:
                 self._find_commits_of_others()
-            self._pruner.prune()
+            with self._traces.span("prune"):
+                self._pruner.prune()
         except AgentError as error:
             self._report.warn_once("superseded", "nothing is deleted any more: %s", error)
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 
 from resiliency.agent._reporter import Notify
+from resiliency.agent._traces import Traces
 from resiliency.agent._worker import Worker
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.messages import FileReady
@@ -45,10 +46,12 @@ class FilePool:
     Args:
         config: of this attempt.
         notify: sends a message to a rank, here that a file is ready.
+        traces: of saves that take place meanwhile.
     """
 
-    def __init__(self, config: AgentConfig, notify: Notify) -> None:
+    def __init__(self, config: AgentConfig, notify: Notify, *, traces: Traces | None = None) -> None:
         self._config, self._notify = config, notify
+        self._traces = traces or Traces(notify)
         self._folder = os.path.join(config.local.address, META_DIR, config.run, FILES_DIR)
         self._prefix = f"{config.node}-a{config.attempt:04d}-{config.token}-{config.local_ranks[0]}-"
         self._worker = Worker("resiliency-agent-files", background=True)
@@ -168,7 +171,8 @@ class FilePool:
                 used = self._used_file()
                 if used is None and more_to_come and self._ready:
                     return
-                self._offer(used or self._new_file())
+                with self._traces.span("prepare", bytes=self._nbytes):
+                    self._offer(used or self._new_file())
         except OSError as error:
             # The save that finds no file makes its own, and reports what is wrong.
             logger.info("no shard file of %d bytes can be prepared in %s: %s", self._nbytes, self._folder, error)

@@ -37,6 +37,9 @@ __all__ = [
     "Rescan",
     "Seal",
     "SealedFile",
+    "Trace",
+    "TraceEnded",
+    "Traced",
     "Welcome",
 ]
 
@@ -207,6 +210,18 @@ class Flush:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Tell this rank of all work for this save, in :class:`Traced` messages.
+
+    Attributes:
+        end: no more; the answer is :class:`TraceEnded`, behind the work that is queued on the local tier.
+    """
+
+    id: StepId
+    end: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bye:
     """The rank is about to disconnect in order, and will not connect again.
 
@@ -309,6 +324,27 @@ class Flushed:
     done: bool
 
 
-Request = Seal | GiveUp | Prepare | Complete | Delete | Rescan | Flush | Bye
-Notice = Recorded | Committed | Durable | Failed | NameRefused | FileReady | Flushed
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A piece of work for a save that this rank traces, see :class:`~resiliency.spans.Span`."""
+
+    id: StepId
+    name: str
+    began_ns: int
+    ended_ns: int
+    pid: int
+    thread: int
+    thread_name: str
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceEnded:
+    """The answer to :class:`Trace` with ``end``: no :class:`Traced` of this save follows."""
+
+    id: StepId
+
+
+Request = Seal | GiveUp | Prepare | Complete | Delete | Rescan | Flush | Trace | Bye
+Notice = Recorded | Committed | Durable | Failed | NameRefused | FileReady | Flushed | Traced | TraceEnded
 Message = Hello | Request | Welcome | Refused | Notice

@@ -200,19 +200,21 @@ class Uploader:
         if upload.only_if_missing and has_step(tier, self._config.run, upload.step):
             self._report(self.spec, upload.step, UploadOutcome.PARTIAL, "")
             return
-        committed = send_step(
-            tier,
-            self._config.run,
-            upload.step,
-            upload.records,
-            world_size=self._config.world_size,
-            path=partial(self._path, upload.step),
-            fence=self._fence,
-            refused=partial(self._reporter.report_refused, upload.step, self.spec.name),
-        )
+        with self._reporter.traces.span(f"upload {self.spec.name}", upload.step):
+            committed = send_step(
+                tier,
+                self._config.run,
+                upload.step,
+                upload.records,
+                world_size=self._config.world_size,
+                path=partial(self._path, upload.step),
+                fence=self._fence,
+                refused=partial(self._reporter.report_refused, upload.step, self.spec.name),
+            )
         self._report_up()
         self._report_sent(upload.step, upload.records, committed, time.monotonic() - began)
-        self._pruner.prune(tier, upload.step)
+        with self._reporter.traces.span("prune", tier=self.spec.name):
+            self._pruner.prune(tier, upload.step)
 
     def _newest_after_pause(self, upload: _Upload, pause: float) -> _Upload:
         """Waits, and returns what to try next: the newest step. The others, one after the other as they become older,

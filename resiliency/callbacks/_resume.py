@@ -286,12 +286,14 @@ class Resume:
         own = per_rank.get("rank_state") if isinstance(per_rank, Mapping) else None
         if world_size != self._trainer.world_size or own is None:
             if "optimizer_states" in state:
+                dealt = any(getattr(one, "continues_epochs", False) for one in self._trainer.callbacks)
                 logger.warning(
-                    "rank %d: the checkpoint was written by %d ranks, this job has %d: random generators, data"
-                    " loaders and metrics start anew on this rank, everything else continues exactly",
+                    "rank %d: the checkpoint was written by %d ranks, this job has %d: random generators%s and metrics"
+                    " start anew on this rank, everything else continues exactly",
                     self._trainer.global_rank,
                     world_size,
                     self._trainer.world_size,
+                    "" if dealt else ", data loaders",
                 )
             return
         self.rank_state.load(own)

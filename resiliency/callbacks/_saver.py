@@ -21,10 +21,12 @@ from resiliency.callbacks._stock_writer import StockWriter
 from resiliency.callbacks._trainer_session import TrainerSession
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import Outcome, Ticket
 from resiliency.errors import AgentError, ResiliencyError, TierError, Timeout
 from resiliency.plugins import _lightning
 from resiliency.plugins.strategies.base import StrategyAdapter
+from resiliency.spans import traced
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.names import link_symbolically
 from resiliency.storage.stage import Stage
@@ -444,6 +446,24 @@ class CheckpointSaver:
         supersedes: list[str],
         dumped: dict[str, Any] | None,
     ) -> bool:
+        trace = self.session.trace_save(self.places.key)
+        if trace is None:
+            return self._take(engine, path, names, supersedes, dumped, None)
+        try:
+            return self._take(engine, path, names, supersedes, dumped, trace)
+        except BaseException as error:
+            trace.end(f"{type(error).__name__}: {error}")  # before the engine had it; else it has ended
+            raise
+
+    def _take(
+        self,
+        engine: Checkpointer,
+        path: str,
+        names: list[str],
+        supersedes: list[str],
+        dumped: dict[str, Any] | None,
+        trace: SaveTrace | None,
+    ) -> bool:
         trainer, callback = self._trainer, self._callback
         if engine.pending:
             self.session.fence()
@@ -451,7 +471,8 @@ class CheckpointSaver:
         ends = _lightning.about_to_end(trainer)
         if ends:
             engine.flush(Stage.COMMITTED, timeout=_LAST_SAVE_TIMEOUT)
-        state = dumped or self._adapter.dump_state(trainer, weights_only=callback.save_weights_only)
+        with traced(trace, "state"):
+            state = dumped or self._adapter.dump_state(trainer, weights_only=callback.save_weights_only)
         rank_state = self.session.resume.rank_state
         per_rank = None
         if rank_state is not None and not callback.save_weights_only:
@@ -475,6 +496,7 @@ class CheckpointSaver:
                 lazy=rules.may_copy_late if self._lazy and self._overlap and self.session.lazy else False,
                 replicated=rules.is_replicated,
                 everywhere=self._everywhere,
+                trace=trace,
             )
         except OSError:
             logger.warning(

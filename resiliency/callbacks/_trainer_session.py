@@ -26,12 +26,20 @@ from resiliency.callbacks._shared_engine import SharedEngine
 from resiliency.callbacks._step_hooks import step_observer
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import Outcome, Ticket
 from resiliency.errors import ConfigError
 from resiliency.storage.step_id import StepId
 from resiliency.telemetry.step_events import StepEvents, log_steps
 
-__all__ = ["OutcomeReceiver", "TrainerSession", "load_in_session", "sessions_using", "trainer_session"]
+__all__ = [
+    "OutcomeReceiver",
+    "TrainerSession",
+    "load_in_session",
+    "places_loaders",
+    "sessions_using",
+    "trainer_session",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +75,8 @@ class TrainerSession:
         self.logger_error: Exception | None = None
         #: False once something has changed tensors while they were copied late, or would have.
         self.lazy = True
+        #: Called with the places of each save that begins: its trace, None when it is not traced.
+        self.trace_save: Callable[[EngineKey], SaveTrace | None] = _no_trace
         self._early_changes = EarlyChanges()
         self.resume = Resume(trainer, self.engines, self.users)
         self._optimizer_hook: Any = None
@@ -265,6 +275,10 @@ class TrainerSession:
         self.fence()
 
 
+def _no_trace(key: EngineKey) -> None:
+    return None
+
+
 #: Sessions with an open engine.
 _live: weakref.WeakSet[TrainerSession] = weakref.WeakSet()
 
@@ -312,6 +326,13 @@ def trainer_session(trainer: Any) -> TrainerSession:
         found = TrainerSession(trainer)
         setattr(trainer, _ATTRIBUTE, found)
     return found
+
+
+def places_loaders(trainer: Any) -> bool:
+    """True when the fit opens its train loaders at positions that a checkpoint of this library has of each rank."""
+    found: TrainerSession | None = trainer.__dict__.get(_ATTRIBUTE)
+    state = found.resume.rank_state if found is not None else None
+    return state is not None and state.is_pending
 
 
 def load_in_session(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any] | None:

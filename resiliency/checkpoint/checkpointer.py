@@ -37,6 +37,7 @@ from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions,
 from resiliency.checkpoint.read_plan import Read, plan_given, plan_into, plan_new
 from resiliency.checkpoint.restore import Restored, Restorer
 from resiliency.checkpoint.save_copies import SaveCopies
+from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.checkpoint.session import Session, open_session
 from resiliency.checkpoint.shard_plan import ShardPlanner, Wanted
@@ -46,6 +47,7 @@ from resiliency.errors import ConfigError
 from resiliency.events import EventKind, EventSink
 from resiliency.launch.start_times import start_fields
 from resiliency.settings import environment
+from resiliency.spans import traced
 from resiliency.storage.shard_file import Chunk
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -66,6 +68,8 @@ _OTHERS_S = 30.0
 _IDLE_AGENT_S, _BUSY_AGENT_S = 10.0, 0.5
 #: How long the end of a rank that failed waits for the agent, which waits for the other ranks.
 _FAILED_S = 2.0
+#: How long the end waits for the traces of saves to be written.
+_TRACES_S = 10.0
 
 
 class Checkpointer:
@@ -311,6 +315,7 @@ class Checkpointer:
         lazy: Wanted = False,
         replicated: Callable[[Tensor], bool] | None = None,
         everywhere: bool = False,
+        trace: SaveTrace | None = None,
     ) -> Ticket | None:
         """Saves a checkpoint. Every rank calls it at the same step.
 
@@ -336,6 +341,7 @@ class Checkpointer:
             replicated: a function of a tensor that says whether a plain tensor is equal on all ranks, so that each rank
                 may write a share of it; the first rank of a host writes the others. None: all are.
             everywhere: send it to all remote tiers, whatever their intervals say.
+            trace: collects where the time of this save goes, here and in the agent.
 
         Returns:
             A ticket, or None when the save was skipped (counted in ``skipped``, with an event and a warning). A file
@@ -345,42 +351,71 @@ class Checkpointer:
             ConfigError: a state that cannot be stored (also an event), or wrong arguments. Failures of storage do not
                 raise: they are reported by :meth:`poll`, an event and one warning.
         """
+        request = _Request(
+            step=checked_step(step),
+            per_rank=per_rank,
+            names=checked_names("names", names),
+            supersedes=checked_names("supersedes", supersedes),
+            info=checked_info(info),
+            exact=exact,
+            lazy=lazy,
+            replicated=replicated,
+            everywhere=everywhere,
+            trace=trace,
+        )
+        if trace is None:
+            return self._save(state, request)
+        try:
+            with traced(trace, "save"):
+                ticket = self._save(state, request)
+        except BaseException as error:
+            trace.end(f"{type(error).__name__}: {error}")
+            raise
+        if ticket is None:
+            trace.end("skipped: the save before it was not recorded in time")
+        return ticket
+
+    def _save(self, state: Any, request: _Request) -> Ticket | None:
         began = time.monotonic()
-        step = checked_step(step)
-        names, supersedes = checked_names("names", names), checked_names("supersedes", supersedes)
-        info = checked_info(info)
-        parts = self._parts()
+        parts, trace, step, lazy = self._parts(), request.trace, request.step, request.lazy
         session, saves = parts.session, parts.saves
         faultpoints.hit("save.begin", rank=self.rank)
         save_id = saves.next_id(step)
-        self.fence()
-        saves.process_messages()
-        if not self._wait_for_previous(parts, save_id):
-            return None
+        with traced(trace, "wait for the save before"):
+            self.fence()
+            saves.process_messages()
+            if not self._wait_for_previous(parts, save_id):
+                return None
         try:
-            plan = self._planner.plan(
-                state,
-                per_rank,
-                host=session.host_part,
-                coordinator=parts.coordinator,
-                agree_timeout=self.options.agree_timeout,
-                lazy=lazy,
-                replicated=replicated,
-            )
+            with traced(trace, "planning"):
+                plan = self._planner.plan(
+                    state,
+                    request.per_rank,
+                    host=session.host_part,
+                    coordinator=parts.coordinator,
+                    agree_timeout=self.options.agree_timeout,
+                    lazy=lazy,
+                    replicated=request.replicated,
+                )
         except Exception as error:  # Boundary: classes of the user may raise anything; the caller gets it.
             saves.refuse(save_id, str(error))
             raise
-        due, undo_schedule = parts.schedule.due(step, everywhere=everywhere)
+        due, undo_schedule = parts.schedule.due(step, everywhere=request.everywhere)
         ticket = Ticket(
             id=save_id,
             nbytes=plan.nbytes,
-            names=tuple(names),
+            names=request.names,
             tiers=(LOCAL, *due),
             can_be_durable=(*((LOCAL,) if self._local.durable else ()), *due),
             _wait=self._wait,
         )
-        in_flight = saves.begin(ticket, supersedes)
+        in_flight = saves.begin(ticket, request.supersedes)
         in_flight.undo_schedule = undo_schedule
+        if trace is not None:
+            in_flight.trace = trace
+            parts.traces[:] = [*(other for other in parts.traces if not other.written), trace]
+            local = Stage.DURABLE if self._local.durable else Stage.COMMITTED
+            trace.follow(session.client, save_id, {**dict.fromkeys(due, Stage.DURABLE), LOCAL: local})
         seal = Seal(
             id=save_id,
             files=(),
@@ -388,13 +423,14 @@ class Checkpointer:
             replicated=plan.replicated,
             names=ticket.names,
             created=time.time(),
-            info=info,
+            info=request.info,
             job=dict(self._environment.launch.job),
             tiers=tuple(due),
-            exact=exact,
+            exact=request.exact,
         )
         try:
-            lazy_bytes = parts.copies.start(plan, in_flight, seal)
+            with traced(trace, "copying at once"):
+                lazy_bytes = parts.copies.start(plan, in_flight, seal)
             faultpoints.hit("save.fill", rank=self.rank)
             if lazy is False:
                 self.fence()
@@ -458,7 +494,8 @@ class Checkpointer:
         if parts is None or in_flight is None or in_flight.snapshot is None:
             return 0.0
         snapshot, in_flight.snapshot = in_flight.snapshot, None
-        waited = parts.copier.fence(snapshot, deadline_s=self.options.fence_timeout.total_seconds())
+        with traced(in_flight.trace, "wait at the fence"):
+            waited = parts.copier.fence(snapshot, deadline_s=self.options.fence_timeout.total_seconds())
         if snapshot.slot is not None:
             parts.arena.learn(snapshot.slot)
         if snapshot.failure is not None:
@@ -590,6 +627,10 @@ class Checkpointer:
                 )
         finally:
             session.events.emit(EventKind.JOB_TERMINATED, reason=reason)
+            deadline = time.monotonic() + _TRACES_S
+            for trace in parts.traces:
+                left = max(0.0, deadline - time.monotonic())
+                trace.close(timeout_s=left, patience_s=left / 2 if flush and done else 0.0)
             parts.copier.close()
             parts.arena.close()
             session.client.send(Bye(finished=reason == "finished"))
@@ -678,6 +719,23 @@ class _Parts:
     copies: SaveCopies
     schedule: RemoteSchedule
     restorer: Restorer
+    traces: list[SaveTrace] = dataclasses.field(default_factory=list)  # not all of them are over
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """The arguments of :meth:`Checkpointer.save`."""
+
+    step: int
+    per_rank: Any
+    names: tuple[str, ...]
+    supersedes: tuple[str, ...]
+    info: Mapping[str, Any]
+    exact: bool
+    lazy: Wanted
+    replicated: Callable[[Tensor], bool] | None
+    everywhere: bool
+    trace: SaveTrace | None
 
 
 def _store_options(remote: RemoteTierOptions) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint.snapshot import HELPER_S, Job, Snapshot
 from resiliency.errors import Timeout
 from resiliency.launch.leaving import close_when_left
+from resiliency.spans import traced
 
 __all__ = ["Copier"]
 
@@ -101,10 +102,11 @@ class Copier:
                 if self._current is None:
                     return
                 snapshot = self._current
-            snapshot.open_file()
-            snapshot.wait_device()
-            while snapshot.work():
-                continue
+            with traced(snapshot.job.trace, "background copy"):
+                snapshot.open_file()
+                snapshot.wait_device()
+                while snapshot.work():
+                    continue
             snapshot.finish()
             with self._wake:
                 self._current = None

@@ -17,6 +17,7 @@ from resiliency.checkpoint.save_tracker import InFlightSave, SaveTracker
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.shard_writer import BouncePool, ShardPlan, WrittenFile, small_file, state_job
 from resiliency.checkpoint.snapshot import Job, Snapshot
+from resiliency.spans import traced
 from resiliency.state.load_proof import LoadProof
 from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest
 from resiliency.storage.catalog import step_prefix
@@ -78,7 +79,8 @@ class SaveCopies:
         faultpoints.hit("save.eager", rank=self._rank)
         file = plan.file
         if file is None:
-            in_flight.snapshot = self._copier.start(Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=()), done)
+            nothing = Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=(), trace=in_flight.trace)
+            in_flight.snapshot = self._copier.start(nothing, done)
             return 0
         path = self._path(seal.id, save.shard)
 
@@ -102,15 +104,21 @@ class SaveCopies:
             discard=lambda: _remove(path),
             compare=self._late_saves.bit_count() == 1,  # 1, 2, 4, 8, ...
         )
+        if in_flight.trace is not None:
+            job = dataclasses.replace(job, trace=in_flight.trace)
         in_flight.snapshot = self._copier.start(job, done)
         return lazy_bytes
 
     def _done(self, save: _Save, snapshot: Snapshot) -> None:
         """Runs on the copy thread, which must go on whatever happens: the training thread reports it."""
-        failure = snapshot.error
+        failure, trace = snapshot.error, save.in_flight.trace
         if failure is None:
             try:
-                self._seal(save, snapshot)
+                with traced(trace, "seal"):
+                    sealed = self._seal(save, snapshot)
+                if trace is not None:
+                    trace.sealed()
+                self._session.client.send(sealed)
                 self._prove(save)
                 return
             except OSError as error:
@@ -120,7 +128,8 @@ class SaveCopies:
                 failure = error
         self._saves.copy_failed(save.in_flight, failure)
 
-    def _seal(self, save: _Save, snapshot: Snapshot) -> None:
+    def _seal(self, save: _Save, snapshot: Snapshot) -> Seal:
+        """Writes what is left of this rank's part, and returns what the agent is told of it."""
         in_flight, file = save.in_flight, save.plan.file
         files: list[SealedFile] = []
         share, share_inode = None, 0
@@ -147,14 +156,13 @@ class SaveCopies:
         faultpoints.hit("save.sealed", rank=self._rank)
         in_flight.sealed_at = time.monotonic()
         in_flight.ticket.mark_reached(Stage.COPIED)
-        sealed = dataclasses.replace(
+        return dataclasses.replace(
             save.seal,
             files=tuple(files),
             share=share,
             share_inode=share_inode,
             supersedes=tuple(in_flight.supersedes),
         )
-        self._session.client.send(sealed)
 
     def _prove(self, save: _Save) -> None:
         """Warns when a start would refuse to load what is in the save. After the seal, which need not wait for it."""

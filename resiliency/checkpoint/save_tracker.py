@@ -19,6 +19,7 @@ from resiliency.agent.messages import (
 )
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.save_health import SaveHealth
+from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
@@ -51,6 +52,7 @@ class InFlightSave:
         failure: why the copy failed; set by the copy thread.
         sealed_at: monotonic time when the shard was sealed.
         supersedes: names to delete once it is committed.
+        trace: of this save, if it is traced.
         undo_schedule: removes this save from the schedule of the slower tiers, so that the next save goes there.
     """
 
@@ -60,6 +62,7 @@ class InFlightSave:
     sealed_at: float | None = None
     supersedes: list[str] = field(default_factory=list)
     undo_schedule: Callable[[], None] | None = None
+    trace: SaveTrace | None = None
 
 
 class SaveTracker:
@@ -107,6 +110,8 @@ class SaveTracker:
     def copy_failed(self, in_flight: InFlightSave, failure: BaseException) -> None:
         """Tells the training thread, which reports it, and may be waiting for this save. Thread: any. Blocks: no."""
         in_flight.failure = failure
+        if in_flight.trace is not None:
+            in_flight.trace.end(f"the copy failed: {failure}")
         self._session.client.wake()
 
     def fail(self, in_flight: InFlightSave, reason: str, *, kind: str = "") -> None:
@@ -114,6 +119,8 @@ class SaveTracker:
         failed for the same ``kind`` of reason and none succeeded since."""
         ticket = in_flight.ticket
         ticket.failed = reason
+        if in_flight.trace is not None:
+            in_flight.trace.end(reason)
         if self.in_flight is in_flight:
             self.in_flight = None
         if in_flight.undo_schedule is not None:

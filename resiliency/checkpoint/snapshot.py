@@ -51,6 +51,7 @@ from resiliency.checkpoint._quiet import Question, can_ask
 from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.copy_sources import ChangeWatch, CopyTask, Sources
 from resiliency.errors import Timeout, TornSnapshot
+from resiliency.spans import Recorder, traced
 from resiliency.storage.blocks import Blocks, new_digest
 from resiliency.storage.shared_files import write_zeros
 
@@ -84,6 +85,7 @@ class Job:
         compare: read the tensors in CPU memory once more when they are copied, and compare. It notices changes that
             torch does not count (``.data``, a kernel of the user's). The fence waits for it.
         key_of: where in the state a storage is, for messages.
+        trace: of the save, if it is traced.
     """
 
     copies: Sequence[CopyTask]
@@ -96,6 +98,7 @@ class Job:
     discard: Callable[[], None] = lambda: None
     compare: bool = False
     key_of: Callable[[int], str] = str
+    trace: Recorder | None = None
 
 
 @dataclass
@@ -205,7 +208,8 @@ class Snapshot:
                 logger.exception("writing the end of a shard file failed")
                 self.error = failure
         if self.error is None:
-            self.error = self._await_verdict() or self._compare()
+            with traced(self.job.trace, "waiting for agreement"):
+                self.error = self._await_verdict() or self._compare()
         with self._comparing:
             self._kept = None
         self._memory = []

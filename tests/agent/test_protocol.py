@@ -35,6 +35,9 @@ from resiliency.agent.messages import (
     Rescan,
     Seal,
     SealedFile,
+    Trace,
+    Traced,
+    TraceEnded,
     Welcome,
 )
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, config_from_json, config_to_json, pack
@@ -91,6 +94,7 @@ MESSAGES: list[Message] = [
     Delete(names=()),
     Rescan(loaded=StepId(5, 2, "0a0b0c", 1, 1), line=7),
     Flush(ticket=1, stage=Stage.DURABLE, tier="store", timeout_s=2),
+    Trace(id=STEP, end=True),
     Bye(),
     Welcome(pid=3),
     Refused(reason="\u00e9 \n"),
@@ -101,6 +105,8 @@ MESSAGES: list[Message] = [
     NameRefused(id=STEP, tier="local", name="last.ckpt", reason="it is another run's"),
     FileReady(path="/x", inode=1, nbytes=5),
     Flushed(ticket=1, done=False),
+    Traced(id=STEP, name="fsync", began_ns=1, ended_ns=2, pid=3, thread=4, thread_name="sync", facts={"tier": "local"}),
+    TraceEnded(id=STEP),
 ]
 
 

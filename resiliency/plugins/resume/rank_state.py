@@ -225,6 +225,11 @@ class RankState:
         self._metrics_restored = False
         self._persistent_open = bool(state.get("persistent_validation"))
 
+    @property
+    def is_pending(self) -> bool:
+        """True from :meth:`load` until the loaders are opened at their saved positions."""
+        return self._pending is not None and not self._placed
+
     def patch_loaded_checkpoint(self, checkpoint: dict[str, Any], state: dict[str, Any]) -> None:
         """Replaces rank 0's loader states in a loaded checkpoint, in place, by those of this rank.
 

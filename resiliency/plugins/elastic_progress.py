@@ -1,0 +1,55 @@
+"""Lightning's count of an epoch's batches, for a job that comes back with another number of ranks.
+
+Private attributes of Lightning used, reached from the trainer object: ``fit_loop`` (``epoch_loop``,
+``epoch_progress``, ``_combined_loader``) and ``epoch_loop.batch_progress``. Everything here runs on the training
+thread, on every rank, and is not collective.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from resiliency.plugins.resume.loop_repairs import begin_after_finished_epoch, has_stages
+from resiliency.plugins.resume.rank_state import is_step_boundary
+
+__all__ = ["data_parallel_ranks", "end_epoch", "move_to_batch", "place_in_epoch", "train_loaders"]
+
+
+def data_parallel_ranks(trainer: Any) -> int:
+    """Number of ranks that the data is divided among."""
+    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+
+
+def train_loaders(trainer: Any) -> int:
+    """Number of train loaders, in ``on_train_start``; 0 when there are none."""
+    combined = trainer.fit_loop._combined_loader
+    return 0 if combined is None else len(combined.flattened)
+
+
+def place_in_epoch(trainer: Any) -> tuple[int, int] | None:
+    """The epoch and how many of its batches were trained on; None in the middle of a step, while gradients are
+    accumulated, and between two epochs."""
+    epoch = trainer.fit_loop.epoch_progress.current
+    if epoch.started != epoch.ready or epoch.ready == 0 or not is_step_boundary(trainer):
+        return None
+    # Not its count of processed epochs: right after the last batch that is the next one's number.
+    return epoch.ready - 1, int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+
+
+def move_to_batch(trainer: Any, batch: int) -> None:
+    """Makes Lightning take ``batch`` for the number of batches done, in a restored epoch that goes on.
+
+    Which hooks of the last one were done stays as it was at the save. Call it before the loops start.
+    """
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    by = batch - current.processed
+    for name in ("ready", "started", "processed", "completed"):  # the last one may be -1: Lightning adds it
+        setattr(current, name, getattr(current, name) + by)
+    if not has_stages(trainer.fit_loop.epoch_loop):
+        current.completed = current.processed  # it would train on the last batch again
+
+
+def end_epoch(trainer: Any, batches: int) -> None:
+    """As :func:`move_to_batch`, after a save at the end of an epoch, which has ``batches`` batches now."""
+    move_to_batch(trainer, batches)
+    begin_after_finished_epoch(trainer.fit_loop)
