@@ -96,6 +96,7 @@ class ContinuesAtAnySize(StepHooks):
         self._factor = 1.0
         self._position: Position | None = None
         self._restored = False  # the position is of a checkpoint, and not yet taken up
+        self._trains = False
         self._sampler: Any = None  # of the train loader
         self._whole: Dealing | None = None
         self._rest: Dealing | None = None  # of the epoch that was taken up
@@ -296,13 +297,17 @@ class ContinuesAtAnySize(StepHooks):
             move_to_batch(trainer, self._whole.batches - rest.batches)
             self._position = replace(position, begun_at=begins)
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._trains = True  # before that, the counts are those of the save
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._note_position()
 
     def _note_position(self) -> None:
         whole, trainer, sampler = self._whole, self._trainer, self._sampler
-        place = None if trainer is None or whole is None else place_in_epoch(trainer)
+        place = place_in_epoch(trainer) if trainer is not None and self._trains else None
         if place is None or whole is None:
             return
         epoch, done = place

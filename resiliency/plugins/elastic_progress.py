@@ -27,13 +27,15 @@ def train_loaders(trainer: Any) -> int:
 
 
 def place_in_epoch(trainer: Any) -> tuple[int, int] | None:
-    """The epoch and how many of its batches were trained on; None in the middle of a step, while gradients are
-    accumulated, and between two epochs."""
-    epoch = trainer.fit_loop.epoch_progress.current
-    if epoch.started != epoch.ready or epoch.ready == 0 or not is_step_boundary(trainer):
+    """In the hooks at the end of a batch: the epoch and how many of its batches were trained on.
+
+    None elsewhere, where Lightning's counts of epochs and of batches may be of different epochs, and while gradients
+    are accumulated.
+    """
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    if batches.processed != batches.completed + 1 or not is_step_boundary(trainer):
         return None
-    # Not its count of processed epochs: right after the last batch that is the next one's number.
-    return epoch.ready - 1, int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+    return int(trainer.current_epoch), int(batches.processed)
 
 
 def move_to_batch(trainer: Any, batch: int) -> None:
