@@ -77,6 +77,11 @@ def choose_places(
             f"dirpath={str(dirpath)!r} is an address, and use_in_cluster_local_ckpts=True with"
             " is_persistent_storage=False asks for a local tier there; pass a folder of this host"
         )
+    if not durable and local_dir is not None:
+        raise ConfigError(
+            f"local_dir={os.fspath(local_dir)!r} and is_persistent_storage=False: the second says that dirpath={str(dirpath)!r}"
+            " is the local tier; pass one of them"
+        )
     settings = environment()
     text = str(dirpath)
     run = (run or settings.run) + ("-weights" if weights_only else "")
@@ -89,7 +94,7 @@ def choose_places(
     if local_dir is None:
         text_of_place = text.replace("://", "-") if "://" in text else os.path.abspath(text).lstrip("/")
         local_dir = f"/dev/shm/resiliency-{os.getuid()}/{text_of_place.replace('/', '-')}"
-    ramdisk = os.path.abspath(local_dir).startswith(("/dev/shm", IN_CLUSTER + "/"))
+    ramdisk = os.path.abspath(local_dir).startswith("/dev/shm")
     local = LocalTierOptions(directory=os.fspath(local_dir), keep=1, keep_named=False, durable=not ramdisk)
     persistent = RemoteTierOptions(address=text, name="persistent", interval=persist)
     key = EngineKey(local.directory, run)
