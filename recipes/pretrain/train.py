@@ -86,7 +86,7 @@ def make_trainer(args: argparse.Namespace) -> pl.Trainer:
         accumulate_grad_batches=accumulate,
         # Lightning counts batches here, over epochs when check_val_every_n_epoch is None.
         val_check_interval=None if args.val_check_interval is None else args.val_check_interval * accumulate,
-        check_val_every_n_epoch=None if args.val_check_interval is not None else 1_000_000_000,
+        check_val_every_n_epoch=None if args.val_check_interval is not None else 1,
         limit_val_batches=args.limit_val_batches if args.val_check_interval is not None else 0,
         num_sanity_val_steps=0,
         log_every_n_steps=10,
