@@ -45,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--intervals, --steps, --batch and --mtbf are 1 or more, --warm-up and --restart 0 or more")
     late = [interval for interval in args.intervals if interval > args.steps]
     if late:
-        parser.error(f"--intervals {late[0]} is more than --steps {args.steps}: nothing would be saved in the time measured")
+        parser.error(
+            f"--intervals {late[0]} is more than --steps {args.steps}: nothing would be saved in the time measured"
+        )
     for name in ("lightning.pytorch", "resiliency"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -58,9 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{number} of {len(plan)}: {writer}, a save every {interval} steps", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=args.dir, prefix="resiliency-benchmark-") as folder:
             measured.append(
-                measure(
-                    writer, interval, model=model, data=data, steps=args.steps, warm_up=args.warm_up, folder=folder
-                )
+                measure(writer, interval, model=model, data=data, steps=args.steps, warm_up=args.warm_up, folder=folder)
             )
     rows = rows_of(measured, mtbf_s=args.mtbf, restart_s=args.restart)
     if args.json:

@@ -94,7 +94,9 @@ def table_of(rows: Sequence[Row], *, mtbf_s: float, restart_s: float) -> str:
         for row in rows
     ]
     widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
-    text = "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *lines))
+    text = "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *lines)
+    )
     best = max(rows, key=lambda row: row.goodput_with_failures)
     return (
         f"{text}\n\nA failure costs a restart of {restart_s:g} s and half of the steps between two saves. Best: a save every"

@@ -41,7 +41,13 @@ def measure(
     clock = _Clock(warm_up)
     callbacks: list[Any] = [clock]
     if interval:
-        settings = {"dirpath": folder, "every_n_train_steps": interval, "save_top_k": 2, "monitor": "step", "mode": "max"}
+        settings = {
+            "dirpath": folder,
+            "every_n_train_steps": interval,
+            "save_top_k": 2,
+            "monitor": "step",
+            "mode": "max",
+        }
         callbacks.append(WRITERS[writer](filename="{step}", save_on_train_epoch_end=False, **settings))
     trainer = pl.Trainer(
         accelerator="cpu" if not pl.accelerators.CUDAAccelerator.is_available() else "gpu",

@@ -41,7 +41,9 @@ def load_tokenizer(path: str | None) -> Tokenizer:
         return Tokenizer(256, _bytes)
     package = {"model": "sentencepiece", "json": "tokenizers"}.get(path.rsplit(".", 1)[-1])
     if package is None:
-        raise ConfigError(f"--tokenizer-path {path}: pass a tokenizer.model (sentencepiece) or tokenizer.json (tokenizers)")
+        raise ConfigError(
+            f"--tokenizer-path {path}: pass a tokenizer.model (sentencepiece) or tokenizer.json (tokenizers)"
+        )
     try:
         library = importlib.import_module(package)
     except ModuleNotFoundError as error:

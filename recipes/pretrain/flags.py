@@ -60,7 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     model = _Flags(parser, "model and data")
     model._group.add_argument("--model", default="36M", choices=sorted(CONFIGURATIONS), help="configuration")
-    model.text("--tokenizer-path", help="tokenizer.model (sentencepiece) or tokenizer.json (tokenizers); default: bytes")
+    model.text(
+        "--tokenizer-path", help="tokenizer.model (sentencepiece) or tokenizer.json (tokenizers); default: bytes"
+    )
     model.text("--data", help="folder with *.txt and *.py files; default: the sources of Python's library")
     model.number("--global-bs", help="sequences per optimizer step over all ranks; default: --micro-bs times ranks")
     model.number("--micro-bs", default=1, help="sequences per rank and batch")
@@ -91,7 +93,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     watching = _Flags(parser, "watching")
     watching.text("--log-dir", default="log", help="folder for logs that stay, and for traces")
-    watching.on_off("--log-to-remote-storage", help="logs go to --log-dir; default: to the temporary folder of each host")
+    watching.on_off(
+        "--log-to-remote-storage", help="logs go to --log-dir; default: to the temporary folder of each host"
+    )
     watching.on_off("--enable-tensorboard", help="scalars for TensorBoard, below the logs")
     watching.number("--profile-ckpt-interval", help="steps between saves that are traced, in <log-dir>/<job>/profile")
     watching.text("--trace-name", help="traces the whole run, in <log-dir>/<job>/profile/<name>-rank<r>.json")

@@ -121,7 +121,9 @@ def run(arguments: Sequence[str]) -> pl.Trainer:
         trainer.save_checkpoint(Path(log_folder(args)) / "final.ckpt")
     if trainer.is_global_zero:
         logger.info(
-            "trained to step %d, loss %.4f", trainer.global_step, trainer.callback_metrics.get("train_loss", float("nan"))
+            "trained to step %d, loss %.4f",
+            trainer.global_step,
+            trainer.callback_metrics.get("train_loss", float("nan")),
         )
     return trainer
 

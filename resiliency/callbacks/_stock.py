@@ -60,7 +60,6 @@ class StockModelCheckpoint(StockCallback):
     def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
         raise NotImplementedError
 
-
     _link_checkpoint: Any  # a static method
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None: ...

@@ -38,7 +38,7 @@ from resiliency.callbacks._trainer_session import load_in_session, sessions_usin
 from resiliency.callbacks._unfinished import UnfinishedMarkers
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
-from resiliency.errors import ConfigError, TierError
+from resiliency.errors import TierError
 from resiliency.launch.start_times import callback_made
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of

@@ -77,7 +77,9 @@ class IOArguments:
     def options(self, given: CheckpointerOptions | None) -> CheckpointerOptions:
         """Options of the engine; those given stay, but for the number of threads if it is asked for."""
         options = given or CheckpointerOptions(agent="embedded")
-        return options if self.torch_dist_multiproc is None else replace(options, copy_threads=self.torch_dist_multiproc)
+        return (
+            options if self.torch_dist_multiproc is None else replace(options, copy_threads=self.torch_dist_multiproc)
+        )
 
     def notes(self) -> list[str]:
         """What was asked for that this plugin does in another way, one sentence each."""
