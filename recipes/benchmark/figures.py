@@ -99,6 +99,7 @@ def table_of(rows: Sequence[Row], *, mtbf_s: float, restart_s: float) -> str:
     )
     best = max(rows, key=lambda row: row.goodput_with_failures)
     return (
-        f"{text}\n\nA failure costs a restart of {restart_s:g} s and half of the steps between two saves. Best: a save every"
+        f"{text}\n\nA failure costs a restart of {restart_s:g} s and half of the steps between two saves. Best: a"
+        f" save every"
         f" {best.interval} steps by {best.writer}, {best.goodput_with_failures:.1%} goodput."
     )

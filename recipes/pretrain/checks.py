@@ -100,12 +100,14 @@ def _tiers(args: argparse.Namespace) -> Iterator[str]:
         yield f"--local-ckpt-dir and --persistent-ckpt-dir are both {local}: one folder cannot be both tiers"
     if args.enable_in_cluster_local_ckpt and local is None and persistent is None:
         yield (
-            "--enable-in-cluster-local-ckpt chooses the folder of the local tier by the one of the persistent tier; pass"
+            "--enable-in-cluster-local-ckpt chooses the folder of the local tier by the one of the persistent"
+            " tier; pass"
             " --persistent-ckpt-dir, or name the folder with --local-ckpt-dir"
         )
     if local_every and persistent_every and persistent_every < local_every:
         yield (
-            f"--persistent-ckpt-interval {persistent_every} is less than --local-ckpt-interval {local_every}: every save"
+            f"--persistent-ckpt-interval {persistent_every} is less than --local-ckpt-interval {local_every}:"
+            f" every save"
             " goes to the local tier first, and to the persistent one from there"
         )
     if args.enable_ckpt_load_replication:
@@ -113,7 +115,8 @@ def _tiers(args: argparse.Namespace) -> Iterator[str]:
             yield "--enable-ckpt-load-replication is about local checkpoints; pass --local-ckpt-dir"
         if (args.num_optimizer_replicas or args.ranks) < 2:
             yield (
-                "--enable-ckpt-load-replication: with one replica of the optimizer state no other rank has what a rank has"
+                "--enable-ckpt-load-replication: with one replica of the optimizer state no other rank has what"
+                " a rank has"
                 " lost; pass --num-optimizer-replicas of 2 or more"
             )
         yield (
@@ -128,12 +131,14 @@ def _parallel(args: argparse.Namespace, launched: int | None) -> Iterator[str]:
     ranks, replicas = args.ranks, args.num_optimizer_replicas
     if launched is not None and launched != ranks:
         yield (
-            f"the launcher has started {launched} ranks, and --num-nodes {args.num_nodes} times --num-gpus {args.num_gpus}"
+            f"the launcher has started {launched} ranks, and --num-nodes {args.num_nodes} times --num-gpus"
+            f" {args.num_gpus}"
             f" is {ranks}; --num-gpus is the number on each host"
         )
     if ranks and args.micro_bs and args.global_bs % (args.micro_bs * ranks):
         yield (
-            f"--global-bs {args.global_bs} is no multiple of {ranks} ranks times --micro-bs {args.micro_bs}: batches would"
+            f"--global-bs {args.global_bs} is no multiple of {ranks} ranks times --micro-bs {args.micro_bs}:"
+            f" batches would"
             " differ between ranks"
         )
     if replicas and ranks and ranks % replicas:
@@ -142,8 +147,10 @@ def _parallel(args: argparse.Namespace, launched: int | None) -> Iterator[str]:
         yield "--enable-comm-overlap: one rank has no communication that could be overlapped"
     if replicas and replicas < ranks and (args.local_ckpt_dir or args.enable_in_cluster_local_ckpt):
         yield (
-            f"--num-optimizer-replicas {replicas} of {ranks} ranks shards the state (FSDP2), whose checkpoints are written"
-            " by Lightning's own code, which knows one folder; leave --local-ckpt-dir and --enable-in-cluster-local-ckpt"
+            f"--num-optimizer-replicas {replicas} of {ranks} ranks shards the state (FSDP2), whose checkpoints"
+            f" are written"
+            " by Lightning's own code, which knows one folder; leave --local-ckpt-dir and"
+            " --enable-in-cluster-local-ckpt"
             " out, or have a replica on every rank"
         )
 
@@ -152,7 +159,8 @@ def _watching(args: argparse.Namespace) -> Iterator[str]:
     every = args.profile_ckpt_interval
     if every and args.save_interval and every % args.save_interval:
         yield (
-            f"--profile-ckpt-interval {every} is no multiple of {args.save_interval}, the steps between saves: at some of"
+            f"--profile-ckpt-interval {every} is no multiple of {args.save_interval}, the steps between saves: at"
+            f" some of"
             " its steps there is nothing to trace"
         )
     if every and not args.save_interval:
@@ -181,7 +189,8 @@ def memory_problem(args: argparse.Namespace, available: int) -> str:
     if needed <= available:
         return ""
     return (
-        f"--model {args.model} has {count / 1e9:.1f} billion parameters: a rank needs {needed / 2**30:.0f} GiB for its share"
+        f"--model {args.model} has {count / 1e9:.1f} billion parameters: a rank needs {needed / 2**30:.0f} GiB"
+        f" for its share"
         f" of weights, gradients and optimizer state, and has {available / 2**30:.0f}; pass more ranks with a lower"
         " --num-optimizer-replicas, or a smaller --model"
     )

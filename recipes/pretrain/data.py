@@ -48,7 +48,8 @@ def load_tokenizer(path: str | None) -> Tokenizer:
         library = importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"--tokenizer-path {path} is read by {package}, which is not installed; pip install {package}, or leave the flag"
+            f"--tokenizer-path {path} is read by {package}, which is not installed; pip install {package}, or"
+            f" leave the flag"
             " out to train on bytes"
         ) from error
     if package == "sentencepiece":

@@ -56,7 +56,8 @@ class FaultPlan:
             delay_s = -1.0
         if (kind not in known and kind != "random") or not 0 <= delay_s < float("inf"):
             raise ConfigError(
-                f"--sim-fault-desc {text!r}: pass a type ({', '.join(known)} or random) and seconds, such as 'random,120'"
+                f"--sim-fault-desc {text!r}: pass a type ({', '.join(known)} or random) and seconds, such as"
+                f" 'random,120'"
             )
         return cls(fault=known.get(kind), delay_s=delay_s)
 

@@ -43,8 +43,10 @@ class GuideArguments:
             raise TypeError(f"priority={self.priority!r} is a {type(self.priority).__name__}; pass a whole number")
         if self.enable_high_scale_ckpt:
             raise ConfigError(
-                "enable_high_scale_ckpt=True needs what talks to the GKE replicator (replicator.yaml and *.restore files in"
-                " /local), which this version does not have; without it, pass local_dir='/local/<job>' and a dirpath= that"
+                "enable_high_scale_ckpt=True needs what talks to the GKE replicator (replicator.yaml and"
+                " *.restore files in"
+                " /local), which this version does not have; without it, pass local_dir='/local/<job>' and a"
+                " dirpath= that"
                 " all hosts see: saves go to the ramdisk first, and are uploaded"
             )
 

@@ -1,4 +1,4 @@
-"""What the guide's arguments of ``ModelCheckpoint`` do, see :class:`resiliency.callbacks._guide_arguments.GuideArguments`.
+"""What the guide's arguments of ``ModelCheckpoint`` do, see :mod:`resiliency.callbacks._guide_arguments`.
 
 Called by the callback in its hooks, on every rank; files are written by the rank that handles them.
 """
@@ -88,7 +88,8 @@ def warn_of_missing_optimizer(checkpoint: Mapping[str, Any], trainer: Any) -> No
     """Says that optimizers start anew, where the checkpoint was saved without their state."""
     if checkpoint.get(NO_OPTIMIZER) and trainer.state.fn == "fit" and trainer.is_global_zero:
         logger.warning(
-            "the checkpoint of step %s was saved without optimizer state (save_optim_on_train_end=False): if training goes"
+            "the checkpoint of step %s was saved without optimizer state (save_optim_on_train_end=False): if"
+            " training goes"
             " on from it, optimizers start anew",
             checkpoint.get("global_step"),
         )

@@ -79,7 +79,8 @@ def choose_places(
         )
     if not durable and local_dir is not None:
         raise ConfigError(
-            f"local_dir={os.fspath(local_dir)!r} and is_persistent_storage=False: the second says that dirpath={str(dirpath)!r}"
+            f"local_dir={os.fspath(local_dir)!r} and is_persistent_storage=False: the second says that"
+            f" dirpath={str(dirpath)!r}"
             " is the local tier; pass one of them"
         )
     settings = environment()

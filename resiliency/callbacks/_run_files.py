@@ -1,4 +1,4 @@
-"""How a run was started, noted in its folder: ``cmd-args.log`` and ``git-info.log``; those of earlier starts are kept."""
+"""How a run was started, noted in its folder: ``cmd-args.log`` and ``git-info.log``. Those of earlier starts stay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GIT_TIMEOUT_S = 10.0
 
 
 def note_start(root: str) -> None:
-    """Writes both files, after those of the start before were moved to ``run_0``, ``run_1``, ...; no other file is moved.
+    """Writes both files, after those of the start before were moved to ``run_0``, ``run_1``, ...; nothing else moves.
 
     ``git-info.log`` is left out where the script is in no git repository. Blocks: for two git commands, at most 20 s.
     Warns where it cannot: an address has no such files, a disk may be full.

@@ -108,9 +108,10 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             every checkpoint; save_context_on_train_end: beside the last one.
         preprocess_files: write ``cmd-args.log`` and ``git-info.log`` to the Trainer's root folder.
         use_in_cluster_local_ckpts: there is a local tier. With is_persistent_storage=False ``dirpath`` is its folder,
-            which is not waited for to reach the disk; with True ``dirpath`` is the persistent tier, and another callback
-            saves to the local one; with None this callback saves to ``local_dir`` (None: ``/local/<run>/checkpoint``
-            where ``/local`` can be written to, else the ramdisk), and to ``dirpath`` from there.
+            which is not waited for to reach the disk; with True ``dirpath`` is the persistent tier, and another
+            callback saves to the local one; with None this callback saves to ``local_dir`` (None:
+            ``/local/<run>/checkpoint`` where ``/local`` can be written to, else the ramdisk), and to ``dirpath`` from
+            there.
         enable_high_scale_ckpt: True is refused, with what it needs.
         delete_unfinished_ckpt_on_start: delete checkpoints of others in ``dirpath`` with a marker ``-unfinished``.
         priority: of several callbacks with different priorities, the higher one saves a step that both want.

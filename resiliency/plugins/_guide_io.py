@@ -59,7 +59,8 @@ class IOArguments:
     def __post_init__(self) -> None:
         if self.save_ckpt_format != "torch_dist":
             raise ConfigError(
-                f"save_ckpt_format={self.save_ckpt_format!r} cannot be written; pass 'torch_dist': checkpoints are files"
+                f"save_ckpt_format={self.save_ckpt_format!r} cannot be written; pass 'torch_dist': checkpoints"
+                f" are files"
                 " that torch.load reads"
             )
         strictness = getattr(self.load_strictness, "value", self.load_strictness)  # may be a member of an enum
@@ -86,12 +87,14 @@ class IOArguments:
         notes = []
         if self.parallel:
             notes.append(
-                f"{', '.join(self.parallel)}: Lightning calls a CheckpointIO plugin on rank 0 alone; with this library's"
+                f"{', '.join(self.parallel)}: Lightning calls a CheckpointIO plugin on rank 0 alone; with this"
+                f" library's"
                 " ModelCheckpoint every rank writes and reads its share"
             )
         if self.use_ckpt_load_replication:
             notes.append(
-                "use_ckpt_load_replication: each rank reads its host's folder; a host without a copy needs a ModelCheckpoint"
+                "use_ckpt_load_replication: each rank reads its host's folder; a host without a copy needs a"
+                " ModelCheckpoint"
                 " with local_dir= and a dirpath= that all hosts see"
             )
         return notes

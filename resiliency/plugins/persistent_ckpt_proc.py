@@ -38,12 +38,14 @@ class PersistentProcessIO(GuideIO):
     def __init__(self, checkpoint_io: Any, profile_dir: str | os.PathLike[str] | None = None) -> None:
         if not isinstance(checkpoint_io, TieredIO):
             raise ConfigError(
-                f"PersistentCheckpointProcessIO(checkpoint_io={type(checkpoint_io).__name__}(...)) needs a plugin of this"
+                f"PersistentCheckpointProcessIO(checkpoint_io={type(checkpoint_io).__name__}(...)) needs a plugin"
+                f" of this"
                 " library, such as MinCkptOverheadCheckpointIO; for another one use Lightning's AsyncCheckpointIO"
             )
         if profile_dir is not None:
             logger.warning(
-                "profile_dir=%s has no effect; ProfileCheckpointCallback(trace_dir=..., profile_checkpoint_interval=...)"
+                "profile_dir=%s has no effect; ProfileCheckpointCallback(trace_dir=...,"
+                " profile_checkpoint_interval=...)"
                 " writes traces of saves, with what the agent does",
                 os.fspath(profile_dir),
             )

@@ -35,7 +35,7 @@ def test_so_many_threads_copy_at_once(threads: int, tmp_path: Path, monkeypatch:
     copied: dict[str, int] = {}
     first: list[str] = []
 
-    def hit(point: str) -> None:
+    def hit(point: str, **where: Any) -> None:
         name = threading.current_thread().name
         if point != "save.block" or not name.startswith("resiliency-copy"):
             return

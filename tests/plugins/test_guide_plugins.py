@@ -159,15 +159,24 @@ def test_without_async_save_it_is_there(made: Any, tmp_path: Path) -> None:
     assert done == [True] and path.exists()
 
 
-def test_a_removal_waits_for_the_save_that_replaces_it(
-    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Late:
+    """A ticket of a save that takes until somebody waits for it."""
+
+    def __init__(self, ticket: Any) -> None:
+        self.wait = ticket.wait
+
+    def has_reached(self, stage: Any) -> bool:
+        return False
+
+
+def test_a_removal_waits_for_the_save_that_replaces_it(made: Any, tmp_path: Path) -> None:
     plugin = made("MinCkptOverheadCheckpointIO", async_save=True)
     old, new = tmp_path / "step=1.ckpt", tmp_path / "step=2.ckpt"
     plugin.save_checkpoint(checkpoint(1), old)
     plugin.load_checkpoint(old)
-    monkeypatch.setattr(_guide_io.Ticket, "has_reached", lambda self, stage, **more: False)  # the new one takes long
     plugin.save_checkpoint(checkpoint(2), new)
+    running = plugin._running[str(tmp_path)]
+    running.ticket = Late(running.ticket)
     plugin.remove_checkpoint(old)
     assert old.exists()
     plugin.teardown()
@@ -182,7 +191,7 @@ def test_a_save_that_fails_in_the_background_keeps_the_old_one(
     plugin.save_checkpoint(checkpoint(1), old)
     plugin.load_checkpoint(old)
 
-    def fails(point: str) -> None:
+    def fails(point: str, **where: Any) -> None:
         if point == "save.block":
             raise OSError(5, "the disk fails")
 
