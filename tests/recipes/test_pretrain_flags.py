@@ -203,7 +203,11 @@ def test_a_launcher_with_another_number_of_ranks_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "pair", [["--ckpt-dir", "/a", "--persistent-ckpt-dir", "/b"], ["--checkpoint-interval", "1", "--persistent-ckpt-interval", "2"]]
+    "pair",
+    [
+        ["--ckpt-dir", "/a", "--persistent-ckpt-dir", "/b"],
+        ["--checkpoint-interval", "1", "--persistent-ckpt-interval", "2"],
+    ],
 )
 def test_an_alias_that_differs_is_refused(pair: list[str]) -> None:
     with pytest.raises(ConfigError, match="are the same flag"):
