@@ -145,6 +145,12 @@ def _parallel(args: argparse.Namespace, launched: int | None) -> Iterator[str]:
         yield f"--num-optimizer-replicas {replicas} does not divide {ranks} ranks: replicas would differ in size"
     if args.enable_comm_overlap and ranks == 1:
         yield "--enable-comm-overlap: one rank has no communication that could be overlapped"
+    if replicas and replicas < ranks and "://" in (args.persistent_ckpt_dir or ""):
+        yield (
+            f"--num-optimizer-replicas {replicas} of {ranks} ranks shards the state (FSDP2), whose checkpoints"
+            f" are folders:"
+            f" --persistent-ckpt-dir {args.persistent_ckpt_dir} is an address; pass a folder that all hosts see"
+        )
     if replicas and replicas < ranks and (args.local_ckpt_dir or args.enable_in_cluster_local_ckpt):
         yield (
             f"--num-optimizer-replicas {replicas} of {ranks} ranks shards the state (FSDP2), whose checkpoints"

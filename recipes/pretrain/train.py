@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from recipes.pretrain.callbacks import make_callbacks
-from recipes.pretrain.checkpointing import make_checkpoint_io
+from recipes.pretrain.checkpointing import checkpoint_folder, make_checkpoint_io
 from recipes.pretrain.checks import memory_problem, problems, settle
 from recipes.pretrain.data import load_tokenizer, make_loaders
 from recipes.pretrain.flags import make_parser
@@ -31,9 +31,10 @@ from recipes.pretrain.model import GPT
 from recipes.pretrain.models import CONFIGURATIONS
 from resiliency.errors import ConfigError
 from resiliency.launch import restartable
+from resiliency.plugins._ckpt_utils import find_latest_checkpoint_path
 from resiliency.settings import environment
 
-__all__ = ["checked", "main", "make_trainer", "run"]
+__all__ = ["checked", "main", "make_trainer", "resume_path", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,17 @@ def _available_bytes(args: argparse.Namespace) -> int:
 def is_sharded(args: argparse.Namespace) -> bool:
     """True when ranks share the optimizer state out between them."""
     return args.num_optimizer_replicas is not None and args.num_optimizer_replicas < args.ranks
+
+
+def resume_path(args: argparse.Namespace) -> str | None:
+    """What Lightning is told to resume from: the newest whole checkpoint, where its own code writes them (FSDP2).
+
+    None otherwise: the callback finds the newest step of all tiers, and says so itself.
+    """
+    if not is_sharded(args):
+        return None
+    newest = find_latest_checkpoint_path(checkpoint_folder(args.persistent_ckpt_dir, args.job_name))
+    return None if newest is None else str(newest)
 
 
 def _strategy(args: argparse.Namespace) -> Any:
@@ -115,7 +127,7 @@ def run(arguments: Sequence[str]) -> pl.Trainer:
     )
     module = GPT(shape, steps=args.max_steps, replicas=args.num_optimizer_replicas if is_sharded(args) else None)
     trainer = make_trainer(args)
-    trainer.fit(module, train, val)
+    trainer.fit(module, train, val, ckpt_path=resume_path(args))
     if args.enable_dist_ckpt:
         # Through the Trainer, as other code would: written by the plugin.
         trainer.save_checkpoint(Path(log_folder(args)) / "final.ckpt")

@@ -204,6 +204,20 @@ def test_ranks_and_replicas_choose_the_strategy(tmp_path: Path) -> None:
     assert sharded.strategy._data_parallel_size == 4
 
 
+def test_a_sharded_job_resumes_from_the_newest_whole_folder(tmp_path: Path) -> None:
+    from recipes.pretrain.train import resume_path
+
+    sharded = settled(*one_tier(tmp_path), "--num-gpus", "2", "--num-optimizer-replicas", "1")
+    assert resume_path(sharded) is None
+    folder = tmp_path / "ck" / "test_job" / "checkpoint"
+    for name, files in (("step=4.ckpt", (".metadata", "meta.pt")), ("step=8.ckpt", ("__0_0.distcp",))):
+        (folder / name).mkdir(parents=True)
+        for file in files:
+            (folder / name / file).write_text("x")
+    assert resume_path(sharded) == str(folder / "step=4.ckpt")
+    assert resume_path(settled(*one_tier(tmp_path), "--num-gpus", "2")) is None
+
+
 def test_what_is_always_there(tmp_path: Path) -> None:
     trainer = trainer_of(*one_tier(tmp_path), "--micro-bs", "4", "--seq-length", "16")
     assert callback_of(trainer, "AutoCheckpointCallback") and callback_of(trainer, "GoodputCallback")

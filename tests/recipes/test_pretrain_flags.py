@@ -156,6 +156,10 @@ WRONG: list[tuple[list[str], str]] = [
     ([*CKPT, "--num-gpus", "2", "--num-nodes", "2", "--global-bs", "6"], "no multiple of 4 ranks"),
     ([*CKPT, "--num-gpus", "4", "--num-optimizer-replicas", "3"], "does not divide 4 ranks"),
     ([*TIERS, "--num-gpus", "4", "--num-optimizer-replicas", "2"], "shards the state (FSDP2)"),
+    (
+        ["--ckpt-dir", "gs://b", "--checkpoint-interval", "5", "--num-gpus", "2", "--num-optimizer-replicas", "1"],
+        "whose checkpoints are folders",
+    ),
     ([*CKPT, "--enable-comm-overlap"], "one rank has no communication"),
     ([*TIERS, "--profile-ckpt-interval", "12"], "no multiple of 5"),
     ([*CKPT, "--log-dir", "gs://b"], "mount the bucket"),
