@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import resiliency
+from resiliency.plugins._ckpt_utils import CONTEXT_SUFFIX
 
 __all__ = ["context_folder", "remove_context", "write_context"]
 
@@ -29,7 +30,7 @@ _SETTINGS = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_cli
 def context_folder(checkpoint: str) -> Path:
     """The folder beside a checkpoint: ``step=5-context`` of ``step=5.ckpt``."""
     path = Path(checkpoint)
-    return path.with_name(path.name.removesuffix(".ckpt") + "-context")
+    return path.with_name(path.name.removesuffix(".ckpt") + CONTEXT_SUFFIX)
 
 
 def write_context(checkpoint: str, trainer: Any) -> None:

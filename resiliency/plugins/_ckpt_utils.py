@@ -21,6 +21,7 @@ from resiliency.settings import environment
 from resiliency.storage.manifest import META_DIR
 
 __all__ = [
+    "CONTEXT_SUFFIX",
     "UNFINISHED_CHECKPOINT_SUFFIX",
     "find_latest_checkpoint_path",
     "get_is_checkpoint_file_handler",
@@ -31,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 #: An empty file of this name beside a checkpoint says that it is being written or deleted.
 UNFINISHED_CHECKPOINT_SUFFIX = "-unfinished"
+#: Of the folder beside a checkpoint that says what the training was made of.
+CONTEXT_SUFFIX = "-context"
 _STEP = re.compile(r"(?:^|[-_=])step=(\d+)(?=$|[-_.])")
+_NO_CHECKPOINTS = (UNFINISHED_CHECKPOINT_SUFFIX, CONTEXT_SUFFIX)
 
 
 def unfinished_marker_path(checkpoint: str | os.PathLike[str]) -> Path:
@@ -129,7 +133,7 @@ def _checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
     found: list[tuple[int, Path]] = []
     own: list[tuple[Located, Path]] = []
     for path in entries:
-        if path.name.startswith(".") or path.name == META_DIR or path.name.endswith(UNFINISHED_CHECKPOINT_SUFFIX):
+        if path.name.startswith(".") or path.name == META_DIR or path.name.endswith(_NO_CHECKPOINTS):
             continue
         if unfinished_marker_path(path).exists():
             logger.info("%s is passed over: %s says that it is unfinished", path, unfinished_marker_path(path))
@@ -172,6 +176,8 @@ def _what_is_missing(path: Path) -> str:
         metadata = part / ".metadata"
         if not metadata.is_file() or not metadata.stat().st_size:
             return f"{metadata}, which is written last, is not there"
+    if path.suffix == ".ckpt" and not (path / "meta.pt").exists():
+        return f"{path / 'meta.pt'}, which Lightning writes last, is not there"
     if (path / "common.pt").exists() and not (path / "metadata.json").exists():
         return f"{path / 'metadata.json'} is not there"
     return ""

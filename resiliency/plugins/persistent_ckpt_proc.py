@@ -51,7 +51,7 @@ class PersistentProcessIO(GuideIO):
             )
         inner = checkpoint_io._arguments if isinstance(checkpoint_io, GuideIO) else IOArguments()
         super().__init__(
-            replace(inner, async_save=True),
+            replace(inner, async_save=True, parallel=(), use_ckpt_load_replication=False),  # it has said these
             run=checkpoint_io._run,
             options=replace(checkpoint_io._options, agent="process"),
             flush_timeout=checkpoint_io._flush_timeout,

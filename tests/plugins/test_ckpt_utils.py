@@ -66,11 +66,26 @@ def test_the_largest_step_of_folders_wins(kind: str, tmp_path: Path) -> None:
     assert find_latest_checkpoint_path(str(tmp_path)) == tmp_path / "step=100"
 
 
+def test_a_folder_of_lightning_is_whole_with_its_last_file(tmp_path: Path) -> None:
+    folder(tmp_path / "step=5.ckpt", ".metadata", "meta.pt")
+    folder(tmp_path / "step=9.ckpt", ".metadata", "__0_0.distcp")
+    assert find_latest_checkpoint_path(tmp_path) == tmp_path / "step=5.ckpt"
+    (tmp_path / "step=9.ckpt" / "meta.pt").write_text("x")
+    assert find_latest_checkpoint_path(tmp_path) == tmp_path / "step=9.ckpt"
+
+
 def test_files_count_as_folders_do(tmp_path: Path) -> None:
     folder(tmp_path / "step=20", ".metadata")
     stock(tmp_path / "epoch=1-step=30.ckpt", 30)
     stock(tmp_path / "footstep=99.ckpt", 99)  # another word
     assert find_latest_checkpoint_path(tmp_path) == tmp_path / "epoch=1-step=30.ckpt"
+
+
+def test_a_context_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stock(tmp_path / "step=3.ckpt", 3)
+    folder(tmp_path / "step=9-context", "context.json")
+    assert find_latest_checkpoint_path(tmp_path) == tmp_path / "step=3.ckpt"
+    assert caplog.records == []
 
 
 def test_our_files_count_whatever_their_name(tmp_path: Path) -> None:

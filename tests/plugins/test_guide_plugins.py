@@ -267,6 +267,12 @@ def test_persistent_process_takes_over_the_settings_and_saves_in_the_background(
     assert plugin.load_checkpoint(path)["state_dict"]["w"][0, 0] == 3.0
 
 
+def test_what_the_inner_plugin_said_is_not_said_again(made: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, _guide_io.__name__):
+        made("PersistentCheckpointProcessIO", made("CombinedCheckpointIO", use_ckpt_load_replication=True))
+    assert len(caplog.records) == 1
+
+
 def test_persistent_process_around_our_plain_plugin(made: Any) -> None:
     tiered = importlib.import_module("resiliency.plugins.checkpoint_io").build("lightning.pytorch")(run="plain")
     assert made("PersistentCheckpointProcessIO", checkpoint_io=tiered)._run == "plain"
