@@ -59,6 +59,8 @@ class Environment:
         run: name of the run (``RESILIENCY_RUN`` or ``JOB_IDENTIFIER``); "default" when neither is set.
         rank: global rank (``RANK``), 0 when unset.
         world_size: number of ranks (``WORLD_SIZE``), 1 when unset.
+        local_rank: rank among those of this host (``LOCAL_RANK``, else ``SLURM_LOCALID``, else ``RANK`` modulo
+            ``LOCAL_WORLD_SIZE``); None when none of them is set.
         node: name of this host, as the failure domain (``RESILIENCY_NODE``, else ``NODE_NAME``, else the host name).
         restart: restart count set by the launcher (``TORCHELASTIC_RESTART_COUNT``), 0 when unset.
         start: how often ``resiliency run`` has started the ranks of this host before, "" without it. It changes when
@@ -77,6 +79,7 @@ class Environment:
     run: str
     rank: int
     world_size: int
+    local_rank: int | None
     node: str
     restart: int
     start: str
@@ -105,6 +108,14 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
         raise ConfigError(
             f"environment variable {name}={text!r} is not a whole number; unset it or fix the launcher"
         ) from None
+
+
+def _local_rank(env: Mapping[str, str]) -> int | None:
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if env.get(name):
+            return _integer(env, name, 0)
+    ranks = _integer(env, "LOCAL_WORLD_SIZE", 0)
+    return _integer(env, "RANK", 0) % ranks if ranks > 0 else None
 
 
 def _launch(env: Mapping[str, str]) -> Launch:
@@ -155,6 +166,7 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         run=source.get("RESILIENCY_RUN") or source.get("JOB_IDENTIFIER") or "default",
         rank=_integer(source, "RANK", 0),
         world_size=_integer(source, "WORLD_SIZE", 1),
+        local_rank=_local_rank(source),
         node=source.get("RESILIENCY_NODE") or source.get("NODE_NAME") or socket.gethostname(),
         restart=_integer(source, "TORCHELASTIC_RESTART_COUNT", 0),
         start=source.get(STARTS_VARIABLE, ""),

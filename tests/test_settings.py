@@ -112,3 +112,17 @@ def test_nobody_else_reads_the_environment() -> None:
         if re.search(r"\bos\.(environ|getenv)\b", re.sub(r'("""[\s\S]*?"""|``[^`]*``|#.*)', "", path.read_text()))
     ]
     assert [name for name in readers if not name.startswith("testing/")] == ["settings.py"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "local_rank"),
+    [
+        ({}, None),
+        ({"RANK": "5"}, None),
+        ({"LOCAL_RANK": "2", "SLURM_LOCALID": "3"}, 2),
+        ({"SLURM_LOCALID": "3"}, 3),
+        ({"RANK": "5", "LOCAL_WORLD_SIZE": "4"}, 1),
+    ],
+)
+def test_the_rank_on_its_host(variables: dict[str, str], local_rank: int | None) -> None:
+    assert environment(variables).local_rank == local_rank

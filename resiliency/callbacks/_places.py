@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
+from resiliency.errors import ConfigError
 from resiliency.settings import environment
 from resiliency.storage.interval import Interval
 from resiliency.storage.manifest import META_DIR, STEPS_DIR
 
-__all__ = ["CheckpointPlaces", "EngineKey", "choose_places"]
+__all__ = ["IN_CLUSTER", "CheckpointPlaces", "EngineKey", "choose_places"]
+
+#: The guide's folder of the local tier: a ramdisk that is mounted into every host's container.
+IN_CLUSTER = "/local"
 
 
 @dataclass(frozen=True)
@@ -54,22 +58,43 @@ def choose_places(
     run: str | None,
     weights_only: bool,
     only_files: bool = False,
+    in_cluster: bool = False,
+    durable: bool = True,
 ) -> CheckpointPlaces:
     """The places for ``dirpath``. Arguments that are None come from :func:`resiliency.settings.environment`.
 
     With a ``local_dir``, ``dirpath`` is a tier that the agent uploads to. When ``dirpath`` is an address, ``local_dir``
     defaults to a folder on the ramdisk. Checkpoints of weights only get a run of their own, because no fit can resume
-    from them. ``only_files``: as in :class:`LocalTierOptions`, where ``dirpath`` is the local tier.
+    from them. ``only_files``, ``durable``: as in :class:`LocalTierOptions`, where ``dirpath`` is the local tier.
+    ``in_cluster``: there is to be a local tier before ``dirpath`` in any case, in :data:`IN_CLUSTER` where that can be
+    written to.
+
+    Raises:
+        ConfigError: ``dirpath`` is an address, and is to be the local tier.
     """
+    if not durable and "://" in str(dirpath):
+        raise ConfigError(
+            f"dirpath={str(dirpath)!r} is an address, and use_in_cluster_local_ckpts=True with"
+            " is_persistent_storage=False asks for a local tier there; pass a folder of this host"
+        )
+    if not durable and local_dir is not None:
+        raise ConfigError(
+            f"local_dir={os.fspath(local_dir)!r} and is_persistent_storage=False: the second says that"
+            f" dirpath={str(dirpath)!r}"
+            " is the local tier; pass one of them"
+        )
     settings = environment()
     text = str(dirpath)
     run = (run or settings.run) + ("-weights" if weights_only else "")
     local_dir = local_dir or settings.local_dir
-    if local_dir is None and "://" not in text:
-        local = LocalTierOptions(directory=text, only_files=only_files)
+    if local_dir is None and in_cluster and os.path.isdir(IN_CLUSTER) and os.access(IN_CLUSTER, os.W_OK):
+        local_dir = os.path.join(IN_CLUSTER, run, "checkpoint")
+    if not durable or (local_dir is None and "://" not in text and not in_cluster):
+        local = LocalTierOptions(directory=text, only_files=only_files, durable=durable)
         return CheckpointPlaces(text, EngineKey(local.directory, run), local, tuple(remotes), announced_tier="local")
     if local_dir is None:
-        local_dir = f"/dev/shm/resiliency-{os.getuid()}/{text.replace('://', '-').replace('/', '-')}"
+        text_of_place = text.replace("://", "-") if "://" in text else os.path.abspath(text).lstrip("/")
+        local_dir = f"/dev/shm/resiliency-{os.getuid()}/{text_of_place.replace('/', '-')}"
     ramdisk = os.path.abspath(local_dir).startswith("/dev/shm")
     local = LocalTierOptions(directory=os.fspath(local_dir), keep=1, keep_named=False, durable=not ramdisk)
     persistent = RemoteTierOptions(address=text, name="persistent", interval=persist)

@@ -15,6 +15,7 @@ from weakref import proxy
 
 from torch import Tensor
 
+from resiliency.callbacks._guide_effects import without_optimizer
 from resiliency.callbacks._names import engine_name, is_stock, names_on_disk
 from resiliency.callbacks._places import CheckpointPlaces
 from resiliency.callbacks._stock_writer import StockWriter
@@ -473,6 +474,8 @@ class CheckpointSaver:
             engine.flush(Stage.COMMITTED, timeout=_LAST_SAVE_TIMEOUT)
         with traced(trace, "state"):
             state = dumped or self._adapter.dump_state(trainer, weights_only=callback.save_weights_only)
+            stripped = without_optimizer(callback, trainer, state)
+            state = state if stripped is None else stripped
         rank_state = self.session.resume.rank_state
         per_rank = None
         if rank_state is not None and not callback.save_weights_only:
@@ -482,7 +485,7 @@ class CheckpointSaver:
         if score is not None and callback.monitor:
             info[callback.monitor] = float(score)
         # For example in the middle of gradient accumulation; a resume then prefers another save of this step.
-        exact = per_rank is None or not per_rank["rank_state"]["caveats"]
+        exact = stripped is None and (per_rank is None or not per_rank["rank_state"]["caveats"])
         rules = self._adapter.tensor_rules(trainer)
         try:
             ticket = engine.save(

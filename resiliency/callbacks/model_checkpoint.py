@@ -19,22 +19,26 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from resiliency.callbacks import _guide_effects
 from resiliency.callbacks._arguments import check_own, refuse_unknown
 from resiliency.callbacks._committed_paths import CommittedPaths
 from resiliency.callbacks._earlier import newest_file
+from resiliency.callbacks._guide_arguments import GuideArguments, either_spelling
 from resiliency.callbacks._names import is_stock
 from resiliency.callbacks._places import CheckpointPlaces, choose_places
 from resiliency.callbacks._resume import Process
 from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.callbacks._trainer_session import load_in_session, sessions_using, trainer_session
+from resiliency.callbacks._unfinished import UnfinishedMarkers
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
-from resiliency.errors import ConfigError, TierError
+from resiliency.errors import TierError
 from resiliency.launch.start_times import callback_made
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
@@ -72,7 +76,7 @@ class _OfInstances:
         return getattr(super(self._owner, owner), self._name) if instance is None else getattr(instance, self._method)
 
 
-class EngineModelCheckpoint(StockModelCheckpoint):
+class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
     """Adds the engine to a stock ``ModelCheckpoint``; see the module docstring.
 
     Where a derived class has a ``_save_checkpoint`` or ``_remove_checkpoint`` of its own, the file is there when ours
@@ -98,10 +102,19 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         run: name of the run; None: ``RESILIENCY_RUN``, ``JOB_IDENTIFIER`` or "default".
         options: of the engine.
         flush_timeout: how long the end of training waits for uploads.
-        save_optim_on_train_end, save_optim_on_train_ends, always_save_context, save_context_on_train_end,
-            preprocess_files, is_persistent_storage, delete_unfinished_ckpt_on_start, priority: of the guide this
-            project implements; they concern NeMo and are accepted without effect.
-        use_in_cluster_local_ckpts, enable_high_scale_ckpt: likewise, but True is refused with what to pass instead.
+        save_optim_on_train_end: False: the checkpoint that is saved when ``max_steps`` or ``max_epochs`` is reached has
+            no optimizer state. None: as the stock class. ``save_optim_on_train_ends`` is the same.
+        always_save_context: write module, hyperparameters, versions and command line to ``<name>-context/`` beside
+            every checkpoint; save_context_on_train_end: beside the last one.
+        preprocess_files: write ``cmd-args.log`` and ``git-info.log`` to the Trainer's root folder.
+        use_in_cluster_local_ckpts: there is a local tier. With is_persistent_storage=False ``dirpath`` is its folder,
+            which is not waited for to reach the disk; with True ``dirpath`` is the persistent tier, and another
+            callback saves to the local one; with None this callback saves to ``local_dir`` (None:
+            ``/local/<run>/checkpoint`` where ``/local`` can be written to, else the ramdisk), and to ``dirpath`` from
+            there.
+        enable_high_scale_ckpt: True is refused, with what it needs.
+        delete_unfinished_ckpt_on_start: delete checkpoints of others in ``dirpath`` with a marker ``-unfinished``.
+        priority: of several callbacks with different priorities, the higher one saves a step that both want.
 
     Raises:
         ConfigError: a value of our own arguments that cannot work.
@@ -126,27 +139,29 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         run: str | None = None,
         options: CheckpointerOptions | None = None,
         flush_timeout: timedelta = timedelta(minutes=10),
-        save_optim_on_train_end: bool = False,
-        save_optim_on_train_ends: bool = False,
-        always_save_context: bool = False,
-        save_context_on_train_end: bool = False,
-        preprocess_files: bool = False,
+        save_optim_on_train_end: bool | None = None,
+        save_optim_on_train_ends: bool | None = None,
+        always_save_context: bool | None = None,
+        save_context_on_train_end: bool | None = None,
+        preprocess_files: bool | None = None,
         use_in_cluster_local_ckpts: bool | None = None,
-        is_persistent_storage: bool = True,
-        enable_high_scale_ckpt: bool = False,
-        delete_unfinished_ckpt_on_start: bool = True,
-        priority: int = 0,
+        is_persistent_storage: bool | None = None,
+        enable_high_scale_ckpt: bool | None = None,
+        delete_unfinished_ckpt_on_start: bool | None = None,
+        priority: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if enable_high_scale_ckpt:
-            raise ConfigError(
-                "enable_high_scale_ckpt=True needs the GKE replicator, which is not supported; pass local_dir='/local'"
-                " instead"
-            )
-        if use_in_cluster_local_ckpts:
-            raise ConfigError(
-                "use_in_cluster_local_ckpts=True: pass local_dir= with the folder of the local tier instead"
-            )
+        guide = GuideArguments(
+            save_optim_on_train_end=either_spelling(save_optim_on_train_end, save_optim_on_train_ends),
+            always_save_context=always_save_context,
+            save_context_on_train_end=save_context_on_train_end,
+            preprocess_files=preprocess_files,
+            use_in_cluster_local_ckpts=use_in_cluster_local_ckpts,
+            is_persistent_storage=is_persistent_storage,
+            enable_high_scale_ckpt=enable_high_scale_ckpt,
+            delete_unfinished_ckpt_on_start=delete_unfinished_ckpt_on_start,
+            priority=0 if priority is None else priority,
+        )
         check_own(
             lazy=lazy,
             auto_resume=auto_resume,
@@ -159,13 +174,8 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             flush_timeout=flush_timeout,
         )
         refuse_unknown(kwargs, super().__init__, EngineModelCheckpoint.__init__)
-        self.save_optim_on_train_end = save_optim_on_train_end or save_optim_on_train_ends
-        self.always_save_context = always_save_context
-        self.save_context_on_train_end = save_context_on_train_end
-        self.preprocess_files = preprocess_files
-        self.is_persistent_storage = is_persistent_storage
-        self.delete_unfinished_ckpt_on_start = delete_unfinished_ckpt_on_start
-        self.priority = priority
+        vars(self).update(asdict(guide))
+        self._guide = guide
         self._lazy = lazy
         self._auto_resume = auto_resume
         self._exact_resume = exact_resume
@@ -205,6 +215,8 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         """
         require_trainer_of(self.namespace, trainer, "ModelCheckpoint", __name__)
         super().setup(trainer, pl_module, stage)
+        if stage == "fit" and not trainer.fast_dev_run:
+            _guide_effects.fit_begins(self, trainer)
         other = _lightning.other_writer(trainer)
         if other:
             if stage == "fit" and self._is_new_fit(trainer):
@@ -323,6 +335,8 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             run=self._run_name,
             weights_only=self.save_weights_only,
             only_files=only_files,
+            in_cluster=self._guide.wants_local_tier,
+            durable=not self._guide.is_local_tier,
         )
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
@@ -348,7 +362,15 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         """The saver when it writes and removes this path, None when the stock class does."""
         return self._saver if self._saver is not None and self._saver.name_of(path) is not None else None
 
+    def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
+        skips: bool = super()._should_skip_saving_checkpoint(trainer)
+        return skips or _guide_effects.leaves_step_to_another(self, trainer)
+
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        self._save_file(trainer, filepath)
+        _guide_effects.checkpoint_saved(self, trainer, filepath)
+
+    def _save_file(self, trainer: Any, filepath: str) -> None:
         saver = self._saver_of(filepath)
         if saver is None:
             self._warn_of_stock_file(filepath)
@@ -402,6 +424,7 @@ class EngineModelCheckpoint(StockModelCheckpoint):
         return previous != current and not saver.is_protected(previous)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+        _guide_effects.checkpoint_removed(self, trainer, str(filepath))
         # A file of the stock class is removed at once only when the stock class, or a derived one, wrote its
         # replacement too.
         saver = self._saver_of(str(filepath)) or self._saver_of(self._last_checkpoint_saved)
@@ -499,6 +522,11 @@ class EngineModelCheckpoint(StockModelCheckpoint):
             # Before strategies tear down the model. Teardown waits for slower tiers.
             self._saver.settle(Stage.COMMITTED, self._flush_timeout)
             self._saver.wait_for_all_ranks()
+        _guide_effects.training_ended(self, trainer)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        _guide_effects.warn_of_missing_optimizer(checkpoint, trainer)
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._saver is None:

@@ -175,7 +175,8 @@ class Checkpointer:
         )
         arena = Arena(part=session.host_part.index, writers=session.host_part.writers)
         session.client.give_files_to(lambda file: arena.offer(file.path, file.inode, file.nbytes))
-        copier, saves = Copier(), SaveTracker(session=session, coordinator=coordinator)
+        copier = Copier(threads=self.options.copy_threads)
+        saves = SaveTracker(session=session, coordinator=coordinator)
         self._opened = _Parts(
             session=session,
             coordinator=coordinator,

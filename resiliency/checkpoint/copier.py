@@ -1,4 +1,4 @@
-"""The thread that copies snapshots, and the fence at which the training thread helps it."""
+"""The threads that copy snapshots, and the fence at which the training thread helps it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,33 @@ logger = logging.getLogger(__name__)
 
 #: How long a fence waits on when its deadline has passed.
 _STOPPED_S = 10.0
+#: How long closing waits for the threads.
+_END_S = 60.0
 
 
 class Copier:
-    """Copies snapshots, one at a time, on one background thread.
+    """Copies snapshots, one at a time, on a background thread and its helpers.
 
     Threads: ``start``, ``fence`` and ``close`` from the training thread; ``on_done`` runs on the copy thread.
+
+    Args:
+        threads: that copy blocks; one of them opens and ends the file, the others only help.
     """
 
-    def __init__(self, *, name: str = "resiliency-copy") -> None:
+    def __init__(self, *, name: str = "resiliency-copy", threads: int = 1) -> None:
         self._wake = threading.Condition()
         self._current: Snapshot | None = None
+        #: The current snapshot, once its file is open and its sources can be read.
+        self._ready: Snapshot | None = None
+        self._started = 0
         self._closed = False
+        self._helpers = [
+            threading.Thread(target=self._help, name=f"{name}-{number}", daemon=True) for number in range(1, threads)
+        ]
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         close_when_left(self, Copier.close)
-        self._thread.start()
+        for thread in (self._thread, *self._helpers):
+            thread.start()
 
     def start(self, job: Job, on_done: Callable[[Snapshot], None]) -> Snapshot:
         """Queues copies and returns at once. Collective: no.
@@ -105,12 +117,28 @@ class Copier:
             with traced(snapshot.job.trace, "background copy"):
                 snapshot.open_file()
                 snapshot.wait_device()
+                with self._wake:
+                    self._ready, self._started = snapshot, self._started + 1
+                    self._wake.notify_all()
                 while snapshot.work():
                     continue
             snapshot.finish()
             with self._wake:
-                self._current = None
+                self._current = self._ready = None
                 self._wake.notify_all()
+
+    def _help(self) -> None:
+        helped = 0
+        while True:
+            with self._wake:
+                while not self._closed and (self._ready is None or self._started == helped):
+                    self._wake.wait()
+                snapshot, helped = self._ready, self._started
+            while snapshot is not None and snapshot.work(helping=True):
+                continue
+            snapshot = None  # while waiting for the next one it must not be kept alive
+            if self._closed:
+                return
 
     def close(self) -> None:
         """Finishes the pending snapshot and ends the thread. Idempotent. Blocks: up to the rest of the copy."""
@@ -120,6 +148,8 @@ class Copier:
             current = self._current
         if current is not None and current.copied.wait(HELPER_S):
             current.decide(fenced=True)
-        self._thread.join(timeout=60)
-        if self._thread.is_alive():
+        ends = time.monotonic() + _END_S
+        for thread in (self._thread, *self._helpers):
+            thread.join(timeout=max(0.0, ends - time.monotonic()))
+        if any(thread.is_alive() for thread in (self._thread, *self._helpers)):
             logger.warning("the copy thread is still copying after 60 s; it ends with the process")

@@ -95,6 +95,8 @@ class CheckpointerOptions:
         agree_timeout: how long ranks wait for each other at start and restore.
         drain_timeout: how long the agent may continue uploads after the last rank has disconnected.
         lazy_bytes: tensors below this size are copied at once.
+        copy_threads: threads of a rank that copy a save, besides the training thread at the fence. More than one pays
+            where a core cannot use the memory's bandwidth and cores are idle; they take cores from a training on CPUs.
         events_dir: folder for event logs where ``RESILIENCY_EVENTS_DIR`` is not set; None: below the first tier that is
             a folder.
     """
@@ -105,6 +107,7 @@ class CheckpointerOptions:
     agree_timeout: timedelta = timedelta(minutes=5)
     drain_timeout: timedelta = timedelta(minutes=2)
     lazy_bytes: int = 64 * 1024
+    copy_threads: int = 1
     events_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +115,8 @@ class CheckpointerOptions:
             raise ConfigError(f"agent={self.agent!r}; pass 'process' or 'embedded'")
         if isinstance(self.lazy_bytes, bool) or not isinstance(self.lazy_bytes, int) or self.lazy_bytes < 0:
             raise ConfigError(f"lazy_bytes={self.lazy_bytes!r}; pass a number of bytes, 0 or more")
+        if isinstance(self.copy_threads, bool) or not isinstance(self.copy_threads, int) or self.copy_threads < 1:
+            raise ConfigError(f"copy_threads={self.copy_threads!r}; pass a number of threads, 1 or more")
         for name in ("previous_save_timeout", "fence_timeout", "agree_timeout", "drain_timeout"):
             value = getattr(self, name)
             if not isinstance(value, timedelta) or value < timedelta(0):

@@ -56,11 +56,13 @@ class EngineUse:
         """True when :meth:`take` has been called for it, and not :meth:`release` since."""
         return _key(directory, run) in self._held
 
-    def take(self, directory: str, run: str | None, options: CheckpointerOptions) -> FolderEngine:
+    def take(
+        self, directory: str, run: str | None, options: CheckpointerOptions, *, durable: bool = True
+    ) -> FolderEngine:
         """The engine of a folder and run; held until :meth:`release`.
 
         Args:
-            options: of the engine, when no other plugin has made it before.
+            options, durable: of the engine and its folder, when no other plugin has made it before.
 
         Raises:
             ConfigError: the run or the options cannot work.
@@ -70,7 +72,8 @@ class EngineUse:
             found = _engines.get(key)
             if found is None:
                 # Lightning calls the plugin on one rank with the whole state: for the engine, a job of one rank.
-                local = LocalTierOptions(directory=directory, only_files=not environment().wants_log)
+                only_files = not environment().wants_log
+                local = LocalTierOptions(directory=directory, durable=durable, only_files=only_files)
                 engine = Checkpointer(local, run=run, rank=0, world_size=1, options=options)
                 found = _engines[key] = FolderEngine(directory, engine)
             found.users.add(self._number)

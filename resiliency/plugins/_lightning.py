@@ -145,9 +145,12 @@ def save_as_stock(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
 
 def about_to_end(trainer: Any) -> bool:
     """True when probably no training batch follows in this fit, so that a save now may be the last one."""
+    return _stopping(trainer) or reached_its_end(trainer)
+
+
+def reached_its_end(trainer: Any) -> bool:
+    """True when the fit has trained for its ``max_steps`` or ``max_epochs``."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    if _stopping(trainer):
-        return True
     if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
         return True
     last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= trainer.max_epochs

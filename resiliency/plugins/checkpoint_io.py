@@ -113,7 +113,7 @@ class TieredIO:
                 f" `{type(self).__name__}`, which has none per save; pass CheckpointerOptions to"
                 " TieredCheckpointIO(options=...)"
             )
-        place = _place(path)
+        place = place_of(path)
         if place is None or torch_save_is_replaced():
             if place is not None and not self._told_of_replaced:
                 self._told_of_replaced = True
@@ -141,7 +141,7 @@ class TieredIO:
                     self._engines.release_one(directory, self._run, self._flush_timeout)
             self._failed.pop(directory, None)
             for other in self._postponed.pop(directory, []):
-                if _place(other) != place:
+                if place_of(other) != place:
                     self.remove_checkpoint(other)
 
     def _save(self, directory: str, name: str, checkpoint: Mapping[str, Any]) -> None:
@@ -151,7 +151,7 @@ class TieredIO:
             ResiliencyError: it is not.
         """
         engine = self._take(directory).engine
-        step = _step_of(checkpoint, engine)
+        step = step_of(checkpoint, engine)
         ticket = engine.save(step, checkpoint, names=[name])
         if ticket is None and engine.flush(Stage.COMMITTED, timeout=self._flush_timeout):
             ticket = engine.save(step, checkpoint, names=[name])
@@ -208,7 +208,7 @@ class TieredIO:
 
         After a save that failed, deletions wait for the next one that does not.
         """
-        place = _place(path)
+        place = place_of(path)
         if place is None:
             self._remove_file(path)
             return
@@ -255,7 +255,7 @@ class TieredIO:
             self._torn_down = True
 
 
-def _place(path: str | os.PathLike[str]) -> tuple[str, str] | None:
+def place_of(path: str | os.PathLike[str]) -> tuple[str, str] | None:
     """Folder and name of a path; None for an address."""
     local = local_path(os.fspath(path))
     return None if local is None else os.path.split(os.path.abspath(local))
@@ -276,7 +276,7 @@ def _device(location: Any) -> torch.device | None:
     return None
 
 
-def _step_of(checkpoint: Mapping[str, Any], engine: Checkpointer) -> int:
+def step_of(checkpoint: Mapping[str, Any], engine: Checkpointer) -> int:
     """The checkpoint's ``global_step``; without one, the newest step plus one, so that saves stay in order."""
     step = checkpoint.get("global_step") if isinstance(checkpoint, Mapping) else None
     if isinstance(step, int) and step >= 0:

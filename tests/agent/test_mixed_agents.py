@@ -44,6 +44,7 @@ def test_both_learn_of_each_commit_and_every_step_is_whole(
 ) -> None:
     # An agent that adds the other shards to shard 0 takes its time: the step of whoever commits meanwhile is damaged.
     monkeypatch.setenv("RESILIENCY_FAULTS", "agent.join.record:delay=0.3@*")
+    monkeypatch.setattr(client_module.Peer, "kill", lambda peer: False)  # else the rank gets another agent process
 
     def work(rank: int, coordinator: Coordinator) -> None:
         with make_checkpointer(tmp_path, coordinator, options=OPTIONS) as checkpointer:

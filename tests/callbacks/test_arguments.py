@@ -177,8 +177,10 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"flush_timeout": 10}, TypeError, "timedelta"),
     ({"flush_timeout": timedelta(seconds=-1)}, ValueError, "negative"),
     ({"lazy": "no"}, TypeError, "True or False"),
-    ({"enable_high_scale_ckpt": True}, ValueError, "local_dir='/local'"),
-    ({"use_in_cluster_local_ckpts": True}, ValueError, "local_dir="),
+    ({"enable_high_scale_ckpt": True}, ValueError, "needs what talks to the GKE replicator"),
+    ({"use_in_cluster_local_ckpts": "yes"}, TypeError, "True, False or None"),
+    ({"priority": 1.5}, TypeError, "whole number"),
+    ({"save_optim_on_train_end": True, "save_optim_on_train_ends": False}, ValueError, "one argument"),
 ]
 
 

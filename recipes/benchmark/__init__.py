@@ -1,0 +1,1 @@
+"""How often to save: checkpoint frequency against goodput, stock Lightning against this library."""

@@ -1,0 +1,1 @@
+"""A whole training script: every flag of the guide, on plain Lightning."""
