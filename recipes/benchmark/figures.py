@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Measured", "Row", "rows_of", "table_of"]
+__all__ = ["Measured", "Row", "best_of", "rows_of", "table_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,18 @@ class Row:
     goodput_with_failures: float
 
 
+def best_of(measured: Sequence[Measured]) -> list[Measured]:
+    """Of trainings with the same writer and interval the fastest: what else runs on the machine only slows one down."""
+    best: dict[tuple[str, int], Measured] = {}
+    for one in measured:
+        known = best.setdefault((one.writer, one.interval), one)
+        if one.wall_s < known.wall_s:
+            best[one.writer, one.interval] = one
+    return list(best.values())
+
+
 def rows_of(measured: Sequence[Measured], *, mtbf_s: float, restart_s: float) -> list[Row]:
-    """The table's lines. The trainings without saves, of which there must be one, say what a step takes.
+    """The table's lines. The training without saves, of which there must be one or more, says what a step takes.
 
     Raises:
         ValueError: there is none.

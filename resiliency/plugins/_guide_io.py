@@ -177,7 +177,7 @@ class GuideIO(TieredIO):
         return self._engines.take(directory, self._run, self._options, durable=not local)
 
     def _save(self, directory: str, name: str, checkpoint: Mapping[str, Any]) -> None:
-        if not self._arguments.async_save:
+        if not self._arguments.async_save or self._is_last():  # nothing may come that would finish it
             super()._save(directory, name, checkpoint)
             return
         self._finish(directory)

@@ -150,6 +150,15 @@ def test_async_save_returns_before_it_is_finished(name: str, made: Any, tmp_path
     assert done == [True]
 
 
+def test_a_save_after_the_fit_is_finished_when_it_returns(made: Any, tmp_path: Path) -> None:
+    """No other call may follow that would finish it."""
+    plugin, path = made("MinCkptOverheadCheckpointIO", async_save=True), tmp_path / "step=1.ckpt"
+    plugin.teardown()
+    done: list[bool] = []
+    plugin.save_checkpoint(checkpoint(1), path, storage_options={"finalize_fn": lambda: done.append(path.exists())})
+    assert done == [True]
+
+
 def test_without_async_save_it_is_there(made: Any, tmp_path: Path) -> None:
     done: list[bool] = []
     path = tmp_path / "step=1.ckpt"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.benchmark import compare, measure
-from recipes.benchmark.figures import Measured, rows_of, table_of
+from recipes.benchmark.figures import Measured, best_of, rows_of, table_of
 
 
 def one(writer: str, interval: int, wall_s: float, saves: int) -> Measured:
@@ -40,6 +40,12 @@ def test_figures() -> None:
         rows_of(RUNS[1:2], mtbf_s=1.0, restart_s=1.0)
 
 
+def test_the_fastest_round_counts() -> None:
+    slow, fast = one("stock", 5, 20.0, 2), one("stock", 5, 11.0, 2)
+    assert best_of([slow, fast, one("stock", 1, 30.0, 2)]) == [fast, one("stock", 1, 30.0, 2)]
+    assert best_of([fast, slow]) == [fast]
+
+
 def test_table() -> None:
     text = table_of(rows_of(RUNS, mtbf_s=100.0, restart_s=5.0), mtbf_s=100.0, restart_s=5.0)
     lines = text.splitlines()
@@ -55,6 +61,7 @@ def test_table() -> None:
         (["--intervals", "99", "--steps", "9"], "nothing would be saved"),
         (["--writers", "other"], "invalid choice"),
         (["--mtbf", "0"], "1 or more"),
+        (["--rounds", "0"], "1 or more"),
     ],
 )
 def test_wrong_flags_are_refused(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,17 +74,19 @@ def test_a_run_trains_with_and_without_saves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: dict[tuple[str, int], int] = {}
+    trained: list[tuple[str, int]] = []
     real = compare.measure
 
     def watched(writer: str, interval: int, **settings: Any) -> Measured:
         assert settings["folder"].startswith(str(tmp_path))
         found = real(writer, interval, **settings)
+        trained.append((writer, interval))
         left[writer, interval] = len(list(Path(settings["folder"]).glob("*.ckpt")))
         return found
 
     monkeypatch.setattr(compare, "measure", watched)
     flags = ["--model", "tiny", "--steps", "6", "--warm-up", "2", "--intervals", "2", "3", "--dir", str(tmp_path)]
-    assert compare.main([*flags, "--mtbf", "60", "--restart", "1", "--json"]) == 0
+    assert compare.main([*flags, "--mtbf", "60", "--restart", "1", "--rounds", "2", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["model"], said["steps"], said["mtbf_s"], said["restart_s"]) == ("tiny", 6, 60.0, 1.0)
     assert [(row["interval"], row["writer"], row["saves"]) for row in said["rows"]] == [
@@ -86,5 +95,9 @@ def test_a_run_trains_with_and_without_saves(
         (3, "resiliency", 2),
         (3, "stock", 2),
     ]
+    for row in said["rows"]:
+        lost_s = 1 + row["interval"] / 2 * row["step_s"]
+        assert row["goodput_with_failures"] == pytest.approx(row["goodput"] * (1 - lost_s / 60))
+    assert {each: trained.count(each) for each in trained} == dict.fromkeys(left, 2)
     assert left == {("none", 0): 0, **{(writer, every): 2 for writer in measure.WRITERS for every in (2, 3)}}
     assert list(tmp_path.iterdir()) == []

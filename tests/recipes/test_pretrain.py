@@ -194,6 +194,15 @@ def test_trainer_flags(tmp_path: Path) -> None:
     assert type(plugged.strategy.checkpoint_io).__name__ == "TieredCheckpointIO"
 
 
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "auto"])
+def test_the_accelerator_is_passed_on(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes.pretrain import train
+
+    monkeypatch.setattr(train.pl, "Trainer", lambda **settings: settings)
+    made: Any = train.make_trainer(settled(*one_tier(tmp_path), "--accelerator", kind))
+    assert made["accelerator"] == kind
+
+
 def test_ranks_and_replicas_choose_the_strategy(tmp_path: Path) -> None:
     ddp = trainer_of(*one_tier(tmp_path), "--num-gpus", "2", "--num-nodes", "2")
     assert (type(ddp.strategy).__name__, ddp.num_devices, ddp.num_nodes) == ("DDPStrategy", 2, 2)
@@ -413,7 +422,7 @@ def test_seed_data_sequence_and_tokenizer_reach_the_model(
 ) -> None:
     made: Any = ModuleType("sentencepiece")
     made.SentencePieceProcessor = lambda model_file: SimpleNamespace(
-        vocab_size=lambda: 300, encode=lambda text: [299 - byte % 3 for byte in text.encode()]
+        vocab_size=lambda: 300, encode=lambda text: [200 + byte % 100 for byte in text.encode()]
     )
     monkeypatch.setitem(sys.modules, "sentencepiece", made)
     (tmp_path / "data").mkdir()
