@@ -46,12 +46,12 @@ class KeepsLogs(StepHooks):
     At an address such as gs://bucket/logs files are sent in the background when they have changed; where one cannot be
     sent, training goes on, it is tried again, and stays in a temporary folder that is named in the log.
 
-    Thread: the training thread, and one of its own. Collective: no. Blocks: at the end, up to ``deadline``.
+    Thread: the training thread, and one of its own. Collective: no. Blocks: at the end, up to ``flush_timeout``.
 
     Args:
         log_dir: folder or address.
         every: between two looks at what has changed.
-        deadline: for sending one file, and for what is left at the end.
+        flush_timeout: for sending one file, and for what is left at the end.
 
     Raises:
         ConfigError: a value that cannot work; at the start, ``log_dir`` cannot be used.
@@ -62,13 +62,13 @@ class KeepsLogs(StepHooks):
         log_dir: str | os.PathLike[str],
         *,
         every: timedelta = timedelta(seconds=30),
-        deadline: timedelta = timedelta(seconds=30),
+        flush_timeout: timedelta = timedelta(seconds=30),
     ) -> None:
         super().__init__()
-        for name, value in (("every", every), ("deadline", deadline)):
+        for name, value in (("every", every), ("flush_timeout", flush_timeout)):
             if not isinstance(value, timedelta) or value <= timedelta(0):
                 raise ConfigError(f"{name}={value!r}: pass a positive timedelta, as timedelta(seconds=30)")
-        self._log_dir, self._every, self._deadline = os.fspath(log_dir), every, deadline
+        self._log_dir, self._every, self._flush_timeout = os.fspath(log_dir), every, flush_timeout
         self._folder: RemoteFolder | None = None
         self._handler: PartFiles | None = None
 
@@ -79,7 +79,7 @@ class KeepsLogs(StepHooks):
         require_trainer_of(self.namespace, trainer, "LogDirectoryCallback", f"{__package__}.logging")
         self._close()  # of a fit that Lightning left without its last hooks
         try:
-            self._folder = RemoteFolder(self._log_dir, every=self._every, deadline=self._deadline)
+            self._folder = RemoteFolder(self._log_dir, every=self._every, flush_timeout=self._flush_timeout)
             began = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
             self._handler = PartFiles(self._folder.path, f"rank-{trainer.global_rank:05d}-{began}")
         except OSError as error:

@@ -1,4 +1,4 @@
-"""A folder whose files are sent to an address at intervals, by a thread, within a deadline."""
+"""A folder whose files are sent to an address at intervals, by a thread, within a time limit."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class RemoteFolder:
     Args:
         address: folder or fsspec address, as gs://bucket/logs.
         every: between two looks.
-        deadline: for one file, and for what is left at the end.
+        flush_timeout: for one file, and for what is left at the end.
 
     Raises:
         ConfigError: an address of an unknown kind, or whose package is missing.
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, address: str, *, every: timedelta, deadline: timedelta) -> None:
+    def __init__(self, address: str, *, every: timedelta, flush_timeout: timedelta) -> None:
         self.address = address
-        self._every_s, self._deadline_s = every.total_seconds(), deadline.total_seconds()
+        self._every_s, self._flush_timeout_s = every.total_seconds(), flush_timeout.total_seconds()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._sent: dict[str, tuple[int, int]] = {}
@@ -49,24 +49,26 @@ class RemoteFolder:
             self.path = Path(self._tier.root)
             self.path.mkdir(parents=True, exist_ok=True)
             return
-        self._tier = open_tier(address, deadline=deadline, request_timeout=deadline, pause=self._closing.wait)
+        self._tier = open_tier(
+            address, retry_timeout=flush_timeout, request_timeout=flush_timeout, pause=self._closing.wait
+        )
         self.path = Path(tempfile.mkdtemp(prefix="resiliency-logs-"))
         self._thread = threading.Thread(target=self._run, name="resiliency-remote-folder", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Sends what has changed. Idempotent. Blocks: up to the deadline."""
+        """Sends what has changed. Idempotent. Blocks: up to ``flush_timeout``."""
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
         self._closing.set()
-        thread.join(self._deadline_s)
+        thread.join(self._flush_timeout_s)
         if thread.is_alive():
             logger.warning(
                 "not all of %s was sent to %s within %.0f s, and what is left is only there",
                 self.path,
                 self.address,
-                self._deadline_s,
+                self._flush_timeout_s,
             )
             return
         if not self._failing:

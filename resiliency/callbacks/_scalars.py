@@ -16,7 +16,7 @@ __all__ = ["Scalars", "open_scalars", "summary_writer", "tensorboard_logger"]
 
 #: Of a remote folder.
 _EVERY = timedelta(seconds=30)
-_DEADLINE = timedelta(seconds=30)
+_FLUSH_TIMEOUT = timedelta(seconds=30)
 
 
 class Scalars:
@@ -97,7 +97,7 @@ def _of_folder(tb_dir: str) -> Scalars:
     name = datetime.now(timezone.utc).strftime("run-%Y%m%d-%H%M%S")
     separator = "" if tb_dir.endswith("/") else "/"
     try:
-        folder = RemoteFolder(f"{tb_dir}{separator}{_free(tb_dir, name)}", every=_EVERY, deadline=_DEADLINE)
+        folder = RemoteFolder(f"{tb_dir}{separator}{_free(tb_dir, name)}", every=_EVERY, flush_timeout=_FLUSH_TIMEOUT)
     except OSError as error:
         raise ConfigError(f"tb_dir={tb_dir!r} cannot be written to: {error}") from error
     return Scalars(writer(os.fspath(folder.path)), folder)

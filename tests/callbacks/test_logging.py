@@ -496,7 +496,7 @@ def test_a_store_that_hangs_delays_the_end_by_the_deadline(
     files = type(fsspec.filesystem("memory"))
     monkeypatch.setattr(files, "pipe_file", lambda self, *arguments, **more: released.wait(30))
     folder = RemoteFolder(
-        f"memory://logs-{time.monotonic_ns()}", every=timedelta(hours=1), deadline=timedelta(seconds=0.3)
+        f"memory://logs-{time.monotonic_ns()}", every=timedelta(hours=1), flush_timeout=timedelta(seconds=0.3)
     )
     (folder.path / "a").write_text("text")
     thread = folder._thread
@@ -518,7 +518,7 @@ def test_the_deadline_is_that_of_the_callback(tmp_path: Path, monkeypatch: pytes
     files = type(fsspec.filesystem("memory"))
     monkeypatch.setattr(files, "pipe_file", lambda self, *arguments, **more: released.wait(30))
     callback = build("LogDirectoryCallback")(
-        f"memory://logs-{time.monotonic_ns()}", every=timedelta(hours=1), deadline=timedelta(seconds=0.2)
+        f"memory://logs-{time.monotonic_ns()}", every=timedelta(hours=1), flush_timeout=timedelta(seconds=0.2)
     )
     threads: list[Any] = []
     net = speaking("at the start")
@@ -546,7 +546,7 @@ def test_a_store_that_refuses_is_said_once_and_tried_again(
         original(self, *arguments, **more)
 
     monkeypatch.setattr(files, "pipe_file", refuses)
-    folder = RemoteFolder(address, every=timedelta(milliseconds=20), deadline=timedelta(seconds=10))
+    folder = RemoteFolder(address, every=timedelta(milliseconds=20), flush_timeout=timedelta(seconds=10))
     (folder.path / "a").write_text("text")
     deadline = time.monotonic() + 20
     while not bucket(address) and time.monotonic() < deadline:
@@ -558,7 +558,7 @@ def test_a_store_that_refuses_is_said_once_and_tried_again(
 
 
 def test_values_and_folders_that_cannot_work_are_refused(tmp_path: Path) -> None:
-    for arguments in ({"every": timedelta(0)}, {"deadline": timedelta(0)}, {"every": 30}):
+    for arguments in ({"every": timedelta(0)}, {"flush_timeout": timedelta(0)}, {"every": 30}):
         with pytest.raises(ConfigError, match=next(iter(arguments))):
             build("LogDirectoryCallback")(tmp_path, **arguments)
     (tmp_path / "file").touch()

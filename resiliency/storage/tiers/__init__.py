@@ -19,7 +19,7 @@ def open_tier(address: str, *, glance: bool = False, **options: Any) -> Tier:
             ("gs://bucket/job", "memory://x") an :class:`~.object_store.ObjectStoreTier`.
         glance: for listings at the start of a job, which must not wait long for a store that hangs, and may do without:
             see :mod:`~._glance`.
-        options: passed to the class (``durable``, ``name``; ``storage_options``, ``deadline``, ``attempts``, ``name``).
+        options: of the class (``durable``, ``name``; ``storage_options``, ``retry_timeout``, ``attempts``, ``name``).
 
     Raises:
         ConfigError: the address is empty or malformed, or its scheme needs a package that is not installed.

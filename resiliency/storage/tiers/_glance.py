@@ -31,7 +31,7 @@ class GlancedStore(ObjectStoreTier):
 
     def __init__(self, url: str, **options: Any) -> None:
         super().__init__(
-            url, **{"deadline": _PATIENCE, "attempts": 2, "request_timeout": timedelta(seconds=30), **options}
+            url, **{"retry_timeout": _PATIENCE, "attempts": 2, "request_timeout": timedelta(seconds=30), **options}
         )
 
     def _do(self, action: str, key: str, call: Callable[[Any], T]) -> T:

@@ -40,14 +40,14 @@ _PIECE_BYTES = 4 * BLOCK_BYTES
 class ObjectStoreTier:
     """A bucket, or a folder in it, as a :class:`~resiliency.storage.tiers.base.Tier`.
 
-    Thread: any. Blocks up to: a verb gives up ``deadline`` after its last progress (a block sent or received), and one
-    request takes ``request_timeout`` at most.
+    Thread: any. Blocks up to: a verb gives up ``retry_timeout`` after its last progress (a block sent or received), and
+    one request takes ``request_timeout`` at most.
 
     Args:
         url: "gs://bucket/job", "s3://bucket/job", or "memory://name" (this process only, for tests).
         name: name in listings, events and error messages.
         storage_options: passed to fsspec's file system ("token", "project", "endpoint_url", ...).
-        deadline: how long busy and unreachable stores are asked again.
+        retry_timeout: how long busy and unreachable stores are asked again.
         attempts: requests at most for the same bytes, >= 1.
         backoff: longest first pause between two attempts; doubles up to 30 s; each pause is a random length between
             half of it and all of it.
@@ -69,7 +69,7 @@ class ObjectStoreTier:
         *,
         name: str = "object_store",
         storage_options: Mapping[str, Any] | None = None,
-        deadline: timedelta = timedelta(minutes=10),
+        retry_timeout: timedelta = timedelta(minutes=10),
         attempts: int = 5,
         backoff: timedelta = timedelta(seconds=1),
         request_timeout: timedelta = timedelta(seconds=60),
@@ -81,12 +81,14 @@ class ObjectStoreTier:
         self.root = url.rstrip("/")
         self._scheme, self._base = store_path(url)
         self.durable = self._scheme != "memory"
-        if attempts < 1 or deadline <= timedelta(0) or request_timeout <= timedelta(0) or backoff < timedelta(0):
-            raise ConfigError(f"{self._where}: attempts must be >= 1, backoff >= 0, deadline and request_timeout > 0")
+        if attempts < 1 or retry_timeout <= timedelta(0) or request_timeout <= timedelta(0) or backoff < timedelta(0):
+            raise ConfigError(
+                f"{self._where}: attempts must be >= 1, backoff >= 0, retry_timeout and request_timeout > 0"
+            )
         if part_bytes < 1 or part_bytes % (256 * 1024):
             raise ConfigError(f"{self._where}: part_bytes={part_bytes} must be a positive multiple of 262144 (256 KiB)")
         self._part_bytes = part_bytes
-        self._deadline_s = deadline.total_seconds()
+        self._retry_timeout_s = retry_timeout.total_seconds()
         options = dict(storage_options or {})
         if self._scheme in ("gs", "gcs"):
             options.setdefault("requests_timeout", request_timeout.total_seconds())
@@ -94,7 +96,11 @@ class ObjectStoreTier:
             options.setdefault("consistency", "md5")
         self._filesystem = PerProcess(self._scheme, options)
         self._retry = Retry(
-            attempts=attempts, deadline_s=self._deadline_s, first_s=backoff.total_seconds(), pause=pause, clock=clock
+            attempts=attempts,
+            deadline_s=self._retry_timeout_s,
+            first_s=backoff.total_seconds(),
+            pause=pause,
+            clock=clock,
         )
 
     def __repr__(self) -> str:
@@ -223,7 +229,7 @@ class ObjectStoreTier:
 
     def _limit(self, fs: Any) -> dict[str, float]:
         """Limit for requests that have no timeout of their own; understood by fsspec's asynchronous file systems."""
-        return {"timeout": self._deadline_s} if fs.async_impl else {}
+        return {"timeout": self._retry_timeout_s} if fs.async_impl else {}
 
     def _stream(
         self, key: str, path: str, block: bytes | None, blocks: Iterator[bytes], progress: Callable[[int], None] | None

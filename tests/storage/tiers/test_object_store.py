@@ -261,7 +261,7 @@ def test_the_callers_options_are_left_alone() -> None:
     "options",
     [
         {"attempts": 0},
-        {"deadline": timedelta(0)},
+        {"retry_timeout": timedelta(0)},
         {"request_timeout": timedelta(0)},
         {"backoff": timedelta(seconds=-1)},
         {"part_bytes": 0},

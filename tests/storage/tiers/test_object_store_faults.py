@@ -222,7 +222,7 @@ def test_pauses_double_and_are_drawn_from_the_upper_half(make: Make, proxy: Faul
 def test_the_deadline_ends_the_attempts(make: Make, proxy: FaultProxy, clock: Clock) -> None:
     proxy.fail(PUT, 503, times=9999)
     with pytest.raises(TierError) as caught:
-        make(attempts=1000, deadline=timedelta(seconds=100)).put_bytes("k", b"x")
+        make(attempts=1000, retry_timeout=timedelta(seconds=100)).put_bytes("k", b"x")
     assert caught.value.retryable
     assert 60 < sum(clock.pauses) <= 100
 
@@ -233,7 +233,7 @@ def test_progress_renews_the_patience(
     """Each part may fail as often as the first: a long upload is not failed for the sum of its hiccups."""
     for part in range(3):
         proxy.fail(PART, 503, times=2, skip=part)
-    make(attempts=3, deadline=timedelta(seconds=4)).put_file("k", str(big))
+    make(attempts=3, retry_timeout=timedelta(seconds=4)).put_file("k", str(big))
     assert len(clock.pauses) == 6
     assert bucket.get("k") == big.read_bytes()
 
@@ -241,7 +241,7 @@ def test_progress_renews_the_patience(
 def test_a_verb_stops_when_the_process_is_told_to(make: Make, proxy: FaultProxy) -> None:
     stop = threading.Event()
     proxy.fail(PUT, 503, times=99)
-    tier = make(pause=stop.wait, backoff=timedelta(minutes=5), deadline=timedelta(hours=1))
+    tier = make(pause=stop.wait, backoff=timedelta(minutes=5), retry_timeout=timedelta(hours=1))
     stop.set()
     with pytest.raises(TierError, match="stopped on request") as caught:
         tier.put_bytes("k", b"x")
