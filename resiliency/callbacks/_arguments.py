@@ -49,8 +49,9 @@ def check_own(**values: Any) -> None:
         TypeError: a value of a wrong type.
         ConfigError: a value that cannot work.
     """
-    for name in ("lazy", "exact_resume"):
-        _flag(name, values[name])
+    _flag("lazy", values["lazy"])
+    if values["exact_resume"] != "reread":
+        _flag("exact_resume", values["exact_resume"])
     if values["auto_resume"] is not None:
         _flag("auto_resume", values["auto_resume"])
     if values["local_dir"] is not None:

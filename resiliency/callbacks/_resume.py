@@ -82,11 +82,16 @@ class Resume:
         self._found: dict[EngineKey, Found] = {}
         self._undo_intercept: Callable[[], None] | None = None
 
-    def keep_rank_state(self) -> None:
-        """Saves and restores generators and data loader positions in this fit. Idempotent."""
+    def keep_rank_state(self, *, reread: bool) -> None:
+        """Saves and restores generators and data loader positions in this fit. Idempotent.
+
+        Args:
+            reread: batches that were trained on are read again and dropped; also when one of several callers asks.
+        """
         if self.rank_state is None:
             self.rank_state = RankState()
             self.rank_state.attach(self._trainer)
+        self.rank_state.reread = self.rank_state.reread or reread
 
     def end(self) -> None:
         """Undoes all changes to the trainer."""

@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from resiliency.callbacks import _guide_effects
 from resiliency.callbacks._arguments import check_own, refuse_unknown
@@ -94,7 +94,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             None: when the launcher says that this process is a restart of the job that wrote that step, in the first
             fit of the process; see :class:`resiliency.settings.Launch`. True: always. False: never. A trainer that has
             trained already continues with its state in memory, as in stock Lightning.
-        exact_resume: save and restore generators and data loader positions of every rank.
+        exact_resume: save and restore generators and data loader positions of every rank. "reread": also read again and
+            drop the batches of the epoch that were trained on, for worker processes that draw random numbers.
         local_dir: a faster folder (ramdisk, local SSD) for the newest step; ``dirpath`` then is a tier the agent
             uploads to. Needed, and chosen as ``/dev/shm/...``, when ``dirpath`` is an address.
         persist: which saves also go to ``dirpath`` when ``local_dir`` is used.
@@ -132,7 +133,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         *args: Any,
         lazy: bool = True,
         auto_resume: bool | None = None,
-        exact_resume: bool = True,
+        exact_resume: bool | Literal["reread"] = True,
         local_dir: str | os.PathLike[str] | None = None,
         persist: Interval | None = None,
         remotes: Sequence[RemoteTierOptions] = (),
@@ -319,7 +320,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         session.register(saver)
         self._saver = saver
         if self._exact_resume:
-            session.resume.keep_rank_state()
+            session.resume.keep_rank_state(reread=self._exact_resume == "reread")
         if session.resume.found(places.key).unsupported or _wants_log(trainer):
             saver.open()  # for an unsupported format this raises what it is
         session.resume.intercept()

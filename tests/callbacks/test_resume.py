@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from resiliency.errors import NoCheckpointFound
 from tests.callbacks.harness import (
@@ -74,6 +75,34 @@ def test_the_warning_about_the_middle_of_an_epoch_stays_where_it_is_right(tmp_pa
     fit(PL, tmp_path, ours(PL, tmp_path, **EVERY), max_steps=8)
     with pytest.warns(UserWarning, match="ended before the epoch ended"):
         fit(PL, tmp_path, ours(PL, tmp_path, exact_resume=False, auto_resume=True, **EVERY), max_steps=10)
+
+
+class Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return 18
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (torch.sin(torch.arange(4.0) + index) + 0.1 * torch.rand(4),)
+
+
+@pytest.mark.parametrize("exact_resume", ["reread", True])
+def test_workers_that_draw_random_numbers_are_exact_when_batches_are_read_again(
+    exact_resume: Any, tmp_path: Path
+) -> None:
+    def trained(directory: Path, max_steps: int) -> dict[str, torch.Tensor]:
+        callback = ours(PL, directory, exact_resume=exact_resume, auto_resume=True, **EVERY)
+        net = make_net(PL)
+        torch.manual_seed(3)
+        data: DataLoader[Any] = DataLoader(
+            Augmented(), batch_size=3, shuffle=True, num_workers=2, multiprocessing_context="fork"
+        )
+        make_trainer(PL, [callback], root=directory, max_steps=max_steps, max_epochs=-1).fit(net, data)
+        return weights(net)
+
+    expected = trained(tmp_path / "straight", 12)
+    trained(tmp_path / "run", 8)  # two batches into the second epoch
+    found = differences(expected, trained(tmp_path / "run", 12))
+    assert (found == []) == (exact_resume == "reread")
 
 
 def test_nothing_is_resumed_when_told_so(tmp_path: Path) -> None:

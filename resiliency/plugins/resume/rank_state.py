@@ -66,7 +66,7 @@ class RankState:
     """
 
     def __init__(self, *, reread: bool = False) -> None:
-        self._reread = reread
+        self.reread = reread
         self._patches: list[tuple[Any, str, Any]] = []
         self._recorded: list[weakref.ref[Any]] = []
         self._trainer: Any = None
@@ -409,7 +409,7 @@ class RankState:
         for i, (loader, entry) in enumerate(pairs):
             if again:
                 entry = {**entry, "taken": max(0, entry["taken"] - again), "check": None}
-            mode.iterators[i] = loader_positions.resume_iteration(loader, entry, reread=self._reread)
+            mode.iterators[i] = loader_positions.resume_iteration(loader, entry, reread=self.reread)
         mode._idx = state["index"] - again
         if hasattr(mode, "_consumed"):
             mode._consumed = list(state["consumed"])
