@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
+from resiliency.checkpoint.ticket import LOCAL
 from resiliency.errors import ConfigError
 from resiliency.settings import environment
 from resiliency.storage.interval import Interval
@@ -91,7 +92,7 @@ def choose_places(
         local_dir = os.path.join(IN_CLUSTER, run, "checkpoint")
     if not durable or (local_dir is None and "://" not in text and not in_cluster):
         local = LocalTierOptions(directory=text, only_files=only_files, durable=durable)
-        return CheckpointPlaces(text, EngineKey(local.directory, run), local, tuple(remotes), announced_tier="local")
+        return CheckpointPlaces(text, EngineKey(local.directory, run), local, tuple(remotes), announced_tier=LOCAL)
     if local_dir is None:
         text_of_place = text.replace("://", "-") if "://" in text else os.path.abspath(text).lstrip("/")
         local_dir = f"/dev/shm/resiliency-{os.getuid()}/{text_of_place.replace('/', '-')}"

@@ -23,7 +23,7 @@ from resiliency.callbacks._trainer_session import TrainerSession
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
-from resiliency.checkpoint.ticket import Outcome, Ticket
+from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import AgentError, ResiliencyError, TierError, Timeout
 from resiliency.plugins import _lightning
 from resiliency.plugins.strategies.base import StrategyAdapter
@@ -275,7 +275,7 @@ class CheckpointSaver:
                 continue
             self.session.fence()
             try:
-                if self.places.announced_tier == "local":
+                if self.places.announced_tier == LOCAL:
                     ticket.wait(Stage.COMMITTED, timeout=timeout)
                 else:
                     ticket.wait(Stage.DURABLE, tier=self.places.announced_tier, timeout=timeout)
@@ -286,7 +286,7 @@ class CheckpointSaver:
     def _is_there(self, ticket: Ticket) -> bool:
         """True when the save's names are where users look, or will never be there."""
         tier = self.places.announced_tier
-        if tier == "local":
+        if tier == LOCAL:
             return ticket.has_reached(Stage.COMMITTED)
         return tier not in ticket.tiers or ticket.has_reached(Stage.DURABLE, tier=tier)
 
@@ -550,7 +550,7 @@ class CheckpointSaver:
     def save_outcome(self, outcome: Outcome) -> None:
         """Handles an outcome on the announced tier: once users see the checkpoint, notifies the loggers; once it
         survives a power loss, as far as the tier can do that, removes the stock files it replaces."""
-        local = self.places.announced_tier == "local"
+        local = self.places.announced_tier == LOCAL
         if outcome.tier != self.places.announced_tier:
             return
         if outcome.stage is (Stage.COMMITTED if local else Stage.DURABLE) and outcome.names:

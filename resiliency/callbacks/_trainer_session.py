@@ -27,7 +27,7 @@ from resiliency.callbacks._step_hooks import step_observer
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
-from resiliency.checkpoint.ticket import Outcome, Ticket
+from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import ConfigError
 from resiliency.storage.step_id import StepId
 from resiliency.telemetry.step_events import StepEvents, log_steps
@@ -210,7 +210,7 @@ class TrainerSession:
         """Delivers the outcomes of saves to the callbacks that took them. Blocks: no."""
         for key, shared in list(self.engines.items()):
             for outcome in shared.engine.poll():
-                if outcome.tier == "local":
+                if outcome.tier == LOCAL:
                     self.steps.save_in_flight = False
                 reference = self._receivers.get((key, outcome.id))
                 receiver = reference() if reference is not None else None

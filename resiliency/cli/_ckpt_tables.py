@@ -15,7 +15,7 @@ from rich.table import Table
 from resiliency.goodput.table import duration
 from resiliency.inspection.contents import Entry, ShardContents, TensorRow
 from resiliency.inspection.pruning import PrunePlan
-from resiliency.inspection.survey import LabeledTier, StepView
+from resiliency.inspection.survey import LabeledTier, StepState, StepView
 from resiliency.inspection.verify import Finding
 from resiliency.storage.manifest import Manifest
 from resiliency.storage.step_id import StepId
@@ -39,7 +39,7 @@ __all__ = [
     "utc",
 ]
 
-_COLORS = {"committed": "green", "damaged": "bold red", "unfinished": "yellow"}
+_COLORS = {StepState.COMMITTED: "green", StepState.DAMAGED: "bold red", StepState.UNFINISHED: "yellow"}
 
 
 def size(nbytes: int) -> str:
@@ -77,8 +77,8 @@ def step_json(view: StepView) -> dict[str, Any]:
     return {
         **_id(view.id),
         "run": view.run,
-        "state": view.state,
-        "committed": view.state == "committed",
+        "state": view.state.value,
+        "committed": view.state is StepState.COMMITTED,
         "names": list(view.names),
         "created": utc(view.created) or None,
         "nbytes": view.nbytes,
@@ -111,7 +111,7 @@ def print_ls(
     for labeled in tiers:
         console.print(f"[bold]{labeled.label}[/] {escape(labeled.tier.root)}", soft_wrap=True)
     for run, views in runs.items():
-        committed = sum(view.state == "committed" for view in views)
+        committed = sum(view.state is StepState.COMMITTED for view in views)
         total = size(sum(view.nbytes for view in views))
         console.print(f"\n[bold]run {escape(run)}[/]: {plural(len(views), 'step')}, {committed} committed, {total}")
         console.print(_ls_table(views, now, dates=console.width >= 100, show_tiers=len(tiers) > 1))

@@ -138,12 +138,13 @@ def _contents(view: StepView) -> tuple[dict[int, ShardContents], list[TensorRow]
 @app.command()
 def verify(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = False) -> None:
     """Read every byte of all committed steps (or of the named one) and compare it with what was written."""
+    from resiliency.inspection.survey import StepState
     from resiliency.inspection.verify import bytes_to_check
 
     with open_targets(paths) as targets:
         tiers, runs = _surveys(targets, run)
         named = any(target.step is not None for target in targets)
-        views = [view for found in runs.values() for view in found if named or view.state != "unfinished"]
+        views = [view for found in runs.values() for view in found if named or view.state is not StepState.UNFINISHED]
         skipped = [view for found in runs.values() for view in found if view not in views]
         if not views:
             root = tiers[0].tier.root
@@ -153,7 +154,7 @@ def verify(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = Fa
         seconds = time.monotonic() - began
         checked = sum(map(bytes_to_check, views))
         bad = {(finding.run, finding.id) for finding in findings if finding.bad}
-        bad |= {(view.run, view.id) for view in views if view.state != "committed"}
+        bad |= {(view.run, view.id) for view in views if view.state is not StepState.COMMITTED}
         if as_json:
             _verify_json(views, findings, bad, skipped, checked)
         else:

@@ -11,7 +11,7 @@ import os
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from enum import Enum
 
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
 from resiliency.storage.catalog import StepListing, find_runs, run_prefix, scan, step_prefix
@@ -28,6 +28,7 @@ from resiliency.storage.tiers.base import Tier
 __all__ = [
     "StoredCopy",
     "LabeledTier",
+    "StepState",
     "StepView",
     "Target",
     "close_tier",
@@ -44,7 +45,20 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-State = Literal["committed", "damaged", "unfinished"]
+
+class StepState(Enum):
+    """What a step counts as.
+
+    COMMITTED: it can be loaded. DAMAGED: its manifest exists but a file is missing, cut off or unreadable. UNFINISHED:
+    it has no manifest.
+    """
+
+    COMMITTED = "committed"
+    DAMAGED = "damaged"
+    UNFINISHED = "unfinished"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -95,8 +109,7 @@ class StepView:
         needed: number of shards; None when no record could be read.
         present: ranks whose shard has a copy of full size.
         names: names that mean this step now.
-        state: "committed"; "damaged": its manifest exists but a file is missing, cut off or unreadable; "unfinished":
-            no manifest, and records are missing.
+        state: what it counts as.
         notes: what is wrong or worth knowing, in words.
     """
 
@@ -107,7 +120,7 @@ class StepView:
     needed: int | None = None
     present: frozenset[int] = frozenset()
     names: tuple[str, ...] = ()
-    state: State = "unfinished"
+    state: StepState = StepState.UNFINISHED
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -332,11 +345,11 @@ def _set_state(view: StepView, *, several: bool) -> None:
         label = f"{copy.label}: " if several else ""
         view.notes += [label + text for text in _faults(copy, view.run)]
     if view.manifest is not None and view.present == set(range(view.manifest.world_size)):
-        view.state = "committed"
+        view.state = StepState.COMMITTED
         if not has_manifest:
             view.notes.append("the manifest is missing; the records of all shards are there and stand in for it")
     elif has_manifest or any(copy.listing.problems for copy in view.copies):
-        view.state = "damaged"
+        view.state = StepState.DAMAGED
     elif view.needed is None:
         view.notes.append("no record yet")
 
@@ -396,6 +409,6 @@ def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
 def _newest(target: Target, run: str) -> tuple[StepId | None, StepView | None]:
     """The newest committed step, and the newest damaged one that is newer."""
     views = survey(label_tiers([target]), run)
-    taken = max((view.id for view in views if view.state == "committed"), default=None)
-    damaged = [view for view in views if taken is not None and view.id > taken and view.state == "damaged"]
+    taken = max((view.id for view in views if view.state is StepState.COMMITTED), default=None)
+    damaged = [view for view in views if taken is not None and view.id > taken and view.state is StepState.DAMAGED]
     return taken, damaged[-1] if damaged else None
