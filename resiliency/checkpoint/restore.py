@@ -363,7 +363,7 @@ class Restorer:
             from_world_size=plan.world_size,
         )
         record = readers[0].record
-        if self.rank < plan.world_size and self.rank not in readers:
+        if self.rank < plan.world_size and (self.rank not in readers or not readers[self.rank].has_rank_state):
             logger.warning(
                 "rank %d: no good copy is left of what this rank alone had at step %d (random state, place in the"
                 " data); it goes on without, so that the resume is not exact",
