@@ -3,7 +3,7 @@
 Steps are ordered by line, then by number. An attempt that loads the newest step goes on in that step's line: what
 another job still saves there (one that was thought dead) is newer if its number is larger. One that loads an older
 step, or nothing, begins a new line, above all that were ever seen: what is saved from there on is newer than what was
-left.
+left. So does one that cannot know whether its step is the newest, because a tier cannot be listed.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ class Lineage:
         self._line = self._largest
         return self._line
 
-    def loaded(self, step: StepId, *, newest: StepId, largest: int) -> int:
+    def loaded(self, step: StepId, *, newest: StepId, largest: int, certain: bool = True) -> int:
         """The job goes on from ``step``. Returns the line of the next save.
 
         Args:
             newest: the newest step that there is, damaged ones included.
             largest: largest line of all steps seen now.
+            certain: False when there may be newer steps, on a tier that could not be listed.
         """
         self._largest = max(self._largest, largest, step.line, newest.line)
-        if step < newest:
+        if step < newest or not certain:
             return self._begin()
         self._line = step.line
         return self._line

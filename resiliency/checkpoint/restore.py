@@ -116,6 +116,7 @@ class Restorer:
         if coordinator.rank == 0:
             self._listed += [ShardSource(tier=tier.name, host=None, cost=Cost.REMOTE) for tier in remotes]
         self.rank = coordinator.rank
+        self._listed_all = True  # at the last time, by all ranks
         self._shards = ShardAccess(here=here, openers=self._openers, run=run, rank=self.rank, events=session.events)
 
     def load(
@@ -213,6 +214,7 @@ class Restorer:
         own_report = InventoryReport(entries=tuple(entries), saved=saved, problem="; ".join(failures))
         reports = gather(self._coordinator, "inventory", own_report, timeout=self._agree_timeout)
         problems = "; ".join(report.problem for report in reports if report.problem)
+        self._listed_all = not problems
         inventory = [entry for report in reports for entry in report.entries]
         if problems and not any(entry.world_size or entry.lost for entry in inventory):
             raise TierError(f"checkpoints cannot be listed: {problems}", retryable=True)
@@ -227,7 +229,10 @@ class Restorer:
         whole = self._plan(inventory, only=None)
         committed += [step, *([whole.step] if whole is not None else []), *([saved] if saved is not None else [])]
         return self._session.lineage.loaded(
-            step, newest=max(committed), largest=max(entry.step.line for entry in inventory)
+            step,
+            newest=max(committed),
+            largest=max(entry.step.line for entry in inventory),
+            certain=self._listed_all,
         )
 
     def _raise_reason(
