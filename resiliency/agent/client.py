@@ -248,11 +248,20 @@ class AgentClient:
             raise ConnectionError("it was stopped, and was killed")
         raise TimeoutError(f"the agent (pid {agent.pid}) is stopped by a signal, and cannot be killed")
 
-    def _end_stopped(self, agent: Peer, then: str) -> bool:
+    def _replace_stopped(self, agent: Peer) -> None:
+        """Ends an agent that is stopped; the link thread gets another, and would else wait for this one as long again.
+
+        Blocks: half a second at most.
+        """
+        self._events.emit(EventKind.AGENT_LOST, losses=len(self._losses), reason="stopped", agent_pid=agent.pid)
+        self._end_stopped(agent, "another one is started, which finishes its work", within_s=_KILLED_S)
+        self._break_link()
+
+    def _end_stopped(self, agent: Peer, then: str, *, within_s: float = _STOPPED_S) -> bool:
         """Kills an agent that is stopped, and says so; False when it is still there. Blocks: until it is gone."""
         # Ranks find it at the same moment: of one that another rank has just killed, the words are gone already.
         kills = agent.pid != os.getpid() and agent.runs(AGENT_WORD) and agent.kill()
-        if agent.pid == os.getpid() or not agent.wait_gone(_STOPPED_S):
+        if agent.pid == os.getpid() or not agent.wait_gone(within_s):
             return False
         if kills:
             logger.warning(
@@ -458,7 +467,7 @@ class AgentClient:
                 if self._socket is not None:
                     with Peer(self._socket) as agent:
                         if self._watch.too_long(agent):
-                            self._break_link()  # the link thread ends the stopped agent and gets another
+                            self._replace_stopped(agent)
 
     def wake(self) -> None:
         """Ends one :meth:`wait_message`, this or the next, for news that no agent sends. Thread: any. Blocks: no."""
@@ -603,7 +612,7 @@ class AgentClient:
                 while ticket not in self._flushed and self._socket is connection and time.monotonic() < deadline:
                     self._lock.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
                     if watch.too_long(agent):
-                        self._break_link()  # the link thread ends the stopped agent and gets another
+                        self._replace_stopped(agent)
                         break
             return self._flushed.pop(ticket, None)
 

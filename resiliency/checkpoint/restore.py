@@ -204,13 +204,13 @@ class Restorer:
         """
         faultpoints.hit("restore.inventory", rank=self.rank)
         entries: list[StepInventory] = []
-        problem = ""
-        try:
-            for source in self._listed:
+        failures: list[str] = []
+        for source in self._listed:  # of which each may hold what the others lack
+            try:
                 entries += list_inventory(open_source(source, self._openers), self._run, source)
-        except (TierError, UnsupportedFormat) as error:
-            problem = f"rank {self.rank}: {error}"
-        own_report = InventoryReport(entries=tuple(entries), saved=saved, problem=problem)
+            except (TierError, UnsupportedFormat) as error:
+                failures.append(f"rank {self.rank}: {error}")
+        own_report = InventoryReport(entries=tuple(entries), saved=saved, problem="; ".join(failures))
         reports = gather(self._coordinator, "inventory", own_report, timeout=self._agree_timeout)
         problems = "; ".join(report.problem for report in reports if report.problem)
         inventory = [entry for report in reports for entry in report.entries]
@@ -363,7 +363,7 @@ class Restorer:
             from_world_size=plan.world_size,
         )
         record = readers[0].record
-        if self.rank < plan.world_size and self.rank not in readers:
+        if self.rank < plan.world_size and (self.rank not in readers or not readers[self.rank].has_rank_state):
             logger.warning(
                 "rank %d: no good copy is left of what this rank alone had at step %d (random state, place in the"
                 " data); it goes on without, so that the resume is not exact",

@@ -303,6 +303,8 @@ class SaveTracker:
         if message.tier != LOCAL:
             if ticket is not None and not message.retrying:
                 ticket.given_up[message.tier] = reason
+            if not message.retrying and not message.id.of_attempt(self._session.attempt, self._session.token):
+                self._health.begin([message.tier])  # the agent goes on with what the attempt before has left
             self._health.fail_remote(message.tier, step, reason, retrying=message.retrying, gave_way=message.gave_way)
         elif ticket is not None:
             self._awaited.pop(message.id, None)

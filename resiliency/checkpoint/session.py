@@ -128,10 +128,10 @@ def open_session(
                 unsupported = unsupported or str(error)
             except TierError as error:
                 # Who is to resume from there raises when that is not found. Others train, with what this host keeps.
-                if error.retryable:
-                    # What lies there is not known now, and a job that starts afresh must be above it later, too.
-                    line = max(line, int(time.time()))
-                else:
+                # What lies there is not known now, and what this job saves must be above it later, when the store is up
+                # or the login mended.
+                line = max(line, int(time.time()))
+                if not error.retryable:
                     logger.error("%s cannot be used: %s. Local checkpoints are written all the same", tier.root, error)
     own_report = RankReport(
         node=environment.node,

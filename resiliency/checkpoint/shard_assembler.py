@@ -171,9 +171,9 @@ class ShardAssembler:
         Raises:
             pickle.UnpicklingError: the rank's own state holds objects of classes that may not be loaded.
         """
-        own = None
-        if self._rank in self._readers:
-            own = load_rank_state(self._readers[self._rank], allow_pickle=self._allow_pickle)
+        own, reader = None, self._readers.get(self._rank)
+        if reader is not None and reader.has_rank_state:
+            own = load_rank_state(reader, allow_pickle=self._allow_pickle)
         plan = self._plan
         if self._replicated is not None:
             if plan is None:

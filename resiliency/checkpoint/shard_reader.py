@@ -16,7 +16,7 @@ from resiliency.storage.archive import ArchiveEntry, read_directory
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import ShardRecord
-from resiliency.storage.shard_file import IDENTITY_BYTES, Placed, read_identity
+from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, Placed, read_identity
 
 __all__ = ["ShardReader", "shard_reader"]
 
@@ -57,6 +57,12 @@ class ShardReader:
             holds = f"{identity.id}, shard {identity.rank}" if identity is not None else "something else"
             raise CorruptShard(f"{path}: holds {holds}, not {record.id}, shard {record.rank}", path=path)
         self.entries: dict[str, ArchiveEntry] = read_directory(self._checked, record.nbytes, where=path)
+
+    @property
+    def has_rank_state(self) -> bool:
+        """False for the copy of a replicated state that a host without rank 0 wrote into a folder of its own: shard 0
+        of rank 0's host alone has what rank 0 had for itself."""
+        return RANK_STATE in self.entries
 
     def check(self, start: int = 0) -> None:
         """Checks the blocks from an offset on against their digests. Blocks: for reading them.

@@ -233,6 +233,28 @@ def test_a_stopped_agent_is_ended_and_another_takes_over(
     assert (loads(local), last_name(local)) == (100, 100)
 
 
+@pytest.mark.parametrize("flushes", [True, False])
+def test_a_stopped_agent_is_waited_for_once(
+    local: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flushes: bool
+) -> None:
+    """The link was broken, and then its thread dialled the same agent and waited for it once more."""
+    monkeypatch.setattr(client, "_STOPPED_S", 1.0)
+    with make_checkpointer(local, options=NAMED) as checkpointer:
+        assert save(checkpointer, 1)
+        (stopped,) = running()
+        stopped.suspend()
+        ticket = checkpointer.save(2, make_state(2))
+        assert ticket is not None
+        if flushes:
+            assert checkpointer.flush(timeout=SOON)
+        else:
+            ticket.wait(Stage.DURABLE, timeout=SOON)
+    told = [entry.getMessage() for entry in caplog.records if entry.name == client.__name__]
+    order = [next(i for i, text in enumerate(told) if part in text) for part in ("was killed", "starting another")]
+    assert order == sorted(order), told
+    assert loads(local) == 2
+
+
 def test_an_agent_that_cannot_be_ended_takes_no_name_back_when_it_goes_on(
     local: Path, hung_soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,3 +80,30 @@ def test_two_pods_that_have_the_name_of_their_machine_commit_and_resume(
         assert (tmp_path / f"pod-{rank}" / "2.ckpt").is_file()
         found = scan(LocalTier(tmp_path / f"pod-{rank}"), RUN)
         assert 2 in {listing.id.step for listing in found}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_state_is_loaded_where_another_host_has_rank_0(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, world_size: int
+) -> None:
+    """A launcher may give the hosts other ranks at each start, or host 0 is lost. The copy of host 1 was refused, since it has
+    not what rank 0 had for itself."""
+
+    def save(rank: int, coordinator: Coordinator) -> None:
+        with make_checkpointer(tmp_path / f"host-{rank}", coordinator) as checkpointer:
+            ticket = checkpointer.save(1, make_state(1), per_rank={"rank": rank})
+            assert ticket is not None
+            ticket.wait(Stage.COMMITTED, timeout=SOON)
+
+    def load(rank: int, coordinator: Coordinator) -> object:
+        with make_checkpointer(tmp_path / f"host-{1 - rank}", coordinator) as checkpointer:
+            restored = checkpointer.load()
+            assert restored is not None
+            assert differences(restored.state, make_state(1)) == []
+            return restored.per_rank
+
+    run_ranks(2, save)
+    with caplog.at_level(logging.WARNING):
+        assert run_ranks(world_size, load) == [None] * world_size
+    told = [record.message for record in caplog.records if "what this rank alone had" in record.message]
+    assert len(told) == world_size

@@ -157,6 +157,32 @@ def test_a_start_that_loads_nothing_is_a_line_of_its_own(tmp_path: Path) -> None
         assert load(third) == 1
 
 
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_training_begun_while_the_bucket_cannot_be_listed_is_newer_than_what_is_there(
+    tmp_path: Path, resumes: bool
+) -> None:
+    """Also where the bucket refuses (an expired login). One that goes on from an older copy is the same training: there
+    the step that is further counts, and is not pruned for one that is behind it."""
+    bucket, away = tmp_path / "bucket", tmp_path / "away"
+    with job(tmp_path / "host 1", bucket=bucket) as first:
+        save(first, 10)
+    with job(tmp_path / "host 2", bucket=bucket) as second:
+        assert load(second) == 10
+        save(second, 20)
+    bucket.rename(away)
+    bucket.symlink_to("bucket")  # a loop
+    with job(tmp_path / ("host 1" if resumes else "host 3"), bucket=bucket) as third:
+        if resumes:
+            assert load(third) == 10
+        ticket = third.save(15, {"w": torch.full((500,), 15.0)})
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED, timeout=SOON)
+    bucket.unlink()
+    away.rename(bucket)
+    with job(tmp_path / ("host 1" if resumes else "host 3"), bucket=bucket) as fourth:
+        assert load(fourth) == (20 if resumes else 15)
+
+
 def test_an_unfinished_save_of_a_killed_attempt_begins_no_line(tmp_path: Path) -> None:
     with job(tmp_path) as first:
         save(first, 10, 20)

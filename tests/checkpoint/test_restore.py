@@ -112,6 +112,25 @@ def test_a_tier_only_rank_0_knows_is_passed_over(series: Series) -> None:
     check(series, run_ranks(2, work))
 
 
+def test_tiers_behind_one_that_cannot_be_listed_are_asked(series: Series) -> None:
+    """They were not, and a new host found no checkpoint while the first of its stores was down."""
+    shutil.rmtree(series.local_dir)
+    (series.root / "down").symlink_to("down")
+
+    def work(rank: int, coordinator: Coordinator) -> Restored | None:
+        checkpointer = series.open(coordinator)
+        try:
+            restorer = checkpointer._parts().restorer
+            restorer._openers["down"] = lambda source: LocalTier(series.root / "down", name="down")
+            if rank == 0:
+                restorer._listed.insert(0, ShardSource(tier="down", host=None, cost=Cost.REMOTE))
+            return checkpointer.load()
+        finally:
+            checkpointer.close(flush=False)
+
+    check(series, run_ranks(2, work))
+
+
 def _tier(series: Series) -> Tier:
     return LocalTier(series.remote_dir, name="extra")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from resiliency.checkpoint.options import LocalTierOptions
+from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.save_health import SaveHealth
 from resiliency.events import Event, JsonlSink
 from resiliency.inspection.by_path import load_path, locate
@@ -194,6 +194,19 @@ def test_a_tier_that_fails_says_so_once_and_when_it_works_again(caplog: pytest.L
         caplog.clear()
     health.summarise()
     assert "12 of 14 saves to store were given up" in warnings(caplog)[0]
+
+
+def test_what_the_attempt_before_has_left_is_counted_among_the_saves_that_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It said that 2 of 1 saves were given up."""
+    remotes = [RemoteTierOptions(address=str(tmp_path / "store"), name="store")]
+    (tmp_path / "store").symlink_to("store")  # a loop: whatever is sent there fails
+    for step in (1, 2):
+        caplog.clear()
+        with make_checkpointer(tmp_path / "local", remotes=remotes) as checkpointer:
+            assert checkpointer.save(step, {"x": step}) is not None
+    assert any("2 of 2 saves to store were given up" in text for text in warnings(caplog)), warnings(caplog)
 
 
 # ---- the event log
