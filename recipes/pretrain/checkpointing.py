@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from resiliency import CheckpointerOptions, Interval, ModelCheckpoint
@@ -45,7 +46,7 @@ def make_checkpoint_callback(args: argparse.Namespace) -> Checkpoint:
         filename="{step}",
         monitor="step",
         mode="max",
-        save_top_k=-1 if args.topk_ckpt is None else args.topk_ckpt,
+        save_top_k=_saves_to_keep(args),
         every_n_train_steps=args.save_interval,
         enable_version_counter=False,
         lazy=args.enable_optimized_async_ckpt,
@@ -53,6 +54,16 @@ def make_checkpoint_callback(args: argparse.Namespace) -> Checkpoint:
         run=args.job_name,
         options=CheckpointerOptions(copy_threads=args.ckpt_threads_per_rank),
     )
+
+
+def _saves_to_keep(args: argparse.Namespace) -> int:
+    """As many as hold ``--topk-ckpt`` of the persistent tier: the callback counts every save. -1: all.
+
+    The local tier keeps its newest ones whatever this is.
+    """
+    if args.topk_ckpt is None:
+        return -1
+    return int(args.topk_ckpt * math.ceil(args.persistent_ckpt_interval / args.save_interval))
 
 
 def _tiers(args: argparse.Namespace) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class Uploader:
         self._waiting: _Upload | None = None
         self._tier: Tier | None = None
         self._down_since: float | None = None
+        self._sent: StepId | None = None  # the last one that this attempt has committed there
         self._pruner = RemotePruner(config, spec, reporter, fence)
 
     @property
@@ -152,6 +153,11 @@ class Uploader:
     def delete(self, requests: Mapping[str, DeleteRequest]) -> None:
         """Adds names to delete on this tier, see :meth:`RemotePruner.request`."""
         self._pruner.request(requests)
+        with self._lock:
+            sent = self._sent
+        # Else the next upload does it; that of the step they wait for may be over already, and the last of the job.
+        if sent is not None and any(request.is_due(sent) for request in requests.values()):
+            self._worker.submit(partial(self._prune, sent))
 
     def hold(self, hold: Hold) -> None:
         """Keeps the step that the job stands on, see :class:`Hold`."""
@@ -213,8 +219,14 @@ class Uploader:
             )
         self._report_up()
         self._report_sent(upload.step, upload.records, committed, time.monotonic() - began)
+        if committed:
+            with self._lock:
+                self._sent = upload.step
+        self._prune(upload.step)
+
+    def _prune(self, sent: StepId) -> None:
         with self._reporter.traces.span("prune", tier=self.spec.name):
-            self._pruner.prune(tier, upload.step)
+            self._pruner.prune(self._open(), sent)
 
     def _newest_after_pause(self, upload: _Upload, pause: float) -> _Upload:
         """Waits, and returns what to try next: the newest step. The others, one after the other as they become older,

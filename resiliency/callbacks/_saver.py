@@ -498,7 +498,8 @@ class CheckpointSaver:
                 exact=exact,
                 lazy=rules.may_copy_late if self._lazy and self._overlap and self.session.lazy else False,
                 replicated=rules.is_replicated,
-                everywhere=self._everywhere,
+                # What may be the last save is not left where it ends with the host. By facts that all ranks share.
+                everywhere=self._everywhere or _lightning.reached_its_end(trainer) or trainer.should_stop,
                 trace=trace,
             )
         except OSError:

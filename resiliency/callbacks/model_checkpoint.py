@@ -98,7 +98,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             drop the batches of the epoch that were trained on, for worker processes that draw random numbers.
         local_dir: a faster folder (ramdisk, local SSD) for the newest step; ``dirpath`` then is a tier the agent
             uploads to. Needed, and chosen as ``/dev/shm/...``, when ``dirpath`` is an address.
-        persist: which saves also go to ``dirpath`` when ``local_dir`` is used.
+        persist: which saves also go to ``dirpath`` when ``local_dir`` is used; the last one of a training always does.
         remotes: further tiers.
         run: name of the run; None: ``RESILIENCY_RUN``, ``JOB_IDENTIFIER`` or "default".
         options: of the engine.

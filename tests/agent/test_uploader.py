@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from resiliency.events import EventWriter, JsonlSink
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.manifest import ShardRecord
+from resiliency.storage.retention import DeleteRequest
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import Fault, FaultyTier
@@ -31,13 +33,13 @@ STEP = StepId(7, 1, "0a0b0c")
 class Host:
     """One host with its own local folder, uploading to a shared remote one."""
 
-    def __init__(self, root: Path, rank: int, world_size: int = 2) -> None:
+    def __init__(self, root: Path, rank: int, world_size: int = 2, keep: int = 1) -> None:
         self.local, self.rank = root / f"host{rank}", rank
         self.reports: list[tuple[str, str]] = []
         self.heard: list[tuple[int, str, str]] = []
         self.log = root / f"agent-{rank}.jsonl"
         events = EventWriter(run="r", attempt=1, rank=-1, host="h", sinks=(JsonlSink(self.log),))
-        spec = TierSpec(address=str(root / "remote"), name="store", keep=1)
+        spec = TierSpec(address=str(root / "remote"), name="store", keep=keep)
         config = AgentConfig(
             run="r",
             node=f"n{rank}",
@@ -321,3 +323,19 @@ def test_a_step_that_comes_while_closing_is_not_waited_for(
     host.uploader.close()
     assert time.monotonic() - began < 3
     assert host.outcomes()[-1] == (2, "interrupted") and "next start" in host.heard[-1][2]
+
+
+def test_a_name_that_is_given_up_after_the_last_upload_does_not_stay(tmp_path: Path) -> None:
+    """Else a job leaves one more checkpoint than it keeps, if its last upload was quicker than the request."""
+    host, newer = Host(tmp_path, 0, world_size=1, keep=2), replace(STEP, step=8)
+    try:
+        host.send(host.record())
+        host.send(replace(host.record(newer), names=("b.ckpt",)))
+        host.uploader.delete({"a.ckpt": DeleteRequest(upto=STEP, after=replace(STEP, step=9))})
+        assert host.uploader.wait_idle(time.monotonic() + 20)
+        tier = LocalTier(tmp_path / "remote")
+        assert {found.id for found in scan(tier, "r")} == {STEP, newer}, "deleted before its successor was there"
+        host.uploader.delete({"a.ckpt": DeleteRequest(upto=STEP, after=newer)})
+        assert until(lambda: {found.id for found in scan(tier, "r")} == {newer})
+    finally:
+        host.uploader.close()

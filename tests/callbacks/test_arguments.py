@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -235,3 +236,26 @@ def test_a_class_derived_from_ours_works(tmp_path: Path) -> None:
     make_trainer("lightning.pytorch", [callback], root=tmp_path).fit(make_net("lightning.pytorch"), loader())
     assert callback.state_key.startswith(Mine.__qualname__)
     assert names(tmp_path) == {"Epoch=1-step=12.ckpt"}
+
+
+@pytest.mark.parametrize("ending", ["max_steps", "should_stop"])
+def test_the_last_save_is_persisted_whatever_the_interval(ending: str, tmp_path: Path) -> None:
+    """Otherwise what a finished training has learnt would be lost with the host's ramdisk."""
+    callback = build("lightning.pytorch")(
+        dirpath=tmp_path / "slow",
+        local_dir=tmp_path / "fast",
+        persist=Interval(steps=1000),
+        every_n_train_steps=2,
+        save_top_k=-1,
+        filename="{step}",
+        options=EMBEDDED,
+    )
+
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.should_stop = ending == "should_stop" and trainer.global_step == 6
+
+    steps = 6 if ending == "max_steps" else 8
+    trainer = make_trainer("lightning.pytorch", [Stops(), callback], root=tmp_path, max_steps=steps)
+    trainer.fit(make_net("lightning.pytorch"), loader())
+    assert names(tmp_path / "slow") == {"step=2.ckpt", "step=6.ckpt"}

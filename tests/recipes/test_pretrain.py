@@ -129,6 +129,13 @@ def test_top_k_and_threads(tmp_path: Path) -> None:
     assert checkpoint_of(*one_tier(tmp_path))._engine_options.copy_threads == 2
 
 
+def test_top_k_counts_the_persistent_tier(tmp_path: Path) -> None:
+    arguments = ["--local-ckpt-dir", str(tmp_path / "l"), *one_tier(tmp_path), "--topk-ckpt", "3"]
+    for every, kept in (("4", 3), ("2", 6), ("3", 6), ("1", 12)):
+        assert checkpoint_of(*arguments, "--local-ckpt-interval", every).save_top_k == kept
+    assert checkpoint_of(*arguments[:-2], "--local-ckpt-interval", "2").save_top_k == -1
+
+
 def test_what_a_save_waits_for(tmp_path: Path) -> None:
     blocking = checkpoint_of(*one_tier(tmp_path))
     asynchronous = checkpoint_of(*one_tier(tmp_path), "--enable-async-ckpt")
