@@ -141,6 +141,10 @@ class JsonlSink:
         self._reported = 0  # of those dropped
         self._closed = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy opens the file for itself: the descriptor is this sink's to close, and may then be another file's."""
+        return {**vars(self), "_fd": None}
+
     def emit(self, event: Event) -> None:
         if self._closed:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -228,6 +229,21 @@ def test_a_killed_process_loses_at_most_what_it_wrote_in_the_last_moment(tmp_pat
         == -signal.SIGKILL
     )
     assert [line["i"] for line in lines(path)] == list(range(100))
+
+
+def test_a_copy_has_a_descriptor_of_its_own(tmp_path: Path) -> None:
+    """The end of a copy would close the file of the other, which would then write into whatever is opened next."""
+    sink = JsonlSink(tmp_path / "log")
+    log = writer(sink)
+    log.emit("first")
+    other = copy.deepcopy(log)
+    other.emit("of the copy")
+    del other
+    with open(tmp_path / "of-a-user", "w+") as mine:
+        log.emit("last")
+        assert mine.read() == ""
+    assert [line["event_type"] for line in lines(tmp_path / "log")] == ["first", "of the copy", "last"]
+    log.close()
 
 
 def test_no_descriptor_is_left(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from datetime import datetime, timedelta, timezone
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,83 @@ from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 
 __all__ = ["LogDirectoryCallback", "build"]  # noqa: F822 - LogDirectoryCallback is built on first use
 
+logger = logging.getLogger(__name__)
+
 #: A file of a remote folder is sent whole when it has changed.
 _PART_BYTES = 8 << 20
 _FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-class PartFiles(logging.FileHandler):
-    """Writes to NAME-00.log, and where that is full to NAME-01.log and so on."""
+class PartFiles(logging.Handler):
+    """Writes to NAME-00.log, and where that is full to NAME-01.log and so on. Never raises into what is logged.
+
+    On the root logger it takes the place of no other handler: Python shows warnings that no handler takes, and would
+    take this one for one that shows them.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._stem, self._part = os.path.join(folder, name), 0
-        super().__init__(f"{self._stem}-00.log", encoding="utf-8", errors="backslashreplace")
+        super().__init__()
+        self._stem, self._part, self._size = os.path.join(folder, name), 0, 0
+        self._failing = False
         self.setFormatter(logging.Formatter(_FORMAT))
+        self._file = self._open()
+
+    def _open(self) -> FileIO:
+        return open(f"{self._stem}-{self._part:02d}.log", "ab", buffering=0)
 
     def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
-        if self.stream is not None and self.stream.tell() >= _PART_BYTES:
-            self.stream.close()
-            self._part += 1
-            self.baseFilename = os.path.abspath(f"{self._stem}-{self._part:02d}.log")
-            self.stream = self._open()
+        self.write(record)
+        shown_by = logging.lastResort
+        if shown_by is not None and record.levelno >= shown_by.level and _is_first(self, record.name):
+            shown_by.handle(record)
+
+    def write(self, record: logging.LogRecord) -> None:
+        """To the file alone."""
+        if self._file.closed:
+            return  # a thread that logs while the fit ends
+        try:
+            line = f"{self.format(record)}\n".encode(errors="backslashreplace")
+        except Exception:  # Boundary: arguments that do not fit the message, as any handler has it.
+            self.handleError(record)
+            return
+        try:
+            if self._size >= _PART_BYTES:
+                self._part += 1  # before: a file that cannot be opened leaves the full one, which goes on
+                self._size = 0
+                full, self._file = self._file, self._open()
+                full.close()
+            self._size += self._file.write(line)
+        except OSError as error:
+            failing, self._failing = self._failing, True  # first: the warning comes here, too
+            if not failing:
+                logger.warning("this rank's log is not written to %s: %s", os.path.dirname(self._stem), error)
+        else:
+            self._failing = False
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def is_shown(name: str) -> bool:
+    """True when a handler other than for these files takes what a logger emits."""
+    return any(not isinstance(one, PartFiles) for one in _handlers(name))
+
+
+def _is_first(handler: PartFiles, name: str) -> bool:
+    """True when only handlers for files take what a logger emits, and this is the first of them."""
+    found = _handlers(name)
+    return all(isinstance(one, PartFiles) for one in found) and found[:1] == [handler]
+
+
+def _handlers(name: str) -> list[logging.Handler]:
+    found: list[logging.Handler] = []
+    one: logging.Logger | None = logging.getLogger(name)
+    while one is not None:
+        found += one.handlers
+        one = one.parent if one.propagate else None
+    return found
 
 
 class KeepsLogs(StepHooks):
@@ -84,8 +141,8 @@ class KeepsLogs(StepHooks):
             self._handler = PartFiles(self._folder.path, f"rank-{trainer.global_rank:05d}-{began}")
         except OSError as error:
             raise ConfigError(f"log_dir={self._log_dir!r} cannot be written to: {error}") from error
-        for logger in self._loggers():
-            logger.addHandler(self._handler)
+        for one in self._loggers():
+            one.addHandler(self._handler)
         super().setup(trainer, pl_module, stage)
 
     def _loggers(self) -> list[logging.Logger]:
@@ -95,7 +152,10 @@ class KeepsLogs(StepHooks):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        logging.getLogger(__name__).error("the fit ends with an exception", exc_info=exception)
+        if self._handler is not None:  # not to the logger: Python shows the exception itself
+            info = type(exception), exception, exception.__traceback__
+            said = "the fit ends with an exception"
+            self._handler.write(logger.makeRecord(__name__, logging.ERROR, __file__, 0, said, (), info))
         self._close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -104,8 +164,8 @@ class KeepsLogs(StepHooks):
 
     def _close(self) -> None:
         if self._handler is not None:
-            for logger in [logging.getLogger(), *self._loggers()]:
-                logger.removeHandler(self._handler)
+            for one in [logging.getLogger(), *self._loggers()]:
+                one.removeHandler(self._handler)
             self._handler.close()
             self._handler = None
         if self._folder is not None:

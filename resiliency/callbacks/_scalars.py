@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import weakref
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from resiliency.callbacks._remote_folder import RemoteFolder
 from resiliency.errors import ConfigError
 
 __all__ = ["Scalars", "open_scalars", "summary_writer", "tensorboard_logger"]
+
+logger = logging.getLogger(__name__)
 
 #: Of a remote folder.
 _EVERY = timedelta(seconds=30)
@@ -28,13 +32,23 @@ class Scalars:
     def __init__(self, writer: Any, folder: RemoteFolder | None) -> None:
         self._writer, self._folder = writer, folder
         self._users = 0
+        self._failed = False
         self._last: dict[str, int] = {}
 
     def write(self, tag: str, value: float, step: int) -> None:
-        """Does nothing for a tag that another callback has written for this step."""
+        """Does nothing for a tag that another callback has written for this step, or when writing has failed."""
         if self._last.get(tag) != step:
             self._last[tag] = step
-            self._writer.add_scalar(tag, value, step)
+            self._try(lambda: self._writer.add_scalar(tag, value, step))
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        if self._failed:
+            return
+        try:
+            call()
+        except Exception as error:  # Boundary: a package for TensorBoard may raise anything, as when a disk is full.
+            self._failed = True
+            logger.warning("scalars are not written for TensorBoard any more, training goes on: %s", error)
 
     def open(self) -> Scalars:
         self._users += 1
@@ -50,9 +64,9 @@ class Scalars:
         if self._users:
             return
         if self._folder is None:
-            self._writer.flush()  # the logger's, who closes it
+            self._try(self._writer.flush)  # the logger's, who closes it
             return
-        self._writer.close()
+        self._try(self._writer.close)
         self._folder.close()
 
 

@@ -7,8 +7,10 @@ import logging
 import os
 from typing import Any
 
+from resiliency.callbacks._log_directory import is_shown
 from resiliency.callbacks._scalars import Scalars, open_scalars
 from resiliency.callbacks._step_hooks import StepHooks, step_observer
+from resiliency.errors import ConfigError
 from resiliency.plugins.namespaces import require_trainer_of
 from resiliency.telemetry.step_observer import StepSubscriber
 
@@ -20,7 +22,7 @@ logger = logging.getLogger(__name__)
 def say(namespace: str, line: str) -> None:
     """Logs a line for whoever reads this job's log: with this library's logger, or, where logging was not set up to
     show that, with Lightning's, which is shown. Rank 0."""
-    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+    if logger.isEnabledFor(logging.INFO) and is_shown(__name__):
         logger.info("%s", line)
     else:
         importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_info(line)
@@ -31,11 +33,16 @@ class LogsSteps(StepHooks):
 
     Args:
         tb_dir: see the callbacks.
+
+    Raises:
+        ConfigError: ``tb_dir`` is empty.
     """
 
     def __init__(self, tb_dir: str | os.PathLike[str] | None) -> None:
         super().__init__()
         self._tb_dir = None if tb_dir is None else os.fspath(tb_dir)
+        if self._tb_dir == "":  # a run in it would be a folder of the file system's root
+            raise ConfigError("tb_dir='': pass a folder or an address such as gs://bucket/tb, or None")
         self._scalars: Scalars | None = None
         self._subscriber: StepSubscriber | None = None
 

@@ -17,6 +17,7 @@ from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
 from resiliency.plugins.elastic_data import Dealing, Position, dealing_of, make_reproducible, place_rest
 from resiliency.plugins.elastic_progress import (
+    begin_epoch,
     data_parallel_ranks,
     end_epoch,
     move_to_batch,
@@ -101,6 +102,7 @@ class ContinuesAtAnySize(StepHooks):
         self._whole: Dealing | None = None
         self._rest: Dealing | None = None  # of the epoch that was taken up
         self._rest_epoch = -1
+        self._epoch_ended = False  # in the checkpoint
         self._undo: list[Callable[[], None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,6 +219,8 @@ class ContinuesAtAnySize(StepHooks):
                 f"there are {loaders} train loaders, of which the positions are not kept over a resize; pass"
                 " ElasticityCallback(exact_epoch=False) to begin an interrupted epoch anew"
             )
+        if self._epoch_ended:
+            begin_epoch(trainer)
         self._scale_rates(trainer)
         old, new = self._size_before, self._size
         if old is None or old == new:
@@ -288,6 +292,7 @@ class ContinuesAtAnySize(StepHooks):
         if position.finished and not places_loaders(trainer):
             loader.sampler.set_epoch(position.epoch + 1)  # worker processes draw before Lightning says the epoch
             end_epoch(trainer, self._whole.batches)
+            self._epoch_ended = True
             return
         rest = replace(self._whole, begun_at=begins)
         self._rest, self._rest_epoch = rest, position.epoch

@@ -67,6 +67,10 @@ class RunningGoodput(StepHooks):
         self._shown = 0.0
         self._next_show = 0.0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy made in a fit writes no events of it."""
+        return {**vars(self), "_own_log": None}
+
     @property
     def goodput(self) -> float:
         """Productive share of this process's time so far, in [0, 1]."""

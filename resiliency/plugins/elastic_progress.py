@@ -12,7 +12,7 @@ from typing import Any
 from resiliency.plugins.resume.loop_repairs import begin_after_finished_epoch, has_stages
 from resiliency.plugins.resume.rank_state import is_step_boundary
 
-__all__ = ["data_parallel_ranks", "end_epoch", "move_to_batch", "place_in_epoch", "train_loaders"]
+__all__ = ["begin_epoch", "data_parallel_ranks", "end_epoch", "move_to_batch", "place_in_epoch", "train_loaders"]
 
 
 def data_parallel_ranks(trainer: Any) -> int:
@@ -55,3 +55,14 @@ def end_epoch(trainer: Any, batches: int) -> None:
     """As :func:`move_to_batch`, after a save at the end of an epoch, which has ``batches`` batches now."""
     move_to_batch(trainer, batches)
     begin_after_finished_epoch(trainer.fit_loop)
+
+
+def begin_epoch(trainer: Any) -> None:
+    """In ``on_train_start``, after :func:`end_epoch`: makes the epoch that begins one that Lightning counts.
+
+    After a save in ``on_train_batch_end`` of an epoch's last batch Lightning takes the next epoch for the one that goes
+    on: it is not counted as begun, and a restart within it is none for Lightning, which counts its batches from 0.
+    """
+    fit_loop = trainer.fit_loop
+    if has_stages(fit_loop.epoch_loop) and fit_loop.epoch_progress.current.ready == trainer.current_epoch:
+        fit_loop.reset_restart_stage()

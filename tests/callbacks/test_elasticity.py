@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import pickle
@@ -375,6 +376,30 @@ def test_a_data_set_that_has_changed_is_said(tmp_path: Path, caplog: pytest.LogC
     trainer = make_trainer("lightning.pytorch", [make()], root=tmp_path, max_steps=4, enable_checkpointing=False)
     trainer.fit(make_net("lightning.pytorch"), loader(batches=9), ckpt_path=tmp_path / "a.ckpt")
     assert "had 18 samples at the save and has 27" in caplog.text
+
+
+@RESUMES
+@pytest.mark.parametrize("saves_at", [[6, 12], [6, 9, 11]], ids=["the next last batch", "twice in the epoch"])
+def test_after_a_save_at_a_last_batch_later_ones_are_resumed_from_too(tmp_path: Path, saves_at: list[int]) -> None:
+    """Lightning does not count the epoch that begins there, and so would begin it anew once more."""
+    make, path = elasticity.build("lightning.pytorch"), None
+    ran, started = 0, []
+    for number, step in enumerate([*saves_at, None]):
+        net = make_net("lightning.pytorch")
+        trainer = make_trainer("lightning.pytorch", [make()], root=tmp_path, max_epochs=3, enable_checkpointing=False)
+
+        def save_and_die(*_: Any, trainer: Any = trainer, step: int | None = step, number: int = number) -> None:
+            if trainer.global_step == step:
+                trainer.save_checkpoint(tmp_path / f"{number}.ckpt")
+                raise KeyError
+
+        net.on_train_epoch_start = lambda trainer=trainer: started.append(trainer.current_epoch)
+        net.on_train_batch_end = save_and_die
+        with pytest.raises(KeyError) if step is not None else contextlib.nullcontext():
+            trainer.fit(net, loader(), ckpt_path=path)
+        ran, path = ran + net.ran, tmp_path / f"{number}.ckpt"
+    assert (ran, trainer.global_step) == (18, 18)
+    assert started == [0, 1, 2]
 
 
 def test_after_a_finished_epoch_the_sampler_knows_the_next_one_before_workers_draw(

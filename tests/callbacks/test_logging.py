@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import logging
 import os
 import pickle
@@ -21,7 +22,7 @@ import fsspec
 import pytest
 import torch
 
-from resiliency.callbacks import _memory_log, _scalars, _step_log
+from resiliency.callbacks import _log_directory, _memory_log, _scalars, _step_log
 from resiliency.callbacks import logging as module
 from resiliency.callbacks._remote_folder import RemoteFolder
 from resiliency.callbacks._step_hooks import step_observer
@@ -288,6 +289,18 @@ def test_a_second_fit_and_one_that_failed_write_on(tmp_path: Path) -> None:
     assert len(runs) == 2 and list(scalars(runs[1])["train/step_time"]) == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_writer_that_fails_is_said_once_and_ends_no_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError("No space left on device")
+
+    writer = SimpleNamespace(add_scalar=fail, flush=fail, close=fail)
+    monkeypatch.setattr(_scalars, "summary_writer", lambda: lambda folder: writer)
+    fit([build("StepLoggingCallback")(tmp_path / "tb")], tmp_path)
+    assert caplog.text.count("scalars are not written for TensorBoard any more") == 1
+
+
 def test_a_development_run_writes_nothing(tmp_path: Path) -> None:
     callbacks = [build("TensorboardCallback")(tmp_path / "tb"), build("TensorboardCallback")(None)]
     fit(callbacks, tmp_path, fast_dev_run=True)
@@ -454,6 +467,36 @@ def test_a_full_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.
     assert "x" * 300 in "".join(file.read_text() for file in files)
 
 
+def test_a_full_disk_is_said_once_and_ends_no_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a log file, every line of anybody's would raise."""
+    monkeypatch.setattr(_log_directory.PartFiles, "_open", lambda self: open("/dev/full", "ab", buffering=0))
+    fit([build("LogDirectoryCallback")(tmp_path / "logs")], tmp_path, net=speaking("hello"))
+    assert caplog.text.count("this rank's log is not written to") == 1 and "hello" in caplog.text
+
+
+def test_warnings_are_shown_as_without_it_where_nobody_has_set_up_logging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler of the root logger keeps Python from showing what has no other handler."""
+    shown, root = logging.StreamHandler(io.StringIO()), logging.getLogger()
+    monkeypatch.setattr(logging, "lastResort", shown)
+    monkeypatch.setattr(root, "handlers", [])
+    shown.setLevel(logging.WARNING)
+    net = speaking("to be seen")
+    net.on_train_end = lambda: [logging.getLogger("of.a.user").info("quiet"), root.warning("at the root")]
+    fit([build("LogDirectoryCallback")(tmp_path / name) for name in ("a", "b")], tmp_path, net=net)
+    text = shown.stream.getvalue()
+    assert text.count("to be seen") == 1 and text.count("at the root") == 1 and "quiet" not in text
+    net.training_step = lambda *arguments: (_ for _ in ()).throw(ValueError("in the step"))
+    with pytest.raises(ValueError, match="in the step"):
+        fit([build("LogDirectoryCallback")(tmp_path / "c")], tmp_path, net=net)
+    assert "in the step" not in shown.stream.getvalue(), "Python shows it"
+    root.addHandler(shown)
+    assert _log_directory.is_shown("of.a.user")
+
+
 def bucket(address: str) -> dict[str, bytes]:
     files = fsspec.filesystem("memory")
     return {path.rpartition("/")[2]: files.cat_file(path) for path in files.find(address.partition("://")[2])}
@@ -561,6 +604,8 @@ def test_values_and_folders_that_cannot_work_are_refused(tmp_path: Path) -> None
     for arguments in ({"every": timedelta(0)}, {"flush_timeout": timedelta(0)}, {"every": 30}):
         with pytest.raises(ConfigError, match=next(iter(arguments))):
             build("LogDirectoryCallback")(tmp_path, **arguments)
+    with pytest.raises(ConfigError, match="tb_dir='': pass a folder"):
+        build("TensorboardCallback")("")
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="log_dir=.* cannot be written to"):
         fit([build("LogDirectoryCallback")(tmp_path / "file" / "below")], tmp_path)
