@@ -30,7 +30,7 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
         setattr(settled, name, other if value is None else value)
     settled.ranks = (args.num_nodes or 0) * (args.num_gpus or 0)
     settled.global_bs = args.global_bs if args.global_bs is not None else (args.micro_bs or 0) * settled.ranks
-    settled.seq_length = args.seq_length or CONFIGURATIONS[args.model].length
+    settled.seq_length = CONFIGURATIONS[args.model].length if args.seq_length is None else args.seq_length
     settled.save_interval = _least(settled.local_ckpt_interval, settled.persistent_ckpt_interval)
     return settled
 
@@ -43,6 +43,7 @@ def problems(args: argparse.Namespace, *, launched_ranks: int | None = None) -> 
     """
     return [
         *_numbers(args),
+        *_words(args),
         *_tiers(args),
         *_parallel(args, launched_ranks),
         *_watching(args),
@@ -71,6 +72,22 @@ def _numbers(args: argparse.Namespace) -> Iterator[str]:
         yield f"--limit-val-batches {args.limit_val_batches}: pass 0 or more"
 
 
+def _words(args: argparse.Namespace) -> Iterator[str]:
+    for name in ("job_name", "trace_name"):
+        word = getattr(args, name)
+        if word is None and name == "trace_name":
+            continue
+        if not word or "/" in word or word.startswith("."):
+            yield f"{_flag(name)} {word!r}: pass a word that can name a file, such as 'pretrain-7b'"
+    if args.accelerator not in ("auto", "cpu", "gpu"):
+        yield f"--accelerator {args.accelerator}: pass auto, cpu or gpu"
+    if args.seed is None or not 0 <= args.seed < 2**32:
+        yield f"--seed {args.seed}: pass a number from 0 to {2**32 - 1}"
+    for name in ("persistent_ckpt_dir", "local_ckpt_dir", "log_dir"):
+        if getattr(args, name) == "" or (name == "log_dir" and args.log_dir is None):
+            yield f"{_flag(name)} has no value; pass a folder"
+
+
 def _tiers(args: argparse.Namespace) -> Iterator[str]:
     local, persistent = args.local_ckpt_dir, args.persistent_ckpt_dir
     local_every, persistent_every = args.local_ckpt_interval, args.persistent_ckpt_interval
@@ -96,7 +113,7 @@ def _tiers(args: argparse.Namespace) -> Iterator[str]:
             yield f"--{name}-ckpt-interval {every} without --{name}-ckpt-dir saves nowhere; pass both"
     if local is not None and "://" in local:
         yield f"--local-ckpt-dir {local} is an address; the local tier is a folder of each host"
-    if local is not None and local == persistent:
+    if local and persistent and "://" not in persistent and os.path.abspath(local) == os.path.abspath(persistent):
         yield f"--local-ckpt-dir and --persistent-ckpt-dir are both {local}: one folder cannot be both tiers"
     if args.enable_in_cluster_local_ckpt and local is None and persistent is None:
         yield (
@@ -185,6 +202,8 @@ def _data(args: argparse.Namespace) -> Iterator[str]:
         path = getattr(args, name)
         if path is not None and not os.path.exists(path):
             yield f"{_flag(name)} {path}: there is nothing of that name"
+    if args.data is not None and os.path.isfile(args.data):
+        yield f"--data {args.data} is a file; pass the folder that it is in"
 
 
 def memory_problem(args: argparse.Namespace, available: int) -> str:

@@ -53,7 +53,10 @@ def make_parser() -> argparse.ArgumentParser:
     job.number("--num-gpus", default=1, help="ranks on each host, one per device")
     job.text("--accelerator", default="auto", help="auto, cpu or gpu")
     job.number("--max-steps", default=1_000_000, help="optimizer steps after which training ends")
-    job.number("--max-runtime", help="seconds after which training ends, with a checkpoint; default: no limit")
+    job.number(
+        "--max-runtime",
+        help="seconds of training after which it ends, with a checkpoint; those of earlier starts count; default: none",
+    )
     job.on_off("--enable-fault-tolerance", help="heartbeats for what watches the ranks, such as ft_launcher")
     job.text("--sim-fault-desc", default="", help='"type,seconds": rank_killed, rank_hung or random, after that time')
     job.number("--seed", default=1234, help="of weights and the order of data")

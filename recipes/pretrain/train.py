@@ -125,6 +125,11 @@ def run(arguments: Sequence[str]) -> pl.Trainer:
         batch=args.micro_bs,
         val_windows=(args.limit_val_batches or 1) * args.micro_bs * args.ranks,
     )
+    if len(train.dataset) < args.micro_bs * args.ranks:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"--micro-bs {args.micro_bs} times {args.ranks} ranks is more than the {len(train.dataset)} sequences of"  # type: ignore[arg-type]
+            " the text: there would be nothing to train on; pass less, or more --data"
+        )
     module = GPT(shape, steps=args.max_steps, replicas=args.num_optimizer_replicas if is_sharded(args) else None)
     trainer = make_trainer(args)
     trainer.fit(module, train, val, ckpt_path=resume_path(args))

@@ -21,6 +21,7 @@ from resiliency.doctor.rules import (
 )
 from resiliency.errors import ConfigError
 from resiliency.settings import all_variables
+from resiliency.storage.tiers._address import local_path
 
 __all__ = ["app"]
 
@@ -54,10 +55,16 @@ def doctor(
         state_bytes = parse_size(state)
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="--state") from None
+    try:
+        folder = local_path(directory)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="--dir") from None
     host = examine_host(all_variables())
     findings = [
         *judge_host(host),
-        *judge_folder(examine_folder(directory), host, state_bytes=state_bytes),
+        # Like dirpath= it may be an address, which is a slower tier.
+        *([judge_remote(examine_remote(directory))] if folder is None else ()),
+        *(judge_folder(examine_folder(folder), host, state_bytes=state_bytes) if folder is not None else ()),
         *judge_ramdisk(examine_folder(ramdisk), host, state_bytes=state_bytes),
         *(judge_remote(examine_remote(address)) for address in remote or ()),
         judge_ports(host, port, free=_is_free(port)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -201,11 +202,11 @@ class GuideIO(TieredIO):
             self._failed[directory] = path
             self._postponed.setdefault(directory, []).extend(waiting)
             return
-        if running.finalize is not None:
-            running.finalize()
         for other in waiting:
             if other != path:
                 super().remove_checkpoint(other)
+        if running.finalize is not None:
+            running.finalize()
 
     def load_checkpoint(
         self,
@@ -232,10 +233,10 @@ class GuideIO(TieredIO):
             super().remove_checkpoint(path)
 
     def teardown(self) -> None:
-        with self._lock:
+        with self._lock, ExitStack() as stack:  # all of it is done: a finalize_fn is other code, and may raise
+            stack.callback(super().teardown)
             for directory in list(self._running):
-                self._finish(directory)
-            super().teardown()
+                stack.callback(self._finish, directory)
 
 
 def _told(storage_options: Any) -> Mapping[str, Any]:

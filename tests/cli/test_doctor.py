@@ -55,6 +55,17 @@ def test_each_option_has_its_row(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert found[f"port {port}"] == {"check": f"port {port}", "verdict": "ok", "found": "is free", "remedy": ""}
 
 
+def test_a_directory_may_be_an_address(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Like ``dirpath=``. A folder of that name below this one says nothing about it."""
+    status, found = rows(capsys, "--dir", "nothing://bucket/job", "--port", str(free_port()))
+    assert status == 1 and found["tier nothing://bucket/job"]["verdict"] == "broken"
+    assert not any(check.startswith("folder ") for check in found)
+    status, found = rows(capsys, "--dir", f"file://{tmp_path}", "--port", str(free_port()))
+    assert status == 0 and f"folder {tmp_path}" in found
+    status, text = run(capsys, "--dir", "")
+    assert status == 2 and "empty" in text
+
+
 def test_what_is_broken_is_told_by_the_exit_status(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         port = taken.getsockname()[1]

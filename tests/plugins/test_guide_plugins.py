@@ -192,6 +192,23 @@ def test_a_removal_waits_for_the_save_that_replaces_it(made: Any, tmp_path: Path
     assert new.exists() and not old.exists()
 
 
+def test_a_finalize_fn_that_raises_leaves_nothing_undone(made: Any, tmp_path: Path) -> None:
+    plugin = made("MinCkptOverheadCheckpointIO", async_save=True)
+    saved: list[tuple[Path, Path]] = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        old, new = folder / "step=1.ckpt", folder / "step=2.ckpt"
+        plugin.save_checkpoint(checkpoint(1), old)
+        plugin.load_checkpoint(old)
+        plugin.save_checkpoint(checkpoint(2), new, storage_options={"finalize_fn": lambda: 1 / 0})
+        plugin._running[str(folder)].ticket = Late(plugin._running[str(folder)].ticket)
+        plugin.remove_checkpoint(old)
+        saved.append((old, new))
+    with pytest.raises(ZeroDivisionError):
+        plugin.teardown()
+    assert all(new.exists() and not old.exists() for old, new in saved)
+    assert not (tmp_path / "a" / ".resiliency").exists(), "the engine was not closed"
+
+
 def test_a_save_that_fails_in_the_background_keeps_the_old_one(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

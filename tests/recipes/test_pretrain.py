@@ -496,6 +496,14 @@ def test_wrong_flags_end_before_anything_is_made(tmp_path: Path, capsys: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_batch_that_is_more_than_the_text_is_refused(tmp_path: Path, quiet_logging: None) -> None:
+    """Lightning would train for no step, and the job would end well."""
+    from resiliency.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="nothing to train on"):
+        run(*one_tier(tmp_path), "--max-steps", "2", "--micro-bs", "10000000")
+
+
 @pytest.mark.skipif(not HAS_ALL, reason="needs the callbacks that log, beat and profile")
 def test_a_run_with_the_real_callbacks(
     tmp_path: Path, quiet_logging: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -183,9 +183,18 @@ WRONG: list[tuple[list[str], str]] = [
             "profile-ckpt-interval",
             "num-optimizer-replicas",
             "global-bs",
+            "seq-length",
         )
     ),
     ([*CKPT, "--max-steps", "None"], "--max-steps has no value"),
+    *(([*CKPT, "--job-name", name], "--job-name") for name in ("", "None", "..", "a/b")),
+    ([*CKPT, "--trace-name", "a/b"], "--trace-name 'a/b'"),
+    ([*CKPT, "--accelerator", "cuda9"], "pass auto, cpu or gpu"),
+    *(([*CKPT, "--seed", seed], f"--seed {seed}: pass") for seed in ("-5", "4294967296")),
+    *(([*CKPT, "--log-dir", folder], "--log-dir has no value") for folder in ("", "None")),
+    (["--ckpt-dir", "", "--checkpoint-interval", "5"], "--persistent-ckpt-dir has no value"),
+    (["--local-ckpt-dir", "/c/", "--local-ckpt-interval", "5", *CKPT], "cannot be both tiers"),
+    ([*CKPT, "--data", __file__], "pass the folder"),
 ]
 
 
