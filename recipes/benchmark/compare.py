@@ -12,7 +12,8 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from recipes.benchmark.figures import best_of, rows_of, table_of
 from recipes.benchmark.measure import WRITERS, measure
@@ -56,9 +57,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"--intervals {late[0]} is more than --steps {args.steps}: nothing would be saved in the time measured"
         )
-    for name in ("lightning.pytorch", "resiliency"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    with _quiet():
+        return _compare(args)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Only the table is printed, and errors."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "resiliency")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _compare(args: argparse.Namespace) -> int:
     model = CONFIGURATIONS[args.model]
     data, _ = make_loaders(load_tokenizer(None), folder=None, length=model.length, batch=args.batch, val_windows=1)
     measured = []

@@ -8,7 +8,6 @@ at run time.
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from typing import Any, ClassVar
 
 __all__ = ["StockCallback", "StockModelCheckpoint"]
@@ -53,7 +52,6 @@ class StockModelCheckpoint(StockCallback):
     save_weights_only: bool
     best_k_models: Any  # paths -> scores
     _last_global_step_saved: int
-    _train_time_interval: timedelta | None
     _last_checkpoint_saved: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -481,8 +481,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         module_follows = _lightning.module_overrides(trainer, "on_train_batch_end")
         if module_follows:
             self._fence()  # its hook may change what is still being copied; while gradients accumulate, no step fenced
-        if self._train_time_interval is not None and not is_step_boundary(trainer):
-            return  # the end of the step will do. Other triggers are due in the middle of one where they are with stock
+        if not is_step_boundary(trainer):
+            return  # no checkpoint in the middle of a step; the stock class checks its triggers again at the end
         if _saves_kept_weights(pl_module):
             # The stock class puts other weights into the module during its hook: each save must copy inside it.
             with self._own_hook():

@@ -75,7 +75,7 @@ def fit(namespace: str, root: Path, callbacks: list[Any], saver: Any) -> tuple[A
 
 
 def saver(kind: str, namespace: str, root: Path) -> Any:
-    arguments = {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "every_n_train_steps": 1}
+    arguments = {"monitor": "val_loss", "save_top_k": 2, "save_last": True}
     if kind == "stock":
         return stock(namespace)(dirpath=root / "ckpts", **arguments)
     return ours(namespace, root / "ckpts", **arguments)

@@ -178,8 +178,8 @@ def test_a_folder_of_files_is_listed_verified_and_looked_into(tmp_path: Path) ->
     target = survey.find(str(tmp_path))
     views = survey.survey(survey.label_tiers([target]), RUN)
     assert [(view.id.step, view.state, view.needed, view.names) for view in views] == [
-        (1, "committed", 2, ("step=1.ckpt",)),
-        (2, "committed", 2, ("step=2.ckpt",)),
+        (1, survey.StepState.COMMITTED, 2, ("step=1.ckpt",)),
+        (2, survey.StepState.COMMITTED, 2, ("step=2.ckpt",)),
     ]
     assert [check_step(view) for view in views] == [[], []]
     listing = views[0].copies[0].listing

@@ -237,8 +237,8 @@ def test_a_folder_of_files_is_listed_and_verified(tmp_path: Path) -> None:
     assert survey.runs_of([target]) == [RUN]
     views = survey.survey(survey.label_tiers([target]), RUN)
     assert [(view.id.step, view.state, view.names) for view in views] == [
-        (1, "committed", ("step=1.ckpt",)),
-        (2, "committed", ("step=2.ckpt",)),
+        (1, survey.StepState.COMMITTED, ("step=1.ckpt",)),
+        (2, survey.StepState.COMMITTED, ("step=2.ckpt",)),
     ]
     assert [check_step(view) for view in views] == [[], []]
     flip_bits(tmp_path / "step=2.ckpt", [(70_000, 70_001)])
