@@ -34,6 +34,8 @@ SMALL_FILE = 1 << 20
 MOST_READY = 2
 #: Kept ready on a ramdisk, where they take memory, once there are steps: a second one is that of a step to be deleted.
 _KEPT_IN_MEMORY = 1
+#: A file of a deleted step may be so much too short: a number of another length in its record makes 64 bytes.
+_LENGTHENED = 64 << 10
 #: Bytes of a new file that are written at a time; a multiple of 2 MiB.
 _PIECE = 64 << 20
 
@@ -198,9 +200,11 @@ class FilePool:
         while self._used:
             path = self._used.pop()
             try:
-                fits = self._nbytes <= os.stat(path).st_size <= 2 * self._nbytes
+                nbytes, size = self._nbytes, os.stat(path).st_size
+                fits = nbytes - _LENGTHENED <= size <= 2 * nbytes
                 # The proof is this kernel's: of a process on another host it knows nothing.
                 if fits and used_by_this_host_only(path) and not may_share_blocks(path) and is_ours_alone(path):
+                    _lengthen(path, size, nbytes)
                     target = self._new_path("free")
                     os.rename(path, target)
                     return target
@@ -236,6 +240,17 @@ class FilePool:
 
 def _listing(folder: str) -> Iterable[str]:
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def _lengthen(path: str, size: int, nbytes: int) -> None:
+    """Adds zeros to a file that is too short, by writing: pages of a hole would need blocks when they are stored to."""
+    if size < nbytes:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            if os.pwrite(fd, bytes(nbytes - size), size) < nbytes - size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        finally:
+            os.close(fd)
 
 
 def _unlink(path: str) -> None:

@@ -119,7 +119,8 @@ class SaveCopies:
                 if trace is not None:
                     trace.sealed()
                 self._session.client.send(sealed)
-                self._prove(save)
+                # When the file is unmapped: while it is not, the agent cannot use it again.
+                snapshot.afterwards = lambda: self._prove(save)
                 return
             except OSError as error:
                 failure = error

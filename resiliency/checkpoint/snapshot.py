@@ -117,6 +117,7 @@ class Snapshot:
         done: set when every byte of this rank is in the file and digested, and the training thread has agreed, or the
             save is given up.
         error: why the copy failed, None if it did not.
+        afterwards: called on the copy thread when the file is closed.
         device: the copies from GPUs, None without any.
     """
 
@@ -130,6 +131,7 @@ class Snapshot:
     compared: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
+    afterwards: Callable[[], None] | None = None
     sources: Sources | None = None
     _lock: threading.Condition = field(default_factory=threading.Condition)
     # Why the save is given up, None: it is good. The first counts.
@@ -228,7 +230,13 @@ class Snapshot:
             logger.exception("the end of a save could not be reported")
         self.done.set()
         if self.slot is not None:
-            self.slot.close()  # last, because it takes milliseconds per GiB
+            self.slot.close()  # late, because it takes milliseconds per GiB
+        afterwards, self.afterwards = self.afterwards, None
+        if afterwards is not None:
+            try:
+                afterwards()
+            except Exception:  # Boundary: as above.
+                logger.exception("what follows a save could not be done")
 
     def _await_verdict(self) -> BaseException | None:
         while not self._verdicts:

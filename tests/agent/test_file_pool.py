@@ -292,7 +292,7 @@ def test_the_place_of_a_small_file_is_free_at_once(make: Callable[..., Pool], tm
     assert not path.exists() and pool.files == [] and pool.idle
 
 
-@pytest.mark.parametrize("nbytes", [SIZE - 1, 2 * SIZE + 1])
+@pytest.mark.parametrize("nbytes", [SIZE - (64 << 10) - 1, 2 * SIZE + 1])
 def test_a_file_of_another_size_is_deleted(make: Callable[..., Pool], tmp_path: Path, nbytes: int) -> None:
     pool, path = make(), shard(tmp_path, nbytes)
     pool.expect(SIZE, 1)
@@ -300,6 +300,22 @@ def test_a_file_of_another_size_is_deleted(make: Callable[..., Pool], tmp_path: 
     pool.settle()
     ((_, message),) = pool.said
     assert not holds_mark(message) and len(pool.files) == 1
+
+
+@pytest.mark.parametrize("missing", [1, 64, 64 << 10])
+def test_a_file_that_is_a_little_too_short_is_lengthened_and_used_again(
+    make: Callable[..., Pool], tmp_path: Path, missing: int
+) -> None:
+    """Files of equal states differ by some bytes, where a time in the record has another number of digits."""
+    pool, path = make(), shard(tmp_path, SIZE - missing)
+    pool.expect(SIZE, 1)
+    pool.use_again(str(path))
+    pool.settle()
+    ((_, message),) = pool.said
+    assert holds_mark(message) and message.nbytes == SIZE
+    found = os.stat(message.path)
+    assert (found.st_ino, found.st_size) == (message.inode, SIZE)
+    assert found.st_blocks * 512 >= missing, "it has holes, for which a full disk has no room"
 
 
 def test_a_file_that_may_share_blocks_with_a_copy_is_not_used_again(
