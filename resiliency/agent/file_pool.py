@@ -162,7 +162,8 @@ class FilePool:
         left = {path: file for path, file in self._ready.items() if os.path.lexists(path)}
         more_to_come = more_to_come or (unless_taken and len(left) < len(self._ready))
         self._ready = left
-        for path in [path for path, file in self._ready.items() if file.nbytes < self._nbytes]:
+        # What differs by less is the end of the file, which a save writes and does not map.
+        for path in [path for path, file in self._ready.items() if file.nbytes < self._nbytes - _LENGTHENED]:
             del self._ready[path]  # of no use for the saves that come now
             _unlink(path)
         if copies_on_write(self._folder):
