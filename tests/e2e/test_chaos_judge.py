@@ -178,6 +178,21 @@ def test_a_seed_is_one_order_of_actions() -> None:
     assert {action.kind for action in first} == set(WEIGHTS)
 
 
+@pytest.mark.parametrize("first_has_begun", [True, False])
+def test_what_is_put_back_after_the_first_rank_has_begun_is_not_demanded_of_the_others(first_has_begun: bool) -> None:
+    def begun(rank: int, seen: list[str]) -> Line:
+        line = {"what": "loading", "how": "attempt", "scope": "newest", "falls_back": True, "job": "j"}
+        return {**line, "load": f"{rank}", "seen": seen}
+
+    def ended(rank: int) -> Line:
+        line = {"what": "loaded", "rank": rank, "key": None, "state": "", "own": None, "checked": True, "job": "j"}
+        return {**line, "load": f"{rank}", "still": [named("a"), named("b")]}
+
+    first, second = begun(0, []), begun(1, [named("a"), named("b")])
+    between = [first, BACK, second] if first_has_begun else [BACK, first, second]
+    assert (problems(*AB, away(), *between, ended(0), ended(1)) == []) is first_has_begun
+
+
 @pytest.mark.parametrize(("steps", "right"), [((6, 38, 17), True), ((6, 8, 17), False), ((6, 38, 38), False)])
 def test_of_two_that_descend_from_one_save_the_one_that_got_further_is_the_newest(
     steps: tuple[int, int, int], right: bool

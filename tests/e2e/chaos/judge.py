@@ -77,6 +77,7 @@ class Judge:
         self._newest_attempt = 0
         self._attempts: dict[str, int] = {}  # job -> its attempt
         self._went_on_from: dict[int, str | None] = {}  # attempt -> the save that it loaded
+        self._collective: dict[str, list[_Load]] = {}  # job -> what its ranks load at its start, one load of all
         self._blows = 0  # how often processes of a job were killed or stopped
         self._blows_before: dict[str, int] = {}  # job -> how many of them when it was started
         self._readers: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -182,7 +183,15 @@ class Judge:
         usable = {key for key in known if not self._saves[key].spoiled and not self._saves[key].unsure}
         for keys in self._away.values():
             usable = set() if keys is None else usable - set(keys)
-        self._loads[line["load"]] = _Load(line, usable)
+        load = self._loads[line["load"]] = _Load(line, usable)
+        if line["how"] == "attempt" and "job" in line:
+            # What there is is listed once for all ranks, by the first of them that come: what was put back between the
+            # first and the last may not have been there.
+            loads = self._collective.setdefault(line["job"], [])
+            loads.append(load)
+            common = set[str].intersection(*(each.candidates for each in loads))
+            for each in loads:
+                each.candidates = common
 
     def _loaded(self, line: dict[str, Any]) -> None:
         load = self._loads.pop(line["load"])
