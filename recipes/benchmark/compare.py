@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import sys
 import tempfile
 import warnings
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"--intervals {late[0]} is more than --steps {args.steps}: nothing would be saved in the time measured"
         )
+    if args.dir is not None and not os.path.isdir(args.dir):
+        parser.error(f"--dir {args.dir} is no folder; make it, or name one on the disk to measure")
     with _quiet():
         return _compare(args)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from recipes.pretrain.faults import FaultPlan
 from recipes.pretrain.models import CONFIGURATIONS, parameters_of
 from resiliency.errors import ConfigError
+from resiliency.storage.tiers import unknown_store
 
 __all__ = ["memory_problem", "problems", "settle"]
 
@@ -45,6 +46,7 @@ def problems(args: argparse.Namespace, *, launched_ranks: int | None = None) -> 
         *_numbers(args),
         *_words(args),
         *_tiers(args),
+        *_folders(args),
         *_parallel(args, launched_ranks),
         *_watching(args),
         *_data(args),
@@ -70,6 +72,11 @@ def _numbers(args: argparse.Namespace) -> Iterator[str]:
             yield f"{_flag(name)} {value}: pass 1 or more"
     if args.limit_val_batches is None or args.limit_val_batches < 0:
         yield f"--limit-val-batches {args.limit_val_batches}: pass 0 or more"
+    elif args.limit_val_batches and args.limit_val_batches_given and args.val_check_interval is None:
+        yield (
+            f"--limit-val-batches {args.limit_val_batches} without --val-check-interval: there is no validation whose"
+            " batches it could limit; pass both"
+        )
 
 
 def _words(args: argparse.Namespace) -> Iterator[str]:
@@ -142,6 +149,24 @@ def _tiers(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.topk_ckpt is not None and persistent is None:
         yield "--topk-ckpt counts checkpoints of the persistent tier, and there is none; pass --persistent-ckpt-dir"
+
+
+def _folders(args: argparse.Namespace) -> Iterator[str]:
+    for name in ("persistent_ckpt_dir", "local_ckpt_dir", "log_dir"):
+        folder = getattr(args, name) or ""
+        if "://" not in folder:
+            file = _file_on_the_way(folder)
+            if file:
+                yield f"{_flag(name)} {folder}: {file} is a file; pass a folder, or a path that does not exist yet"
+        elif name == "persistent_ckpt_dir" and unknown_store(folder):
+            yield f"{_flag(name)} {folder}: {unknown_store(folder)}"
+
+
+def _file_on_the_way(folder: str) -> str:
+    """The nearest ancestor that exists, itself included, if it is no folder; else ""."""
+    while folder and not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return "" if not folder or os.path.isdir(folder) else folder
 
 
 def _parallel(args: argparse.Namespace, launched: int | None) -> Iterator[str]:

@@ -26,6 +26,16 @@ def _text_or_none(text: str) -> str | None:
     return None if text == "None" else text
 
 
+class _StoreGiven(argparse.Action):
+    """Stores the value, and in ``<dest>_given`` that there was one: a default means less than the same value given."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, *_: object
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        setattr(namespace, f"{self.dest}_given", True)
+
+
 class _Flags:
     def __init__(self, parser: argparse.ArgumentParser, title: str) -> None:
         self._group = parser.add_argument_group(title)
@@ -71,7 +81,15 @@ def make_parser() -> argparse.ArgumentParser:
     model.number("--micro-bs", default=1, help="sequences per rank and batch")
     model.number("--seq-length", help="tokens of a sequence; default: that of the model")
     model.number("--val-check-interval", help="optimizer steps between validations; default: none")
-    model.number("--limit-val-batches", default=10, help="batches of a validation")
+    model._group.add_argument(
+        "--limit-val-batches",
+        default=10,
+        type=_number_or_none,
+        metavar="N",
+        action=_StoreGiven,
+        help="batches of a validation, with --val-check-interval; default: 10",
+    )
+    parser.set_defaults(limit_val_batches_given=False)
     model.number("--num-optimizer-replicas", help="ranks that hold the same optimizer state; default: all (DDP)")
 
     checkpoints = _Flags(parser, "checkpoints")

@@ -48,6 +48,8 @@ def checked(arguments: Sequence[str]) -> argparse.Namespace:
     except ConfigError as error:
         parser.error(str(error))
     wrong = problems(args, launched_ranks=launched)
+    if not wrong and args.accelerator == "gpu" and not torch.cuda.is_available():
+        wrong = ["--accelerator gpu: torch finds no GPU on this host; pass auto or cpu"]
     too_large = "" if wrong else memory_problem(args, _available_bytes(args))
     if wrong or too_large:
         parser.error("\n  ".join(wrong or [too_large]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import os
 import platform
@@ -157,13 +158,20 @@ def examine_folder(path: str) -> Folder:
 
 
 def examine_remote(address: str) -> Remote:
-    """Writes, reads and deletes a small object. Blocks: up to the tier's own deadlines, about a minute."""
+    """Writes, reads and deletes a small object; what it makes is gone afterwards.
+
+    Blocks: up to the tier's own deadlines, about a minute.
+    """
     from resiliency.errors import ResiliencyError
     from resiliency.storage.tiers import open_tier
+    from resiliency.storage.tiers._address import local_path
 
     key = f".resiliency-doctor/{socket.gethostname()}-{os.getpid()}"
     start = time.monotonic()
+    made: list[str] = []
     try:
+        folder = local_path(address)
+        made = [] if folder is None else _missing(os.path.dirname(os.path.join(folder, key)))
         tier = open_tier(address)
         tier.put_bytes(key, b"resiliency doctor")
         if tier.read(key) != b"resiliency doctor":
@@ -171,7 +179,19 @@ def examine_remote(address: str) -> Remote:
         tier.delete(key)
     except (ResiliencyError, OSError, ImportError) as error:
         return Remote(address=address, problem=str(error))
+    finally:
+        for one in made:
+            _works(functools.partial(os.rmdir, one))
     return Remote(address=address, seconds=time.monotonic() - start)
+
+
+def _missing(folder: str) -> list[str]:
+    """The folder and those above it that are not there yet, the deepest first."""
+    found = []
+    while folder and not os.path.lexists(folder):
+        found.append(folder)
+        folder = os.path.dirname(folder)
+    return found
 
 
 def _works(action: Callable[[], object]) -> bool:

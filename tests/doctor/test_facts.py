@@ -72,5 +72,7 @@ def test_a_folder_without_links_or_fsync_is_told(tmp_path: Path, monkeypatch: py
 def test_a_tier_is_tried_with_an_object_that_is_gone_afterwards(tmp_path: Path) -> None:
     remote = examine_remote(f"file://{tmp_path}/tier")
     assert remote.problem == "" and remote.seconds > 0
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "there").mkdir()
+    assert examine_remote(str(tmp_path / "there")).problem == "" and list(tmp_path.rglob("*")) == [tmp_path / "there"]
     assert "nowhere" in examine_remote("nowhere://bucket").problem

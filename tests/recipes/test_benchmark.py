@@ -62,6 +62,7 @@ def test_table() -> None:
         (["--writers", "other"], "invalid choice"),
         (["--mtbf", "0"], "1 or more"),
         (["--rounds", "0"], "1 or more"),
+        (["--dir", "/nowhere"], "--dir /nowhere is no folder"),
     ],
 )
 def test_wrong_flags_are_refused(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -493,6 +493,10 @@ def test_wrong_flags_end_before_anything_is_made(tmp_path: Path, capsys: pytest.
     with pytest.raises(SystemExit):
         run("--model", "405B", *one_tier(tmp_path))
     assert "405.9 billion parameters" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            run("--accelerator", "gpu", *one_tier(tmp_path))
+        assert "torch finds no GPU on this host" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -194,6 +194,11 @@ WRONG: list[tuple[list[str], str]] = [
     *(([*CKPT, "--log-dir", folder], "--log-dir has no value") for folder in ("", "None")),
     (["--ckpt-dir", "", "--checkpoint-interval", "5"], "--persistent-ckpt-dir has no value"),
     (["--local-ckpt-dir", "/c/", "--local-ckpt-interval", "5", *CKPT], "cannot be both tiers"),
+    ([*CKPT, "--limit-val-batches", "10"], "without --val-check-interval: there is no validation"),
+    (["--ckpt-dir", "foo://b", "--checkpoint-interval", "5"], "'foo://b' is no object store this library knows"),
+    (["--ckpt-dir", f"{__file__}/ckpt", "--checkpoint-interval", "5"], f"{__file__} is a file"),
+    (["--local-ckpt-dir", __file__, "--local-ckpt-interval", "5"], f"{__file__} is a file"),
+    ([*CKPT, "--log-dir", __file__], f"{__file__} is a file"),
     ([*CKPT, "--data", __file__], "pass the folder"),
 ]
 
