@@ -1,0 +1,1 @@
+"""Notices that a training job has failed, decides what to do about it, and does it once."""

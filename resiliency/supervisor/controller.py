@@ -1,0 +1,654 @@
+"""What is done, and in which order: observations become incidents, incidents plans, plans places of hosts. Pure.
+
+Everything is decided from what is true now (which hosts are ready, which epoch a host says it has), never from what a
+message said once, so that a supervisor that was killed goes on by looking. A workload has one plan at a time, and each
+set of places has an epoch of its own: what is said of another epoch is not listened to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from resiliency.errors import ConfigError
+from resiliency.supervisor.model import (
+    HostState,
+    Incident,
+    Observation,
+    ObservationKind,
+    Outcome,
+    Place,
+    Plan,
+    Remedy,
+    RemedyKind,
+    StepKind,
+    Workload,
+    WorkloadSpec,
+    WorkloadState,
+)
+from resiliency.supervisor.plans import make_plan
+from resiliency.supervisor.policy import DefaultPolicy, Policy, Situation, problem_of
+from resiliency.supervisor.sensor import Sensor
+
+__all__ = ["Changes", "Controller", "ControllerSettings"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerSettings:
+    """
+    Attributes:
+        most_plans: for one incident; then the workload is stopped.
+        hook_timeout_s: of the user's program in each plan; 0: there is none.
+        dry_run: remedies are said, and not carried out.
+    """
+
+    most_plans: int = 12
+    hook_timeout_s: float = 0.0
+    dry_run: bool = False
+
+
+@dataclass(kw_only=True)
+class Changes:
+    """What is to be stored before anything is done about it."""
+
+    workloads: dict[str, Workload] = field(default_factory=dict)
+    incidents: dict[int, Incident] = field(default_factory=dict)
+    plans: dict[int, Plan] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.workloads or self.incidents or self.plans)
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """What hosts have said of a workload's present epoch. Not stored: they say it again.
+
+    Attributes:
+        placed: hosts that know their places.
+        ended: hosts whose ranks have all finished.
+        step: the furthest of all.
+        progressed_s: when it was seen to grow last.
+    """
+
+    epoch: int = 0
+    placed: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+    step: int = -1
+    began: bool = False
+    progressed_s: float = -1.0
+
+
+class Controller:
+    """See the module. Thread: one. Blocks: never.
+
+    Args:
+        sensor: of the hosts.
+        period_s: between two reports of a host.
+    """
+
+    def __init__(
+        self,
+        sensor: Sensor,
+        *,
+        policy: Policy | None = None,
+        settings: ControllerSettings = ControllerSettings(),  # noqa: B008 - frozen
+        period_s: float = 5.0,
+    ) -> None:
+        self._sensor = sensor
+        self._policy = policy or DefaultPolicy()
+        self._settings = settings
+        self._period_s = period_s
+        self._workloads: dict[str, Workload] = {}
+        self._incidents: dict[int, Incident] = {}
+        self._plans: dict[int, Plan] = {}
+        self._seen: dict[str, _Seen] = {}
+        self._changes = Changes()
+        self._last_number = 0
+        #: Reports that were not listened to, by reason.
+        self.refused: Counter[str] = Counter()
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def workloads(self) -> Mapping[str, Workload]:
+        return self._workloads
+
+    @property
+    def incidents(self) -> Mapping[int, Incident]:
+        return self._incidents
+
+    @property
+    def plans(self) -> Mapping[int, Plan]:
+        return self._plans
+
+    def place_of(self, host: str) -> Place | None:
+        """What a host is to do now; None: it has no ranks."""
+        for workload in self._workloads.values():
+            place = workload.place_of(host)
+            if place is not None:
+                return place
+        return None
+
+    def active_plans(self) -> list[Plan]:
+        found = (workload.plan for workload in self._workloads.values())
+        return [self._plans[number] for number in found if number is not None]
+
+    def take_changes(self) -> Changes:
+        """What has changed since this was asked last."""
+        changes, self._changes = self._changes, Changes()
+        return changes
+
+    def restore(
+        self, workloads: Iterable[Workload], incidents: Iterable[Incident], plans: Iterable[Plan], now_s: float
+    ) -> None:
+        """What a supervisor before this one has stored. Deadlines begin anew."""
+        self._incidents = {each.number: each for each in incidents}
+        self._plans = {each.number: replace(each, step_since_s=now_s) for each in plans}
+        self._workloads = {each.name: replace(each, since_s=now_s) for each in workloads}
+        self._last_number = max([0, *self._incidents, *self._plans])
+
+    def add(self, spec: WorkloadSpec, now_s: float) -> None:
+        """A workload that is to run; of one that is known, what the user wants now.
+
+        Raises:
+            ConfigError: hosts per replica cannot change while it runs.
+        """
+        known = self._workloads.get(spec.name)
+        if known is None or known.state.has_ended:
+            epoch = 0 if known is None else known.epoch
+            self._set(Workload(spec=spec, epoch=epoch, since_s=now_s))
+            return
+        if known.places and spec.hosts_per_replica != known.spec.hosts_per_replica:
+            raise ConfigError(
+                f"workload {spec.name!r} runs with {known.spec.hosts_per_replica} hosts a replica; stop it before it"
+                f" gets {spec.hosts_per_replica}"
+            )
+        if known.spec != spec:
+            self._set(replace(known, spec=spec))
+
+    def stop(self, name: str, reason: str, now_s: float, wall: float) -> bool:
+        """Ends a workload for good. False: there is none that runs."""
+        workload = self._workloads.get(name)
+        if workload is None or workload.state.has_ended:
+            return False
+        self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
+        return True
+
+    # -- what is reported ---------------------------------------------------------------------------------------------
+
+    def reported(
+        self, host: str, workload: str, epoch: int, now_s: float, *, step: int = -1, ended: bool = False
+    ) -> None:
+        """A host knows its place, its ranks have come to a step (-1: none yet), or they have all finished."""
+        known = self._workloads.get(workload)
+        if known is None or known.epoch != epoch or host not in known.places:
+            self.refused["epoch"] += 1
+            return
+        seen = self._seen_of(known)
+        seen.placed.add(host)
+        if ended:
+            seen.ended.add(host)
+        else:
+            seen.ended.discard(host)
+        if step >= 0 and (step > seen.step or not seen.began):
+            # The first step of an epoch may be earlier than the last of the one before.
+            seen.step, seen.began, seen.progressed_s = step, True, now_s
+
+    def observe(self, one: Observation, now_s: float, wall: float) -> None:
+        """Something was seen. Epochs that are over, hosts and workloads that nobody knows are not listened to."""
+        if one.host and self._sensor.host(one.host) is None:
+            self.refused["host"] += 1
+            return
+        concerned = [each for each in self._workloads.values() if not each.state.has_ended]
+        if one.workload:
+            concerned = [each for each in concerned if each.name == one.workload and each.epoch == one.epoch]
+            if one.host:
+                concerned = [each for each in concerned if one.host in each.places]
+            if not concerned:
+                self.refused["epoch"] += 1
+                return
+        else:
+            concerned = [each for each in concerned if one.host in each.places or self._is_to_come(each, one.host)]
+        for workload in concerned:
+            self._note(workload, replace(one, workload=workload.name, epoch=workload.epoch), now_s, wall)
+
+    def step_ended(
+        self, plan_number: int, at: int, now_s: float, wall: float, *, problem: str = "", hosts: Sequence[str] = ()
+    ) -> None:
+        """A step that somebody else carries out has ended. Told twice, or of a plan that is over, it is nothing.
+
+        Args:
+            problem: "": it was done.
+            hosts: because of which it was not.
+        """
+        plan = self._plans.get(plan_number)
+        if plan is None or plan.step is None or plan.at != at:
+            return
+        if plan.step.kind in (StepKind.PLACE, StepKind.PROGRESS):
+            return  # seen from the hosts' reports
+        if not problem:
+            self._advance(plan, now_s)
+            return
+        self._step_failed(plan, problem, tuple(hosts), now_s, wall)
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def look(self, now_s: float, wall: float) -> None:
+        """Does what is due. To be called after whatever was reported, and several times a second."""
+        for one in self._sensor.look(now_s):
+            self.observe(one, now_s, wall)
+        for name in list(self._workloads):
+            workload = self._workloads[name]
+            if workload.state.has_ended:
+                continue
+            if self._sensor.frozen:
+                if workload.state is WorkloadState.RUNNING:
+                    self._set(replace(workload, state=WorkloadState.FROZEN, since_s=now_s))
+                elif workload.plan is not None:
+                    self._set_plan(replace(self._plans[workload.plan], step_since_s=now_s))
+                continue
+            if workload.state is WorkloadState.FROZEN:
+                workload = replace(workload, state=WorkloadState.RUNNING, since_s=now_s)
+                self._set(workload)
+            if workload.plan is not None:
+                self._follow(self._plans[workload.plan], now_s, wall)
+            workload = self._workloads[name]
+            if workload.plan is None and not workload.state.has_ended:
+                self._decide(workload, now_s, wall)
+
+    # -- incidents ----------------------------------------------------------------------------------------------------
+
+    def _note(self, workload: Workload, one: Observation, now_s: float, wall: float) -> None:
+        plan = None if workload.plan is None else self._plans[workload.plan]
+        incident = self._open_incident(workload, now_s, wall)
+        if all(known.identity != one.identity or known.epoch != one.epoch for known in incident.observations):
+            logger.warning("%s: %s%s", workload.name, describe(one), f" (incident {incident.number})")
+            self._set_incident(replace(incident, observations=(*incident.observations, one)))
+            if one.host and not one.is_planned:
+                workload = self._workloads[workload.name]
+                faults = {**workload.host_faults, one.host: workload.host_faults.get(one.host, 0) + 1}
+                self._set(replace(workload, host_faults=faults))
+        if plan is not None:
+            self._disturb(plan, one, now_s, wall)
+
+    def _disturb(self, plan: Plan, one: Observation, now_s: float, wall: float) -> None:
+        """Something happened while a plan is carried out: does it make the plan wrong?"""
+        placed = self._workloads[plan.workload].epoch == plan.epoch
+        if one.takes_host_out and one.host in plan.places and one.host not in plan.remedy.out:
+            self._end_plan(plan, Outcome.OVERTAKEN, describe(one), now_s)
+        elif placed and one.kind in (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG):
+            self._end_plan(plan, Outcome.FAILED, describe(one), now_s)
+        elif not placed and not one.is_planned and self._situation_was_planned(plan):
+            self._end_plan(plan, Outcome.OVERTAKEN, describe(one), now_s)
+
+    def _situation_was_planned(self, plan: Plan) -> bool:
+        return any(step.kind is StepKind.CHECKPOINT for step in plan.steps)
+
+    def _open_incident(self, workload: Workload, now_s: float, wall: float) -> Incident:
+        if workload.incident is not None:
+            return self._incidents[workload.incident]
+        incident = Incident(number=self._next_number(), workload=workload.name, opened_at_s=now_s, opened_at=wall)
+        self._set_incident(incident)
+        self._set(replace(self._workloads[workload.name], incident=incident.number))
+        return incident
+
+    def _close(self, workload: Workload, outcome: str, now_s: float, wall: float) -> None:
+        if workload.incident is None:
+            return
+        incident = self._incidents[workload.incident]
+        logger.info("%s: incident %d is over: %s", workload.name, incident.number, outcome)
+        self._set_incident(replace(incident, closed_at_s=now_s, closed_at=wall, outcome=outcome))
+        self._set(replace(self._workloads[workload.name], incident=None))
+
+    # -- decisions ----------------------------------------------------------------------------------------------------
+
+    def _decide(self, workload: Workload, now_s: float, wall: float) -> None:
+        """There is no plan. Is one needed?"""
+        self._notice_chances(workload, now_s, wall)
+        workload = self._workloads[workload.name]
+        self._complete(workload, now_s, wall)
+        workload = self._workloads[workload.name]
+        if workload.incident is None or workload.state.has_ended:
+            self._forgive(workload, now_s)
+            return
+        incident = self._incidents[workload.incident]
+        if now_s - incident.opened_at_s < workload.spec.correlate_s:
+            return
+        situation = self._situation(workload, incident, now_s)
+        if workload.state is WorkloadState.WAITING:
+            self._wait_or_start(situation, now_s, wall)
+            return
+        if not situation.observations:
+            if workload.state is WorkloadState.REMEDYING and workload.epoch and not self._seen_of(workload).began:
+                situation = replace(situation, observations=incident.observations[-1:])
+            else:
+                self._close(workload, "what was seen holds no longer", now_s, wall)
+                self._set(replace(self._workloads[workload.name], state=WorkloadState.RUNNING, since_s=now_s))
+                return
+        if self._trains_on(situation, now_s):
+            return
+        if len(incident.tried) >= self._settings.most_plans:
+            reason = f"{len(incident.tried)} plans did not end incident {incident.number}"
+            self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
+            return
+        self._carry_out(self._ask(situation), situation, now_s, wall)
+
+    def _ask(self, situation: Situation) -> Remedy:
+        name = situation.workload.name
+        try:
+            remedy = self._policy.event_policy(situation)
+            problem = problem_of(remedy, situation) if isinstance(remedy, Remedy) else f"it answered {remedy!r}"
+        except Exception as error:
+            logger.exception("%s: the policy failed", name)
+            problem = f"it raised {type(error).__name__}: {error}"
+        if not problem:
+            return remedy
+        logger.error("%s: the policy's answer cannot be carried out: %s; the default policy decides", name, problem)
+        remedy = DefaultPolicy().event_policy(situation)
+        problem = problem_of(remedy, situation)
+        if problem:
+            return Remedy(kind=RemedyKind.STOP, reason=f"nothing can be done: {problem}")
+        return remedy
+
+    def _carry_out(self, remedy: Remedy, situation: Situation, now_s: float, wall: float) -> None:
+        workload, incident = situation.workload, situation.incident
+        if self._settings.dry_run:
+            self._close(workload, f"dry run: would {remedy.kind}{_of(remedy)}", now_s, wall)
+            return
+        if remedy.kind is RemedyKind.NOTHING:
+            self._close(workload, remedy.reason or "nothing is done", now_s, wall)
+            return
+        if remedy.kind is RemedyKind.STOP:
+            self._end(workload, WorkloadState.STOPPED, remedy.reason, now_s, wall)
+            return
+        if remedy.kind is RemedyKind.WAIT:
+            logger.error("%s waits for hosts: %s", workload.name, remedy.reason)
+            self._give_up_silent(situation.out)
+            self._set(
+                replace(
+                    workload,
+                    state=WorkloadState.WAITING,
+                    places=(),
+                    epoch=workload.epoch + 1,
+                    replicas_before=workload.replicas or workload.replicas_before,
+                    since_s=now_s,
+                    reason=remedy.reason,
+                )
+            )
+            return
+        plan = make_plan(
+            remedy,
+            situation,
+            number=self._next_number(),
+            now_s=now_s,
+            hook_timeout_s=self._settings.hook_timeout_s,
+        )
+        logger.warning(
+            "%s: incident %d: %s%s (plan %d, epoch %d, %d hosts)",
+            workload.name,
+            incident.number,
+            remedy.kind,
+            _of(remedy),
+            plan.number,
+            plan.epoch,
+            len(plan.places),
+        )
+        self._set_plan(plan)
+        self._set_incident(replace(incident, tried=(*incident.tried, plan.number)))
+        in_job = workload.in_job_restarts + (remedy.kind is RemedyKind.RESTART_IN_JOB)
+        restarts = workload.workload_restarts + (remedy.kind is RemedyKind.RESTART_WORKLOAD)
+        if remedy.kind in (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN):
+            in_job = restarts = 0  # other hosts
+        self._set(
+            replace(
+                workload,
+                state=WorkloadState.REMEDYING,
+                plan=plan.number,
+                since_s=now_s,
+                in_job_restarts=in_job,
+                workload_restarts=restarts,
+                reason="",
+            )
+        )
+        self._begin_step(plan)
+
+    def _wait_or_start(self, situation: Situation, now_s: float, wall: float) -> None:
+        workload, spec = situation.workload, situation.workload.spec
+        ready = len(situation.spares)
+        waited_s = now_s - workload.since_s
+        if ready >= spec.hosts or (ready >= spec.min_hosts and waited_s >= spec.dwell_s):
+            self._carry_out(self._ask(situation), situation, now_s, wall)
+        elif waited_s >= spec.wait_timeout_s:
+            reason = f"{ready} of {spec.min_hosts} hosts are ready after {waited_s:.0f} s"
+            self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
+
+    def _notice_chances(self, workload: Workload, now_s: float, wall: float) -> None:
+        """What nobody reports: hosts that a job could use."""
+        if workload.incident is not None:
+            return
+        ready = self._spares(now_s, dwell_s=0.0)
+        if workload.state is WorkloadState.WAITING:
+            if len(ready) >= workload.spec.min_hosts:
+                self._note(
+                    workload,
+                    Observation(kind=ObservationKind.CAPACITY, workload=workload.name, epoch=workload.epoch),
+                    now_s,
+                    wall,
+                )
+            elif now_s - workload.since_s >= workload.spec.wait_timeout_s:
+                reason = f"{len(ready)} of {workload.spec.min_hosts} hosts are ready"
+                self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
+            return
+        if workload.state is not WorkloadState.RUNNING or not ready:
+            return
+        spec = workload.spec
+        for host in workload.places:
+            if self._sensor.state_of(host) is HostState.CORDONED:
+                self._note(
+                    workload,
+                    Observation(kind=ObservationKind.DRAIN, host=host, workload=workload.name, epoch=workload.epoch),
+                    now_s,
+                    wall,
+                )
+        steady = self._spares(now_s, dwell_s=spec.dwell_s)
+        missing = spec.replicas - workload.replicas
+        if spec.scale_up and missing > 0 and now_s - workload.since_s >= spec.dwell_s:
+            if len(steady) >= spec.hosts_per_replica and self._seen_of(workload).began:
+                self._note(
+                    workload,
+                    Observation(kind=ObservationKind.CAPACITY, workload=workload.name, epoch=workload.epoch),
+                    now_s,
+                    wall,
+                )
+
+    def _complete(self, workload: Workload, now_s: float, wall: float) -> None:
+        seen = self._seen_of(workload)
+        if workload.places and seen.ended.issuperset(workload.places):
+            self._end(workload, WorkloadState.COMPLETED, "every rank has finished", now_s, wall)
+
+    def _forgive(self, workload: Workload, now_s: float) -> None:
+        spoiled = workload.in_job_restarts or workload.workload_restarts or workload.host_faults
+        if spoiled and workload.state is WorkloadState.RUNNING and now_s - workload.since_s >= workload.spec.healthy_s:
+            self._set(replace(workload, in_job_restarts=0, workload_restarts=0, host_faults={}))
+
+    def _trains_on(self, situation: Situation, now_s: float) -> bool:
+        """Hosts are silent, and training goes on, which it cannot without them: they are not lost, only not heard."""
+        if any(one.kind is not ObservationKind.HOST_SILENT for one in situation.observations):
+            return False
+        if situation.workload.state is not WorkloadState.RUNNING:
+            return False
+        silent = [self._sensor.host(one.host) for one in situation.observations]
+        since_s = max((host.heard_s for host in silent if host is not None), default=now_s)
+        progressed_s = self._seen_of(situation.workload).progressed_s
+        # A step that was made before the host fell silent may be reported a period later.
+        return progressed_s > since_s + 2 * self._period_s and now_s - progressed_s < 2 * self._period_s
+
+    # -- the situation ------------------------------------------------------------------------------------------------
+
+    def _situation(self, workload: Workload, incident: Incident, now_s: float) -> Situation:
+        plans = tuple(self._plans[number] for number in incident.tried)
+        held = tuple(one for one in incident.observations if self._holds(one, workload, plans))
+        gone = {one.host for one in held if one.takes_host_out and one.host in workload.places}
+        unready = {host for host in workload.places if self._sensor.state_of(host) in (HostState.SILENT, None)}
+        out = tuple(host for host in workload.places if host in gone | unready)
+        blocks = {host.block for host in map(self._sensor.host, out) if host is not None and host.block}
+        spares = sorted(self._spares(now_s, dwell_s=0.0), key=lambda name: self._block(name) not in blocks)
+        return Situation(
+            workload=workload, incident=incident, observations=held, out=out, spares=tuple(spares), tried=plans
+        )
+
+    def _block(self, name: str) -> str:
+        host = self._sensor.host(name)
+        return "" if host is None else host.block
+
+    def _holds(self, one: Observation, workload: Workload, tried: Sequence[Plan]) -> bool:
+        """Still true, or not yet seen to."""
+        if one.kind is ObservationKind.HOST_SILENT:
+            return self._sensor.state_of(one.host) is HostState.SILENT and one.host in workload.places
+        if one.kind is ObservationKind.DRAIN:
+            return self._sensor.state_of(one.host) is HostState.CORDONED and one.host in workload.places
+        if one.host and one.host not in workload.places:
+            return False
+        if one.kind in (ObservationKind.HOST_UNHEALTHY, ObservationKind.HOST_LOST, ObservationKind.DEVICE_FAULT):
+            return not any(plan.outcome is Outcome.DONE for plan in tried)
+        return one.epoch == workload.epoch
+
+    def _spares(self, now_s: float, *, dwell_s: float) -> list[str]:
+        """Hosts that are ready and have no place, in order of their names."""
+        taken: set[str] = set()
+        for workload in self._workloads.values():
+            if not workload.state.has_ended:
+                taken.update(workload.places)
+                if workload.plan is not None:
+                    taken.update(self._plans[workload.plan].places)
+        return [
+            host.name
+            for host in self._sensor.hosts()
+            if host.state is HostState.READY and host.name not in taken and now_s - host.since_s >= dwell_s
+        ]
+
+    def _is_to_come(self, workload: Workload, host: str) -> bool:
+        return workload.plan is not None and host in self._plans[workload.plan].places
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def _follow(self, plan: Plan, now_s: float, wall: float) -> None:
+        """Steps that are seen to be done, and those that are late."""
+        while (step := plan.step) is not None:
+            workload = self._workloads[plan.workload]
+            seen = self._seen_of(workload)
+            if step.kind is StepKind.PLACE and workload.epoch == plan.epoch and seen.placed.issuperset(plan.places):
+                plan = self._advance(plan, now_s)
+                continue
+            if step.kind is StepKind.PROGRESS and (seen.began or seen.ended.issuperset(plan.places)):
+                plan = self._advance(plan, now_s)
+                continue
+            if now_s - plan.step_since_s > step.timeout_s:
+                late = tuple(host for host in plan.places if host not in seen.placed)
+                problem = f"{step.kind} was not done within {step.timeout_s:.0f} s"
+                self._step_failed(plan, problem, late if step.kind is StepKind.PLACE else (), now_s, wall)
+            return
+        workload = self._workloads[plan.workload]
+        if plan.outcome is Outcome.ACTIVE:
+            self._end_plan(plan, Outcome.DONE, "", now_s)
+            self._set(replace(self._workloads[workload.name], state=WorkloadState.RUNNING, since_s=now_s))
+            self._close(self._workloads[workload.name], f"{plan.remedy.kind} helped", now_s, wall)
+
+    def _advance(self, plan: Plan, now_s: float) -> Plan:
+        plan = replace(plan, at=plan.at + 1, step_since_s=now_s)
+        self._set_plan(plan)
+        self._begin_step(plan)
+        return plan
+
+    def _begin_step(self, plan: Plan) -> None:
+        if plan.step is None or plan.step.kind is not StepKind.PLACE:
+            return
+        workload = self._workloads[plan.workload]
+        self._give_up_silent(host for host in workload.places if host not in plan.places)
+        self._set(
+            replace(
+                workload,
+                epoch=plan.epoch,
+                places=plan.places,
+                fresh=plan.fresh,
+                replicas_before=workload.replicas or workload.replicas_before,
+            )
+        )
+
+    def _give_up_silent(self, hosts: Iterable[str]) -> None:
+        for host in hosts:
+            if self._sensor.state_of(host) is HostState.SILENT:
+                self._sensor.give_up(host)
+
+    def _step_failed(self, plan: Plan, problem: str, hosts: tuple[str, ...], now_s: float, wall: float) -> None:
+        step = plan.step
+        assert step is not None
+        if not step.required:
+            logger.warning("%s: plan %d goes on although %s", plan.workload, plan.number, problem)
+            self._advance(plan, now_s)
+            return
+        for host in hosts:
+            self._sensor.quarantine(host, problem, now_s)
+        if hosts:  # it was not the remedy that failed
+            self._end_plan(replace(plan, failed=hosts), Outcome.OVERTAKEN, problem, now_s)
+            kind = ObservationKind.HOST_UNHEALTHY
+        else:
+            self._end_plan(plan, Outcome.FAILED, problem, now_s)
+            kind = ObservationKind.NO_PROGRESS
+        workload = self._workloads[plan.workload]
+        for host in hosts or ("",):
+            if not host or host in workload.places:
+                seen = Observation(kind=kind, host=host, workload=workload.name, epoch=workload.epoch, detail=problem)
+                self._note(self._workloads[workload.name], seen, now_s, wall)
+
+    def _end_plan(self, plan: Plan, outcome: Outcome, reason: str, now_s: float) -> None:
+        if outcome is not Outcome.DONE:
+            logger.warning("%s: plan %d is %s: %s", plan.workload, plan.number, outcome, reason)
+        self._set_plan(replace(plan, outcome=outcome, reason=reason))
+        self._set(replace(self._workloads[plan.workload], plan=None))
+
+    def _end(self, workload: Workload, state: WorkloadState, reason: str, now_s: float, wall: float) -> None:
+        level = logging.INFO if state is WorkloadState.COMPLETED else logging.ERROR
+        logger.log(level, "%s is %s: %s", workload.name, state, reason)
+        if workload.plan is not None:
+            self._end_plan(self._plans[workload.plan], Outcome.OVERTAKEN, reason, now_s)
+        self._close(self._workloads[workload.name], reason, now_s, wall)
+        self._set(replace(self._workloads[workload.name], state=state, since_s=now_s, reason=reason))
+
+    # -- what is stored -----------------------------------------------------------------------------------------------
+
+    def _seen_of(self, workload: Workload) -> _Seen:
+        seen = self._seen.get(workload.name)
+        if seen is None or seen.epoch != workload.epoch:
+            seen = self._seen[workload.name] = _Seen(epoch=workload.epoch)
+        return seen
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _set(self, workload: Workload) -> None:
+        self._workloads[workload.name] = self._changes.workloads[workload.name] = workload
+
+    def _set_incident(self, incident: Incident) -> None:
+        self._incidents[incident.number] = self._changes.incidents[incident.number] = incident
+
+    def _set_plan(self, plan: Plan) -> None:
+        self._plans[plan.number] = self._changes.plans[plan.number] = plan
+
+
+def describe(one: Observation) -> str:
+    """An observation in words."""
+    rank = "" if one.rank is None else f" of rank {one.rank}"
+    device = f", device {one.device} ({one.device_class})" if one.device else ""
+    where = f" on {one.host}" if one.host else ""
+    return f"{one.kind}{rank}{where}{device}" + (f": {one.detail}" if one.detail else "")
+
+
+def _of(remedy: Remedy) -> str:
+    hosts = f" {', '.join(remedy.out)}" if remedy.out else ""
+    return hosts + (f": {remedy.reason}" if remedy.reason else "")

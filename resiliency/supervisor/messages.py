@@ -1,0 +1,191 @@
+"""What the supervisor and the monitors of hosts say to each other, and their encoding: one JSON object each.
+
+The supervisor never sends commands to run. It says what is to be true (:class:`Desired`), again and again, and a
+monitor makes it so; being told twice, late, or by a supervisor that was replaced, does no harm. Every message is
+checked field by field, and is bounded in size.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from resiliency.errors import AgentError
+from resiliency.storage.typed_json import from_jsonable, to_jsonable
+from resiliency.supervisor.model import Observation, Place, StepKind
+
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "PROTOCOL_VERSION",
+    "Ask",
+    "Desired",
+    "Hello",
+    "Message",
+    "Observed",
+    "RankReport",
+    "Refused",
+    "Report",
+    "StepEnded",
+    "Welcome",
+    "pack",
+    "unpack",
+]
+
+PROTOCOL_VERSION = 1
+#: A host of 1,024 ranks says less than this.
+MAX_MESSAGE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """A monitor's first message.
+
+    Attributes:
+        incarnation: of the monitor's process, random.
+        address: that other hosts reach this one by.
+        block: failure domain, see :class:`~resiliency.supervisor.model.Host`.
+    """
+
+    version: int
+    host: str
+    incarnation: str
+    address: str = ""
+    block: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome:
+    """The supervisor's first answer.
+
+    Attributes:
+        term: of its leadership; a monitor obeys no supervisor of a lower term than it has seen.
+        period_s: between reports.
+    """
+
+    version: int
+    term: int
+    period_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """The answer to a message that is not taken. The connection is closed then."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What a rank's heartbeat page says, see :mod:`resiliency.launch.heartbeat_page`.
+
+    Attributes:
+        quiet_s: since its last sign of life.
+        longest_s: the longest time between two beats so far.
+        stopped_s: for which a signal has stopped it.
+    """
+
+    rank: int
+    beats: int = 0
+    step: int = -1
+    phase: str = ""
+    watched: bool = False
+    quiet_s: float = 0.0
+    longest_s: float = 0.0
+    stopped_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A heartbeat: what is true on the host.
+
+    Attributes:
+        number: counts up from 0 in each incarnation.
+        workload, epoch: of the place that the launcher has taken; "" and 0: none.
+        master: "address:port" of the store of that epoch, said by node rank 0 alone.
+        ended: all ranks of the epoch have finished.
+        preempted: they have saved and left because they were told to go.
+        problem: why the host cannot have ranks now; "": it can.
+    """
+
+    number: int
+    workload: str = ""
+    epoch: int = 0
+    master: str = ""
+    ended: bool = False
+    preempted: bool = False
+    ranks: tuple[RankReport, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """Things that were seen on the host. Sent at once."""
+
+    observations: tuple[Observation, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A step of a plan that the host is to carry out (VERIFY, CHECKPOINT, RESET_DEVICES, HOOK), answered with
+    :class:`StepEnded`. An ask that was answered is answered again, not carried out again."""
+
+    plan: int
+    at: int
+    kind: StepKind
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEnded:
+    """Attributes: problem: "": it was done."""
+
+    plan: int
+    at: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Desired:
+    """What is to be true on the host. The whole of it.
+
+    Attributes:
+        term: see :class:`Welcome`.
+        place: None: the host has no ranks.
+        master: "address:port" of the store of the place's epoch; "": node rank 0 has not said it yet.
+        completed: the workload that the host has last had a place in has finished: its launcher can end.
+    """
+
+    term: int
+    place: Place | None = None
+    master: str = ""
+    asks: tuple[Ask, ...] = ()
+    completed: bool = False
+
+
+Message = Hello | Welcome | Refused | Report | Observed | StepEnded | Desired
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def pack(message: Message) -> str:
+    """A message as text."""
+    return json.dumps({"type": type(message).__name__, **to_jsonable(message)}, separators=(",", ":"))
+
+
+def unpack(text: str | bytes) -> Message:
+    """The message of a text.
+
+    Raises:
+        AgentError: it is not one of this protocol; the error says why.
+    """
+    if len(text) > MAX_MESSAGE_BYTES:
+        raise AgentError(f"a message of {len(text)} bytes is longer than {MAX_MESSAGE_BYTES}")
+    try:
+        fields = json.loads(text)
+        kind = _KINDS[fields.pop("type")]
+        found: Message = from_jsonable(kind, fields)
+        return found
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise AgentError(
+            f"not a message of the supervisor's protocol ({type(error).__name__}: {error}): {text[:80]!r}"
+        ) from error

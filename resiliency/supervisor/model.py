@@ -1,0 +1,436 @@
+"""What the supervisor talks about: hosts, workloads, places, observations, incidents, plans. Values only.
+
+All times are seconds of the supervisor's monotonic clock; a host's own clock decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from resiliency.errors import ConfigError
+
+__all__ = [
+    "DeviceClass",
+    "Host",
+    "HostState",
+    "Incident",
+    "Observation",
+    "ObservationKind",
+    "Outcome",
+    "Place",
+    "Plan",
+    "Remedy",
+    "RemedyKind",
+    "Step",
+    "StepKind",
+    "Workload",
+    "WorkloadSpec",
+    "WorkloadState",
+]
+
+
+class HostState(str, Enum):
+    """Whether a host can be given ranks. Which host has some is said by :attr:`Workload.places` alone."""
+
+    JOINING = "joining"  # its monitor has reported, and no check has passed yet
+    READY = "ready"  # heard of within the timeout, and its last check has passed
+    SILENT = "silent"  # not heard of for the timeout
+    QUARANTINED = (
+        "quarantined"  # something of it is broken, or it comes and goes; a check after the dwell time frees it
+    )
+    CORDONED = "cordoned"  # an operator, or the cluster, has taken it out
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """
+    Attributes:
+        name: as its monitor is authenticated.
+        incarnation: of the monitor's process; another one means that it was started again.
+        heard_s: when it was heard of last.
+        since_s: when its state has changed last.
+        block: failure domain (rack, NVLink domain) that hosts are placed by; "": unknown.
+        reason: why it is not READY.
+        free_at_s: of a host in quarantine, when a check may free it.
+        falls: how often it has gone silent or broken lately: each doubles its time in quarantine.
+    """
+
+    name: str
+    incarnation: str
+    state: HostState
+    heard_s: float
+    since_s: float = 0.0
+    address: str = ""
+    block: str = ""
+    reason: str = ""
+    free_at_s: float = 0.0
+    falls: int = 0
+
+
+class WorkloadState(str, Enum):
+    WAITING = "waiting"  # for enough hosts
+    REMEDYING = "remedying"  # a plan is being carried out; its last step waits for the first training step
+    RUNNING = "running"
+    FROZEN = "frozen"  # so many hosts are silent at once that the fault is taken to be the supervisor's
+    STOPPED = "stopped"  # for good, with a reason
+    COMPLETED = "completed"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def has_ended(self) -> bool:
+        return self in (WorkloadState.STOPPED, WorkloadState.COMPLETED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadSpec:
+    """What the user wants of one training job.
+
+    Attributes:
+        replicas: data-parallel replicas at full size.
+        hosts_per_replica: hosts that hold one replica of the model.
+        min_replicas: fewest that it can train with.
+        ranks_per_host: ranks of each host.
+        max_in_job_restarts: times in a row that lost ranks are replaced while the others stay.
+        max_workload_restarts: times in a row that all of it is started anew on the same hosts before a host that keeps
+            failing is swapped; 0: it is swapped at once.
+        scale_up: go back to full size when hosts return.
+        healthy_s: training for this long makes what came before count no more.
+        dwell_s: hosts must have been there for this long before the job is restarted to use them.
+        correlate_s: observations this close together are one incident.
+        start_timeout_s: from a start to the first training step.
+        checkpoint_timeout_s: for the checkpoint before a planned restart.
+        stop_timeout_s: for ranks to end by themselves before they are killed.
+        verify_timeout_s: for the check of a spare.
+        wait_timeout_s: for hosts, when there are too few to go on.
+        reset_timeout_s: for the reset of a device.
+    """
+
+    name: str
+    replicas: int
+    hosts_per_replica: int = 1
+    min_replicas: int = 1
+    ranks_per_host: int = 1
+    max_in_job_restarts: int = 3
+    max_workload_restarts: int = 3
+    scale_up: bool = True
+    healthy_s: float = 600.0
+    dwell_s: float = 30.0
+    correlate_s: float = 0.2
+    start_timeout_s: float = 600.0
+    checkpoint_timeout_s: float = 60.0
+    stop_timeout_s: float = 30.0
+    verify_timeout_s: float = 30.0
+    wait_timeout_s: float = 3600.0
+    reset_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "hosts_per_replica", "min_replicas", "ranks_per_host"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"workload {self.name!r}: {name}={getattr(self, name)}; pass 1 or more")
+        if self.min_replicas > self.replicas:
+            raise ConfigError(
+                f"workload {self.name!r}: min_replicas={self.min_replicas} is more than replicas={self.replicas}"
+            )
+        for name in ("max_in_job_restarts", "max_workload_restarts"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"workload {self.name!r}: {name}={getattr(self, name)}; pass 0 or more")
+        for name in (each for each in self.__dataclass_fields__ if each.endswith("_s")):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"workload {self.name!r}: {name}={getattr(self, name)}; pass 0 or more seconds")
+
+    @property
+    def hosts(self) -> int:
+        """At full size."""
+        return self.replicas * self.hosts_per_replica
+
+    @property
+    def min_hosts(self) -> int:
+        return self.min_replicas * self.hosts_per_replica
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a host is to do: the whole of it, so that being told twice changes nothing.
+
+    Attributes:
+        epoch: of the workload; ranks of another epoch are ended.
+        node_rank: index of the host in ``hosts``.
+        hosts: of all node ranks.
+        fresh: interpreters and launchers are started anew as well, not ranks alone.
+        replicas: of data parallelism.
+        replicas_before: of the epoch before; 0: there was none.
+    """
+
+    workload: str
+    epoch: int
+    node_rank: int
+    hosts: tuple[str, ...]
+    fresh: bool = False
+    replicas: int = 1
+    replicas_before: int = 0
+
+
+class ObservationKind(str, Enum):
+    WORKER_LOST = "worker_lost"
+    WORKER_HUNG = "worker_hung"
+    STRAGGLER = "straggler"
+    HOST_SILENT = "host_silent"
+    HOST_LOST = "host_lost"  # the cluster says that it is gone
+    HOST_UNHEALTHY = "host_unhealthy"  # a watchdog says so: disk, memory, one of the user's
+    DEVICE_FAULT = "device_fault"
+    DRAIN = "drain"  # somebody wants the host empty
+    CAPACITY = "capacity"  # hosts are there that the job could use
+    NO_PROGRESS = "no_progress"  # a plan has run into a deadline
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class DeviceClass(str, Enum):
+    """What a fault of a device asks for."""
+
+    IGNORE = "ignore"
+    APPLICATION = "application"  # the program did it; the device is well
+    SOFT = "soft"  # a restart of the ranks mends it
+    RESET = "reset"  # a reset of the device mends it
+    SWAP = "swap"  # the host must go
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One thing that was seen.
+
+    Attributes:
+        workload: "": it concerns the host alone.
+        epoch: in which it was seen; of what is not about ranks, the workload's epoch when it was noticed.
+        rank: global rank, for what is about one.
+        device: PCI address or index, for what is about one.
+        device_class: of a DEVICE_FAULT.
+        detail: for people.
+    """
+
+    kind: ObservationKind
+    host: str = ""
+    workload: str = ""
+    epoch: int = 0
+    rank: int | None = None
+    device: str = ""
+    device_class: DeviceClass | None = None
+    detail: str = ""
+
+    @property
+    def takes_host_out(self) -> bool:
+        """The host cannot have ranks any more."""
+        if self.kind is ObservationKind.DEVICE_FAULT:
+            return self.device_class is DeviceClass.SWAP
+        return self.kind in _OUT
+
+    @property
+    def is_planned(self) -> bool:
+        """Nothing is broken: the job trains, and may be asked for a checkpoint first."""
+        return self.kind in (ObservationKind.DRAIN, ObservationKind.CAPACITY, ObservationKind.STRAGGLER)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for two reports of one thing."""
+        return self.kind, self.host, self.workload, self.rank, self.device, self.device_class
+
+
+_OUT = {
+    ObservationKind.HOST_SILENT,
+    ObservationKind.HOST_LOST,
+    ObservationKind.HOST_UNHEALTHY,
+    ObservationKind.DRAIN,
+}
+
+
+class RemedyKind(str, Enum):
+    NOTHING = "nothing"
+    RESTART_IN_JOB = "restart_in_job"  # lost ranks are replaced, the others stay in their processes
+    RESTART_WORKLOAD = "restart_workload"  # every process is new, on the same hosts
+    RESET_DEVICES = "reset_devices"
+    HOT_SWAP = "hot_swap"  # verified spares take the places of hosts
+    SCALE_DOWN = "scale_down"
+    SCALE_UP = "scale_up"
+    WAIT = "wait"  # for hosts: there are too few to go on
+    STOP = "stop"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """What a policy answers.
+
+    Attributes:
+        out: hosts that lose their places (HOT_SWAP, SCALE_DOWN), or whose devices are reset (RESET_DEVICES).
+        reason: for people; of STOP and NOTHING the only thing said.
+    """
+
+    kind: RemedyKind
+    out: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class StepKind(str, Enum):
+    """One effect each, which can be asked for again without harm."""
+
+    CHECKPOINT = "checkpoint"  # ranks save at their next step
+    VERIFY = "verify"  # hosts check themselves
+    RESET_DEVICES = "reset_devices"
+    HOOK = "hook"  # the user's program
+    CLUSTER_OUT = "cluster_out"  # the cluster is told that hosts are not to be used: cordon, delete the pod
+    PLACE = "place"  # hosts are told their places, until each has said that it knows
+    PROGRESS = "progress"  # ranks have trained a step
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """
+    Attributes:
+        hosts: concerned; empty: all of the workload.
+        timeout_s: after it the step has failed.
+        required: the plan fails with it; else the plan goes on.
+    """
+
+    kind: StepKind
+    timeout_s: float
+    hosts: tuple[str, ...] = ()
+    required: bool = True
+
+
+class Outcome(str, Enum):
+    ACTIVE = "active"
+    DONE = "done"
+    FAILED = "failed"
+    OVERTAKEN = "overtaken"  # by something that happened meanwhile
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A remedy as steps.
+
+    Attributes:
+        number: unique for ever.
+        epoch: the workload's when the plan is done; equal to the present one for a plan that restarts nothing.
+        places: hosts of all node ranks then.
+        at: index of the step that is being carried out.
+        step_since_s: since when.
+        failed: hosts because of which it has failed.
+    """
+
+    number: int
+    incident: int
+    workload: str
+    remedy: Remedy
+    epoch: int
+    places: tuple[str, ...]
+    steps: tuple[Step, ...]
+    fresh: bool = False
+    at: int = 0
+    step_since_s: float = 0.0
+    outcome: Outcome = Outcome.ACTIVE
+    failed: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def step(self) -> Step | None:
+        """The one that is being carried out."""
+        active = self.outcome is Outcome.ACTIVE and self.at < len(self.steps)
+        return self.steps[self.at] if active else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """What belongs together of what was seen, and what was done.
+
+    Attributes:
+        number: unique for ever.
+        observations: in the order seen, none twice.
+        tried: numbers of plans, in order.
+        closed_at_s: None while it is open.
+        outcome: for people.
+    """
+
+    number: int
+    workload: str
+    opened_at_s: float
+    opened_at: float
+    observations: tuple[Observation, ...] = ()
+    tried: tuple[int, ...] = ()
+    closed_at_s: float | None = None
+    closed_at: float | None = None
+    outcome: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.closed_at_s is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """
+    Attributes:
+        epoch: grows with each set of places; 0: it was never started.
+        places: hosts by node rank. Empty: it has none.
+        fresh: of the present places, see :class:`Place`.
+        replicas_before: of the epoch before.
+        since_s: when its state has changed last.
+        in_job_restarts, workload_restarts: in a row, without ``healthy_s`` of training between.
+        host_faults: in a row, by host.
+        plan: number of the active plan; None: there is none.
+        incident: number of the open incident; None: there is none.
+    """
+
+    spec: WorkloadSpec
+    state: WorkloadState = WorkloadState.WAITING
+    epoch: int = 0
+    places: tuple[str, ...] = ()
+    fresh: bool = False
+    replicas_before: int = 0
+    since_s: float = 0.0
+    in_job_restarts: int = 0
+    workload_restarts: int = 0
+    host_faults: Mapping[str, int] = field(default_factory=dict)
+    plan: int | None = None
+    incident: int | None = None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def replicas(self) -> int:
+        return len(self.places) // self.spec.hosts_per_replica
+
+    def place_of(self, host: str) -> Place | None:
+        """What the host is to do; None: nothing for this workload."""
+        if host not in self.places or self.state.has_ended:
+            return None
+        return Place(
+            workload=self.name,
+            epoch=self.epoch,
+            node_rank=self.places.index(host),
+            hosts=self.places,
+            fresh=self.fresh,
+            replicas=self.replicas,
+            replicas_before=self.replicas_before,
+        )

@@ -1,0 +1,246 @@
+"""What is done about an incident. Pure.
+
+:class:`DefaultPolicy` is a ladder: replace the lost ranks, start the job anew, reset a device, swap a host, train on
+with fewer replicas, wait for hosts, stop. A user's class may answer otherwise; :func:`problem_of` refuses answers that
+would put ranks on a host that is not there, or fall below the minimum, whoever gives them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from resiliency.errors import ConfigError
+from resiliency.supervisor.model import (
+    DeviceClass,
+    Incident,
+    Observation,
+    ObservationKind,
+    Outcome,
+    Plan,
+    Remedy,
+    RemedyKind,
+    Workload,
+    WorkloadState,
+)
+
+__all__ = ["DefaultPolicy", "Policy", "Situation", "load_policy", "places_after", "problem_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What a policy decides by.
+
+    Attributes:
+        observations: those of the incident that still hold.
+        out: hosts with a place that cannot have ranks, or are to be emptied.
+        spares: hosts without a place that are ready, those that fit best first.
+        tried: plans of this incident so far, in order.
+    """
+
+    workload: Workload
+    incident: Incident
+    observations: tuple[Observation, ...]
+    out: tuple[str, ...]
+    spares: tuple[str, ...]
+    tried: tuple[Plan, ...] = ()
+
+    @property
+    def failed(self) -> tuple[Plan, ...]:
+        """Plans that were carried out and did not help."""
+        return tuple(plan for plan in self.tried if plan.outcome is Outcome.FAILED)
+
+    @property
+    def is_planned(self) -> bool:
+        """The job trains; nothing is broken."""
+        return bool(self.observations) and all(one.is_planned for one in self.observations) and not self.failed
+
+    def replicas_without(self, out: Sequence[str]) -> int:
+        """Whole replicas that are left without these hosts and with all spares, at most what the user wants."""
+        spec = self.workload.spec
+        left = len([host for host in self.workload.places if host not in out]) + len(self.spares)
+        return min(spec.replicas, left // spec.hosts_per_replica)
+
+
+class Policy(Protocol):
+    """Decides what is done. One method: whoever has a class with it has a policy."""
+
+    def event_policy(self, situation: Situation) -> Remedy:
+        """The next remedy for an incident. It is asked again when a remedy has failed, which ``situation.tried`` shows.
+
+        Thread: the supervisor's. Blocks: must not.
+        """
+        ...
+
+
+class DefaultPolicy:
+    """See the module."""
+
+    def event_policy(self, situation: Situation) -> Remedy:
+        workload, spec = situation.workload, situation.workload.spec
+        if workload.state is WorkloadState.WAITING or not workload.places:
+            return Remedy(kind=RemedyKind.SCALE_UP, reason="hosts are there")
+        if situation.out:
+            return self._without(situation, situation.out)
+        kinds = {one.kind for one in situation.observations}
+        if kinds <= {ObservationKind.CAPACITY}:
+            return _grow(situation)
+        classes = {one.device_class for one in situation.observations if one.device_class is not None}
+        if kinds == {ObservationKind.DEVICE_FAULT} and classes <= {DeviceClass.IGNORE}:
+            return Remedy(kind=RemedyKind.NOTHING, reason="the device goes on")
+        if kinds <= {ObservationKind.STRAGGLER}:
+            return Remedy(kind=RemedyKind.NOTHING, reason="a slow host still trains; drain it to have it replaced")
+        if DeviceClass.RESET in classes and not any(_is(plan, RemedyKind.RESET_DEVICES) for plan in situation.tried):
+            hosts = {one.host for one in situation.observations if one.device_class is DeviceClass.RESET}
+            return Remedy(kind=RemedyKind.RESET_DEVICES, out=tuple(sorted(hosts)), reason="a device asks for a reset")
+        if spec.max_workload_restarts == 0 and workload.in_job_restarts >= spec.max_in_job_restarts:
+            return self._replace_culprit(situation)
+        if workload.in_job_restarts < spec.max_in_job_restarts and not situation.failed:
+            return Remedy(kind=RemedyKind.RESTART_IN_JOB, reason="ranks are lost, and their hosts are well")
+        if workload.workload_restarts < spec.max_workload_restarts:
+            reason = "replacing ranks did not help" if situation.failed else "ranks were replaced too often in a row"
+            return Remedy(kind=RemedyKind.RESTART_WORKLOAD, reason=reason)
+        return self._replace_culprit(situation)
+
+    def _without(self, situation: Situation, out: tuple[str, ...]) -> Remedy:
+        spec = situation.workload.spec
+        if len(situation.spares) >= len(out):
+            return Remedy(kind=RemedyKind.HOT_SWAP, out=out, reason="spares are ready")
+        replicas = situation.replicas_without(out)
+        if situation.is_planned and replicas < min(situation.workload.replicas, spec.replicas):
+            return Remedy(kind=RemedyKind.NOTHING, reason="there is no spare; the host stays until there is one")
+        if replicas >= spec.min_replicas:
+            count = len(situation.spares)
+            return Remedy(
+                kind=RemedyKind.SCALE_DOWN,
+                out=out,
+                reason=f"{_hosts(len(out))} gone, and {count or 'no'} spare{'' if count == 1 else 's'}",
+            )
+        return Remedy(
+            kind=RemedyKind.WAIT,
+            out=out,
+            reason=f"{replicas} of the {spec.min_replicas} replicas that are needed at least have their hosts",
+        )
+
+    def _replace_culprit(self, situation: Situation) -> Remedy:
+        """Restarts do not help: the host that fails most often goes."""
+        spec, faults = situation.workload.spec, situation.workload.host_faults
+        worst = sorted((host for host in situation.workload.places if faults.get(host)), key=lambda host: -faults[host])
+        tried = {
+            host for plan in situation.tried if plan.remedy.kind is RemedyKind.HOT_SWAP for host in plan.remedy.out
+        }
+        culprits = [host for host in worst if host not in tried][:1]
+        if culprits and situation.spares:
+            return Remedy(kind=RemedyKind.HOT_SWAP, out=tuple(culprits), reason="restarts do not help; it fails most")
+        if culprits and situation.replicas_without(culprits) >= spec.min_replicas:
+            return Remedy(kind=RemedyKind.SCALE_DOWN, out=tuple(culprits), reason="restarts do not help; it fails most")
+        return Remedy(kind=RemedyKind.STOP, reason="restarts do not help, and no host can be replaced")
+
+
+def _grow(situation: Situation) -> Remedy:
+    if situation.replicas_without(()) <= situation.workload.replicas:
+        return Remedy(kind=RemedyKind.NOTHING, reason="the hosts are gone again")
+    return Remedy(kind=RemedyKind.SCALE_UP, reason="hosts are back")
+
+
+def _is(plan: Plan, kind: RemedyKind) -> bool:
+    return plan.remedy.kind is kind
+
+
+def _hosts(count: int) -> str:
+    return "a host is" if count == 1 else f"{count} hosts are"
+
+
+def places_after(remedy: Remedy, situation: Situation) -> tuple[str, ...]:
+    """Hosts by node rank when the remedy is done.
+
+    A host keeps its node rank where it can. Of fewer replicas those that are whole go on; hosts that are left over from
+    broken ones fill others.
+    """
+    workload, spec = situation.workload, situation.workload.spec
+    spares = list(situation.spares)
+    gone = set(situation.out)
+    if remedy.kind in (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN):
+        gone |= set(remedy.out)
+    if remedy.kind in (RemedyKind.HOT_SWAP, RemedyKind.SCALE_UP, RemedyKind.SCALE_DOWN):
+        kept = [None if host in gone else host for host in workload.places]
+        filled = [host if host is not None else (spares.pop(0) if spares else None) for host in kept]
+        if remedy.kind is RemedyKind.SCALE_UP:
+            filled += spares
+        size = spec.hosts_per_replica
+        groups = [filled[at : at + size] for at in range(0, len(filled), size)]
+        whole = [host for group in groups if len(group) == size and None not in group for host in group]
+        broken = [host for group in groups if len(group) != size or None in group for host in group if host]
+        places = [host for host in (*whole, *broken) if host is not None]
+        return tuple(places[: min(spec.replicas, len(places) // size) * size])
+    return workload.places
+
+
+def problem_of(remedy: Remedy, situation: Situation) -> str:
+    """Why a remedy cannot be carried out, for people; "" when it can."""
+    workload, spec = situation.workload, situation.workload.spec
+    if remedy.kind in (RemedyKind.STOP, RemedyKind.WAIT):
+        return ""
+    strangers = [host for host in remedy.out if host not in workload.places]
+    if strangers:
+        return f"{', '.join(strangers)} has no place in {workload.name}"
+    if remedy.kind is RemedyKind.NOTHING:
+        lost = [one for one in situation.observations if not one.is_planned and not _may_be_left(one)]
+        return f"{lost[0].kind} of {lost[0].host}: the job cannot go on without a remedy" if lost else ""
+    places = places_after(remedy, situation)
+    bad = [host for host in places if host in situation.out]
+    if bad:
+        return f"{', '.join(bad)} cannot have ranks"
+    if len(places) < spec.min_hosts:
+        return f"{len(places)} hosts are left, and {spec.min_hosts} are needed"
+    if remedy.kind is RemedyKind.HOT_SWAP and len(places) < len(workload.places):
+        return f"{len(situation.spares)} spares are ready for {len(remedy.out)} places"
+    if remedy.kind is RemedyKind.SCALE_UP and len(places) <= len(workload.places):
+        return "there are no more hosts than before"
+    return ""
+
+
+def _may_be_left(one: Observation) -> bool:
+    return one.kind is ObservationKind.DEVICE_FAULT and one.device_class in (
+        DeviceClass.IGNORE,
+        DeviceClass.APPLICATION,
+        DeviceClass.SOFT,
+    )
+
+
+def load_policy(where: str, folder: str = "") -> Policy:
+    """The policy of ``path.py:Class``; "" gives the default one.
+
+    Args:
+        folder: that a relative path is meant from.
+
+    Raises:
+        ConfigError: there is no such file or class, it cannot be imported or made, or has no ``event_policy``.
+    """
+    if not where:
+        return DefaultPolicy()
+    path, _, name = where.rpartition(":")
+    if not path or not name.isidentifier():
+        raise ConfigError(f"policy {where!r}: pass a file and a class in it, as my_policy.py:MyPolicy")
+    path = os.path.join(folder, path)
+    if not os.path.isfile(path):
+        raise ConfigError(f"policy {where!r}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location("resiliency_user_policy", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+        policy: Any = getattr(module, name)()
+    except AttributeError as error:
+        raise ConfigError(f"policy {where!r}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"policy {where!r}: {type(error).__name__}: {error}") from error
+    if not callable(getattr(policy, "event_policy", None)):
+        raise ConfigError(f"policy {where!r}: the class has no method event_policy(situation)")
+    checked: Policy = policy
+    return checked

@@ -1,0 +1,402 @@
+"""The supervisor's decisions, on simulated hosts and a clock of the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from resiliency.supervisor.controller import ControllerSettings
+from resiliency.supervisor.model import (
+    DeviceClass,
+    HostState,
+    Observation,
+    ObservationKind,
+    Outcome,
+    Remedy,
+    RemedyKind,
+    WorkloadSpec,
+    WorkloadState,
+)
+from resiliency.supervisor.policy import Situation
+
+from .simulated import TIMEOUT_S, Simulation
+
+RUNNING = WorkloadState.RUNNING
+
+
+def job(**settings) -> WorkloadSpec:
+    values = {"name": "job", "replicas": 3, "dwell_s": 4.0, "start_timeout_s": 20.0, **settings}
+    return WorkloadSpec(**values)
+
+
+def started(hosts: int = 3, **settings) -> Simulation:
+    made = Simulation(job(**settings), hosts)
+    made.until(lambda: made.workload.state is RUNNING)
+    return made
+
+
+def remedies(simulation: Simulation) -> list[RemedyKind]:
+    """All but the first start."""
+    return [plan.remedy.kind for plan in sorted(simulation.controller.plans.values(), key=lambda plan: plan.number)][1:]
+
+
+def seen(simulation: Simulation, host: str, kind: ObservationKind, **fields) -> None:
+    simulation.controller.observe(Observation(kind=kind, host=host, **fields), simulation.now, simulation.now)
+
+
+def test_a_job_starts_on_all_its_hosts_and_is_done_when_all_have_finished() -> None:
+    job = started()
+    assert job.workload.places == ("host-0", "host-1", "host-2") and job.workload.epoch == 1
+    job.finishes_at = job.step
+    job.until(lambda: job.workload.state is WorkloadState.COMPLETED)
+    job.pass_time(1)
+    assert job.running_on() == set() and remedies(job) == []
+
+
+def test_a_job_starts_smaller_when_the_other_hosts_do_not_come() -> None:
+    job = started(2)
+    assert job.workload.places == ("host-0", "host-1")
+
+
+def test_a_lost_rank_is_replaced_in_the_job() -> None:
+    job = started()
+    job.lose_worker("host-1")
+    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    assert remedies(job) == [RemedyKind.RESTART_IN_JOB] and job.workload.places == ("host-0", "host-1", "host-2")
+    assert not job.workload.fresh and all(not one.is_open for one in job.controller.incidents.values())
+
+
+def test_ranks_lost_at_once_are_one_incident() -> None:
+    job = started()
+    for host in job.workload.places:
+        job.lose_worker(host)
+    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch > 1)
+    assert len(remedies(job)) == 1
+    assert len(job.controller.incidents[max(job.controller.incidents)].observations) == 3
+
+
+def test_a_crash_loop_climbs_the_ladder_and_ends() -> None:
+    job = started(max_in_job_restarts=1, max_workload_restarts=1)
+    for _ in range(3):
+        job.lose_worker("host-1")
+        job.until(lambda: job.workload.state in (RUNNING, WorkloadState.STOPPED) and job.workload.plan is None)
+        job.pass_time(1)
+    assert remedies(job)[:3] == [RemedyKind.RESTART_IN_JOB, RemedyKind.RESTART_WORKLOAD, RemedyKind.SCALE_DOWN]
+    assert job.workload.places == ("host-0", "host-2")
+
+
+def test_no_workload_restarts_swaps_at_once() -> None:
+    job = started(4, max_in_job_restarts=0, max_workload_restarts=0)
+    job.lose_worker("host-1")
+    job.until(lambda: "host-3" in job.workload.places and job.workload.state is RUNNING)
+    assert remedies(job) == [RemedyKind.HOT_SWAP]
+
+
+def test_training_for_long_forgives_what_was_before() -> None:
+    job = started(max_in_job_restarts=1, healthy_s=10.0)
+    for _ in range(3):
+        job.lose_worker("host-0")
+        job.until(lambda: job.workload.plan is not None)
+        job.until(lambda: job.workload.state is RUNNING)
+        job.pass_time(11)
+    assert remedies(job) == [RemedyKind.RESTART_IN_JOB] * 3
+
+
+def test_a_dead_host_is_swapped_for_a_spare_within_its_timeout() -> None:
+    job = started(4)
+    job.kill("host-1")
+    killed = job.now
+    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch == 2)
+    assert job.now - killed < TIMEOUT_S + 2
+    assert job.workload.places == ("host-0", "host-3", "host-2") and remedies(job) == [RemedyKind.HOT_SWAP]
+
+
+def test_a_spare_that_is_dead_is_not_used() -> None:
+    job = started(5)
+    job.kill("host-1")
+    job.kill("host-3")
+    job.until(lambda: job.workload.state is RUNNING and "host-1" not in job.workload.places)
+    assert job.workload.places == ("host-0", "host-4", "host-2")
+
+
+def test_a_spare_that_fails_its_check_is_quarantined_and_another_one_taken() -> None:
+    job = started(5)
+    job.hosts["host-3"].healthy = False
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is RUNNING and "host-1" not in job.workload.places)
+    assert job.workload.places == ("host-0", "host-4", "host-2")
+    assert job.sensor.state_of("host-3") is HostState.QUARANTINED
+    assert remedies(job) == [RemedyKind.HOT_SWAP] * 2
+    outcomes = [plan.outcome for plan in job.controller.plans.values()]
+    assert outcomes == [Outcome.DONE, Outcome.OVERTAKEN, Outcome.DONE]
+
+
+def test_a_spare_that_does_not_take_its_place_is_replaced() -> None:
+    job = started(5, stop_timeout_s=1.0)
+    job.hosts["host-3"].obeys = False
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is RUNNING and "host-1" not in job.workload.places)
+    assert job.workload.places == ("host-0", "host-4", "host-2")
+
+
+def test_without_a_spare_the_job_goes_on_smaller_and_grows_again() -> None:
+    job = started()
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch == 2)
+    assert job.workload.places == ("host-0", "host-2") and remedies(job) == [RemedyKind.SCALE_DOWN]
+    place = job.controller.place_of("host-2")
+    assert place is not None and (place.replicas, place.replicas_before, place.node_rank) == (2, 3, 1)
+    job.revive("host-1")
+    job.until(lambda: job.workload.state is RUNNING and len(job.workload.places) == 3)
+    assert remedies(job) == [RemedyKind.SCALE_DOWN, RemedyKind.SCALE_UP]
+
+
+def test_only_whole_replicas_train() -> None:
+    job = started(6, replicas=3, hosts_per_replica=2)
+    job.kill("host-2")
+    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch == 2)
+    assert job.workload.places == ("host-0", "host-1", "host-4", "host-5")
+
+
+def test_two_broken_replicas_make_a_whole_one() -> None:
+    job = started(6, replicas=3, hosts_per_replica=2)
+    job.kill("host-2")
+    job.kill("host-5")
+    job.until(lambda: job.workload.state is RUNNING and len(job.workload.places) == 4)
+    assert job.workload.places == ("host-0", "host-1", "host-3", "host-4")
+
+
+def test_below_the_minimum_it_waits_and_starts_again_when_hosts_return() -> None:
+    job = started(min_replicas=3)
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is WorkloadState.WAITING)
+    job.pass_time(2)
+    assert job.running_on() == set()
+    job.revive("host-1")
+    job.until(lambda: job.workload.state is RUNNING)
+    assert len(job.workload.places) == 3
+
+
+def test_it_does_not_wait_for_ever() -> None:
+    job = started(min_replicas=3, wait_timeout_s=10.0)
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is WorkloadState.STOPPED)
+    assert "2 of 3 hosts" in job.workload.reason
+
+
+def test_most_hosts_silent_at_once_freezes_and_hurts_nobody() -> None:
+    """The network of the supervisor is gone, and training goes on."""
+    job = started(4, replicas=4)
+    for name in ("host-0", "host-1", "host-2"):
+        job.hosts[name].heard = False
+    job.until(lambda: job.workload.state is WorkloadState.FROZEN)
+    job.pass_time(60)
+    assert job.workload.epoch == 1 and len(job.running_on()) == 4
+    for host in job.hosts.values():
+        host.heard = True
+    job.until(lambda: job.workload.state is RUNNING)
+    job.pass_time(20)
+    assert job.workload.epoch == 1 and remedies(job) == []
+
+
+def test_most_hosts_dead_at_once_is_seen_to_when_others_come() -> None:
+    job = started(4, replicas=4)
+    for name in ("host-0", "host-1", "host-2"):
+        job.kill(name)
+    job.until(lambda: job.workload.state is WorkloadState.FROZEN)
+    for name in ("host-0", "host-1"):
+        job.revive(name)
+    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch > 1)
+    assert "host-2" not in job.workload.places
+
+
+def test_hosts_lost_one_after_the_other_over_days_do_not_freeze_it() -> None:
+    job = started(5, replicas=5)
+    for lost in range(4):
+        job.kill(f"host-{lost}")
+        job.until(lambda lost=lost: job.workload.state is RUNNING and len(job.workload.places) == 4 - lost)
+    assert job.workload.places == ("host-4",)
+
+
+def test_a_host_that_is_not_heard_while_training_goes_on_is_left_alone() -> None:
+    job = started(4)
+    job.hosts["host-1"].heard = False
+    job.pass_time(60)
+    assert job.sensor.state_of("host-1") is HostState.SILENT
+    assert job.workload.epoch == 1 and job.running_on() == {"host-0", "host-1", "host-2"}
+    job.hosts["host-1"].heard = True
+    job.pass_time(3)
+    assert job.sensor.state_of("host-1") is HostState.READY and remedies(job) == []
+
+
+def test_a_host_that_comes_back_after_it_was_replaced_ends_its_ranks() -> None:
+    job = started(4)
+    job.hosts["host-1"].heard = job.hosts["host-1"].trains = False  # cut off from everybody; its ranks still run
+    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    assert job.hosts["host-1"].place is not None
+    job.hosts["host-1"].heard = True
+    job.pass_time(1)
+    assert job.hosts["host-1"].place is None and job.sensor.state_of("host-1") is HostState.QUARANTINED
+    assert len(job.workload.places) == 3
+
+
+def test_a_host_that_flaps_is_kept_out_longer_each_time() -> None:
+    job = started(4)
+    waits = []
+    for _ in range(3):
+        job.kill("host-3")
+        job.until(lambda: job.sensor.state_of("host-3") is HostState.SILENT)
+        job.revive("host-3")
+        job.until(lambda: job.sensor.state_of("host-3") is HostState.READY)
+        waits.append(job.sensor.host("host-3").falls)
+    assert waits == [1, 2, 3] and remedies(job) == []
+
+
+def test_a_report_of_an_epoch_that_is_over_changes_nothing() -> None:
+    job = started()
+    job.lose_worker("host-0")
+    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    before = job.controller.refused["epoch"]
+    seen(job, "host-1", ObservationKind.WORKER_LOST, workload="job", epoch=1, rank=1)
+    job.controller.reported("host-1", "job", 1, job.now, step=10**6)
+    job.pass_time(5)
+    assert job.workload.epoch == 2 and job.controller.refused["epoch"] == before + 2
+
+
+@pytest.mark.parametrize("host", ["ghost", "host-3"], ids=["unknown", "a spare"])
+def test_a_forged_event_changes_nothing(host: str) -> None:
+    job = started(4)
+    seen(job, host, ObservationKind.WORKER_LOST, workload="job", epoch=1, rank=0)
+    job.pass_time(5)
+    assert job.workload.epoch == 1 and job.workload.incident is None
+
+
+def test_a_device_fault_goes_by_its_class() -> None:
+    expected = {
+        DeviceClass.IGNORE: [],
+        DeviceClass.SOFT: [RemedyKind.RESTART_IN_JOB],
+        DeviceClass.RESET: [RemedyKind.RESET_DEVICES],
+        DeviceClass.SWAP: [RemedyKind.HOT_SWAP],
+    }
+    for kind, wanted in expected.items():
+        job = started(4)
+        seen(job, "host-2", ObservationKind.DEVICE_FAULT, device="0", device_class=kind)
+        job.pass_time(10)
+        assert remedies(job) == wanted, kind
+        assert job.workload.state is RUNNING and job.workload.incident is None
+
+
+def test_a_drained_host_is_emptied_after_a_checkpoint_when_there_is_a_spare() -> None:
+    job = started(3)
+    job.sensor.cordon("host-1", "maintenance", job.now)
+    seen(job, "host-1", ObservationKind.DRAIN)
+    job.pass_time(10)
+    assert job.workload.epoch == 1 and job.sensor.state_of("host-1") is HostState.CORDONED
+    from .simulated import SimulatedHost
+
+    job.hosts["host-9"] = SimulatedHost("host-9")
+    job.until(lambda: job.workload.state is RUNNING and "host-9" in job.workload.places)
+    assert "host-1" not in job.workload.places
+    from resiliency.supervisor.model import StepKind
+
+    assert StepKind.CHECKPOINT in {step.kind for step in job.controller.plans[max(job.controller.plans)].steps}
+
+
+def test_a_host_that_is_lost_during_a_remedy_is_part_of_the_same_incident() -> None:
+    job = started(5)
+    job.kill("host-1")
+    job.until(lambda: job.workload.plan is not None)
+    new = [host for host in job.controller.plans[job.workload.plan].places if host not in ("host-0", "host-2")]
+    job.kill(new[0])
+    job.until(lambda: job.workload.state is RUNNING and job.workload.plan is None and job.workload.incident is None)
+    assert set(job.workload.places) == {"host-0", "host-2", "host-4"}
+    assert len(job.controller.incidents) == 2  # the start, and this
+
+
+def test_a_rank_lost_right_after_a_remedy_is_a_remedy_that_failed() -> None:
+    job = started(max_in_job_restarts=5)
+    job.lose_worker("host-0")
+    job.until(lambda: job.workload.epoch == 2)
+    for host in job.hosts.values():
+        host.trains = False
+    job.pass_time(1)
+    job.lose_worker("host-0")
+    for host in job.hosts.values():
+        host.trains = True
+    job.until(lambda: job.workload.state is RUNNING)
+    assert remedies(job) == [RemedyKind.RESTART_IN_JOB, RemedyKind.RESTART_WORKLOAD] and job.workload.fresh
+
+
+def test_a_start_that_makes_no_step_is_given_up() -> None:
+    job = started(max_in_job_restarts=1, max_workload_restarts=1, start_timeout_s=5.0)
+    for host in job.hosts.values():
+        host.trains = False
+    job.lose_worker("host-0")
+    job.until(lambda: job.workload.state is WorkloadState.STOPPED, within_s=200)
+    assert remedies(job)[:2] == [RemedyKind.RESTART_IN_JOB, RemedyKind.RESTART_WORKLOAD]
+
+
+@pytest.mark.parametrize("when", [lambda plan: plan.at == 0, lambda plan: plan.at == 1, lambda plan: plan.at >= 2])
+def test_a_supervisor_that_is_killed_goes_on_where_it_was(when: Callable) -> None:
+    job = started(4)
+    job.kill("host-1")
+    job.until(lambda: job.workload.plan is not None)
+    while job.workload.plan is not None and not when(job.controller.plans[job.workload.plan]):
+        job.pass_time(0.25)
+    epoch = job.workload.epoch
+    job.kill_supervisor()
+    job.until(lambda: job.workload.state is RUNNING)
+    assert job.workload.epoch == 2 >= epoch and remedies(job) == [RemedyKind.HOT_SWAP]
+    assert job.workload.places == ("host-0", "host-3", "host-2")
+
+
+def test_a_supervisor_that_was_away_does_not_blame_the_hosts() -> None:
+    job = started()
+    job.now += 3600
+    job.controller.look(job.now, job.now)
+    job.store()
+    job.pass_time(10)
+    assert job.workload.epoch == 1 and set(job.states().values()) == {HostState.READY}
+
+
+class Stubborn:
+    """Restarts on hosts that are gone."""
+
+    def event_policy(self, situation: Situation) -> Remedy:
+        return Remedy(kind=RemedyKind.RESTART_WORKLOAD)
+
+
+class Broken:
+    def event_policy(self, situation: Situation) -> Remedy:
+        raise KeyError("no idea")
+
+
+class Silent:
+    def event_policy(self, situation: Situation) -> Remedy:
+        return None  # type: ignore[return-value]
+
+
+class Shrinks:
+    """Below the minimum."""
+
+    def event_policy(self, situation: Situation) -> Remedy:
+        return Remedy(kind=RemedyKind.SCALE_DOWN, out=situation.workload.places)
+
+
+@pytest.mark.parametrize("policy", [Stubborn, Broken, Silent, Shrinks])
+def test_a_policy_that_answers_nonsense_is_overruled(policy: type) -> None:
+    job = Simulation(job_of := WorkloadSpec(name="job", replicas=3, min_replicas=2, dwell_s=4.0), 4, policy=policy())
+    job.until(lambda: job.workload.state is RUNNING)
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is RUNNING and "host-1" not in job.workload.places)
+    assert len(job.workload.places) == job_of.hosts
+
+
+def test_a_dry_run_says_what_it_would_do() -> None:
+    made = started(4)
+    made.controller._settings = ControllerSettings(dry_run=True)
+    made.lose_worker("host-1")
+    made.pass_time(5)
+    assert made.workload.epoch == 1
+    assert "would restart_in_job" in made.controller.incidents[max(made.controller.incidents)].outcome
