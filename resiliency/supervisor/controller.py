@@ -70,6 +70,7 @@ class _Seen:
     Attributes:
         placed: hosts that know their places.
         ended: hosts whose ranks have all finished.
+        preempted: ranks have saved and left because they were told to go.
         step: the furthest of all.
         progressed_s: when it was seen to grow last.
     """
@@ -77,6 +78,7 @@ class _Seen:
     epoch: int = 0
     placed: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
+    preempted: bool = False
     step: int = -1
     began: bool = False
     progressed_s: float = -1.0
@@ -181,15 +183,25 @@ class Controller:
     # -- what is reported ---------------------------------------------------------------------------------------------
 
     def reported(
-        self, host: str, workload: str, epoch: int, now_s: float, *, step: int = -1, ended: bool = False
+        self,
+        host: str,
+        workload: str,
+        epoch: int,
+        now_s: float,
+        *,
+        step: int = -1,
+        ended: bool = False,
+        preempted: bool = False,
     ) -> None:
-        """A host knows its place, its ranks have come to a step (-1: none yet), or they have all finished."""
+        """A host knows its place, its ranks have come to a step (-1: none yet), or they have all finished, perhaps
+        because they were told to go."""
         known = self._workloads.get(workload)
         if known is None or known.epoch != epoch or host not in known.places:
             self.refused["epoch"] += 1
             return
         seen = self._seen_of(known)
         seen.placed.add(host)
+        seen.preempted |= ended and preempted
         if ended:
             seen.ended.add(host)
         else:
@@ -203,6 +215,9 @@ class Controller:
         if one.host and self._sensor.host(one.host) is None:
             self.refused["host"] += 1
             return
+        if one.takes_host_out:
+            # Whether it has a place or not: it is none that ranks could be moved to. Silent and cordoned ones are not.
+            self._sensor.quarantine(one.host, describe(one), now_s)
         concerned = [each for each in self._workloads.values() if not each.state.has_ended]
         if one.workload:
             concerned = [each for each in concerned if each.name == one.workload and each.epoch == one.epoch]
@@ -373,6 +388,7 @@ class Controller:
                     workload,
                     state=WorkloadState.WAITING,
                     places=(),
+                    replace=(),
                     epoch=workload.epoch + 1,
                     replicas_before=workload.replicas or workload.replicas_before,
                     since_s=now_s,
@@ -414,7 +430,7 @@ class Controller:
                 reason="",
             )
         )
-        self._begin_step(plan)
+        self._begin_step(plan, now_s)
 
     def _wait_or_start(self, situation: Situation, now_s: float, wall: float) -> None:
         workload, spec = situation.workload, situation.workload.spec
@@ -467,7 +483,12 @@ class Controller:
 
     def _complete(self, workload: Workload, now_s: float, wall: float) -> None:
         seen = self._seen_of(workload)
-        if workload.places and seen.ended.issuperset(workload.places):
+        if not workload.places or not seen.ended.issuperset(workload.places):
+            return
+        if seen.preempted:
+            reason = "preempted: its ranks have saved and left; start the job again to resume"
+            self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
+        else:
             self._end(workload, WorkloadState.COMPLETED, "every rank has finished", now_s, wall)
 
     def _forgive(self, workload: Workload, now_s: float) -> None:
@@ -561,20 +582,25 @@ class Controller:
     def _advance(self, plan: Plan, now_s: float) -> Plan:
         plan = replace(plan, at=plan.at + 1, step_since_s=now_s)
         self._set_plan(plan)
-        self._begin_step(plan)
+        self._begin_step(plan, now_s)
         return plan
 
-    def _begin_step(self, plan: Plan) -> None:
+    def _begin_step(self, plan: Plan, now_s: float) -> None:
         if plan.step is None or plan.step.kind is not StepKind.PLACE:
             return
         workload = self._workloads[plan.workload]
-        self._give_up_silent(host for host in workload.places if host not in plan.places)
+        left = [host for host in workload.places if host not in plan.places]
+        self._give_up_silent(left)
+        for host in set(left) & set(plan.remedy.out):
+            if self._sensor.state_of(host) is HostState.READY:
+                self._sensor.quarantine(host, plan.remedy.reason, now_s)
         self._set(
             replace(
                 workload,
                 epoch=plan.epoch,
                 places=plan.places,
                 fresh=plan.fresh,
+                replace=plan.replace,
                 replicas_before=workload.replicas or workload.replicas_before,
             )
         )

@@ -164,6 +164,8 @@ class Place:
         node_rank: index of the host in ``hosts``.
         hosts: of all node ranks.
         fresh: interpreters and launchers are started anew as well, not ranks alone.
+        replace: global ranks of the epoch before that are not asked to leave it, because they hang: their processes are
+            ended.
         replicas: of data parallelism.
         replicas_before: of the epoch before; 0: there was none.
     """
@@ -173,6 +175,7 @@ class Place:
     node_rank: int
     hosts: tuple[str, ...]
     fresh: bool = False
+    replace: tuple[int, ...] = ()
     replicas: int = 1
     replicas_before: int = 0
 
@@ -331,6 +334,7 @@ class Plan:
         number: unique for ever.
         epoch: the workload's when the plan is done; equal to the present one for a plan that restarts nothing.
         places: hosts of all node ranks then.
+        fresh, replace: see :class:`Place`.
         at: index of the step that is being carried out.
         step_since_s: since when.
         failed: hosts because of which it has failed.
@@ -344,6 +348,7 @@ class Plan:
     places: tuple[str, ...]
     steps: tuple[Step, ...]
     fresh: bool = False
+    replace: tuple[int, ...] = ()
     at: int = 0
     step_since_s: float = 0.0
     outcome: Outcome = Outcome.ACTIVE
@@ -390,7 +395,7 @@ class Workload:
     Attributes:
         epoch: grows with each set of places; 0: it was never started.
         places: hosts by node rank. Empty: it has none.
-        fresh: of the present places, see :class:`Place`.
+        fresh, replace: of the present places, see :class:`Place`.
         replicas_before: of the epoch before.
         since_s: when its state has changed last.
         in_job_restarts, workload_restarts: in a row, without ``healthy_s`` of training between.
@@ -404,6 +409,7 @@ class Workload:
     epoch: int = 0
     places: tuple[str, ...] = ()
     fresh: bool = False
+    replace: tuple[int, ...] = ()
     replicas_before: int = 0
     since_s: float = 0.0
     in_job_restarts: int = 0
@@ -431,6 +437,7 @@ class Workload:
             node_rank=self.places.index(host),
             hosts=self.places,
             fresh=self.fresh,
+            replace=self.replace,
             replicas=self.replicas,
             replicas_before=self.replicas_before,
         )

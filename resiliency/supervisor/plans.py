@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resiliency.supervisor.model import Plan, Remedy, RemedyKind, Step, StepKind
+from resiliency.supervisor.model import ObservationKind, Plan, Remedy, RemedyKind, Step, StepKind
 from resiliency.supervisor.policy import Situation, places_after
 
 __all__ = ["make_plan", "steps_of"]
@@ -38,6 +38,7 @@ def steps_of(remedy: Remedy, situation: Situation, *, hook_timeout_s: float = 0.
 
 def make_plan(remedy: Remedy, situation: Situation, *, number: int, now_s: float, hook_timeout_s: float = 0.0) -> Plan:
     """The plan of a remedy that can be carried out: see :func:`~resiliency.supervisor.policy.problem_of`."""
+    hung = {one.rank for one in situation.observations if one.kind is ObservationKind.WORKER_HUNG}
     return Plan(
         number=number,
         incident=situation.incident.number,
@@ -47,5 +48,6 @@ def make_plan(remedy: Remedy, situation: Situation, *, number: int, now_s: float
         places=places_after(remedy, situation),
         steps=steps_of(remedy, situation, hook_timeout_s=hook_timeout_s),
         fresh=remedy.kind is RemedyKind.RESTART_WORKLOAD,
+        replace=tuple(sorted(rank for rank in hung if rank is not None)),
         step_since_s=now_s,
     )

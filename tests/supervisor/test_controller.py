@@ -400,3 +400,50 @@ def test_a_dry_run_says_what_it_would_do() -> None:
     made.pass_time(5)
     assert made.workload.epoch == 1
     assert "would restart_in_job" in made.controller.incidents[max(made.controller.incidents)].outcome
+
+
+def test_a_host_that_was_taken_out_is_not_the_next_spare() -> None:
+    """It is heard of and its checks pass, as those of a host whose device has fallen off the bus may."""
+    job = started(5)
+    seen(job, "host-1", ObservationKind.DEVICE_FAULT, device="0", device_class=DeviceClass.SWAP)
+    assert job.sensor.state_of("host-1") is HostState.QUARANTINED
+    job.until(lambda: job.workload.state is RUNNING and "host-1" not in job.workload.places)
+    job.kill("host-0")
+    job.until(lambda: job.workload.state is RUNNING and "host-0" not in job.workload.places)
+    assert job.workload.places == ("host-4", "host-3", "host-2")
+
+
+def test_a_host_that_is_swapped_because_restarts_do_not_help_is_not_the_next_spare() -> None:
+    job = started(4, max_in_job_restarts=0, max_workload_restarts=0)
+    job.lose_worker("host-1")
+    job.until(lambda: job.workload.state is RUNNING and "host-3" in job.workload.places)
+    assert job.sensor.state_of("host-1") is HostState.QUARANTINED
+
+
+def test_a_spare_that_breaks_before_it_is_needed_is_not_used() -> None:
+    job = started(5)
+    seen(job, "host-3", ObservationKind.HOST_UNHEALTHY, detail="its disk is full")
+    assert job.workload.incident is None
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is RUNNING and "host-1" not in job.workload.places)
+    assert job.workload.places == ("host-0", "host-4", "host-2")
+
+
+def test_a_rank_that_hangs_is_named_to_its_host() -> None:
+    job = started()
+    seen(job, "host-2", ObservationKind.WORKER_HUNG, workload="job", epoch=1, rank=2)
+    job.until(lambda: job.workload.epoch == 2)
+    place = job.controller.place_of("host-2")
+    assert place is not None and place.replace == (2,)
+    job.until(lambda: job.workload.state is RUNNING)
+    job.lose_worker("host-0")
+    job.until(lambda: job.workload.epoch == 3)
+    assert job.workload.replace == ()
+
+
+def test_a_job_that_was_preempted_is_stopped_and_not_started_again() -> None:
+    job = started()
+    for host in job.workload.places:
+        job.controller.reported(host, "job", 1, job.now, ended=True, preempted=True)
+    job.controller.look(job.now, job.now)
+    assert job.workload.state is WorkloadState.STOPPED and "start the job again to resume" in job.workload.reason
