@@ -110,6 +110,7 @@ class Controller:
         self._seen: dict[str, _Seen] = {}
         self._changes = Changes()
         self._last_number = 0
+        self._restored_s = -1e9
         #: Reports that were not listened to, by reason.
         self.refused: Counter[str] = Counter()
 
@@ -151,6 +152,7 @@ class Controller:
         self._incidents = {each.number: each for each in incidents}
         self._plans = {each.number: replace(each, step_since_s=now_s) for each in plans}
         self._workloads = {each.name: replace(each, since_s=now_s) for each in workloads}
+        self._restored_s = now_s
         self._last_number = max([0, *self._incidents, *self._plans])
 
     def add(self, spec: WorkloadSpec, now_s: float) -> None:
@@ -278,6 +280,7 @@ class Controller:
     # -- incidents ----------------------------------------------------------------------------------------------------
 
     def _note(self, workload: Workload, one: Observation, now_s: float, wall: float) -> None:
+        workload = self._workloads[workload.name]
         plan = None if workload.plan is None else self._plans[workload.plan]
         incident = self._open_incident(workload, now_s, wall)
         if all(known.identity != one.identity or known.epoch != one.epoch for known in incident.observations):
@@ -293,11 +296,13 @@ class Controller:
     def _disturb(self, plan: Plan, one: Observation, now_s: float, wall: float) -> None:
         """Something happened while a plan is carried out: does it make the plan wrong?"""
         placed = self._workloads[plan.workload].epoch == plan.epoch
+        if one.is_planned:
+            return  # it can wait for the end of the plan
         if one.takes_host_out and one.host in plan.places and one.host not in plan.remedy.out:
             self._end_plan(plan, Outcome.OVERTAKEN, describe(one), now_s)
         elif placed and one.kind in (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG):
             self._end_plan(plan, Outcome.FAILED, describe(one), now_s)
-        elif not placed and not one.is_planned and self._situation_was_planned(plan):
+        elif not placed and self._situation_was_planned(plan):
             self._end_plan(plan, Outcome.OVERTAKEN, describe(one), now_s)
 
     def _situation_was_planned(self, plan: Plan) -> bool:
@@ -333,12 +338,15 @@ class Controller:
         incident = self._incidents[workload.incident]
         if now_s - incident.opened_at_s < workload.spec.correlate_s:
             return
+        seen = self._seen_of(workload)
+        if now_s - self._restored_s < 2 * self._period_s and not seen.placed.issuperset(workload.places):
+            return  # what hosts do has not been heard yet
         situation = self._situation(workload, incident, now_s)
         if workload.state is WorkloadState.WAITING:
             self._wait_or_start(situation, now_s, wall)
             return
         if not situation.observations:
-            if workload.state is WorkloadState.REMEDYING and workload.epoch and not self._seen_of(workload).began:
+            if not situation.trains:
                 situation = replace(situation, observations=incident.observations[-1:])
             else:
                 self._close(workload, "what was seen holds no longer", now_s, wall)
@@ -519,7 +527,13 @@ class Controller:
         blocks = {host.block for host in map(self._sensor.host, out) if host is not None and host.block}
         spares = sorted(self._spares(now_s, dwell_s=0.0), key=lambda name: self._block(name) not in blocks)
         return Situation(
-            workload=workload, incident=incident, observations=held, out=out, spares=tuple(spares), tried=plans
+            workload=workload,
+            incident=incident,
+            observations=held,
+            out=out,
+            spares=tuple(spares),
+            tried=plans,
+            trains=self._seen_of(workload).began,
         )
 
     def _block(self, name: str) -> str:
@@ -635,7 +649,10 @@ class Controller:
         if outcome is not Outcome.DONE:
             logger.warning("%s: plan %d is %s: %s", plan.workload, plan.number, outcome, reason)
         self._set_plan(replace(plan, outcome=outcome, reason=reason))
-        self._set(replace(self._workloads[plan.workload], plan=None))
+        workload = replace(self._workloads[plan.workload], plan=None)
+        if workload.epoch != plan.epoch and self._seen_of(workload).began:
+            workload = replace(workload, state=WorkloadState.RUNNING, since_s=now_s)  # nothing was changed yet
+        self._set(workload)
 
     def _end(self, workload: Workload, state: WorkloadState, reason: str, now_s: float, wall: float) -> None:
         level = logging.INFO if state is WorkloadState.COMPLETED else logging.ERROR

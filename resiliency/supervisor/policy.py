@@ -40,6 +40,7 @@ class Situation:
         out: hosts with a place that cannot have ranks, or are to be emptied.
         spares: hosts without a place that are ready, those that fit best first.
         tried: plans of this incident so far, in order.
+        trains: the ranks have made a step since they were placed. Those of a plan that was given up half-way have not.
     """
 
     workload: Workload
@@ -48,6 +49,7 @@ class Situation:
     out: tuple[str, ...]
     spares: tuple[str, ...]
     tried: tuple[Plan, ...] = ()
+    trains: bool = True
 
     @property
     def failed(self) -> tuple[Plan, ...]:
@@ -57,7 +59,12 @@ class Situation:
     @property
     def is_planned(self) -> bool:
         """The job trains; nothing is broken."""
-        return bool(self.observations) and all(one.is_planned for one in self.observations) and not self.failed
+        return (
+            self.trains
+            and bool(self.observations)
+            and all(one.is_planned for one in self.observations)
+            and not self.failed
+        )
 
     def replicas_without(self, out: Sequence[str]) -> int:
         """Whole replicas that are left without these hosts and with all spares, at most what the user wants."""
@@ -87,12 +94,12 @@ class DefaultPolicy:
         if situation.out:
             return self._without(situation, situation.out)
         kinds = {one.kind for one in situation.observations}
-        if kinds <= {ObservationKind.CAPACITY}:
+        if kinds <= {ObservationKind.CAPACITY} and situation.trains:
             return _grow(situation)
         classes = {one.device_class for one in situation.observations if one.device_class is not None}
-        if kinds == {ObservationKind.DEVICE_FAULT} and classes <= {DeviceClass.IGNORE}:
+        if situation.trains and kinds == {ObservationKind.DEVICE_FAULT} and classes <= {DeviceClass.IGNORE}:
             return Remedy(kind=RemedyKind.NOTHING, reason="the device goes on")
-        if kinds <= {ObservationKind.STRAGGLER}:
+        if situation.trains and kinds <= {ObservationKind.STRAGGLER}:
             return Remedy(kind=RemedyKind.NOTHING, reason="a slow host still trains; drain it to have it replaced")
         if DeviceClass.RESET in classes and not any(_is(plan, RemedyKind.RESET_DEVICES) for plan in situation.tried):
             hosts = {one.host for one in situation.observations if one.device_class is DeviceClass.RESET}
@@ -189,6 +196,8 @@ def problem_of(remedy: Remedy, situation: Situation) -> str:
     if strangers:
         return f"{', '.join(strangers)} has no place in {workload.name}"
     if remedy.kind is RemedyKind.NOTHING:
+        if not situation.trains:
+            return "nothing trains, and something must be done"
         lost = [one for one in situation.observations if not one.is_planned and not _may_be_left(one)]
         return f"{lost[0].kind} of {lost[0].host}: the job cannot go on without a remedy" if lost else ""
     places = places_after(remedy, situation)

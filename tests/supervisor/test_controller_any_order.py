@@ -124,6 +124,7 @@ class Cluster(RuleBasedStateMachine):
             within_s=2000,
         )
         if self.job.workload.state is WorkloadState.STOPPED:
+            self.job.pass_time(0.25)
             assert self.job.workload.reason and not self.job.running_on()
             return
         self.job.until(lambda: len(self.job.workload.places) == self.job.spec.hosts, within_s=2000)
