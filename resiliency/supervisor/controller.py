@@ -148,8 +148,8 @@ class Controller:
     def restore(
         self, workloads: Iterable[Workload], incidents: Iterable[Incident], plans: Iterable[Plan], now_s: float
     ) -> None:
-        """What a supervisor before this one has stored. Deadlines begin anew."""
-        self._incidents = {each.number: each for each in incidents}
+        """What a supervisor before this one has stored. Deadlines begin anew: the clock may have."""
+        self._incidents = {each.number: replace(each, opened_at_s=now_s) for each in incidents}
         self._plans = {each.number: replace(each, step_since_s=now_s) for each in plans}
         self._workloads = {each.name: replace(each, since_s=now_s) for each in workloads}
         self._restored_s = now_s

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from resiliency.supervisor.controller import ControllerSettings
+from resiliency.supervisor.controller import Controller, ControllerSettings
 from resiliency.supervisor.model import (
     DeviceClass,
     HostState,
@@ -19,6 +19,7 @@ from resiliency.supervisor.model import (
     WorkloadState,
 )
 from resiliency.supervisor.policy import Situation
+from resiliency.supervisor.sensor import Sensor, SensorSettings
 
 from .simulated import TIMEOUT_S, Simulation
 
@@ -148,6 +149,8 @@ def test_without_a_spare_the_job_goes_on_smaller_and_grows_again() -> None:
     place = job.controller.place_of("host-2")
     assert place is not None and (place.replicas, place.replicas_before, place.node_rank) == (2, 3, 1)
     job.revive("host-1")
+    job.until(lambda: job.workload.plan is not None)
+    assert job.now - job.sensor.host("host-1").since_s >= job.spec.dwell_s, "a host that may go again at once"
     job.until(lambda: job.workload.state is RUNNING and len(job.workload.places) == 3)
     assert remedies(job) == [RemedyKind.SCALE_DOWN, RemedyKind.SCALE_UP]
 
@@ -207,6 +210,9 @@ def test_most_hosts_dead_at_once_is_seen_to_when_others_come() -> None:
     job.until(lambda: job.workload.state is WorkloadState.FROZEN)
     for name in ("host-0", "host-1"):
         job.revive(name)
+    back = job.now
+    job.until(lambda: not job.sensor.frozen)
+    assert job.now - back >= job.sensor_settings.thaw_s, "others may be about to return"
     job.until(lambda: job.workload.state is RUNNING and job.workload.epoch > 1)
     assert "host-2" not in job.workload.places
 
@@ -309,7 +315,10 @@ def test_a_host_that_is_lost_during_a_remedy_is_part_of_the_same_incident() -> N
     job.until(lambda: job.workload.plan is not None)
     new = [host for host in job.controller.plans[job.workload.plan].places if host not in ("host-0", "host-2")]
     job.kill(new[0])
-    job.until(lambda: job.workload.state is RUNNING and job.workload.plan is None and job.workload.incident is None)
+    job.until(
+        lambda: job.workload.state is RUNNING and job.workload.plan is None and job.workload.incident is None,
+        within_s=TIMEOUT_S + 5,
+    )
     assert set(job.workload.places) == {"host-0", "host-2", "host-4"}
     assert len(job.controller.incidents) == 2  # the start, and this
 
@@ -351,8 +360,9 @@ def test_a_supervisor_that_is_killed_goes_on_where_it_was(when: Callable) -> Non
     assert job.workload.places == ("host-0", "host-3", "host-2")
 
 
-def test_a_supervisor_that_was_away_does_not_blame_the_hosts() -> None:
-    job = started()
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_a_supervisor_that_was_away_does_not_blame_the_hosts(hosts: int) -> None:
+    job = started(hosts, replicas=hosts)
     job.now += 3600
     job.controller.look(job.now, job.now)
     job.store()
@@ -447,3 +457,93 @@ def test_a_job_that_was_preempted_is_stopped_and_not_started_again() -> None:
         job.controller.reported(host, "job", 1, job.now, ended=True, preempted=True)
     job.controller.look(job.now, job.now)
     assert job.workload.state is WorkloadState.STOPPED and "start the job again to resume" in job.workload.reason
+
+
+def test_hosts_that_fall_silent_one_after_the_other_within_the_window_are_one_remedy() -> None:
+    job = started(6, replicas=4, correlate_s=1.0)
+    job.kill("host-0")
+    job.pass_time(0.5)
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch > 1)
+    assert remedies(job) == [RemedyKind.HOT_SWAP] and job.workload.places == ("host-4", "host-5", "host-2", "host-3")
+
+
+def test_an_incident_that_no_plan_ends_is_given_up() -> None:
+    job = started(max_in_job_restarts=0, max_workload_restarts=99, start_timeout_s=1.0)
+    for host in job.hosts.values():
+        host.trains = False
+    job.lose_worker("host-0")
+    job.until(lambda: job.workload.state is WorkloadState.STOPPED, within_s=200)
+    assert "12 plans did not end incident" in job.workload.reason
+
+
+def test_with_other_hosts_restarts_are_counted_anew() -> None:
+    job = started(4, max_in_job_restarts=1)
+    job.lose_worker("host-0")
+    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    job.kill("host-1")
+    job.until(lambda: job.workload.epoch == 3 and job.workload.state is RUNNING)
+    job.lose_worker("host-0")
+    job.until(lambda: job.workload.epoch == 4 and job.workload.state is RUNNING)
+    assert remedies(job) == [RemedyKind.RESTART_IN_JOB, RemedyKind.HOT_SWAP, RemedyKind.RESTART_IN_JOB]
+
+
+def test_a_drain_waits_for_the_plan_that_is_being_carried_out() -> None:
+    job = started(4)
+    job.lose_worker("host-0")
+    job.until(lambda: job.workload.plan is not None)
+    plan = job.workload.plan
+    job.sensor.cordon("host-2", "maintenance", job.now)
+    seen(job, "host-2", ObservationKind.DRAIN)
+    job.until(lambda: job.workload.state is RUNNING and "host-2" not in job.workload.places)
+    assert plan is not None and job.controller.plans[plan].outcome is Outcome.DONE
+    assert remedies(job) == [RemedyKind.RESTART_IN_JOB, RemedyKind.HOT_SWAP]
+
+
+def test_a_deadline_runs_on_after_a_restart_of_the_machine_whose_clock_begins_anew() -> None:
+    job = started(4, verify_timeout_s=5.0)
+    job._carry_out = lambda: None  # nobody answers
+    job.kill("host-1")
+    job.until(lambda: job.workload.plan is not None)
+    job.now = 0.0
+    job.kill_supervisor()
+    job.until(lambda: any(plan.outcome is Outcome.FAILED for plan in job.controller.plans.values()), within_s=30)
+
+
+def test_two_workloads_do_not_take_the_same_spare() -> None:
+    sensor = Sensor(SensorSettings(period_s=1.0, timeout_s=3.0), 0.0)
+    controller = Controller(sensor, period_s=1.0)
+    now = 0.0
+    dead: set[str] = set()
+    answers = True
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        end = now + seconds
+        while now < end:
+            now += 0.25
+            for host in hosts:
+                if host not in dead:
+                    sensor.heard(host, "x", now)
+                    place = controller.place_of(host)
+                    if place is not None and not dead & set(place.hosts):
+                        controller.reported(host, place.workload, place.epoch, now, step=int(now * 4))
+            for host in sensor.to_check(now):
+                sensor.checked(host, "", now)
+            controller.look(now, now)
+            for plan in controller.active_plans() if answers else ():
+                controller.step_ended(plan.number, plan.at, now, now)
+
+    hosts = [f"host-{number}" for number in range(6)]
+    for name in ("a", "b"):
+        controller.add(WorkloadSpec(name=name, replicas=2, min_replicas=2, dwell_s=1.0), now)
+    pass_time(3)
+    places = {name: workload.places for name, workload in controller.workloads.items()}
+    assert len({*places["a"], *places["b"]}) == 4
+    spares = set(hosts) - {*places["a"], *places["b"]}
+    assert len(spares) == 2
+    dead |= {places["a"][0], places["b"][0]}
+    answers = False
+    pass_time(8)
+    taken = [plan.places for plan in controller.active_plans()]
+    assert len(taken) == 2 and not set(taken[0]) & set(taken[1])
