@@ -365,6 +365,7 @@ def test_a_supervisor_that_was_away_does_not_blame_the_hosts(hosts: int) -> None
     job = started(hosts, replicas=hosts)
     job.now += 3600
     job.controller.look(job.now, job.now)
+    assert set(job.states().values()) == {HostState.READY} and job.workload.incident is None
     job.store()
     job.pass_time(10)
     assert job.workload.epoch == 1 and set(job.states().values()) == {HostState.READY}
