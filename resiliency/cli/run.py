@@ -2,13 +2,63 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 __all__ = ["main"]
+
+#: Flags that say how many hosts and ranks there are, or how hosts find each other: the supervisor's affair.
+_FOR_THE_CLUSTER = ("--nnodes", "--spares", "--nproc-per-node", "--nproc_per_node", "--max-restarts", "--max_restarts")
+_REFUSED: tuple[str, ...] = ("--local-hosts", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
+_REFUSED += ("--node-rank", "--master-addr", "--master-port", "--hang-timeout", "--crash-loop")
 
 
 def main(words: Sequence[str]) -> int:
     """See :func:`resiliency.launch.run.main`."""
     from resiliency.launch import run
 
-    return run.main(words)
+    return run.main(words, local_cluster=_run_local_cluster)
+
+
+def _run_local_cluster(parser: argparse.ArgumentParser, args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from torch.distributed import run as torchrun
+
+    from resiliency.errors import ConfigError
+    from resiliency.supervisor.local_cluster import LocalCluster, run_local_cluster
+
+    fewest, hosts = torchrun.parse_min_max_nnodes(args.nnodes)
+    script = ["-m"] * args.module + [args.training_script, *args.training_script_args]
+    if args.nproc_per_node is None or not str(args.nproc_per_node).isdecimal():
+        parser.error(f"--spares needs a number for --nproc-per-node, not {args.nproc_per_node}")
+    try:
+        cluster = LocalCluster(
+            hosts=hosts,
+            min_hosts=fewest,
+            spares=args.spares,
+            ranks_per_host=int(args.nproc_per_node),
+            script=tuple(script),
+            launcher_words=tuple(_for_each_host(parser, flags)),
+            workload={"max_in_job_restarts": args.max_restarts} if "--max-restarts" in " ".join(flags) else {},
+        )
+    except ConfigError as error:
+        parser.error(str(error))
+    return run_local_cluster(cluster)
+
+
+def _for_each_host(parser: argparse.ArgumentParser, flags: Sequence[str]) -> list[str]:
+    """The flags that each host's launcher gets."""
+    kept: list[str] = []
+    at = 0
+    while at < len(flags):
+        name, attached, _ = flags[at].partition("=")
+        action = parser._option_string_actions.get(name)
+        if action is None:
+            parser.error(f"{name}: with --spares write flags out, as in --max-restarts 3")
+        length = 1 if attached or action.nargs == 0 else 2
+        strings = set(action.option_strings)
+        if strings & set(_REFUSED):
+            parser.error(f"{name} is the supervisor's affair with --spares; leave it out")
+        if not strings & {*_FOR_THE_CLUSTER, "-m", "--module"}:
+            kept += flags[at : at + length]
+        at += length
+    return kept

@@ -6,17 +6,19 @@ import argparse
 import logging
 import signal
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.settings import all_variables, set_variable
 
-__all__ = ["EXIT_GAVE_UP", "main"]
+__all__ = ["EXIT_GAVE_UP", "LocalCluster", "main"]
 
 logger = logging.getLogger(__name__)
 
+#: Takes the parser, what it has parsed, and the words before the script; gives the exit status.
+LocalCluster = Callable[[argparse.ArgumentParser, argparse.Namespace, Sequence[str]], int]
 #: Exit status when all restarts are used up.
 EXIT_GAVE_UP = 3
 #: Flags of torch's by which hosts find each other.
@@ -25,11 +27,12 @@ _RENDEZVOUS_FLAGS += ["--node-rank", "--master-addr", "--master-port", "--standa
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def main(words: Sequence[str]) -> int:
+def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> int:
     """Runs a job on this host.
 
     Args:
         words: of the command line, behind ``run``.
+        local_cluster: runs a job with ``--spares``: it has a supervisor, of which this room knows nothing.
 
     Returns:
         Exit status: 0 when every rank has finished, :data:`EXIT_GAVE_UP` when restarts were allowed and none is left,
@@ -46,6 +49,10 @@ def main(words: Sequence[str]) -> int:
     _add_own_flags(parser)
     args = _parse(parser, list(words))
 
+    if args.spares is not None:
+        if local_cluster is None:
+            parser.error("--spares needs the resiliency command")
+        return local_cluster(parser, args, words[: _end_of_flags(parser, words)])
     if args.local_hosts:
         from resiliency.launch import local_hosts
 
@@ -164,6 +171,14 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run all hosts of --nnodes on this machine, each a launcher with a process group, name, agent and local"
         " folder of its own",
+    )
+    own.add_argument(
+        "--spares",
+        type=int,
+        default=None,
+        metavar="N",
+        help="run all hosts of --nnodes, and N more that wait, on this machine under a supervisor, which swaps a host"
+        " that is lost for one of them",
     )
     own.add_argument(
         "--no-standby",
