@@ -22,19 +22,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from resiliency.events import EventKind
+from resiliency.launch.attempt_stores import AttemptStores
 from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.fresh import parse_command
 from resiliency.launch.hang_watch import HangWatch
 from resiliency.launch.job_log import JobLog
 from resiliency.launch.preload import modules_to_preload
-from resiliency.launch.processes import ForkedProcess, reap_others, wait_for_any
+from resiliency.launch.processes import pidfds_of, reap_others, wait_for_any
 from resiliency.launch.rank_handlers import Kept, RankHandler, StillRunning, handlers_made_by, kill_group
 from resiliency.launch.rank_links import RankLink, RankLinks
 from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure, lost_peer_text
@@ -96,8 +96,7 @@ class StandbyAgent(LocalElasticAgent):
         self._zygote: HostZygote | None = None
         self._zygotes = 1
         self._told_why = False
-        #: Of attempts, with the monotonic seconds of their begin; the last one is in use.
-        self._attempt_stores: list[tuple[float, TCPStore]] = []
+        self._stores = AttemptStores(keep_s=options.leave_timeout_s + _FALL_S)
         #: Ranks that ran at the last look; what ended since then is not waited for.
         self._running = 0
         self._began_s = 0.0
@@ -290,7 +289,7 @@ class StandbyAgent(LocalElasticAgent):
             self._replace_zygote()
             longest_s = _QUIET_S if self._options.one_host else self._interval_s
             running = [handler.proc for local_rank, handler in self._handlers().items() if codes[local_rank] is None]
-            with _pidfds_of([*running, *self._living_zygote()]) as pidfds:
+            with pidfds_of([*running, *self._living_zygote()]) as pidfds:
                 wait_for_any([*pidfds, *self._links.fds()], min(longest_s, self._seconds_to_deadline()))
         self._hangs.look(
             {
@@ -350,7 +349,7 @@ class StandbyAgent(LocalElasticAgent):
             running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]
             if not running:
                 break
-            with _pidfds_of(running) as pidfds:
+            with pidfds_of(running) as pidfds:
                 wait_for_any(pidfds, deadline - time.monotonic())
         return {
             local_rank: handler.proc.poll() if codes[local_rank] is None else codes[local_rank]
@@ -435,16 +434,8 @@ class StandbyAgent(LocalElasticAgent):
         if not self._options.one_host or worker_group.store is None or not shares:
             super()._rendezvous(worker_group)
             return
-        # The same host and ranks, and a store of their own: gloo would read addresses of the attempt before from a
-        # store that is kept, and connect to processes that are gone.
-        store, now = TCPStore("localhost", 0, is_master=True, wait_for_workers=False), time.monotonic()
-        # A rank that was to leave before it had connected tries to for half an hour where there is no store, and cannot
-        # be interrupted; with one it leaves at once.
-        longest_s = self._options.leave_timeout_s + _FALL_S
-        last = self._attempt_stores[-1:]
-        kept = [one for one in self._attempt_stores[:-1] if now - one[0] < longest_s]
-        self._attempt_stores = [*kept, *last, (now, store)]
-        worker_group.master_port = store.port
+        # The same host and ranks, and a store of their own.
+        worker_group.master_port = self._stores.make().port
 
     def _shutdown(self, *arguments: Any, **named: Any) -> None:
         if not self._restarts:
@@ -484,21 +475,3 @@ def _last_lines(path: str, count: int = 20) -> list[str]:
             return file.read().decode(errors="replace").splitlines()[-count:]
     except OSError:
         return []
-
-
-@contextmanager
-def _pidfds_of(processes: Sequence[ForkedProcess | subprocess.Popen[Any]]) -> Iterator[list[int]]:
-    """A file descriptor for each process that runs, readable when it has ended."""
-    opened: list[int] = []
-    found: list[int] = []
-    try:
-        for process in processes:
-            if isinstance(process, ForkedProcess):
-                found.append(process.pidfd)
-            else:
-                # Its number means this process until somebody polls it.
-                opened.append(os.pidfd_open(process.pid))
-        yield found + opened
-    finally:
-        for fd in opened:
-            os.close(fd)
