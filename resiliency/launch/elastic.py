@@ -41,7 +41,7 @@ from resiliency.launch.restarts import RankFailure, delay_before_restart, failur
 from resiliency.launch.zygote import CannotFork, HostZygote
 from resiliency.settings import LAUNCHER_VARIABLE, STARTS_VARIABLE, all_variables
 
-__all__ = ["StandbyAgent", "StandbyOptions"]
+__all__ = ["StandbyAgent", "StandbyOptions", "reason_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -164,8 +164,7 @@ class StandbyAgent(LocalElasticAgent):
 
     def start_rank(self, words: Sequence[str], environment: dict[str, str], *output: IO[str] | None) -> Any:
         """A process, or None when it is to be a fresh interpreter. Adds to ``environment``."""
-        environment[LAUNCHER_VARIABLE] = self._links.address
-        environment[STARTS_VARIABLE] = str(self._start_number)
+        environment.update(self._variables())
         stdout, stderr = (None if file is None else file.fileno() for file in output)
         process = self._kept.pop(int(environment["LOCAL_RANK"]), None)
         if process is not None:
@@ -181,6 +180,10 @@ class StandbyAgent(LocalElasticAgent):
         except CannotFork as error:
             self._say_why(str(error))
             return None
+
+    def _variables(self) -> dict[str, str]:
+        """Of the environment of ranks, beside torch's."""
+        return {LAUNCHER_VARIABLE: self._links.address, STARTS_VARIABLE: str(self._start_number)}
 
     def _fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
         """Forks a process that is no rank. When that fails its descriptors are closed, which the requester notices."""
@@ -287,17 +290,10 @@ class StandbyAgent(LocalElasticAgent):
         codes = self._exit_codes()
         if list(codes.values()).count(None) == self._running:
             self._replace_zygote()
-            longest_s = _QUIET_S if self._options.one_host else self._interval_s
             running = [handler.proc for local_rank, handler in self._handlers().items() if codes[local_rank] is None]
             with pidfds_of([*running, *self._living_zygote()]) as pidfds:
-                wait_for_any([*pidfds, *self._links.fds()], min(longest_s, self._seconds_to_deadline()))
-        self._hangs.look(
-            {
-                worker_group.workers[local_rank].global_rank: handler.proc
-                for local_rank, handler in self._handlers().items()
-                if handler.proc.poll() is None
-            }
-        )
+                wait_for_any([*pidfds, *self._links.fds(), *self._other_fds()], self._longest_wait_s())
+        self._hangs.look(self._running_ranks())
         codes = self._exit_codes()
         self._running = list(codes.values()).count(None)
         ran_s = time.monotonic() - self._began_s  # torch gives the other ranks up to 30 s to end
@@ -325,6 +321,22 @@ class StandbyAgent(LocalElasticAgent):
             self._lengths_s.append(ran_s)
             self._say_who_failed(result, logs, {local_rank for local_rank, code in codes.items() if code})
         return result
+
+    def _other_fds(self) -> list[int]:
+        """That end the wait, too, when they are readable."""
+        return []
+
+    def _longest_wait_s(self) -> float:
+        return min(_QUIET_S if self._options.one_host else self._interval_s, self._seconds_to_deadline())
+
+    def _running_ranks(self) -> dict[int, Any]:
+        """Processes by global rank."""
+        workers = self._worker_group.workers
+        return {
+            workers[local_rank].global_rank: handler.proc
+            for local_rank, handler in self._handlers().items()
+            if handler.proc.poll() is None
+        }
 
     def _note_preempted(self) -> None:
         """The machine is to go, or somebody wants it: no restart here."""
@@ -388,7 +400,7 @@ class StandbyAgent(LocalElasticAgent):
                 exit_code=found.exitcode,
                 timestamp=found.timestamp,
                 seen_first=found.local_rank in seen_first,
-                message=_reason(found.error_file_data),
+                message=reason_of(found.error_file_data),
                 log=logs.get(found.local_rank, ""),
                 hung=rank in self._hung,
             )
@@ -407,11 +419,15 @@ class StandbyAgent(LocalElasticAgent):
             first,
             attempt=attempt,
             ran_s=self._lengths_s[-1],
-            restarts_left=self._remaining_restarts,
+            restarts_left=self._restarts_left(),
             last_lines=_last_lines(first.log),
             staying=len(self._kept),
         )
         logger.error("%s", text)
+
+    def _restarts_left(self) -> int | None:
+        """None: somebody else decides what follows."""
+        return self._remaining_restarts
 
     # -- how they are started again -----------------------------------------------------------------------------------
 
@@ -457,7 +473,7 @@ class StandbyAgent(LocalElasticAgent):
             self._zygote = None
 
 
-def _reason(error_file: Mapping[str, Any]) -> str:
+def reason_of(error_file: Mapping[str, Any]) -> str:
     """The exception, where the script is decorated with torch's ``record``; else nothing."""
     said = error_file.get("message", "")
     text = str(said.get("message", "") if isinstance(said, dict) else said)
