@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 from resiliency.errors import ConfigError
 
 __all__ = [
+    "ATTEMPT_VARIABLE",
+    "JOB_VARIABLE",
     "LAUNCHER_VARIABLE",
+    "REPLICAS_BEFORE_VARIABLE",
+    "REPLICAS_VARIABLE",
     "STARTS_VARIABLE",
     "Environment",
     "Launch",
@@ -31,6 +35,12 @@ LAUNCHER_VARIABLE = "RESILIENCY_LAUNCHER"
 #: How often ``resiliency run`` has started the ranks of this host before. Torch's count of restarts leaves out those
 #: after which a host came or went.
 STARTS_VARIABLE = "RESILIENCY_LAUNCHER_STARTS"
+#: What a supervisor says of a job: its name, the epoch as the number of the attempt, counted from 1, and the replicas
+#: of data parallelism in it and in the one before.
+JOB_VARIABLE = "RESILIENCY_JOB"
+ATTEMPT_VARIABLE = "RESILIENCY_ATTEMPT"
+REPLICAS_VARIABLE = "RESILIENCY_REPLICAS"
+REPLICAS_BEFORE_VARIABLE = "RESILIENCY_REPLICAS_BEFORE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +133,8 @@ def _launch(env: Mapping[str, str]) -> Launch:
 
     A ``JOB_IDENTIFIER`` is given to a job once, so the same identifier alone means the same job.
     """
-    attempt = _integer(env, "RESILIENCY_ATTEMPT", 0)  # counted from 1
-    own_job = env.get("RESILIENCY_JOB") or env.get("RESILIENCY_RUN") or "default"
+    attempt = _integer(env, ATTEMPT_VARIABLE, 0)  # counted from 1
+    own_job = env.get(JOB_VARIABLE) or env.get("RESILIENCY_RUN") or "default"
     known = {
         "torchrun": (
             _torchrun_job(env),

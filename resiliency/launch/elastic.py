@@ -22,26 +22,26 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from resiliency.events import EventKind
+from resiliency.launch.attempt_stores import AttemptStores
 from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.fresh import parse_command
 from resiliency.launch.hang_watch import HangWatch
 from resiliency.launch.job_log import JobLog
 from resiliency.launch.preload import modules_to_preload
-from resiliency.launch.processes import ForkedProcess, reap_others, wait_for_any
+from resiliency.launch.processes import pidfds_of, reap_others, wait_for_any
 from resiliency.launch.rank_handlers import Kept, RankHandler, StillRunning, handlers_made_by, kill_group
 from resiliency.launch.rank_links import RankLink, RankLinks
 from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure, lost_peer_text
 from resiliency.launch.zygote import CannotFork, HostZygote
 from resiliency.settings import LAUNCHER_VARIABLE, STARTS_VARIABLE, all_variables
 
-__all__ = ["StandbyAgent", "StandbyOptions"]
+__all__ = ["StandbyAgent", "StandbyOptions", "reason_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,7 @@ class StandbyAgent(LocalElasticAgent):
         self._zygote: HostZygote | None = None
         self._zygotes = 1
         self._told_why = False
-        #: Of attempts, with the monotonic seconds of their begin; the last one is in use.
-        self._attempt_stores: list[tuple[float, TCPStore]] = []
+        self._stores = AttemptStores(keep_s=options.leave_timeout_s + _FALL_S)
         #: Ranks that ran at the last look; what ended since then is not waited for.
         self._running = 0
         self._began_s = 0.0
@@ -165,8 +164,7 @@ class StandbyAgent(LocalElasticAgent):
 
     def start_rank(self, words: Sequence[str], environment: dict[str, str], *output: IO[str] | None) -> Any:
         """A process, or None when it is to be a fresh interpreter. Adds to ``environment``."""
-        environment[LAUNCHER_VARIABLE] = self._links.address
-        environment[STARTS_VARIABLE] = str(self._start_number)
+        environment.update(self._variables())
         stdout, stderr = (None if file is None else file.fileno() for file in output)
         process = self._kept.pop(int(environment["LOCAL_RANK"]), None)
         if process is not None:
@@ -182,6 +180,10 @@ class StandbyAgent(LocalElasticAgent):
         except CannotFork as error:
             self._say_why(str(error))
             return None
+
+    def _variables(self) -> dict[str, str]:
+        """Of the environment of ranks, beside torch's."""
+        return {LAUNCHER_VARIABLE: self._links.address, STARTS_VARIABLE: str(self._start_number)}
 
     def _fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
         """Forks a process that is no rank. When that fails its descriptors are closed, which the requester notices."""
@@ -288,17 +290,10 @@ class StandbyAgent(LocalElasticAgent):
         codes = self._exit_codes()
         if list(codes.values()).count(None) == self._running:
             self._replace_zygote()
-            longest_s = _QUIET_S if self._options.one_host else self._interval_s
             running = [handler.proc for local_rank, handler in self._handlers().items() if codes[local_rank] is None]
-            with _pidfds_of([*running, *self._living_zygote()]) as pidfds:
-                wait_for_any([*pidfds, *self._links.fds()], min(longest_s, self._seconds_to_deadline()))
-        self._hangs.look(
-            {
-                worker_group.workers[local_rank].global_rank: handler.proc
-                for local_rank, handler in self._handlers().items()
-                if handler.proc.poll() is None
-            }
-        )
+            with pidfds_of([*running, *self._living_zygote()]) as pidfds:
+                wait_for_any([*pidfds, *self._links.fds(), *self._other_fds()], self._longest_wait_s())
+        self._hangs.look(self._running_ranks())
         codes = self._exit_codes()
         self._running = list(codes.values()).count(None)
         ran_s = time.monotonic() - self._began_s  # torch gives the other ranks up to 30 s to end
@@ -327,6 +322,22 @@ class StandbyAgent(LocalElasticAgent):
             self._say_who_failed(result, logs, {local_rank for local_rank, code in codes.items() if code})
         return result
 
+    def _other_fds(self) -> list[int]:
+        """That end the wait, too, when they are readable."""
+        return []
+
+    def _longest_wait_s(self) -> float:
+        return min(_QUIET_S if self._options.one_host else self._interval_s, self._seconds_to_deadline())
+
+    def _running_ranks(self) -> dict[int, Any]:
+        """Processes by global rank."""
+        workers = self._worker_group.workers
+        return {
+            workers[local_rank].global_rank: handler.proc
+            for local_rank, handler in self._handlers().items()
+            if handler.proc.poll() is None
+        }
+
     def _note_preempted(self) -> None:
         """The machine is to go, or somebody wants it: no restart here."""
         if any(handler.proc.poll() == PREEMPTED for handler in self._handlers().values()):
@@ -350,7 +361,7 @@ class StandbyAgent(LocalElasticAgent):
             running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]
             if not running:
                 break
-            with _pidfds_of(running) as pidfds:
+            with pidfds_of(running) as pidfds:
                 wait_for_any(pidfds, deadline - time.monotonic())
         return {
             local_rank: handler.proc.poll() if codes[local_rank] is None else codes[local_rank]
@@ -389,7 +400,7 @@ class StandbyAgent(LocalElasticAgent):
                 exit_code=found.exitcode,
                 timestamp=found.timestamp,
                 seen_first=found.local_rank in seen_first,
-                message=_reason(found.error_file_data),
+                message=reason_of(found.error_file_data),
                 log=logs.get(found.local_rank, ""),
                 hung=rank in self._hung,
             )
@@ -408,11 +419,15 @@ class StandbyAgent(LocalElasticAgent):
             first,
             attempt=attempt,
             ran_s=self._lengths_s[-1],
-            restarts_left=self._remaining_restarts,
+            restarts_left=self._restarts_left(),
             last_lines=_last_lines(first.log),
             staying=len(self._kept),
         )
         logger.error("%s", text)
+
+    def _restarts_left(self) -> int | None:
+        """None: somebody else decides what follows."""
+        return self._remaining_restarts
 
     # -- how they are started again -----------------------------------------------------------------------------------
 
@@ -435,16 +450,8 @@ class StandbyAgent(LocalElasticAgent):
         if not self._options.one_host or worker_group.store is None or not shares:
             super()._rendezvous(worker_group)
             return
-        # The same host and ranks, and a store of their own: gloo would read addresses of the attempt before from a
-        # store that is kept, and connect to processes that are gone.
-        store, now = TCPStore("localhost", 0, is_master=True, wait_for_workers=False), time.monotonic()
-        # A rank that was to leave before it had connected tries to for half an hour where there is no store, and cannot
-        # be interrupted; with one it leaves at once.
-        longest_s = self._options.leave_timeout_s + _FALL_S
-        last = self._attempt_stores[-1:]
-        kept = [one for one in self._attempt_stores[:-1] if now - one[0] < longest_s]
-        self._attempt_stores = [*kept, *last, (now, store)]
-        worker_group.master_port = store.port
+        # The same host and ranks, and a store of their own.
+        worker_group.master_port = self._stores.make().port
 
     def _shutdown(self, *arguments: Any, **named: Any) -> None:
         if not self._restarts:
@@ -466,7 +473,7 @@ class StandbyAgent(LocalElasticAgent):
             self._zygote = None
 
 
-def _reason(error_file: Mapping[str, Any]) -> str:
+def reason_of(error_file: Mapping[str, Any]) -> str:
     """The exception, where the script is decorated with torch's ``record``; else nothing."""
     said = error_file.get("message", "")
     text = str(said.get("message", "") if isinstance(said, dict) else said)
@@ -484,21 +491,3 @@ def _last_lines(path: str, count: int = 20) -> list[str]:
             return file.read().decode(errors="replace").splitlines()[-count:]
     except OSError:
         return []
-
-
-@contextmanager
-def _pidfds_of(processes: Sequence[ForkedProcess | subprocess.Popen[Any]]) -> Iterator[list[int]]:
-    """A file descriptor for each process that runs, readable when it has ended."""
-    opened: list[int] = []
-    found: list[int] = []
-    try:
-        for process in processes:
-            if isinstance(process, ForkedProcess):
-                found.append(process.pidfd)
-            else:
-                # Its number means this process until somebody polls it.
-                opened.append(os.pidfd_open(process.pid))
-        yield found + opened
-    finally:
-        for fd in opened:
-            os.close(fd)

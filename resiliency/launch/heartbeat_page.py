@@ -10,7 +10,7 @@ import enum
 import mmap
 from dataclasses import dataclass
 
-__all__ = ["PAGE_BYTES", "WORDS_BYTES", "Page", "PageWriter", "Phase", "place_word"]
+__all__ = ["MOST_ATTEMPT", "PAGE_BYTES", "WORDS_BYTES", "Page", "PageWriter", "Phase", "place_word"]
 
 PAGE_BYTES = mmap.PAGESIZE
 _WORDS = 4
@@ -22,7 +22,7 @@ _BEATS, _LAST, _LONGEST, _PLACE = range(_WORDS)
 
 #: Where a rank is: from the lowest bit, whether it is watched, its phase, its attempt, and its step plus one.
 _PHASE_AT, _ATTEMPT_AT, _STEP_AT = 1, 8, 24
-_MOST_ATTEMPT, _MOST_STEP = (1 << 16) - 1, (1 << 40) - 2
+MOST_ATTEMPT, _MOST_STEP = (1 << 16) - 1, (1 << 40) - 2
 
 
 class Phase(enum.IntEnum):
@@ -82,7 +82,7 @@ class Page:
             longest_s=longest / 1e9,
             watched=bool(place & 1),
             phase=Phase(place >> _PHASE_AT & 0x7F),
-            attempt=place >> _ATTEMPT_AT & _MOST_ATTEMPT,
+            attempt=place >> _ATTEMPT_AT & MOST_ATTEMPT,
             step=(place >> _STEP_AT) - 1,
         )
 
@@ -116,4 +116,4 @@ class PageWriter:
 def place_word(*, step: int, phase: Phase, attempt: int, watched: bool) -> int:
     """Where a rank is, as one word."""
     shown = max(-1, min(step, _MOST_STEP)) + 1
-    return shown << _STEP_AT | min(attempt, _MOST_ATTEMPT) << _ATTEMPT_AT | int(phase) << _PHASE_AT | watched
+    return shown << _STEP_AT | min(attempt, MOST_ATTEMPT) << _ATTEMPT_AT | int(phase) << _PHASE_AT | watched

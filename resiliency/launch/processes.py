@@ -8,8 +8,8 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from resiliency.errors import ResiliencyError
@@ -20,6 +20,7 @@ __all__ = [
     "end_with_parent",
     "is_stopped",
     "mark_own",
+    "pidfds_of",
     "reap_others",
     "wait_for_any",
 ]
@@ -149,6 +150,24 @@ def wait_for_any(pidfds: Iterable[int], timeout_s: float | None) -> None:
     for fd in pidfds:
         poller.register(fd, select.POLLIN)
     poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)
+
+
+@contextmanager
+def pidfds_of(processes: Sequence[ForkedProcess | subprocess.Popen[Any]]) -> Iterator[list[int]]:
+    """A file descriptor for each process that runs, readable when it has ended."""
+    opened: list[int] = []
+    found: list[int] = []
+    try:
+        for process in processes:
+            if isinstance(process, ForkedProcess):
+                found.append(process.pidfd)
+            else:
+                # Its number means this process until somebody polls it.
+                opened.append(os.pidfd_open(process.pid))
+        yield found + opened
+    finally:
+        for fd in opened:
+            os.close(fd)
 
 
 def is_stopped(pid: int) -> bool:

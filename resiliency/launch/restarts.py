@@ -63,13 +63,14 @@ def failure_text(
     *,
     attempt: int,
     ran_s: float,
-    restarts_left: int,
+    restarts_left: int | None,
     last_lines: Sequence[str],
     staying: int = 0,
 ) -> str:
     """What is said of an attempt that failed.
 
     Args:
+        restarts_left: None: somebody else decides what follows.
         staying: ranks of this host that go on in their processes.
     """
     how = f"exited with {failure.exit_code}"
@@ -78,7 +79,8 @@ def failure_text(
     lines = [f"rank {failure.rank} (process {failure.pid}) {how} {ran_s:.1f} s after the start of attempt {attempt}"]
     if failure.message:
         lines[0] += f": {failure.message}"
-    lines[0] += f"; {restarts_left or 'no'} restart{'' if restarts_left == 1 else 's'} left"
+    if restarts_left is not None:
+        lines[0] += f"; {restarts_left or 'no'} restart{'' if restarts_left == 1 else 's'} left"
     if staying:
         lines[0] += f"; {staying} rank{'' if staying == 1 else 's'} of this host stay{'s' if staying == 1 else ''}"
     if last_lines:

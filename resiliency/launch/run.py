@@ -24,6 +24,8 @@ EXIT_GAVE_UP = 3
 #: Flags of torch's by which hosts find each other.
 _RENDEZVOUS_FLAGS = [f"--rdzv-{name}" for name in ("backend", "endpoint", "id", "conf")]
 _RENDEZVOUS_FLAGS += ["--node-rank", "--master-addr", "--master-port", "--standalone"]
+#: Bytes of the name of an abstract unix socket.
+_MOST_NAME = 107
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -65,18 +67,24 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
 
     from resiliency.launch.elastic import StandbyAgent, StandbyOptions
     from resiliency.launch.processes import become_subreaper
+    from resiliency.launch.supervised import BACKEND, register
+    from resiliency.launch.supervised_agent import SupervisedAgent
 
+    register()
+    supervised = args.rdzv_backend == BACKEND
+    if supervised and (problem := _no_supervision(parser, args)):
+        parser.error(problem)
     options = StandbyOptions(
         standby=not args.no_standby,
         preload=tuple(filter(None, args.preload.split(","))),
         crash_loop_s=args.crash_loop,
-        hang_timeout_s=args.hang_timeout,
+        hang_timeout_s=0.0 if supervised else args.hang_timeout,  # a supervisor compares all hosts
         leave_timeout_s=args.leave_timeout,
-        one_host=torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1,
+        one_host=not supervised and torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1,
     )
     # Torch 2.13 keeps one store for all attempts unless this is set, and gloo connects to processes that are gone. On
-    # one host the agent makes a store for each attempt, which is faster.
-    if options.one_host:
+    # one host, and below a supervisor, a launcher makes a store for each attempt, which is faster.
+    if options.one_host or supervised:
         set_variable(_OWN_STORE, None)
     else:
         set_variable(_OWN_STORE, all_variables().get(_OWN_STORE, "1"))
@@ -84,7 +92,7 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
     become_subreaper()
     agents: list[StandbyAgent] = []
     try:
-        with _agents_with(options, agents):
+        with _agents_with(SupervisedAgent if supervised else StandbyAgent, options, agents):
             record(torchrun.run)(args)
     except SignalException as error:
         if any(agent.preempted for agent in agents):
@@ -128,6 +136,18 @@ def _end_of_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         takes_value = any(action.nargs != 0 for action in found)  # none: it is attached, or argparse says what is wrong
         at += 2 if takes_value else 1
     return at
+
+
+def _no_supervision(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """Why this launcher cannot run below a supervisor; "" when it can."""
+    wrong = ["--standalone", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-conf"]
+    given = [flag for flag in wrong if _was_given(parser, args, flag)]
+    if given:
+        return f"--rdzv-backend supervised: the monitor of the host says who takes part; leave out {', '.join(given)}"
+    name = args.rdzv_endpoint
+    if not name or len(name.encode()) > _MOST_NAME:
+        return f"--rdzv-backend supervised: --rdzv-endpoint={name!r} is no name of a monitor's socket"
+    return ""
 
 
 def _was_given(parser: argparse.ArgumentParser, args: argparse.Namespace, flag: str) -> bool:
@@ -188,14 +208,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def _agents_with(options: Any, made: list[Any]) -> Iterator[None]:
+def _agents_with(kind: Callable[..., Any], options: Any, made: list[Any]) -> Iterator[None]:
     """Torch's launcher makes our agent, and adds it to ``made``."""
     from torch.distributed import launcher
 
-    from resiliency.launch.elastic import StandbyAgent
-
-    def make(*arguments: Any, **named: Any) -> StandbyAgent:
-        agent = StandbyAgent(options, *arguments, **named)
+    def make(*arguments: Any, **named: Any) -> Any:
+        agent = kind(options, *arguments, **named)
         made.append(agent)
         return agent
 

@@ -73,6 +73,17 @@ class HostZygote:
         """For a wait for its end."""
         return self._process
 
+    def fds(self) -> list[int]:
+        """Readable when :meth:`is_warm` has something new to say."""
+        return [] if self._ready or self._problem else [self._control.fileno()]
+
+    def is_warm(self) -> bool:
+        """True when it can fork at once. Blocks: no."""
+        if self.fds() and select.select([self._control], [], [], 0)[0]:
+            with suppress(CannotFork):  # said when a rank is to be started
+                self._wait_until_ready()
+        return self._ready and not self.has_died
+
     @property
     def has_died(self) -> bool:
         """True when it was able to fork, and has ended or does not answer, or when a signal ended it before that:

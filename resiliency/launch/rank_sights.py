@@ -1,0 +1,73 @@
+"""What can be seen of ranks from outside, whatever they do: their heartbeats, and whether a signal has stopped them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from resiliency.launch.hangs import Seen
+from resiliency.launch.heartbeat import STACKS_SIGNAL
+from resiliency.launch.processes import is_stopped
+from resiliency.launch.rank_links import RankLinks
+
+__all__ = ["STACKS_S", "RankSights", "ask_for_stacks"]
+
+#: Of the seconds between two looks, so many at most count.
+_LONGEST_LOOK_S = 2.0
+#: For ranks to write their stacks; nothing tells when they have.
+STACKS_S = 1.0
+
+
+class RankSights:
+    """Looks at ranks again and again. Thread: one.
+
+    Args:
+        links: to the ranks.
+    """
+
+    def __init__(self, links: RankLinks) -> None:
+        self._links = links
+        #: For how long processes were seen stopped, by their ids, and when it was looked last.
+        self._stopped_s: dict[int, float] = {}
+        self._looked_s = time.monotonic()
+
+    def look(self, processes: Mapping[int, Any]) -> tuple[dict[int, Seen], dict[int, int]]:
+        """What is seen of each rank, and the process that beats. Blocks: no.
+
+        Args:
+            processes: of this host that run, by rank.
+        """
+        now = time.monotonic()
+        seen: dict[int, Seen] = {}
+        pids: dict[int, int] = {}
+        for rank, process in processes.items():
+            heartbeat = self._links.heartbeat_of(process.pid)
+            pids[rank], page = heartbeat if heartbeat is not None else (process.pid, None)
+            quiet_s = now - page.last_s if page is not None else 0.0
+            seen[rank] = Seen(page=page, quiet_s=quiet_s, stopped_s=self._seen_stopped(pids[rank], now))
+        self._stopped_s = {pid: self._stopped_s[pid] for pid in pids.values() if pid in self._stopped_s}
+        self._looked_s = now
+        return seen, pids
+
+    def _seen_stopped(self, pid: int, now: float) -> float:
+        """For how long a process was seen stopped at every look. What lies between two looks counts little: this
+        process may have been stopped, too."""
+        if is_stopped(pid):
+            self._stopped_s[pid] = self._stopped_s.get(pid, 0.0) + min(now - self._looked_s, _LONGEST_LOOK_S)
+        else:
+            self._stopped_s.pop(pid, None)
+        return self._stopped_s.get(pid, 0.0)
+
+
+def ask_for_stacks(links: RankLinks, processes: Mapping[int, Any]) -> None:
+    """Has ranks write the stacks of their threads to their standard error. Blocks: no; they take up to a second."""
+    for process in processes.values():
+        heartbeat = links.heartbeat_of(process.pid)
+        if heartbeat is None:  # it has no handler, and the signal would end it
+            continue
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(heartbeat[0]) == process.pid:  # its number was not given to another
+                os.kill(heartbeat[0], STACKS_SIGNAL)

@@ -1,0 +1,178 @@
+"""Torch's rendezvous where the monitor of the host says which place this launcher has: ``--rdzv-backend supervised``.
+
+There is no meeting of hosts. A place names the node rank and the number of hosts; node rank 0 makes the store of the
+epoch and says where it is, and the ranks of the others are told. This launcher itself waits for nobody but its monitor,
+so that no host that is gone holds it up.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
+
+from resiliency.launch.attempt_stores import AttemptStores
+from resiliency.launch.monitor_link import MonitorLink
+from resiliency.launch.places import Orders, Place, Wish
+from resiliency.launch.processes import wait_for_any
+
+__all__ = ["BACKEND", "SupervisedRendezvous", "register"]
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "supervised"
+#: Seconds until a wait looks again, whatever it waits for.
+_LONGEST_S = 10.0
+_KEEP_STORES_S = 10.0
+
+
+class SupervisedRendezvous(RendezvousHandler):
+    """Thread: one.
+
+    Attributes:
+        link: to the monitor.
+        orders: what it wants.
+        asks: kinds of what it has asked for once, "stacks" and "save", until somebody takes them out.
+
+    Args:
+        name: of the monitor's socket.
+        run_id: as given to torchrun.
+        local_addr: that other hosts reach this one by; None: its name.
+    """
+
+    def __init__(self, name: str, *, run_id: str, local_addr: str | None) -> None:
+        self.link = MonitorLink(name)
+        self.orders = Orders()
+        self.asks: list[str] = []
+        self.stores = AttemptStores(keep_s=_KEEP_STORES_S)
+        self._run_id = run_id
+        self._local_addr = local_addr
+        #: Of the epoch for which this host has made it last.
+        self._store: tuple[int, TCPStore] | None = None
+
+    # -- torch's interface --------------------------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks use the store that the launcher of node rank 0 keeps."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The next place. Blocks: until there is one.
+
+        Raises:
+            RendezvousGracefulExitError: the job is completed.
+        """
+        while not self.is_ready():
+            wait_for_any(self.link.fds(), self.link.seconds_to_look(_LONGEST_S))
+            self.serve()
+        place = self.orders.start()
+        if place.node_rank == 0 and self._store is not None:
+            store: TCPStore | HashStore = self._store[1]
+            address, port = self._address(), self._store[1].port
+        else:
+            store = HashStore()  # torch wants one; ranks have the real one
+            address, port = place.address()
+        bootstrap = RendezvousStoreInfo(master_addr=address, master_port=port)
+        return RendezvousInfo(store, place.node_rank, place.nodes, bootstrap)
+
+    def is_closed(self) -> bool:
+        return self.orders.wish is Wish.COMPLETED
+
+    def set_closed(self) -> None:
+        """Nothing: who closes a job is the supervisor."""
+
+    def num_nodes_waiting(self) -> int:
+        """1 when the ranks that run are to end, for another place or for none. Blocks: no."""
+        self.serve()
+        return int(self.orders.ends_ranks)
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Ends the connection. Idempotent."""
+        self.link.close()
+        return True
+
+    # -- what the monitor says ----------------------------------------------------------------------------------------
+
+    def is_ready(self) -> bool:
+        """A place is given, and all of it is known. Blocks: no.
+
+        Raises:
+            RendezvousGracefulExitError: the job is completed.
+        """
+        if self.orders.wish is Wish.COMPLETED:
+            raise RendezvousGracefulExitError("the job is completed")
+        place = self.orders.place
+        return self.orders.is_to_start and place is not None and (place.node_rank == 0 or bool(place.master))
+
+    def serve(self) -> None:
+        """Takes what the monitor has said. Blocks: no, but for the milliseconds in which a store is made."""
+        for message in self.link.serve():
+            try:
+                self._understand(message)
+            except ValueError as error:
+                logger.warning(
+                    "the host monitor at %r said %r, which is not understood: %s",
+                    self.link.name,
+                    message["kind"],
+                    error,
+                )
+        place = self.orders.place
+        if place is not None and self.orders.is_to_start and place.node_rank == 0:
+            self._make_store(place)
+
+    def _understand(self, message: Mapping[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "place":
+            place = Place.of(message)
+            if not self.orders.give(place):
+                logger.info("a place of epoch %d is of the past, and is not taken", place.epoch)
+        elif kind == "no_place":
+            self.orders.withdraw()
+        elif kind == "completed":
+            self.orders.complete()
+        elif kind in ("stacks", "save"):
+            self.asks.append(kind)
+        else:
+            raise ValueError("no such kind")
+
+    def _make_store(self, place: Place) -> None:
+        """At once, while ranks of the epoch before are still about to leave: the other hosts wait for its address."""
+        if self._store is not None and self._store[0] == place.epoch:
+            return
+        self._store = place.epoch, self.stores.make()
+        address = self._address()
+        address = f"[{address}]" if ":" in address else address
+        where = f"{address}:{self._store[1].port}"
+        self.link.stand("master", {"kind": "master", "epoch": place.epoch, "address": where})
+
+    def _address(self) -> str:
+        if self._local_addr is None:
+            self._local_addr = socket.getfqdn()
+        return self._local_addr
+
+
+def _create(parameters: RendezvousParameters) -> SupervisedRendezvous:
+    return SupervisedRendezvous(parameters.endpoint, run_id=parameters.run_id, local_addr=parameters.local_addr or None)
+
+
+def register() -> None:
+    """Makes the backend known to torch. Idempotent."""
+    rendezvous_handler_registry.register(BACKEND, _create)

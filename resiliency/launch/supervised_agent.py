@@ -1,0 +1,281 @@
+"""The launcher below a supervisor: it says what happens to its ranks, and takes the place that it is given next.
+
+What it decides by itself elsewhere is decided there: whether ranks are started again and how often, whether a rank
+hangs, and which hosts take part.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
+
+from resiliency.events import EventKind
+from resiliency.launch.elastic import StandbyAgent, StandbyOptions, reason_of
+from resiliency.launch.exit_codes import PREEMPTED
+from resiliency.launch.host_reports import HostReports
+from resiliency.launch.places import Place, Wish
+from resiliency.launch.processes import pidfds_of, reap_others, wait_for_any
+from resiliency.launch.rank_handlers import kill_group
+from resiliency.launch.rank_sights import STACKS_S, RankSights, ask_for_stacks
+from resiliency.launch.supervised import SupervisedRendezvous
+from resiliency.settings import (
+    ATTEMPT_VARIABLE,
+    JOB_VARIABLE,
+    REPLICAS_BEFORE_VARIABLE,
+    REPLICAS_VARIABLE,
+    STARTS_VARIABLE,
+)
+
+__all__ = ["SupervisedAgent"]
+
+logger = logging.getLogger(__name__)
+
+#: Torch counts restarts down from it; what it has counted is the epoch.
+_MOST_EPOCHS = 2**31 - 1
+#: Seconds between two reports of how far ranks are.
+_REPORT_S = 1.0
+#: Seconds until a wait looks again, whatever it waits for.
+_LONGEST_S = 10.0
+#: Stacks that were asked for so many seconds ago need not be asked for again before a rank is killed.
+_FRESH_STACKS_S = 10.0
+
+
+class SupervisedAgent(StandbyAgent):
+    """See the module.
+
+    Args:
+        options: without a time for hangs; as for several hosts.
+        arguments, named: of torch's class; the rendezvous is :class:`SupervisedRendezvous`.
+    """
+
+    def __init__(self, options: StandbyOptions, *arguments: Any, **named: Any) -> None:
+        super().__init__(options, *arguments, **named)
+        spec = self._worker_group.spec
+        assert isinstance(spec.rdzv_handler, SupervisedRendezvous)
+        self._monitor = spec.rdzv_handler
+        self._monitor.stores.keep_s = self._stores.keep_s
+        spec.max_restarts = self._remaining_restarts = _MOST_EPOCHS
+        self._reports = HostReports(self._monitor.link)
+        self._sights = RankSights(self._links)
+        self._report_at_s = self._stacks_at_s = -math.inf
+
+    # -- from place to place ------------------------------------------------------------------------------------------
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """In the place of torch's loop, which counts restarts, and ends when ranks have finished or failed."""
+        group = self._worker_group
+        try:
+            self._initialize_workers(group)
+            while True:
+                result = self._monitor_workers(group)
+                group.state = result.state
+                if result.state is WorkerState.SUCCEEDED:
+                    self._reports.ended(preempted=False)
+                elif result.state is not WorkerState.HEALTHY:
+                    self._say_failed()
+                elif not self._monitor.num_nodes_waiting():
+                    continue
+                self._restart_workers(group)
+        except RendezvousGracefulExitError as completed:
+            logger.info("%s", completed)
+            done = {worker.global_rank: None for worker in group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
+
+    def _say_failed(self) -> None:
+        if self.preempted:
+            self._reports.ended(preempted=True)
+        elif not self._reports.has_lost:
+            for worker in self._worker_group.workers:
+                self._reports.lost(worker.global_rank, 1, reason="torch's launcher has given it up")
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        orders = self._monitor.orders
+        if orders.wish in (Wish.NO_PLACE, Wish.COMPLETED):
+            self._shutdown(timeout=self._shutdown_timeout)
+        else:
+            if orders.is_to_start and orders.place is not None:
+                self._kill(orders.place.replace)
+            self._tell_to_leave()
+            self._restarts = True
+            try:  # what they do is of the past, and nobody waits for it longer than for those that stay
+                self._shutdown(timeout=min(self._shutdown_timeout, math.ceil(self._options.leave_timeout_s)))
+            finally:
+                self._restarts = False
+        worker_group.state = WorkerState.STOPPED
+        self._initialize_workers(worker_group)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._wait_for_place()
+        super()._rendezvous(worker_group)
+        self._remaining_restarts = _MOST_EPOCHS - (self._place.epoch - 1)
+
+    @property
+    def _place(self) -> Place:
+        """The one that was taken last."""
+        assert self._monitor.orders.current is not None
+        return self._monitor.orders.current
+
+    def _wait_for_place(self) -> None:
+        """Blocks: until there is one.
+
+        Raises:
+            RendezvousGracefulExitError: the job is completed.
+        """
+        warm = self._is_warm()
+        self._reports.waiting(warm=warm)
+        self._monitor.serve()
+        while not self._monitor.is_ready():
+            if self._monitor.orders.wish is Wish.NO_PLACE:
+                self._end_those_that_stay()
+            self._links.serve()
+            self._replace_zygote()
+            if self._is_warm() != warm:
+                warm = not warm
+                self._reports.waiting(warm=warm)
+            zygote = [] if self._zygote is None else self._zygote.fds()
+            with pidfds_of(self._living_zygote()) as pidfds:
+                fds = [*pidfds, *zygote, *self._links.fds(), *self._monitor.link.fds()]
+                wait_for_any(fds, self._monitor.link.seconds_to_look(_LONGEST_S))
+            reap_others()
+            self._monitor.serve()
+            self._answer()
+
+    def _is_warm(self) -> bool:
+        """Ranks would be there at once; also where they are fresh interpreters, which nothing can be prepared for."""
+        return self._zygote is None or self._zygote.is_warm()
+
+    def _end_those_that_stay(self) -> None:
+        """Ranks that were told to leave and wait for their next attempt: there is none here."""
+        kept = list(self._kept.values())
+        if kept:
+            self._shutdown(timeout=self._shutdown_timeout)
+        for process in kept:
+            self._links.forget(process.pid)
+
+    # -- how ranks are started ----------------------------------------------------------------------------------------
+
+    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: Any) -> list[Worker]:
+        """All hosts of a workload have as many ranks. Torch asks each host, and waits for one that is gone."""
+        count = spec.local_world_size
+        first, total = group_rank * count, group_world_size * count
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=first + local_rank,
+                role_rank=first + local_rank,
+                world_size=total,
+                role_world_size=total,
+            )
+            for local_rank in range(count)
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.preempted = False
+        self._reports.started(self._place.epoch)
+        ids = super()._start_workers(worker_group)
+        self._say_running()
+        return ids
+
+    def _variables(self) -> dict[str, str]:
+        place = self._place
+        return {
+            **super()._variables(),
+            STARTS_VARIABLE: str(place.epoch - 1),  # the same on all hosts
+            JOB_VARIABLE: place.workload,
+            ATTEMPT_VARIABLE: str(place.epoch),
+            REPLICAS_VARIABLE: str(place.replicas),
+            REPLICAS_BEFORE_VARIABLE: str(place.replicas_before),
+        }
+
+    # -- how they are watched -----------------------------------------------------------------------------------------
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        self._monitor.serve()
+        self._answer()
+        if result.state is WorkerState.HEALTHY:
+            self._say_running()
+            self._reports.lost_peers(worker_group.workers[local_rank].global_rank for local_rank in self._lost_peers())
+            now = time.monotonic()
+            if now >= self._report_at_s:
+                self._report_at_s = now + _REPORT_S
+                self._reports.pages(self._sights.look(self._running_ranks())[0], now_s=now)
+        return result
+
+    def _other_fds(self) -> list[int]:
+        return self._monitor.link.fds()
+
+    def _longest_wait_s(self) -> float:
+        report_s = max(0.0, self._report_at_s - time.monotonic())
+        return min(self._monitor.link.seconds_to_look(report_s), self._seconds_to_deadline())
+
+    @property
+    def _cause_s(self) -> float:
+        """What follows when ranks have lost a peer is decided elsewhere."""
+        return math.inf
+
+    def _restarts_left(self) -> int | None:
+        return None
+
+    def _note_failures(self, codes: Mapping[int, int]) -> None:
+        super()._note_failures(codes)
+        context: Any = self._pcontext
+        for local_rank, code in codes.items():
+            if code != PREEMPTED:
+                rank = self._worker_group.workers[local_rank].global_rank
+                reason = reason_of(context._failures[local_rank].error_file_data)
+                self._reports.lost(rank, code, reason=reason, preempted=self.preempted)
+
+    def _say_running(self) -> None:
+        workers = self._worker_group.workers
+        self._reports.running(
+            {
+                local_rank: (workers[local_rank].global_rank, handler.proc.pid)
+                for local_rank, handler in self._handlers().items()
+            }
+        )
+
+    # -- what the monitor asks for ------------------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        while self._monitor.asks:
+            kind = self._monitor.asks.pop(0)
+            if kind == "stacks":
+                self._stacks_at_s = time.monotonic()
+                ask_for_stacks(self._links, self._running_ranks())
+            else:
+                reason = "nothing in these ranks saves when it is asked to and goes on: the newest periodic save counts"
+                logger.info("asked to save: %s", reason)
+                self._reports.cannot_save(reason)
+
+    def _kill(self, ranks: tuple[int, ...]) -> None:
+        """Ends ranks that hang, after the stacks of all were written. Blocks: for that, a second."""
+        running = self._running_ranks()
+        hung = {rank: process for rank, process in running.items() if rank in ranks}
+        if not hung:
+            return
+        if time.monotonic() - self._stacks_at_s > _FRESH_STACKS_S:
+            ask_for_stacks(self._links, running)
+            threading.Event().wait(STACKS_S)
+        for rank, process in hung.items():
+            logger.error(
+                "rank %d (process %d) is replaced: it hangs, as the supervisor has found, and is killed. The stacks of"
+                " all ranks of this host are in their standard error",
+                rank,
+                process.pid,
+            )
+            kill_group(process)
+            self._log.emit(EventKind.WORKER_LOST, worker=rank, signal=9)
