@@ -25,6 +25,7 @@ from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import AgentError, ResiliencyError, TierError, Timeout
+from resiliency.launch import heartbeat
 from resiliency.plugins import _lightning
 from resiliency.plugins.strategies.base import StrategyAdapter
 from resiliency.spans import traced
@@ -85,6 +86,7 @@ class CheckpointSaver:
         self._collecting = False
         self._overlap = False
         self._everywhere = False
+        self._unnamed = False  # a save is asked for, under whatever name or none
         self._missed_saves = 0
         self._told_why = False
         #: Paths to save under and names to remove, as requested in the current hook.
@@ -318,7 +320,7 @@ class CheckpointSaver:
             yield
         finally:
             self._collecting = False
-            if self._save_paths or self._removed_names:
+            if self._save_paths or self._removed_names or self._unnamed:
                 _lightning.after_batch_end_hooks(self._trainer, self._carry_out_later)
 
     def _carry_out_later(self) -> None:
@@ -328,6 +330,11 @@ class CheckpointSaver:
     def save(self, path: str) -> None:
         """Saves the current step under this path. Blocks: for the copy of what is not copied late."""
         self._save_paths.append(path)
+        self._carry_out_unless_collecting()
+
+    def save_unnamed(self) -> None:
+        """Saves the current step on all tiers under no name: it is there for a resume, until a newer one is."""
+        self._unnamed = True
         self._carry_out_unless_collecting()
 
     def save_at_once(self, path: str, timeout: timedelta) -> None:
@@ -415,7 +422,8 @@ class CheckpointSaver:
         removed, self._removed_names = self._removed_names, []
         dumped, self._dumped = self._dumped, None
         before, self.before_request = self.before_request, None
-        if not paths and not removed:
+        unnamed, self._unnamed = self._unnamed, False
+        if not paths and not removed and not unnamed:
             return
         names = list(dict.fromkeys(name for name in map(self.name_of, paths) if name is not None))
         if not self._open_for_save():
@@ -425,7 +433,12 @@ class CheckpointSaver:
         removed = [name for name in dict.fromkeys([*self._postponed_removals, *removed]) if name not in names]
         self._postponed_removals = []
         try:
-            taken = not names or self._take_checkpoint(self.engine, paths[0], names, removed, dumped)
+            path = paths[0] if paths else ""
+            everywhere, self._everywhere = self._everywhere, self._everywhere or unnamed
+            try:
+                taken = not (names or unnamed) or self._take_checkpoint(self.engine, path, names, removed, dumped)
+            finally:
+                self._everywhere = everywhere
         except BaseException:
             # Such as of a hook that had to give its state. The stock class notes a save when it was taken.
             if before is not None:
@@ -551,6 +564,8 @@ class CheckpointSaver:
     def save_outcome(self, outcome: Outcome) -> None:
         """Handles an outcome on the announced tier: once users see the checkpoint, notifies the loggers; once it
         survives a power loss, as far as the tier can do that, removes the stock files it replaces."""
+        if outcome.stage is Stage.COMMITTED and outcome.tier == LOCAL:
+            heartbeat.committed(outcome.step)
         local = self.places.announced_tier == LOCAL
         if outcome.tier != self.places.announced_tier:
             return

@@ -39,6 +39,7 @@ from resiliency.callbacks._unfinished import UnfinishedMarkers
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
 from resiliency.errors import TierError
+from resiliency.launch import heartbeat
 from resiliency.launch.start_times import callback_made
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
@@ -491,12 +492,19 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         if module_follows:
             # Its hook runs after this hook, and what it changes belongs to this step.
             with self._saver.collect_for_later():
+                self._save_if_wanted(trainer, self._saver)
                 super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
         with self._collect(overlap=_lightning.next_is_another_batch(trainer)):
+            self._save_if_wanted(trainer, self._saver)
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._lazy:
             self._saver.session.batch_ended()
+
+    def _save_if_wanted(self, trainer: Any, saver: CheckpointSaver) -> None:
+        """A supervisor asks for a save before it restarts the job."""
+        if not self.save_weights_only and heartbeat.save_is_wanted(trainer.global_step):
+            saver.save_unnamed()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._fence()

@@ -9,7 +9,14 @@ __all__ = ["main"]
 
 #: Flags that say how many hosts and ranks there are, or how hosts find each other: the supervisor's affair.
 _FOR_THE_CLUSTER = ("--nnodes", "--spares", "--nproc-per-node", "--nproc_per_node", "--max-restarts", "--max_restarts")
-_REFUSED: tuple[str, ...] = ("--local-hosts", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
+_REFUSED: tuple[str, ...] = (
+    "--local-hosts",
+    "--standalone",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
+)
 _REFUSED += ("--node-rank", "--master-addr", "--master-port", "--hang-timeout", "--crash-loop")
 
 

@@ -18,10 +18,23 @@ import time
 from resiliency.errors import ConfigError
 from resiliency.launch.channel import send
 from resiliency.launch.heartbeat_files import HeartbeatFile
-from resiliency.launch.heartbeat_page import PAGE_BYTES, Page, PageWriter, Phase, place_word
+from resiliency.launch.heartbeat_page import PAGE_BYTES, Page, PageWriter, Phase, SaveWords, place_word
 from resiliency.settings import LAUNCHER_VARIABLE, all_variables, environment
 
-__all__ = ["STACKS_SIGNAL", "Heartbeat", "Page", "Phase", "beat", "enter", "is_published", "pause", "publish", "show"]
+__all__ = [
+    "STACKS_SIGNAL",
+    "Heartbeat",
+    "Page",
+    "Phase",
+    "beat",
+    "committed",
+    "enter",
+    "is_published",
+    "pause",
+    "publish",
+    "save_is_wanted",
+    "show",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +57,7 @@ class Heartbeat:
     def __init__(self, launcher: str) -> None:
         self._pages: list[PageWriter] = []
         self._file: HeartbeatFile | None = None
+        self._saves: SaveWords | None = None  # with a launcher
         if launcher:
             self._connect(launcher)
         self.start_anew()
@@ -53,7 +67,9 @@ class Heartbeat:
         try:
             os.ftruncate(fd, PAGE_BYTES)
             # Not the file that a folder has: whoever may write there could cut it, and end the launcher.
-            self._pages.append(PageWriter(mmap.mmap(fd, PAGE_BYTES)))
+            page = mmap.mmap(fd, PAGE_BYTES)
+            self._pages.append(PageWriter(page))
+            self._saves = SaveWords(page)
             self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._connection.connect("\0" + launcher)
             send(self._connection, {"kind": "heartbeat", "number": 0}, [fd])
@@ -88,6 +104,8 @@ class Heartbeat:
         """What was observed in an attempt before means nothing."""
         self._beats = self._last = self._longest = self._shown = 0
         self._step, self._phase, self._attempt = -1, Phase.STARTING, environment().restart
+        self._taken = -1
+        self.committed(-1)
         if self._file is not None:
             try:
                 self._replace_file(HeartbeatFile(self._file.folder))  # its rank may be another one now
@@ -130,6 +148,18 @@ class Heartbeat:
         self._last = 0
         self._shown = time.monotonic_ns()
         self._write(watched=False)
+
+    def take_wanted_save(self, step: int) -> bool:
+        """True once for a step after which the launcher wants a save."""
+        if self._saves is None or step == self._taken or self._saves.wanted() != step:
+            return False
+        self._taken = step
+        return True
+
+    def committed(self, step: int) -> None:
+        """The newest step of which the save is committed; -1: none."""
+        if self._saves is not None:
+            self._saves.committed(step)
 
     def _write(self, *, watched: bool) -> None:
         place = place_word(step=self._step, phase=self._phase, attempt=self._attempt, watched=watched)
@@ -206,6 +236,20 @@ def show() -> None:
     heartbeat = _own.get(os.getpid())
     if heartbeat is not None:
         heartbeat.show()
+
+
+def save_is_wanted(step: int) -> bool:
+    """True once, when who started this rank wants a save after this many optimizer steps. All ranks are told the same
+    step, ahead of it, so that those who ask after each step save the same ones without talking. As cheap as a beat."""
+    heartbeat = _own.get(os.getpid())
+    return heartbeat is not None and heartbeat.take_wanted_save(step)
+
+
+def committed(step: int) -> None:
+    """Says that the save after this many optimizer steps is committed. As cheap as a beat."""
+    heartbeat = _own.get(os.getpid())
+    if heartbeat is not None:
+        heartbeat.committed(step)
 
 
 def pause() -> None:

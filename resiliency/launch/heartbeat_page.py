@@ -10,7 +10,7 @@ import enum
 import mmap
 from dataclasses import dataclass
 
-__all__ = ["MOST_ATTEMPT", "PAGE_BYTES", "WORDS_BYTES", "Page", "PageWriter", "Phase", "place_word"]
+__all__ = ["MOST_ATTEMPT", "PAGE_BYTES", "WORDS_BYTES", "Page", "PageWriter", "Phase", "SaveWords", "place_word"]
 
 PAGE_BYTES = mmap.PAGESIZE
 _WORDS = 4
@@ -117,3 +117,37 @@ def place_word(*, step: int, phase: Phase, attempt: int, watched: bool) -> int:
     """Where a rank is, as one word."""
     shown = max(-1, min(step, _MOST_STEP)) + 1
     return shown << _STEP_AT | min(attempt, MOST_ATTEMPT) << _ATTEMPT_AT | int(phase) << _PHASE_AT | watched
+
+
+class SaveWords:
+    """Two words behind those of the rank, on the page that a launcher shares with it: the step after which the launcher
+    wants a save, and the newest step that is committed. Each has one writer. Thread: one.
+
+    Args:
+        page: a mapping that may be written; this object keeps it open.
+    """
+
+    _WANTED, _COMMITTED = 256, 257
+
+    def __init__(self, page: mmap.mmap) -> None:
+        self._words = memoryview(page)[: 8 * (self._COMMITTED + 1)].cast("Q")
+
+    def want(self, step: int) -> None:
+        """Of the launcher: the rank saves when it has done this many optimizer steps; -1: nothing is wanted."""
+        self._words[self._WANTED] = step + 1
+
+    def wanted(self) -> int:
+        """Of the rank: -1 when nothing was wanted yet."""
+        return int(self._words[self._WANTED]) - 1
+
+    def committed(self, step: int) -> None:
+        """Of the rank: the save after this many optimizer steps is committed."""
+        self._words[self._COMMITTED] = step + 1
+
+    def newest_committed(self) -> int:
+        """Of the launcher: -1 when there is none yet."""
+        return int(self._words[self._COMMITTED]) - 1
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._words.release()

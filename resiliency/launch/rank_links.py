@@ -16,6 +16,7 @@ from typing import Any
 
 from resiliency.launch.channel import receive, send
 from resiliency.launch.heartbeat import Page
+from resiliency.launch.heartbeat_page import PAGE_BYTES, SaveWords
 
 __all__ = ["RankLink", "RankLinks"]
 
@@ -45,6 +46,7 @@ class RankLink:
         finished: it has ended for good, with the launcher's consent.
         closed: it cannot be reached any more.
         page: its heartbeat.
+        saves: which save is wanted of it, and which it has made.
     """
 
     pid: int
@@ -60,6 +62,7 @@ class RankLink:
     finished: bool = False
     closed: bool = False
     page: mmap.mmap | None = None
+    saves: SaveWords | None = None
 
 
 class RankLinks:
@@ -150,7 +153,8 @@ class RankLinks:
         elif message["kind"] == "log":
             self._log(message)
         elif message["kind"] == "heartbeat":
-            link.page = mmap.mmap(fds[0], 0, access=mmap.ACCESS_READ)
+            link.page = mmap.mmap(fds[0], PAGE_BYTES)
+            link.saves = SaveWords(link.page)
         elif message["number"] <= link.left:
             return  # it did not know yet that it is to leave
         elif message["kind"] == "inside":
@@ -184,6 +188,19 @@ class RankLinks:
                 return link.pid, Page.read(link.page)
         return None
 
+    def want_save(self, group: int, step: int) -> bool:
+        """Has the rank that has this process group save after this many optimizer steps. False: it does not count
+        them. Blocks: no."""
+        found = [link.saves for link in self._links if link.group == group and link.saves is not None]
+        for saves in found:
+            saves.want(step)
+        return bool(found)
+
+    def newest_committed(self, group: int) -> int:
+        """The newest step of which the rank that has this process group knows a committed save; -1: none."""
+        found = [link.saves for link in self._links if link.group == group and link.saves is not None]
+        return max((saves.newest_committed() for saves in found), default=-1)
+
     def lost_peer(self, group: int) -> tuple[float, str] | None:
         """When the rank that has this process group said that it has lost a peer, and its error; None: it has not."""
         link = self.link_of(group)
@@ -209,6 +226,8 @@ class RankLinks:
             number: of this start, larger than that of the one before.
         """
         link.given = number
+        if link.saves is not None:
+            link.saves.want(-1)
         if link.deadline is not None:  # it may have left long ago, and waited for hosts or for a pause to end
             link.deadline = max(link.deadline, time.monotonic() + min(link.within_s, _BEGIN_S))
         return self._send(link, {"kind": "start", "number": number, "environment": dict(environment)}, output)
