@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.rich_utils
 
 from resiliency.cli.main import main
 from resiliency.errors import ConfigError
@@ -316,7 +317,10 @@ def test_the_command_shows_a_table_and_json(
     assert run(capsys, "--json")[0] == 0
 
 
-def test_the_command_refuses_what_is_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path, own: None) -> None:
+def test_the_command_refuses_what_is_no_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, own: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(typer.rich_utils, "MAX_WIDTH", 500)  # else a long path breaks the sentence anywhere
     assert run(capsys)[0] == 2
     status, text = run(capsys, str(tmp_path / "nowhere"))
     assert status == 2 and "No such file" in text
