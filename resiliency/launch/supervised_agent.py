@@ -115,6 +115,7 @@ class SupervisedAgent(StandbyAgent):
             if orders.is_to_start and orders.place is not None:
                 self._kill(orders.place.replace)
             self._tell_to_leave()
+            self._wait_for_falls()  # where a peer on another host is gone
             self._restarts = True
             try:  # what they do is of the past, and nobody waits for it longer than for those that stay
                 self._shutdown(timeout=min(self._shutdown_timeout, math.ceil(self._options.leave_timeout_s)))
