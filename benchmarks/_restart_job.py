@@ -81,6 +81,7 @@ def train(options: argparse.Namespace) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy=DDPStrategy(process_group_backend="gloo"),
         max_steps=options.steps,
         max_epochs=-1,

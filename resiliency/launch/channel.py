@@ -37,13 +37,20 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     Raises:
         TimeoutError: of the socket.
         OSError: a message that cannot be read.
+        ValueError: one that is not JSON.
+        RecursionError: one that is nested too deep.
     """
     data, fds, _, _ = socket.recv_fds(end, 1, _MAX_FDS)
     if not data:
         return None
     if not fds:
         raise OSError("a message came without its text: too many file descriptors are open in this process")
-    with open(fds[0], "rb") as file:
-        file.seek(0)
-        message: dict[str, Any] = json.loads(file.read())
+    try:
+        with open(fds[0], "rb") as file:
+            file.seek(0)
+            message: dict[str, Any] = json.loads(file.read())
+    except BaseException:
+        for fd in fds[1:]:
+            os.close(fd)
+        raise
     return message, fds[1:]

@@ -356,6 +356,14 @@ class StandbyAgent(LocalElasticAgent):
         """Exit codes when the peers of a rank that failed have ended too, as they do when they miss it, or a little
         later. Torch sends SIGTERM next. Lightning answers that with a collective operation, and one that comes just as
         a rank falls makes the rank wait in it until it is killed, for 30 s."""
+        self._wait_for_falls()
+        return {
+            local_rank: handler.proc.poll() if codes[local_rank] is None else codes[local_rank]
+            for local_rank, handler in self._handlers().items()
+        }
+
+    def _wait_for_falls(self) -> None:
+        """Blocks: until all ranks that were not told to leave have ended, up to a second."""
         deadline = time.monotonic() + _FALL_S
         while time.monotonic() < deadline:
             running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]
@@ -363,10 +371,6 @@ class StandbyAgent(LocalElasticAgent):
                 break
             with pidfds_of(running) as pidfds:
                 wait_for_any(pidfds, deadline - time.monotonic())
-        return {
-            local_rank: handler.proc.poll() if codes[local_rank] is None else codes[local_rank]
-            for local_rank, handler in self._handlers().items()
-        }
 
     @contextmanager
     def _as_seen(self, codes: Mapping[int, int | None]) -> Iterator[None]:

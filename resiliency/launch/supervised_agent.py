@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import signal
 import threading
 import time
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -20,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerGroup,
     WorkerState,
 )
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from resiliency.events import EventKind
@@ -37,6 +41,7 @@ from resiliency.settings import (
     REPLICAS_BEFORE_VARIABLE,
     REPLICAS_VARIABLE,
     STARTS_VARIABLE,
+    all_variables,
 )
 
 __all__ = ["SupervisedAgent"]
@@ -77,6 +82,7 @@ class SupervisedAgent(StandbyAgent):
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """In the place of torch's loop, which counts restarts, and ends when ranks have finished or failed."""
         group = self._worker_group
+        _handle_signals()
         try:
             self._initialize_workers(group)
             while True:
@@ -109,6 +115,7 @@ class SupervisedAgent(StandbyAgent):
             if orders.is_to_start and orders.place is not None:
                 self._kill(orders.place.replace)
             self._tell_to_leave()
+            self._wait_for_falls()  # where a peer on another host is gone
             self._restarts = True
             try:  # what they do is of the past, and nobody waits for it longer than for those that stay
                 self._shutdown(timeout=min(self._shutdown_timeout, math.ceil(self._options.leave_timeout_s)))
@@ -278,4 +285,16 @@ class SupervisedAgent(StandbyAgent):
                 process.pid,
             )
             kill_group(process)
-            self._log.emit(EventKind.WORKER_LOST, worker=rank, signal=9)
+            self._log.emit(EventKind.WORKER_LOST, worker=rank, signal=int(signal.SIGKILL))
+
+
+def _handle_signals() -> None:
+    """As torch does when it starts ranks: a launcher that waits for its first place is ended in the same way."""
+    for name in all_variables().get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
+        number = getattr(signal, name.strip(), None)
+        if isinstance(number, signal.Signals):
+            signal.signal(number, _raise)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise SignalException(f"process {os.getpid()} got signal {number}", sigval=signal.Signals(number))
