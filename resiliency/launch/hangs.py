@@ -21,11 +21,13 @@ class Seen:
         page: what it has written; None: it has never beaten.
         quiet_s: seconds since its last beat.
         stopped_s: seconds for which it was seen stopped by a signal; 0: it is not.
+        saved: the newest step that it knows to be committed; -1: none.
     """
 
     page: Page | None
     quiet_s: float
     stopped_s: float
+    saved: int = -1
 
     @property
     def beats(self) -> int:

@@ -120,17 +120,18 @@ def place_word(*, step: int, phase: Phase, attempt: int, watched: bool) -> int:
 
 
 class SaveWords:
-    """Two words behind those of the rank, on the page that a launcher shares with it: the step after which the launcher
-    wants a save, and the newest step that is committed. Each has one writer. Thread: one.
+    """Three words behind those of the rank, on the page that a launcher shares with it: the step after which the
+    launcher wants a save, the newest step that is committed, and whether the rank looks for what is wanted. Each has
+    one writer. Thread: one.
 
     Args:
         page: a mapping that may be written; this object keeps it open.
     """
 
-    _WANTED, _COMMITTED = 256, 257
+    _WANTED, _COMMITTED, _LOOKS = 256, 257, 258
 
     def __init__(self, page: mmap.mmap) -> None:
-        self._words = memoryview(page)[: 8 * (self._COMMITTED + 1)].cast("Q")
+        self._words = memoryview(page)[: 8 * (self._LOOKS + 1)].cast("Q")
 
     def want(self, step: int) -> None:
         """Of the launcher: the rank saves when it has done this many optimizer steps; -1: nothing is wanted."""
@@ -138,6 +139,7 @@ class SaveWords:
 
     def wanted(self) -> int:
         """Of the rank: -1 when nothing was wanted yet."""
+        self._words[self._LOOKS] = 1
         return int(self._words[self._WANTED]) - 1
 
     def committed(self, step: int) -> None:
@@ -148,6 +150,7 @@ class SaveWords:
         """Of the launcher: -1 when there is none yet."""
         return int(self._words[self._COMMITTED]) - 1
 
-    def close(self) -> None:
-        """Idempotent."""
-        self._words.release()
+    @property
+    def is_looked_for(self) -> bool:
+        """Of the launcher: the rank has something that saves when it is asked to."""
+        return bool(self._words[self._LOOKS])

@@ -189,12 +189,12 @@ class RankLinks:
         return None
 
     def want_save(self, group: int, step: int) -> bool:
-        """Has the rank that has this process group save after this many optimizer steps. False: it does not count
-        them. Blocks: no."""
+        """Has the rank that has this process group save after this many optimizer steps. False: nothing in it looks for
+        what is wanted. Blocks: no."""
         found = [link.saves for link in self._links if link.group == group and link.saves is not None]
         for saves in found:
             saves.want(step)
-        return bool(found)
+        return any(saves.is_looked_for for saves in found)
 
     def newest_committed(self, group: int) -> int:
         """The newest step of which the rank that has this process group knows a committed save; -1: none."""

@@ -47,7 +47,12 @@ class RankSights:
             heartbeat = self._links.heartbeat_of(process.pid)
             pids[rank], page = heartbeat if heartbeat is not None else (process.pid, None)
             quiet_s = now - page.last_s if page is not None else 0.0
-            seen[rank] = Seen(page=page, quiet_s=quiet_s, stopped_s=self._seen_stopped(pids[rank], now))
+            seen[rank] = Seen(
+                page=page,
+                quiet_s=quiet_s,
+                stopped_s=self._seen_stopped(pids[rank], now),
+                saved=self._links.newest_committed(process.pid),
+            )
         self._stopped_s = {pid: self._stopped_s[pid] for pid in pids.values() if pid in self._stopped_s}
         self._looked_s = now
         return seen, pids

@@ -43,7 +43,8 @@ class SupervisedRendezvous(RendezvousHandler):
     Attributes:
         link: to the monitor.
         orders: what it wants.
-        asks: kinds of what it has asked for once, "stacks" and "save", until somebody takes them out.
+        asks_for_stacks: it has asked for the stacks of the ranks, once; whoever writes them sets it to False.
+        save_after: the step after which it wants a save of all ranks; None: it has not asked, or was answered.
 
     Args:
         name: of the monitor's socket.
@@ -54,7 +55,8 @@ class SupervisedRendezvous(RendezvousHandler):
     def __init__(self, name: str, *, run_id: str, local_addr: str | None) -> None:
         self.link = MonitorLink(name)
         self.orders = Orders()
-        self.asks: list[str] = []
+        self.asks_for_stacks = False
+        self.save_after: int | None = None
         self.stores = AttemptStores(keep_s=_KEEP_STORES_S)
         self._run_id = run_id
         self._local_addr = local_addr
@@ -148,8 +150,13 @@ class SupervisedRendezvous(RendezvousHandler):
             self.orders.withdraw()
         elif kind == "completed":
             self.orders.complete()
-        elif kind in ("stacks", "save"):
-            self.asks.append(kind)
+        elif kind == "stacks":
+            self.asks_for_stacks = True
+        elif kind == "save":
+            step = message.get("step")
+            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+                raise ValueError(f"step={step!r}")
+            self.save_after = step
         else:
             raise ValueError("no such kind")
 

@@ -258,15 +258,19 @@ class SupervisedAgent(StandbyAgent):
     # -- what the monitor asks for ------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        while self._monitor.asks:
-            kind = self._monitor.asks.pop(0)
-            if kind == "stacks":
-                self._stacks_at_s = time.monotonic()
-                ask_for_stacks(self._links, self._running_ranks())
-            else:
-                reason = "nothing in these ranks saves when it is asked to and goes on: the newest periodic save counts"
-                logger.info("asked to save: %s", reason)
-                self._reports.cannot_save(reason)
+        if self._monitor.asks_for_stacks:
+            self._monitor.asks_for_stacks = False
+            self._stacks_at_s = time.monotonic()
+            ask_for_stacks(self._links, self._running_ranks())
+        step, self._monitor.save_after = self._monitor.save_after, None
+        if step is None:
+            return
+        running = self._running_ranks()
+        deaf = [rank for rank, process in running.items() if not self._links.want_save(process.pid, step)]
+        if deaf or not running:
+            reason = "there are no ranks" if not running else f"nothing in rank {deaf[0]} saves when it is asked to"
+            logger.info("asked for a save after step %d: %s; the newest one of its own counts", step, reason)
+            self._reports.cannot_save(reason)
 
     def _kill(self, ranks: tuple[int, ...]) -> None:
         """Ends ranks that hang, after the stacks of all were written. Blocks: for that, a second."""

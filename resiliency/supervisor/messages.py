@@ -83,6 +83,7 @@ class RankReport:
         quiet_s: since its last sign of life.
         longest_s: the longest time between two beats so far.
         stopped_s: for which a signal has stopped it.
+        saved: the newest step that it knows to be committed; -1: none.
     """
 
     rank: int
@@ -93,6 +94,7 @@ class RankReport:
     quiet_s: float = 0.0
     longest_s: float = 0.0
     stopped_s: float = 0.0
+    saved: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +129,18 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A step of a plan that the host is to carry out (VERIFY, CHECKPOINT, RESET_DEVICES, HOOK), answered with
-    :class:`StepEnded`. An ask that was answered is answered again, not carried out again."""
+    """A step of a plan that the host is to carry out (VERIFY, CHECKPOINT, RESET_DEVICES), answered with
+    :class:`StepEnded`. An ask that was answered is answered again, not carried out again.
+
+    Attributes:
+        step: of CHECKPOINT: ranks save after this optimizer step, which none of them has done yet.
+    """
 
     plan: int
     at: int
     kind: StepKind
     timeout_s: float
+    step: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
