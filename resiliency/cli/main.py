@@ -18,6 +18,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "run": ("resiliency.cli.run", "start a job as torchrun does, and soon again when a rank dies"),
     "heartbeat": ("resiliency.cli.heartbeat", "show what the ranks of this host are doing, whatever they do"),
     "goodput": ("resiliency.cli.goodput", "say where the time of a run went"),
+    "host-monitor": ("resiliency.cli.host_monitor", "keep the launcher of this host, as a supervisor wants it"),
     "doctor": ("resiliency.cli.doctor", "say what would work on this host, and what to do where it would not"),
 }
 

@@ -1,0 +1,153 @@
+"""``resiliency host-monitor``: the process of each host that a supervisor speaks to."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+
+from resiliency.errors import ResiliencyError
+from resiliency.settings import environment
+
+__all__ = ["main"]
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs until SIGTERM or Ctrl-C.
+
+    Args:
+        words: of the command line, behind ``host-monitor``.
+
+    Returns:
+        Exit status: 0 it was told to end, or its workload is completed; 2 wrong arguments, or another monitor runs.
+    """
+    parser = _parser()
+    args = parser.parse_args(list(words))
+    script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    if not script:
+        parser.error("pass the training script and its arguments behind --")
+    level = logging.DEBUG if args.verbose else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        return asyncio.run(_run(args, script))
+    except ResiliencyError as error:
+        print(f"resiliency host-monitor: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        print("resiliency host-monitor: aiohttp is missing: pip install 'resiliency[supervisor]'", file=sys.stderr)
+        return 2
+
+
+async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
+    import aiohttp  # noqa: F401  here, so that its absence is said before anything is started
+
+    from resiliency.supervisor.connection import ConnectionSettings
+    from resiliency.supervisor.host_monitor import HostMonitor, MonitorSettings, launcher_command
+    from resiliency.supervisor.watchdogs.registry import WatchdogSettings, make_watchdogs
+
+    host = args.host or environment().node
+    connection = ConnectionSettings(
+        url=args.supervisor,
+        token_file=args.token_file,
+        ca_file=args.ca,
+        cert_file=args.cert,
+        key_file=args.key,
+        plain_http=args.insecure_plain_http,
+    )
+    if args.token_file:
+        connection.token()  # a wrong file is said now
+    settings = MonitorSettings(
+        host=host,
+        command=launcher_command(
+            script,
+            nproc_per_node=args.nproc_per_node,
+            address=args.address,
+            launcher_args=[word for each in args.launcher_args for word in shlex.split(each)],
+        ),
+        state_dir=args.state_dir or _default_state_dir(host),
+        address=args.address,
+        block=args.block,
+        grace_s=args.grace,
+        stop_s=args.stop_timeout,
+        reset_command=args.reset_command,
+        exit_when_completed=args.exit_when_completed,
+    )
+    watched = WatchdogSettings(
+        xid_source=args.xid_source,
+        ecc_source=args.ecc_source,
+        folders=tuple(args.watch_folder) or (settings.state_dir,),
+        min_free_bytes=int(args.min_free_gb * (1 << 30)),
+        min_available_bytes=int(args.min_memory_gb * (1 << 30)),
+    )
+    names = [] if args.watchdog == ["none"] else args.watchdog
+    watchdogs = [] if args.watchdog == ["none"] else make_watchdogs(names, watched)
+    monitor = HostMonitor(settings, connection, watchdogs)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, monitor.stop)
+    return await monitor.run()
+
+
+def _default_state_dir(host: str) -> str:
+    base = "/var/lib/resiliency" if os.getuid() == 0 else os.path.expanduser("~/.local/state/resiliency")
+    return os.path.join(base, f"monitor-{host.replace(os.sep, '_')}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="resiliency host-monitor",
+        usage="resiliency host-monitor --supervisor URL [options] -- train.py [ARGS ...]",
+        description="Keeps one launcher on this host, and does with it what the supervisor wants.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--supervisor", required=True, metavar="URL", help="https://HOST:PORT of the supervisor")
+    parser.add_argument("--token-file", default="", metavar="FILE", help="file with the token of this host")
+    parser.add_argument("--host", default="", metavar="NAME", help="name of this host (default: the node's name)")
+    parser.add_argument("--address", default="", metavar="ADDRESS", help="that other hosts reach this one by")
+    parser.add_argument("--block", default="", metavar="NAME", help="failure domain: rack, NVLink domain")
+    parser.add_argument("--nproc-per-node", default="1", metavar="N", help="ranks of this host (default: 1)")
+    parser.add_argument(
+        "--launcher-args",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="further flags of resiliency run, as one word of a shell; may be given again",
+    )
+    parser.add_argument("--state-dir", default="", metavar="DIR", help="what must not be forgotten; on a local disk")
+    parser.add_argument("--ca", default="", metavar="FILE", help="certificates that the supervisor's is checked with")
+    parser.add_argument("--cert", default="", metavar="FILE", help="certificate of this host, for mutual TLS")
+    parser.add_argument("--key", default="", metavar="FILE", help="its key")
+    parser.add_argument(
+        "--insecure-plain-http", action="store_true", help="a token may cross a network that others can read"
+    )
+    parser.add_argument(
+        "--watchdog",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="xid, ecc, disk, memory, a name of an installed one, or module:Class; may be given again; none: no"
+        " watchdogs (default: all four)",
+    )
+    parser.add_argument("--watch-folder", action="append", default=[], metavar="DIR", help="must be writable")
+    parser.add_argument("--min-free-gb", type=float, default=1.0, metavar="GB", help="of each such folder (default: 1)")
+    parser.add_argument("--min-memory-gb", type=float, default=0.25, metavar="GB", help="available (default: 0.25)")
+    parser.add_argument("--xid-source", default="", metavar="FILE", help="kernel messages (default: /dev/kmsg)")
+    parser.add_argument("--ecc-source", default="", metavar="FILE", help="counters, for tests (default: the driver)")
+    parser.add_argument("--reset-command", default="", metavar="WORDS", help="resets devices (default: nvidia-smi)")
+    parser.add_argument(
+        "--grace", type=float, default=5.0, metavar="SECONDS", help="for a launcher to end that is replaced (5)"
+    )
+    parser.add_argument(
+        "--stop-timeout", type=float, default=120.0, metavar="SECONDS", help="for ranks to save after SIGTERM (120)"
+    )
+    parser.add_argument("--exit-when-completed", action="store_true", help="end when the workload has finished")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,110 @@
+"""Steps of plans that this host is asked to carry out: begun once, answered as often as they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from resiliency.supervisor.messages import Ask, StepEnded
+from resiliency.supervisor.model import StepKind
+from resiliency.supervisor.monitor_state import AskMemory, MonitorState
+
+__all__ = ["Asks"]
+
+logger = logging.getLogger(__name__)
+
+#: Of the time that the supervisor waits, so that the answer is there in time.
+_SHARE = 0.9
+_LONGEST_DETAIL = 1000
+
+
+class Asks:
+    """Thread: one, with an event loop.
+
+    A check can be made again at any time, and is when it is asked for anew. The others leave something behind: that
+    they were begun is on the disk before they begin, and one that a killed monitor has left half done is answered with
+    that.
+
+    Args:
+        save: makes ``state`` durable; False: it could not.
+        carry_out: does a step of a kind within seconds, and returns what was wrong, "" when nothing was.
+        answer: sends it.
+    """
+
+    def __init__(
+        self,
+        state: MonitorState,
+        save: Callable[[], bool],
+        carry_out: Mapping[StepKind, Callable[[float], Awaitable[str]]],
+        answer: Callable[[StepEnded], None],
+    ) -> None:
+        self._state, self._save, self._carry_out, self._answer = state, save, carry_out, answer
+        self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._checked: dict[tuple[int, int], str] = {}
+
+    def wanted(self, asks: Sequence[Ask]) -> None:
+        """What the supervisor wants now: all of it. Begins what is new."""
+        wanted = {(ask.plan, ask.at) for ask in asks}
+        self._checked = {key: problem for key, problem in self._checked.items() if key in wanted}
+        for ask in asks:
+            key = ask.plan, ask.at
+            if key in self._running:
+                continue
+            if key in self._checked:
+                self._say(key, self._checked[key])
+            elif ask.kind is not StepKind.VERIFY and key in self._state.asks:
+                problem = self._state.asks[key].problem
+                unknown = "the host's monitor was started again meanwhile; whether it was done is not known"
+                self._say(key, unknown if problem is None else problem)
+            else:
+                self._running[key] = asyncio.create_task(self._do(ask))
+
+    async def _do(self, ask: Ask) -> None:
+        key = ask.plan, ask.at
+        try:
+            problem = await self._result(ask)
+        finally:
+            self._running.pop(key, None)
+        problem = problem[:_LONGEST_DETAIL]
+        if ask.kind is StepKind.VERIFY:
+            self._checked[key] = problem
+        elif self._is_kept(ask.kind):
+            self._state.remember_ask(AskMemory(plan=ask.plan, at=ask.at, problem=problem))
+            self._save()
+        if problem:
+            logger.warning("%s, asked for by plan %d, was not done: %s", ask.kind, ask.plan, problem)
+        self._say(key, problem)
+
+    async def _result(self, ask: Ask) -> str:
+        carry_out = self._carry_out.get(ask.kind)
+        if carry_out is None:
+            return f"a host does not do {ask.kind}"
+        if self._is_kept(ask.kind):
+            self._state.remember_ask(AskMemory(plan=ask.plan, at=ask.at))
+            if not self._save():
+                return "it was not begun, because the monitor cannot write down that it has"
+        within_s = max(0.0, ask.timeout_s * _SHARE)
+        try:
+            return await asyncio.wait_for(carry_out(within_s), within_s + (ask.timeout_s - within_s) / 2)
+        except asyncio.TimeoutError:
+            return f"{ask.kind} was not done within {within_s:.1f} s"
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            logger.exception("%s failed in a way that was not foreseen", ask.kind)
+            return f"{ask.kind} failed: {type(error).__name__}: {error}"
+
+    @staticmethod
+    def _is_kept(kind: StepKind) -> bool:
+        return kind in (StepKind.CHECKPOINT, StepKind.RESET_DEVICES)
+
+    def _say(self, key: tuple[int, int], problem: str) -> None:
+        self._answer(StepEnded(plan=key[0], at=key[1], problem=problem))
+
+    async def close(self) -> None:
+        """What runs is given up."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

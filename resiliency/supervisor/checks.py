@@ -1,0 +1,91 @@
+"""What a host does when it is asked whether it is well, and when its devices are to be reset."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from resiliency.settings import all_variables
+from resiliency.supervisor.watchdogs.registry import Watchdogs
+
+__all__ = ["Problem", "problems_of_host", "reset_devices"]
+
+logger = logging.getLogger(__name__)
+
+#: Why something is not well; "": it is.
+Problem = str
+
+#: For the variable that a reset program finds its devices in.
+DEVICES_VARIABLE = "RESILIENCY_DEVICES"
+_LONGEST_OUTPUT = 500
+
+
+async def problems_of_host(
+    watchdogs: Watchdogs,
+    within_s: float,
+    *,
+    launcher_is_warm: Callable[[float], Awaitable[Problem]],
+    state_is_written: Callable[[], Problem],
+) -> Problem:
+    """Every watchdog now, the launcher, and the disk of the state folder. Blocks: up to ``within_s``.
+
+    Args:
+        launcher_is_warm: waits up to so many seconds for it.
+    """
+    deadline_s = time.monotonic() + within_s
+    found = [state_is_written()]
+    late, warm = await asyncio.gather(watchdogs.look_all(within_s), launcher_is_warm(within_s))
+    found += [*late, warm, *watchdogs.problems()]
+    if time.monotonic() > deadline_s + 1.0:
+        found.append(f"the check took longer than {within_s:.1f} s")
+    return "; ".join(dict.fromkeys(filter(None, found)))
+
+
+async def reset_devices(command: str, devices: Sequence[str], within_s: float) -> Problem:
+    """Runs the reset program, or ``nvidia-smi --gpu-reset`` where there is one. Blocks: up to ``within_s``; then its
+    session is killed.
+
+    Args:
+        command: words as in a shell, without one; "": nvidia-smi.
+        devices: PCI addresses; empty: all.
+    """
+    if command:
+        words = shlex.split(command)
+    elif shutil.which("nvidia-smi"):
+        words = ["nvidia-smi", "--gpu-reset", *(["-i", ",".join(devices)] if devices else [])]
+    else:
+        return "this host has no nvidia-smi; pass --reset-command with a program that resets its devices"
+    env = {**all_variables(), DEVICES_VARIABLE: ",".join(devices)}
+    logger.warning("devices are reset: %s", shlex.join(words))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words,
+            env=env,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"{words[0]} cannot be started: {error.strerror}"
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), within_s)
+    except asyncio.TimeoutError:
+        return f"{words[0]} has not ended within {within_s:.0f} s, and was killed"
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(asyncio.CancelledError):
+                await process.wait()
+    if process.returncode:
+        text = output.decode(errors="replace").strip()[-_LONGEST_OUTPUT:]
+        return f"{words[0]} has ended with status {process.returncode}: {text}"
+    return ""

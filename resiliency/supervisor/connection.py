@@ -1,0 +1,316 @@
+"""The connection to the supervisor: kept up for ever, and never needed for training to go on."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import random
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from resiliency.errors import AgentError, ConfigError
+from resiliency.regular_file import open_regular
+from resiliency.supervisor.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Desired,
+    Hello,
+    Message,
+    Observed,
+    Refused,
+    Report,
+    StepEnded,
+    Welcome,
+    pack,
+    unpack,
+)
+from resiliency.supervisor.outbox import Outbox
+
+__all__ = ["ConnectionSettings", "SupervisorConnection"]
+
+logger = logging.getLogger(__name__)
+
+MONITOR_PATH = "/v1/monitor"
+#: Between two attempts to connect, doubled each time.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
+_HANDSHAKE_S = 10.0
+_SHORTEST_PERIOD_S, _LONGEST_PERIOD_S = 0.05, 60.0
+#: A supervisor that answers no ping for so many periods, and for so long, is gone.
+_SILENT_PERIODS, _SILENT_S = 3, 10.0
+_MOST_TOKEN_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionSettings:
+    """
+    Attributes:
+        url: of the supervisor, https://host:port.
+        token_file: read at each connection, so that a token can be changed; "": no token.
+        ca_file: certificates that the supervisor's is checked with; "": those of this host.
+        cert_file, key_file: of this host, where the supervisor asks for one.
+        plain_http: a token may cross a network unencrypted.
+    """
+
+    url: str
+    token_file: str = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    plain_http: bool = False
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--supervisor {self.url}: pass https://HOST:PORT")
+        if parts.scheme == "http" and self.token_file and not self.plain_http and not _is_loopback(parts.hostname):
+            raise ConfigError(
+                f"--supervisor {self.url}: whoever is on the way could read the token; use https, or pass"
+                " --insecure-plain-http"
+            )
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ConfigError("pass both --cert and --key, or neither")
+
+    def token(self) -> str:
+        """Blocks: one small read.
+
+        Raises:
+            ConfigError: the file has no token.
+        """
+        if not self.token_file:
+            return ""
+        try:
+            with os.fdopen(open_regular(self.token_file), "rb") as file:
+                if os.fstat(file.fileno()).st_mode & 0o077:
+                    logger.warning("others may read the token file %s; chmod 600 it", self.token_file)
+                text = file.read(_MOST_TOKEN_BYTES + 1).decode("ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the token file {self.token_file} cannot be read: {error}") from error
+        if not text or len(text) > _MOST_TOKEN_BYTES or not text.isprintable() or " " in text:
+            raise ConfigError(f"the token file {self.token_file} must hold one token, in one line")
+        return text
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Raises:
+        ConfigError: a certificate cannot be read.
+        """
+        if urlsplit(self.url).scheme != "https":
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file or None)
+            if self.cert_file:
+                context.load_cert_chain(self.cert_file, self.key_file)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"the certificates for {self.url} cannot be read: {error}") from error
+        return context
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class SupervisorConnection:
+    """Thread: one, with an event loop.
+
+    Args:
+        hello: said first on each connection.
+        report: gives what is true now, with a number.
+        obey: called with each :class:`Desired` of a supervisor whose term is not lower than ``term`` says.
+        term: of the highest supervisor heard so far; called with a new one, it keeps it.
+    """
+
+    def __init__(
+        self,
+        settings: ConnectionSettings,
+        hello: Hello,
+        *,
+        outbox: Outbox,
+        report: Callable[[], Report],
+        obey: Callable[[Desired], None],
+        term: Callable[[int | None], int],
+    ) -> None:
+        self._settings, self._hello = settings, hello
+        self._outbox, self._report, self._obey, self._term = outbox, report, obey, term
+        self._answers: list[StepEnded] = []
+        self._news = asyncio.Event()
+        self._heard_s = 0.0
+        self._blocked_until_s = 0.0
+        self._said = ""
+        self._lower_said = 0
+        self.is_connected = False
+
+    # -- what is to be said -------------------------------------------------------------------------------------------
+
+    def say_soon(self) -> None:
+        """Something has changed: a report is due now."""
+        self._news.set()
+
+    def answer(self, ended: StepEnded) -> None:
+        """Said on this connection. Where there is none the supervisor asks again on the next."""
+        if self.is_connected:
+            self._answers.append(ended)
+            self._news.set()
+
+    def block(self, seconds: float) -> None:
+        """For tests of a network that is cut: no connection for so long."""
+        self._blocked_until_s = time.monotonic() + seconds
+        self._news.set()
+
+    # -- the connection -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until it is cancelled. Raises: nothing else."""
+        import aiohttp
+
+        wait_s = _FIRST_WAIT_S
+        while True:
+            blocked_s = self._blocked_until_s - time.monotonic()
+            if blocked_s > 0:
+                await asyncio.sleep(blocked_s)
+            began_s = time.monotonic()
+            try:
+                await self._connect(aiohttp)
+                problem = "it has closed the connection"
+            except asyncio.CancelledError:
+                raise
+            except (aiohttp.ClientError, AgentError, ConfigError, OSError, asyncio.TimeoutError, ValueError) as error:
+                problem = str(error) or type(error).__name__
+            except Exception as error:
+                logger.exception("the connection to the supervisor failed in a way that was not foreseen")
+                problem = type(error).__name__
+            self.is_connected = False
+            if problem != self._said:
+                self._said = problem
+                logger.warning(
+                    "no connection to the supervisor at %s: %s; training goes on, and this is tried again for ever",
+                    self._settings.url,
+                    problem,
+                )
+            if time.monotonic() - began_s > _LONGEST_WAIT_S:
+                wait_s = _FIRST_WAIT_S
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+            wait_s = min(_LONGEST_WAIT_S, wait_s * 2)
+
+    async def _connect(self, aiohttp: Any) -> None:
+        token = self._settings.token()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        context = self._settings.ssl_context()
+        timeout = aiohttp.ClientTimeout(total=None, connect=_HANDSHAKE_S, sock_connect=_HANDSHAKE_S)
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+            url = self._settings.url.rstrip("/") + MONITOR_PATH
+            connecting = session.ws_connect(
+                url, ssl=True if context is None else context, max_msg_size=MAX_MESSAGE_BYTES, autoping=False
+            )
+            socket = await asyncio.wait_for(connecting, _HANDSHAKE_S)
+            try:
+                await self._talk(aiohttp, socket)
+            finally:
+                self.is_connected = False
+                with suppress(Exception):
+                    await asyncio.wait_for(socket.close(), 1.0)
+
+    async def _talk(self, aiohttp: Any, socket: Any) -> None:
+        await socket.send_str(pack(self._hello))
+        welcome = _message(aiohttp, await asyncio.wait_for(socket.receive(), _HANDSHAKE_S))
+        if not isinstance(welcome, Welcome):
+            raise AgentError(f"its first message is {type(welcome).__name__}, not Welcome")
+        if welcome.version != PROTOCOL_VERSION:
+            raise AgentError(f"it speaks version {welcome.version}, and this monitor {PROTOCOL_VERSION}")
+        self._check_term(welcome.term)
+        period_s = min(max(welcome.period_s, _SHORTEST_PERIOD_S), _LONGEST_PERIOD_S)
+        logger.info("connected to the supervisor at %s, term %d", self._settings.url, welcome.term)
+        self._said = ""
+        self._answers.clear()
+        self._outbox.connected()
+        self._news.set()
+        self.is_connected = True
+        reading = asyncio.create_task(self._read(aiohttp, socket, welcome.term))
+        writing = asyncio.create_task(self._write(socket, period_s))
+        try:
+            done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+
+    def _check_term(self, term: int) -> None:
+        seen = self._term(None)
+        if term < seen:
+            raise AgentError(f"its term is {term}, and one of term {seen} was heard: it is not the leader any more")
+        if term > seen:
+            self._term(term)
+
+    async def _read(self, aiohttp: Any, socket: Any, term: int) -> None:
+        while True:
+            received = await socket.receive()
+            self._heard_s = time.monotonic()
+            if received.type is aiohttp.WSMsgType.PING:
+                await socket.pong(received.data)
+            elif received.type is aiohttp.WSMsgType.PONG:
+                with suppress(ValueError):
+                    self._outbox.received(int(received.data or b"0"))
+            else:
+                message = _message(aiohttp, received)
+                if not isinstance(message, Desired):
+                    raise AgentError(f"it has sent {type(message).__name__}, which is no message for a monitor")
+                if message.term < term:
+                    raise AgentError(f"it was of term {term}, and says now that it is of {message.term}")
+                self._check_term(message.term)
+                self._obey(message)
+
+    async def _write(self, socket: Any, period_s: float) -> None:
+        silent_s = max(_SILENT_S, _SILENT_PERIODS * period_s)
+        self._heard_s = time.monotonic()
+        while True:
+            if self._blocked_until_s > time.monotonic():
+                raise AgentError("it was cut by a fault that was put in")
+            self._news.clear()
+            await self._send(socket, pack(self._report()), silent_s)
+            answers, self._answers = self._answers, []
+            for ended in answers:
+                await self._send(socket, pack(ended), silent_s)
+            last = 0
+            while (batch := self._outbox.take()) is not None:
+                last, observations = batch
+                await self._send(socket, pack(Observed(observations=observations)), silent_s)
+            await asyncio.wait_for(socket.ping(str(last).encode()), silent_s)
+            if time.monotonic() - self._heard_s > silent_s:
+                raise AgentError(f"it has answered nothing for {silent_s:.0f} s")
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), period_s)
+
+    @staticmethod
+    async def _send(socket: Any, text: str, within_s: float) -> None:
+        """A supervisor that is stopped does not read."""
+        await asyncio.wait_for(socket.send_str(text), within_s)
+
+
+def _message(aiohttp: Any, received: Any) -> Message:
+    """Raises:
+    AgentError: it is none, or the supervisor does not want this host.
+    """
+    if received.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED):
+        raise AgentError(f"it has closed the connection{_reason(received)}")
+    if received.type is aiohttp.WSMsgType.ERROR:
+        raise AgentError(f"it has sent what is no WebSocket message: {received.data}")
+    if received.type is not aiohttp.WSMsgType.TEXT:
+        raise AgentError(f"it has sent a message of type {received.type!r}")
+    message = unpack(received.data)
+    if isinstance(message, Refused):
+        raise AgentError(f"it refuses this host: {message.reason:.500}")
+    return message
+
+
+def _reason(received: Any) -> str:
+    return f" with code {received.data}" if isinstance(received.data, int) else ""

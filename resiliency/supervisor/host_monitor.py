@@ -1,0 +1,698 @@
+"""One process a host: makes true what the supervisor wants of it, and says what is true.
+
+It starts one launcher and keeps it, gives it the place that the supervisor has named, and tells the supervisor at once
+what happens to ranks and devices. It is not needed for training: killed, it leaves the launcher and its ranks running,
+and the next monitor of the same state folder takes them over.
+
+An epoch is given to one launcher, once. When that launcher is gone, or was told to leave the epoch, the supervisor is
+told that its ranks are lost, until it names another epoch: two launchers never have ranks of one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from resiliency.errors import ConfigError
+from resiliency.settings import all_variables
+from resiliency.supervisor.asks import Asks
+from resiliency.supervisor.checks import Problem, problems_of_host, reset_devices
+from resiliency.supervisor.connection import ConnectionSettings, SupervisorConnection
+from resiliency.supervisor.launcher_link import LauncherLink
+from resiliency.supervisor.launcher_messages import (
+    Control,
+    Ended,
+    FromLauncher,
+    Lost,
+    LostPeers,
+    Master,
+    Pages,
+    Running,
+    Saved,
+    Waiting,
+)
+from resiliency.supervisor.launcher_process import (
+    LauncherProcess,
+    adopt_launcher,
+    find_launcher,
+    start_launcher,
+)
+from resiliency.supervisor.messages import PROTOCOL_VERSION, Desired, Hello, RankReport, Report
+from resiliency.supervisor.model import Observation, ObservationKind, Place, StepKind
+from resiliency.supervisor.monitor_state import Given, LauncherId, MonitorState, StateFolder
+from resiliency.supervisor.outbox import Outbox
+from resiliency.supervisor.watchdogs.base import Watchdog
+from resiliency.supervisor.watchdogs.registry import Watchdogs
+
+__all__ = ["HostMonitor", "MonitorSettings", "launcher_command"]
+
+logger = logging.getLogger(__name__)
+
+#: A launcher that has died is started again after this, twice as long each time that it dies soon.
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S, _LIVED_S = 0.5, 30.0, 30.0
+#: So many deaths in a row are a problem of the host.
+_MANY_DEATHS = 3
+#: The reason why ranks have lost a peer comes within this from where the peer was.
+_LOST_PEERS_S = 5.0
+#: For a launcher that does not end although its job is completed.
+_COMPLETED_S = 60.0
+#: What is to be true is told again after this to a launcher that did not read.
+_RETRY_S = 1.0
+_LONGEST_REASON = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorSettings:
+    """
+    Attributes:
+        host: name, as the token is bound to.
+        address: that other hosts reach this one by.
+        block: failure domain.
+        command: of the launcher, see :func:`launcher_command`; ``{endpoint}`` becomes the name of the socket.
+        state_dir: what must not be forgotten lies there, on a local disk.
+        grace_s: for a launcher to end before it is killed, when another one is to take its place.
+        stop_s: the same when this monitor is told to end: ranks may save.
+        reset_command: resets devices; "": nvidia-smi.
+        exit_when_completed: end when the workload of this host has finished.
+    """
+
+    host: str
+    command: tuple[str, ...]
+    state_dir: str
+    address: str = ""
+    block: str = ""
+    grace_s: float = 5.0
+    stop_s: float = 120.0
+    reset_command: str = ""
+    exit_when_completed: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.host or not self.host.isprintable() or len(self.host) > 253:
+            raise ConfigError(f"--host {self.host!r}: pass a name of 1 to 253 printable letters")
+
+
+def launcher_command(
+    script: Sequence[str], *, nproc_per_node: str, address: str = "", launcher_args: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """``resiliency run`` for a script and its arguments."""
+    local = ["--local-addr", address] if address else []
+    return (
+        *(sys.executable, "-m", "resiliency.cli", "run"),
+        *("--rdzv-backend", "supervised", "--rdzv-endpoint", "{endpoint}"),
+        *("--nproc-per-node", nproc_per_node),
+        *local,
+        *launcher_args,
+        *script,
+    )
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """What the launcher that runs has said of its epoch."""
+
+    workload: str = ""
+    epoch: int = 0
+    master: str = ""
+    ended: bool = False
+    preempted: bool = False
+    running: dict[int, int] = field(default_factory=dict)
+    pages: tuple[RankReport, ...] = ()
+
+
+class HostMonitor:
+    """See the module. Thread: one, with an event loop.
+
+    Args:
+        watchdogs: that look after this host.
+    """
+
+    def __init__(
+        self, settings: MonitorSettings, connection: ConnectionSettings, watchdogs: Sequence[Watchdog] = ()
+    ) -> None:
+        self._settings, self._connection_settings, self._given_watchdogs = settings, connection, tuple(watchdogs)
+        self._folder = StateFolder(settings.state_dir, settings.host)
+        self._state = MonitorState()
+        self._outbox = Outbox()
+        self._want: Desired | None = None
+        self._launcher: LauncherProcess | None = None
+        self._seen = _Seen()
+        self._warm = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._number = -1
+        self._deaths = 0
+        self._not_before_s = 0.0
+        self._retry_at_s: float | None = None
+        self._completed_at_s: float | None = None
+        #: What the launcher was told last on its connection.
+        self._told: Mapping[str, object] | None = None
+        self._is_resetting = False
+        self._saving: asyncio.Future[Problem] | None = None
+        self._lost_peers: asyncio.TimerHandle | None = None
+        self._complained: set[tuple[str, int, str]] = set()
+        self._done = asyncio.Event()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """The launcher is to end, ranks have their time to save, and :meth:`run` returns. Thread: of the event loop."""
+        self._stopping.set()
+        self._changed.set()
+
+    async def run(self) -> int:
+        """Until :meth:`stop`. Returns the exit status.
+
+        Raises:
+            ConfigError: another monitor of this state folder runs, or the folder cannot be used.
+        """
+        self._state = self._folder.open()
+        self._link = LauncherLink(
+            self._folder.socket_name,
+            launcher_pid=lambda: None if self._launcher is None else self._launcher.identity.pid,
+            heard=self._heard,
+            connected=self._launcher_connected,
+            control=self._controlled,
+        )
+        self._watchdogs = Watchdogs(
+            self._given_watchdogs,
+            host=self._settings.host,
+            state=self._state,
+            save=self._save,
+            observed=self._observe,
+        )
+        hello = Hello(
+            version=PROTOCOL_VERSION,
+            host=self._settings.host,
+            incarnation=secrets.token_hex(8),
+            address=self._settings.address,
+            block=self._settings.block,
+        )
+        self._connection = SupervisorConnection(
+            self._connection_settings,
+            hello,
+            outbox=self._outbox,
+            report=self._report,
+            obey=self._obey,
+            term=self._term,
+        )
+        kinds = {
+            StepKind.VERIFY: self._verify,
+            StepKind.CHECKPOINT: self._checkpoint,
+            StepKind.RESET_DEVICES: self._reset_devices,
+        }
+        self._asks = Asks(self._state, self._save, kinds, self._connection.answer)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            self._take_over()
+            self._link.open()
+            self._watchdogs.start()
+            tasks = [asyncio.create_task(self._connection.run()), asyncio.create_task(self._keep_true())]
+            stopping = asyncio.create_task(self._wait_for_end())
+            done, _ = await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            for task in done - {stopping}:
+                task.result()  # raises what was not foreseen
+            await self._end(tasks[1])
+            return 0
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._close()
+
+    async def _wait_for_end(self) -> None:
+        waits = [asyncio.create_task(self._stopping.wait()), asyncio.create_task(self._done.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+
+    async def _end(self, keeping: asyncio.Task[None]) -> None:
+        """The launcher ends; the supervisor hears of it as long as it takes."""
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        if self._launcher is not None and not self._launcher.ended.is_set():
+            logger.info(
+                "told to end; so is the launcher, which has %.0f s for its ranks to save", self._settings.stop_s
+            )
+            self._connection.say_soon()
+            await self._launcher.end(self._settings.stop_s)
+            self._launcher_has_ended(self._launcher)
+        self._state.launcher = None
+        self._save()
+        if self._connection.is_connected:
+            self._connection.say_soon()
+            await asyncio.sleep(0.1)  # for the last words; nobody depends on them
+
+    async def _close(self) -> None:
+        if self._lost_peers is not None:
+            self._lost_peers.cancel()
+        await self._asks.close()
+        await self._watchdogs.close()
+        self._link.close()
+        if self._launcher is not None:
+            self._launcher.let_go()
+        self._folder.close()
+
+    def _save(self) -> bool:
+        return self._folder.save(self._state)
+
+    # -- the launcher -------------------------------------------------------------------------------------------------
+
+    def _take_over(self) -> None:
+        """The launcher of a monitor that was killed."""
+        known = self._state.launcher or find_launcher(self._folder.socket_name)
+        if known is None:
+            return
+        self._launcher = adopt_launcher(known)
+        if self._launcher is None:
+            logger.info("the launcher of the monitor before this one has ended")
+            return
+        logger.info("taking over the launcher of the monitor before this one, process %d", known.pid)
+        if self._state.launcher != known:
+            self._state.launcher = known
+            self._save()
+        for given in self._state.given.values():
+            if given.launcher == known and not given.withdrawn:
+                self._seen = _Seen(workload=given.workload, epoch=given.epoch)
+
+    def _start_launcher(self) -> None:
+        command = [self._folder.socket_name if word == "{endpoint}" else word for word in self._settings.command]
+
+        def written(identity: LauncherId) -> bool:
+            self._state.launcher = identity
+            return self._save()
+
+        self._seen = _Seen()
+        self._warm.clear()
+        self._completed_at_s = None
+        try:
+            self._launcher = start_launcher(command, all_variables(), written)
+        except OSError as error:
+            logger.error("the launcher cannot be started: %s", error)
+            self._launcher = None
+        if self._launcher is None:
+            self._back_off()
+        else:
+            logger.info("started the launcher, process %d", self._launcher.identity.pid)
+
+    def _back_off(self) -> None:
+        self._not_before_s = time.monotonic() + min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(self._deaths, 16))
+        self._deaths += 1
+
+    def _launcher_has_ended(self, launcher: LauncherProcess) -> None:
+        """Its ranks have ended with it: the kernel sees to those that were forked, this monitor to the others."""
+        launcher.end_ranks()
+        self._link.drop_launcher()
+        self._launcher = None
+        self._warm.clear()
+        seen = self._seen
+        self._see_anew(_Seen())
+        if self._saving is not None and not self._saving.done():
+            self._saving.set_result("the launcher has ended")
+        completed = self._want is not None and self._want.completed
+        if completed or self._stopping.is_set() or self._is_resetting:
+            logger.info("the launcher %s", launcher.how_it_ended)
+        else:
+            logger.error("the launcher %s", launcher.how_it_ended)
+            if time.monotonic() - launcher.started_s >= _LIVED_S:
+                self._deaths = 0
+            self._back_off()
+        if seen.running and not seen.ended:
+            for rank in seen.running:
+                self._lost(seen, rank, f"its launcher {launcher.how_it_ended}")
+        self._connection.say_soon()
+
+    # -- what is to be true -------------------------------------------------------------------------------------------
+
+    async def _keep_true(self) -> None:
+        """Looks whenever something has changed, and when something is due."""
+        while True:
+            self._changed.clear()
+            await self._make_true()
+            due = [each for each in (self._retry_at_s, self._completed_at_s) if each is not None]
+            if self._launcher is None and not self._is_at_rest:
+                due.append(self._not_before_s)
+            wait_s = max(0.0, min(due) - time.monotonic()) if due else None
+            waits: list[asyncio.Task[object]] = [asyncio.create_task(self._changed.wait())]
+            if self._launcher is not None:
+                waits.append(asyncio.create_task(self._launcher.ended.wait()))
+            try:
+                await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for each in waits:
+                    each.cancel()
+
+    @property
+    def _is_at_rest(self) -> bool:
+        """No launcher is wanted now."""
+        return self._is_resetting or (self._want is not None and self._want.completed)
+
+    async def _make_true(self) -> None:
+        self._retry_at_s = None
+        launcher = self._launcher
+        if launcher is not None and launcher.ended.is_set():
+            self._launcher_has_ended(launcher)
+            launcher = None
+        if self._want is not None and self._want.completed:
+            await self._complete(launcher)
+            return
+        self._completed_at_s = None
+        if launcher is None:
+            if not self._is_resetting and time.monotonic() >= self._not_before_s:
+                self._start_launcher()
+                launcher = self._launcher
+            if launcher is None:
+                self._notice_lost_epoch()
+                return
+        if self._want is None:
+            return  # what it does is right until a supervisor says otherwise
+        if self._want.place is None:
+            self._withdraw(launcher)
+        else:
+            await self._place(launcher, self._want.place)
+
+    async def _complete(self, launcher: LauncherProcess | None) -> None:
+        if launcher is None:
+            if self._settings.exit_when_completed:
+                self._done.set()
+            return
+        now_s = time.monotonic()
+        if self._completed_at_s is None:
+            self._completed_at_s = now_s + _COMPLETED_S
+        elif now_s >= self._completed_at_s:
+            logger.warning("the job is completed, and the launcher has not ended within %.0f s", _COMPLETED_S)
+            await launcher.end(self._settings.grace_s)
+            self._changed.set()
+            return
+        self._tell({"kind": "completed"})
+
+    def _withdraw(self, launcher: LauncherProcess) -> None:
+        for given in list(self._state.given.values()):
+            if given.launcher == launcher.identity and not given.withdrawn:
+                self._state.give(replace(given, withdrawn=True))
+                self._save()
+        if self._seen.epoch:
+            self._see_anew(_Seen())
+            self._connection.say_soon()
+        self._tell({"kind": "no_place"})
+
+    async def _place(self, launcher: LauncherProcess, place: Place) -> None:
+        given = self._state.given.get(place.workload)
+        if given is not None and place.epoch < given.epoch:
+            self._complain(place, f"epoch {given.epoch} was given to this host already")
+            return
+        if given is None or place.epoch > given.epoch:
+            mine = [one for one in self._state.given.values() if one.launcher == launcher.identity]
+            # Of another workload a launcher knows nothing, and its count of epochs is another one.
+            if (place.fresh and mine) or any(one.workload != place.workload for one in mine):
+                logger.info("epoch %d of %s wants a fresh launcher", place.epoch, place.workload)
+                self._link.drop_launcher()
+                await launcher.end(self._settings.grace_s)
+                self._launcher_was_replaced(launcher)
+                return
+            if not self._link.is_connected:
+                return  # it is told when it has connected
+            given = Given(workload=place.workload, epoch=place.epoch, launcher=launcher.identity)
+            self._state.give(given)
+            self._save()
+            self._see_anew(_Seen(workload=place.workload, epoch=place.epoch))
+            self._outbox.epoch_is(place.workload, place.epoch)
+            logger.info(
+                "epoch %d of %s: node rank %d of %d", place.epoch, place.workload, place.node_rank, len(place.hosts)
+            )
+            self._connection.say_soon()
+        elif given.launcher != launcher.identity or given.withdrawn:
+            self._notice_lost_epoch()
+            return
+        assert self._want is not None
+        self._tell(
+            {
+                "kind": "place",
+                "epoch": place.epoch,
+                "node_rank": place.node_rank,
+                "nodes": len(place.hosts),
+                "master": self._want.master or (self._seen.master if place.node_rank == 0 else ""),
+                "workload": place.workload,
+                "replicas": place.replicas,
+                "replicas_before": place.replicas_before,
+                "replace": [],
+            }
+        )
+
+    def _tell(self, message: Mapping[str, object]) -> None:
+        """Once on each connection of the launcher; again later where it does not read."""
+        if not self._link.is_connected or message == self._told:
+            return
+        if self._link.tell(message):
+            self._told = message
+        else:
+            self._retry_at_s = time.monotonic() + _RETRY_S
+
+    def _launcher_was_replaced(self, launcher: LauncherProcess) -> None:
+        """Its ranks were to end: that is no news."""
+        self._launcher = None
+        self._see_anew(_Seen())
+        self._deaths, self._not_before_s = 0, 0.0
+        self._changed.set()
+
+    def _notice_lost_epoch(self) -> None:
+        """The supervisor wants an epoch whose launcher is gone, or has left it: its ranks will never train again."""
+        place = None if self._want is None else self._want.place
+        given = None if place is None else self._state.given.get(place.workload)
+        if place is None or given is None or given.epoch != place.epoch:
+            return
+        if self._launcher is not None and given.launcher == self._launcher.identity and not given.withdrawn:
+            return
+        known = (one for one in self._outbox.kept if one.kind is ObservationKind.WORKER_LOST)
+        if any(one.workload == place.workload and one.epoch == place.epoch for one in known):
+            return
+        why = "they were told to leave it" if given.withdrawn else "their launcher is gone"
+        self._observe(
+            Observation(
+                kind=ObservationKind.WORKER_LOST,
+                host=self._settings.host,
+                workload=place.workload,
+                epoch=place.epoch,
+                detail=f"ranks of this epoch are lost: {why}",
+            )
+        )
+
+    def _complain(self, place: Place, why: str) -> None:
+        key = place.workload, place.epoch, why
+        if key not in self._complained:
+            self._complained.add(key)
+            logger.error("epoch %d of %s is not obeyed: %s", place.epoch, place.workload, why)
+
+    def _see_anew(self, seen: _Seen) -> None:
+        self._seen = seen
+        if self._lost_peers is not None:
+            self._lost_peers.cancel()
+            self._lost_peers = None
+
+    # -- what the supervisor says -------------------------------------------------------------------------------------
+
+    def _term(self, term: int | None) -> int:
+        """The highest so far; a new one is on the disk before anything of it is obeyed."""
+        if term is not None and term > self._state.term:
+            self._state.term = term
+            self._save()
+        return self._state.term
+
+    def _obey(self, desired: Desired) -> None:
+        self._want = desired
+        self._asks.wanted(desired.asks)
+        self._changed.set()
+
+    def _report(self) -> Report:
+        self._number += 1
+        seen = self._seen
+        return Report(
+            number=self._number,
+            workload=seen.workload,
+            epoch=seen.epoch,
+            master=seen.master,
+            ended=seen.ended,
+            preempted=seen.preempted,
+            ranks=seen.pages,
+            problem=self._problem()[:_LONGEST_REASON],
+        )
+
+    def _problem(self) -> Problem:
+        found = [self._folder.problem, *self._watchdogs.problems()]
+        if self._stopping.is_set():
+            found.append("its monitor was told to end")
+        lives = self._launcher is not None and time.monotonic() - self._launcher.started_s >= _LIVED_S
+        if self._deaths >= _MANY_DEATHS and not lives:
+            found.append(f"its launcher has died {self._deaths} times in a row")
+        return "; ".join(filter(None, found))
+
+    def _observe(self, one: Observation) -> None:
+        if self._outbox.add(one):
+            self._connection.say_soon()
+
+    # -- what the launcher says ---------------------------------------------------------------------------------------
+
+    def _launcher_connected(self, is_connected: bool) -> None:
+        self._told = None
+        if is_connected:
+            logger.info("the launcher has connected")
+        self._changed.set()
+
+    def _heard(self, message: FromLauncher) -> None:
+        self._warm.set()
+        if isinstance(message, Saved):
+            if self._saving is not None and not self._saving.done():
+                self._saving.set_result(message.problem)
+            return
+        if isinstance(message, Waiting):
+            self._hears_waiting(message)
+            return
+        if message.epoch != self._seen.epoch or not self._seen.epoch:
+            logger.debug("the launcher speaks of epoch %d, which is over: %s", message.epoch, type(message).__name__)
+            return
+        if isinstance(message, Pages):
+            self._seen.pages = message.ranks
+            return  # said with the next report
+        if isinstance(message, Master):
+            self._seen.master = message.address
+        elif isinstance(message, Running):
+            self._hears_running(message)
+        elif isinstance(message, Lost):
+            self._hears_lost(message)
+        elif isinstance(message, LostPeers):
+            self._hears_lost_peers(message)
+        elif isinstance(message, Ended):
+            self._seen.ended, self._seen.preempted = True, message.preempted
+            self._seen.running.clear()
+        self._connection.say_soon()
+
+    def _hears_waiting(self, message: Waiting) -> None:
+        """A launcher that has no ranks of an epoch that it was given, and has not said why: a monitor that was killed
+        may have heard it."""
+        seen = self._seen
+        if message.epoch and message.epoch == seen.epoch and not seen.ended:
+            seen.running.clear()
+            seen.pages = ()
+            known = (one for one in self._outbox.kept if one.workload == seen.workload)
+            if self._lost_peers is None and not any(one.epoch == seen.epoch for one in known):
+                self._lost(seen, None, "the launcher has no ranks of this epoch any more")
+        self._changed.set()
+
+    def _hears_running(self, message: Running) -> None:
+        self._seen.running = message.pids()
+        self._seen.ended = self._seen.preempted = False
+        if self._launcher is not None:
+            self._launcher.watch_ranks(list(self._seen.running.values()))
+
+    def _hears_lost(self, message: Lost) -> None:
+        self._seen.running.pop(message.rank, None)
+        if message.signal is not None:
+            how = f"signal {message.signal}"
+        elif message.exit_code is not None:
+            how = f"exit status {message.exit_code}"
+        else:
+            how = "it is gone"
+        left = " (it was told to go, and has saved)" if message.preempted else ""
+        self._lost(self._seen, message.rank, f"{how}{left}{': ' if message.reason else ''}{message.reason}")
+
+    def _hears_lost_peers(self, message: LostPeers) -> None:
+        """Somebody else is gone, and whoever saw it says so. When nobody does the job waits in vain."""
+        if self._lost_peers is None:
+            epoch = self._seen.epoch
+            ranks = ", ".join(map(str, message.ranks[:16]))
+            loop = asyncio.get_running_loop()
+            self._lost_peers = loop.call_later(_LOST_PEERS_S, self._nobody_was_lost, epoch, ranks)
+
+    def _nobody_was_lost(self, epoch: int, ranks: str) -> None:
+        self._lost_peers = None
+        seen = self._seen
+        if seen.epoch != epoch:
+            return
+        self._observe(
+            Observation(
+                kind=ObservationKind.NO_PROGRESS,
+                host=self._settings.host,
+                workload=seen.workload,
+                epoch=epoch,
+                detail=f"ranks {ranks} have lost a peer, and nobody has said which",
+            )
+        )
+
+    def _lost(self, seen: _Seen, rank: int | None, detail: str) -> None:
+        self._observe(
+            Observation(
+                kind=ObservationKind.WORKER_LOST,
+                host=self._settings.host,
+                workload=seen.workload,
+                epoch=seen.epoch,
+                rank=rank,
+                detail=detail[:_LONGEST_REASON],
+            )
+        )
+
+    # -- what is asked for --------------------------------------------------------------------------------------------
+
+    async def _verify(self, within_s: float) -> Problem:
+        def state_is_written() -> Problem:
+            self._save()
+            return self._folder.problem
+
+        return await problems_of_host(
+            self._watchdogs, within_s, launcher_is_warm=self._launcher_is_warm, state_is_written=state_is_written
+        )
+
+    async def _launcher_is_warm(self, within_s: float) -> Problem:
+        if self._want is not None and self._want.completed:
+            return ""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._warm.wait(), within_s)
+        if self._warm.is_set() and self._link.is_connected:
+            return ""
+        return f"the launcher was not ready within {within_s:.1f} s"
+
+    async def _checkpoint(self, within_s: float) -> Problem:
+        if not self._seen.running:
+            return "no ranks run on this host"
+        self._saving = asyncio.get_running_loop().create_future()
+        if not self._link.tell({"kind": "save"}):
+            return "the launcher cannot be told"
+        try:
+            return await asyncio.wait_for(self._saving, within_s)
+        except asyncio.TimeoutError:
+            return f"the launcher has not said within {within_s:.1f} s that its ranks have saved"
+
+    async def _reset_devices(self, within_s: float) -> Problem:
+        """Whatever has the device open ends first, the launcher's own processes among it."""
+        devices = self._watchdogs.faulty()
+        self._is_resetting = True
+        try:
+            launcher = self._launcher
+            if launcher is not None:
+                await launcher.end(min(self._settings.grace_s, within_s / 2))
+            problem = await reset_devices(self._settings.reset_command, devices, within_s)
+            if not problem:
+                self._watchdogs.were_reset(devices)
+            return problem
+        finally:
+            self._is_resetting = False
+            self._not_before_s = 0.0
+            self._changed.set()
+
+    # -- faults that are put in ---------------------------------------------------------------------------------------
+
+    def _controlled(self, message: Control) -> str:
+        if message.action == "status":
+            return f"{self._settings.host} {' '.join(map(str, self._seen.running.values()))}".strip()
+        if message.action == "partition" and 0 < message.seconds <= 86400:
+            logger.warning("a fault is put in: no connection to the supervisor for %.1f s", message.seconds)
+            self._connection.block(message.seconds)
+            return f"{self._settings.host} has no connection to its supervisor for {message.seconds:g} s"
+        return f"{message.action!r} is no fault of a monitor"

@@ -1,0 +1,173 @@
+"""The monitor's end of the channel to the launcher of its host: an abstract unix socket of this user and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from resiliency.errors import AgentError, ConfigError
+from resiliency.launch.channel import send
+from resiliency.supervisor.launcher_messages import Control, FromLauncher, read_message
+
+__all__ = ["LauncherLink"]
+
+logger = logging.getLogger(__name__)
+
+_UCRED = struct.Struct("3i")  # process, user and group id
+_BACKLOG = 16
+#: A control connection says one thing, and is closed.
+_MOST_CONNECTIONS = 32
+
+
+class LauncherLink:
+    """Thread: one, with an event loop.
+
+    Args:
+        name: of the socket, without the leading zero byte.
+        launcher_pid: of the launcher that is to be listened to now; None: there is none.
+        heard: called with each message of the launcher.
+        connected: called when the launcher has connected, and when it is gone (False).
+        control: called with a wish of another process of this user; returns a line for it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        launcher_pid: Callable[[], int | None],
+        heard: Callable[[FromLauncher], None],
+        connected: Callable[[bool], None],
+        control: Callable[[Control], str],
+    ) -> None:
+        self.name = name
+        self._launcher_pid, self._heard, self._connected, self._control = launcher_pid, heard, connected, control
+        self._listener: socket.socket | None = None
+        self._launcher: socket.socket | None = None
+        self._others: set[socket.socket] = set()
+        self._complained = False
+
+    @property
+    def is_connected(self) -> bool:
+        return self._launcher is not None
+
+    def open(self) -> None:
+        """Raises:
+        ConfigError: another process has the name.
+        """
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.bind("\0" + self.name)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise ConfigError(
+                f"another process listens at the abstract socket {self.name}, and holds no lock of the state folder:"
+                " it is no monitor; look for it with ss -xlp"
+            ) from None
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED):
+                logger.warning("a connection to %s was not taken: %s", self.name, error)
+            return
+        connection.setblocking(False)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        pid, user, _ = _UCRED.unpack(credentials)
+        if user != os.getuid():
+            logger.warning("process %d of user %d has connected to %s and is refused", pid, user, self.name)
+            connection.close()
+            return
+        if pid == self._launcher_pid():
+            self._drop_launcher()
+            self._launcher = connection
+            asyncio.get_running_loop().add_reader(connection, self._read_launcher, connection)
+            self._connected(True)
+            return
+        if len(self._others) >= _MOST_CONNECTIONS:
+            connection.close()
+            return
+        self._others.add(connection)
+        asyncio.get_running_loop().add_reader(connection, self._read_other, connection, pid)
+
+    def _read_launcher(self, connection: socket.socket) -> None:
+        if connection is not self._launcher:
+            return
+        try:
+            message = read_message(connection)
+        except BlockingIOError:
+            return
+        except AgentError as error:
+            if not self._complained:
+                self._complained = True
+                logger.error("the launcher says something that is not listened to (said once): %s", error)
+            return
+        except OSError as error:
+            logger.warning("the connection to the launcher broke: %s", error)
+            message = None
+        if message is None:
+            self._drop_launcher()
+            self._connected(False)
+        elif isinstance(message, Control):
+            logger.warning("the launcher has sent a control message; it is not listened to")
+        else:
+            self._heard(message)
+
+    def _read_other(self, connection: socket.socket, pid: int) -> None:
+        try:
+            message = read_message(connection)
+            if isinstance(message, Control):
+                send(connection, {"kind": "controlled", "said": self._control(message)})
+            elif message is not None:
+                logger.warning("process %d says it is a launcher, and is not the one of this monitor; refused", pid)
+        except BlockingIOError:
+            return
+        except (AgentError, OSError) as error:
+            logger.warning("process %d at the monitor's socket is not listened to: %s", pid, error)
+        self._others.discard(connection)
+        asyncio.get_running_loop().remove_reader(connection)
+        connection.close()
+
+    def tell(self, message: Mapping[str, Any]) -> bool:
+        """To the launcher. False: it is not there, or does not read; what is to be true is to be told again later."""
+        if self._launcher is None:
+            return False
+        try:
+            send(self._launcher, message)
+        except OSError as error:  # BlockingIOError: it was stopped
+            logger.debug("the launcher was not told %s: %s", message.get("kind"), error)
+            return False
+        return True
+
+    def _drop_launcher(self) -> None:
+        if self._launcher is not None:
+            asyncio.get_running_loop().remove_reader(self._launcher)
+            self._launcher.close()
+            self._launcher = None
+
+    def drop_launcher(self) -> None:
+        """The launcher is not listened to any more: another one is to be started."""
+        self._drop_launcher()
+
+    def close(self) -> None:
+        """Idempotent. The launcher goes on, and connects to the next monitor."""
+        self._drop_launcher()
+        loop = asyncio.get_running_loop()
+        for connection in [*self._others, *filter(None, [self._listener])]:
+            loop.remove_reader(connection)
+            connection.close()
+        self._others.clear()
+        self._listener = None

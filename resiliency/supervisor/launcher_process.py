@@ -1,0 +1,203 @@
+"""The launcher of a host as a process: started so that it is never forgotten, or taken over from a monitor before."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from resiliency.supervisor.monitor_state import LauncherId, boot_id
+
+__all__ = ["LauncherProcess", "adopt_launcher", "find_launcher", "start_launcher"]
+
+logger = logging.getLogger(__name__)
+
+#: The launcher begins when its number was written down: a monitor that is killed before leaves a shell that reads the
+#: end of its input, and ends.
+_SHELL = ["/bin/sh", "-c", 'read -r go && exec "$@" < /dev/null', "resiliency-launcher"]
+
+
+class LauncherProcess:
+    """A launcher that runs, or has run. Thread: one, with an event loop.
+
+    Attributes:
+        identity: of the process.
+        started_s: monotonic seconds, when this monitor has got it.
+        ended: set when it has ended, however.
+    """
+
+    def __init__(self, identity: LauncherId, pidfd: int, child: subprocess.Popen[bytes] | None) -> None:
+        self.identity = identity
+        self.started_s = time.monotonic()
+        self.ended = asyncio.Event()
+        self._child, self._pidfd = child, pidfd
+        self._how = ""
+        self._status: int | None = None
+        self._ranks: dict[int, int] = {}  # pid -> pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._has_ended)
+
+    @property
+    def is_adopted(self) -> bool:
+        return self._child is None
+
+    @property
+    def status(self) -> int | None:
+        """As of :class:`subprocess.Popen`; None: it runs, or nobody can know."""
+        return self._status
+
+    @property
+    def how_it_ended(self) -> str:
+        """For people; "": it runs."""
+        return self._how
+
+    def _has_ended(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        if self._child is None:
+            self._how = "ended (it was started by an earlier monitor, so its status is not known)"
+        else:
+            self._status = self._child.wait()  # it is there: the pidfd has said so
+            code = self._status
+            self._how = f"ended with status {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
+        self.ended.set()
+
+    def watch_ranks(self, pids: Sequence[int]) -> None:
+        """Processes that must not outlive the launcher."""
+        for pid in [known for known in self._ranks if known not in pids]:
+            os.close(self._ranks.pop(pid))
+        for pid in pids:
+            if pid not in self._ranks:
+                with suppress(OSError):  # it has ended already
+                    self._ranks[pid] = os.pidfd_open(pid)
+
+    def send_signal(self, number: int) -> None:
+        """To the launcher alone. No error when it has ended."""
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    async def end(self, grace_s: float) -> None:
+        """SIGTERM, after ``grace_s`` SIGKILL, and whatever is left of its ranks. Blocks: until then."""
+        self.send_signal(signal.SIGTERM)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.ended.wait(), grace_s)
+        if not self.ended.is_set():
+            logger.warning("the launcher has not ended within %.0f s of SIGTERM; it is killed", grace_s)
+            self.send_signal(signal.SIGKILL)
+            await self.ended.wait()
+        self.end_ranks()
+
+    def end_ranks(self) -> None:
+        """Kills ranks that are left. The kernel has done so for those that were forked."""
+        for pidfd in self._ranks.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+        self._ranks.clear()
+
+    def let_go(self) -> None:
+        """Watches it no more; it goes on. Idempotent."""
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        for pidfd in self._ranks.values():
+            os.close(pidfd)
+        self._ranks.clear()
+        if self._child is not None and self._child.returncode is None:
+            self._child.returncode = 0  # nobody waits for it here: Popen would complain
+
+
+def start_launcher(
+    command: Sequence[str], env: dict[str, str], written: Callable[[LauncherId], bool]
+) -> LauncherProcess | None:
+    """Starts one in a session of its own.
+
+    Args:
+        written: called with its identity before it begins; False: it does not begin.
+
+    Returns:
+        None when it was not written.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    child = subprocess.Popen([*_SHELL, *command], env=env, stdin=subprocess.PIPE, start_new_session=True)
+    assert child.stdin is not None
+    pidfd = os.pidfd_open(child.pid)
+    identity = LauncherId(pid=child.pid, started=_start_ticks(child.pid), boot=boot_id())
+    try:
+        if not written(identity):
+            child.stdin.close()
+            child.wait()
+            os.close(pidfd)
+            return None
+        with suppress(BrokenPipeError):  # it was killed meanwhile
+            child.stdin.write(b"go\n")
+            child.stdin.flush()
+    finally:
+        with suppress(OSError):
+            child.stdin.close()
+    return LauncherProcess(identity, pidfd, child)
+
+
+def adopt_launcher(identity: LauncherId) -> LauncherProcess | None:
+    """The launcher that a monitor before this one has started; None when it has ended."""
+    if identity.boot != boot_id() or identity.pid <= 0:
+        return None
+    try:
+        pidfd = os.pidfd_open(identity.pid)
+    except OSError:
+        return None
+    # The descriptor means one process for ever: when that one has the right start, it is the one.
+    if _start_ticks(identity.pid) != identity.started:
+        os.close(pidfd)
+        return None
+    return LauncherProcess(identity, pidfd, None)
+
+
+def find_launcher(endpoint: str) -> LauncherId | None:
+    """The process of this user that has the monitor's socket among its arguments, for a monitor that has lost its
+    notes; of several the one that is the parent of the others. None: there is none."""
+    found: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal() or int(entry) == os.getpid():
+            continue
+        try:
+            if os.stat(f"/proc/{entry}").st_uid != os.getuid():
+                continue
+            with open(f"/proc/{entry}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+        except OSError:
+            continue  # it has ended
+        if endpoint.encode() in words:
+            found[int(entry)] = parent
+    first = [pid for pid, parent in found.items() if parent not in found]
+    if not first or (started := _start_ticks(min(first))) < 0:
+        return None
+    return LauncherId(pid=min(first), started=started, boot=boot_id())
+
+
+def _start_ticks(pid: int) -> int:
+    """Of a process; -1: it has ended, or is a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return -1 if fields[0] in b"ZX" else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return -1
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,250 @@
+"""What a host monitor must not forget when it is killed: one small file, replaced whole, and a lock beside it.
+
+The lock is one of the open file, so that it is free when the process has ended, however it ended, and a launcher that
+was started by it does not hold it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from resiliency.errors import ConfigError
+from resiliency.regular_file import open_regular
+from resiliency.storage.typed_json import from_jsonable, to_jsonable
+
+__all__ = ["AskMemory", "Fault", "Given", "LauncherId", "MonitorState", "Remembered", "StateFolder", "boot_id"]
+
+logger = logging.getLogger(__name__)
+
+#: Of workloads, and of asks, that are remembered; the oldest are forgotten.
+_MOST_WORKLOADS, _MOST_ASKS, _MOST_FAULTS = 64, 256, 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherId:
+    """One process for ever. Attributes: started: clock ticks since the boot, of the process's start."""
+
+    pid: int
+    started: int
+    boot: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The newest epoch of a workload that a launcher of this host was given. It is given once.
+
+    Attributes:
+        withdrawn: the launcher was told afterwards to have no ranks.
+    """
+
+    workload: str
+    epoch: int
+    launcher: LauncherId
+    withdrawn: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskMemory:
+    """A step of a plan that is not carried out twice. Attributes: problem: None: whether it was done is not known."""
+
+    plan: int
+    at: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something of this host that is broken until the host, or the device, is started again."""
+
+    boot: str
+    device: str
+    code: str
+    device_class: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembered:
+    """All of the file.
+
+    Attributes:
+        term: the highest of a supervisor that was heard.
+        launcher: that was started last.
+        given: by workload, the oldest first.
+        cursors: of watchdogs, by name: how far they have read.
+    """
+
+    term: int = 0
+    launcher: LauncherId | None = None
+    given: tuple[Given, ...] = ()
+    asks: tuple[AskMemory, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    cursors: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class MonitorState:
+    """The values, in memory. Thread: one. What has changed is on the disk after :meth:`StateFolder.save`."""
+
+    term: int = 0
+    launcher: LauncherId | None = None
+    given: dict[str, Given] = field(default_factory=dict)
+    asks: dict[tuple[int, int], AskMemory] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    cursors: dict[str, str] = field(default_factory=dict)
+
+    def give(self, one: Given) -> None:
+        self.given.pop(one.workload, None)
+        self.given[one.workload] = one
+        _shorten(self.given, _MOST_WORKLOADS)
+
+    def remember_ask(self, one: AskMemory) -> None:
+        self.asks.pop((one.plan, one.at), None)
+        self.asks[one.plan, one.at] = one
+        _shorten(self.asks, _MOST_ASKS)
+
+    def add_fault(self, one: Fault) -> None:
+        """The newest of a code of a device."""
+        kept = [known for known in self.faults if (known.device, known.code) != (one.device, one.code)]
+        self.faults = [*kept, one][-_MOST_FAULTS:]
+
+
+class StateFolder:
+    """The folder, and who owns it. Thread: one.
+
+    Args:
+        path: made where it is missing; nobody else may look into it.
+        host: whose it is; a folder serves one host.
+    """
+
+    def __init__(self, path: str, host: str) -> None:
+        self.path, self.host = os.path.realpath(path), host
+        self._lock = -1
+        self._problem = ""
+
+    @property
+    def socket_name(self) -> str:
+        """Of the abstract unix socket: the same for every monitor of this folder and host, and of no other."""
+        key = hashlib.sha256(f"{self.path}\0{self.host}\0{os.getuid()}".encode()).hexdigest()[:24]
+        return f"resiliency-monitor-{key}"
+
+    @property
+    def problem(self) -> str:
+        """Why the last save has failed; "": it has not."""
+        return self._problem
+
+    def open(self) -> MonitorState:
+        """Takes the lock, and reads what the monitor before has left.
+
+        Raises:
+            ConfigError: another monitor has it, or the folder cannot be used.
+        """
+        try:
+            os.makedirs(self.path, mode=0o700, exist_ok=True)
+            self._lock = open_regular(os.path.join(self.path, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(f"the state folder {self.path} cannot be used: {error.strerror}; pass another") from error
+        try:
+            fcntl.fcntl(self._lock, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        except OSError as error:
+            self.close()
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise ConfigError(
+                    f"another host monitor of {self.path} runs; one is enough, or pass another --state-dir and --host"
+                ) from None
+            raise ConfigError(
+                f"the state folder {self.path} has no locks: {error.strerror}; pass a local one"
+            ) from error
+        return self._read()
+
+    def _read(self) -> MonitorState:
+        path = self._file
+        try:
+            with os.fdopen(open_regular(path), "rb") as file:
+                found = from_jsonable(Remembered, json.loads(file.read()))
+        except FileNotFoundError:
+            return MonitorState()
+        except (OSError, ValueError, RecursionError) as error:
+            aside = f"{path}.bad"
+            logger.error(
+                "%s cannot be read (%s) and is put aside as %s; a launcher that runs is looked for among all processes,"
+                " and which supervisor was the last is not known",
+                path,
+                error,
+                aside,
+            )
+            os.replace(path, aside)
+            return MonitorState()
+        here = boot_id()
+        return MonitorState(
+            term=found.term,
+            launcher=found.launcher,
+            given={one.workload: one for one in found.given},
+            asks={(one.plan, one.at): one for one in found.asks},
+            faults=[one for one in found.faults if one.boot == here],
+            cursors=dict(tuple(text.split("=", 1)) for text in found.cursors if "=" in text),  # type: ignore[misc]
+        )
+
+    def save(self, state: MonitorState) -> bool:
+        """Makes it durable. Blocks: for the disk. False, said once: it could not be written."""
+        text = json.dumps(to_jsonable(_frozen(state)), indent=1).encode()
+        partial = f"{self._file}.new"
+        try:
+            fd = open_regular(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self._file)
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            if not self._problem:
+                logger.error("what this monitor must not forget cannot be written to %s: %s", self._file, error)
+            self._problem = f"the state folder {self.path} cannot be written: {error.strerror}"
+            return False
+        self._problem = ""
+        return True
+
+    @property
+    def _file(self) -> str:
+        return os.path.join(self.path, "monitor.json")
+
+    def close(self) -> None:
+        """Gives the lock up. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _frozen(state: MonitorState) -> Remembered:
+    return Remembered(
+        term=state.term,
+        launcher=state.launcher,
+        given=tuple(state.given.values()),
+        asks=tuple(state.asks.values()),
+        faults=tuple(state.faults),
+        cursors=tuple(f"{name}={value}" for name, value in state.cursors.items()),
+    )
+
+
+def _shorten(values: dict[Any, Any], most: int) -> None:
+    while len(values) > most:
+        del values[next(iter(values))]
+
+
+def boot_id() -> str:
+    """Of this start of this host."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()

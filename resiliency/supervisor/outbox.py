@@ -1,0 +1,80 @@
+"""What a host has seen and the supervisor may not have heard, kept over connections. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from resiliency.supervisor.model import Observation
+
+__all__ = ["Outbox"]
+
+logger = logging.getLogger(__name__)
+
+_MOST = 1000
+#: Of one message.
+_BATCH = 64
+
+
+class Outbox:
+    """Thread: one.
+
+    What was seen in an epoch is said on every new connection until the epoch is over: a supervisor that was killed may
+    have heard it and not written it down, and one that has will not count it twice. What concerns the host alone is
+    said again only when nobody is known to have received it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Observation] = []
+        self._unsent: list[Observation] = []
+        self._in_flight: dict[int, tuple[Observation, ...]] = {}
+        self._number = 0
+        self._complained = False
+
+    def add(self, one: Observation) -> bool:
+        """False: it is known already."""
+        if one.workload and any(known.identity == one.identity and known.epoch == one.epoch for known in self._kept):
+            return False
+        self._kept.append(one)
+        self._unsent.append(one)
+        while len(self._kept) > _MOST:
+            forgotten = self._kept.pop(0)
+            self._unsent = [known for known in self._unsent if known is not forgotten]
+            if not self._complained:
+                self._complained = True
+                logger.error("the supervisor is away, and more than %d observations wait; the oldest are lost", _MOST)
+        return True
+
+    def epoch_is(self, workload: str, epoch: int) -> None:
+        """Forgets what was seen in epochs that are over."""
+
+        def holds(one: Observation) -> bool:
+            return not one.workload or (one.workload == workload and one.epoch >= epoch)
+
+        self._kept = [one for one in self._kept if holds(one)]
+        self._unsent = [one for one in self._unsent if holds(one)]
+
+    def connected(self) -> None:
+        """There is a new connection: all that is kept is to be said on it."""
+        self._in_flight.clear()
+        self._unsent = list(self._kept)
+        self._complained = False
+
+    def take(self) -> tuple[int, tuple[Observation, ...]] | None:
+        """A number, and what is to be said now; None: nothing."""
+        if not self._unsent:
+            return None
+        batch, self._unsent = tuple(self._unsent[:_BATCH]), self._unsent[_BATCH:]
+        self._number += 1
+        self._in_flight[self._number] = batch
+        return self._number, batch
+
+    def received(self, number: int) -> None:
+        """The other end has got everything up to this number."""
+        for sent in [known for known in self._in_flight if known <= number]:
+            batch = self._in_flight.pop(sent)
+            self._kept = [one for one in self._kept if one.workload or not any(one is got for got in batch)]
+
+    @property
+    def kept(self) -> Sequence[Observation]:
+        return tuple(self._kept)

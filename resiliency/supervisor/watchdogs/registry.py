@@ -1,0 +1,191 @@
+"""The watchdogs of a host: which there are, and all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from resiliency.errors import ConfigError
+from resiliency.supervisor.model import DeviceClass, Observation, ObservationKind
+from resiliency.supervisor.monitor_state import Fault, MonitorState, boot_id
+from resiliency.supervisor.watchdogs.base import Finding, Watchdog, WatchdogRunner
+
+__all__ = ["ENTRY_POINTS", "WatchdogSettings", "Watchdogs", "make_watchdogs"]
+
+logger = logging.getLogger(__name__)
+
+#: Group of entry points: name -> a class, or a function without arguments, that gives a watchdog.
+ENTRY_POINTS = "resiliency.watchdogs"
+_LONGEST_DETAIL = 1000
+#: Seconds between two writes of how far watchdogs have read, where they have found nothing.
+_KEEP_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchdogSettings:
+    """Of those that come with the library.
+
+    Attributes:
+        xid_source: file that kernel messages are read from; "": the kernel's own.
+        ecc_source: file of counters, for tests; "": the driver's.
+        folders: that must be writable.
+        min_free_bytes: of each folder.
+        min_available_bytes: of memory, of the host and of its control group.
+    """
+
+    xid_source: str = ""
+    ecc_source: str = ""
+    folders: tuple[str, ...] = ()
+    min_free_bytes: int = 1 << 30
+    min_available_bytes: int = 1 << 28
+
+
+def _builtin(settings: WatchdogSettings) -> dict[str, Callable[[], Watchdog]]:
+    return {}
+
+
+def make_watchdogs(names: Sequence[str], settings: WatchdogSettings) -> list[Watchdog]:
+    """Those that were asked for; an empty list of names: all that come with the library.
+
+    Raises:
+        ConfigError: there is none of a name, or it cannot be made.
+    """
+    builtin = _builtin(settings)
+    return [_make(name, builtin) for name in names or builtin]
+
+
+def _make(name: str, builtin: Mapping[str, Callable[[], Watchdog]]) -> Watchdog:
+    try:
+        if name in builtin:
+            made: Any = builtin[name]()
+        elif ":" in name:
+            module, _, attribute = name.partition(":")
+            made = getattr(importlib.import_module(module), attribute)()
+        else:
+            points = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+            if name not in points:
+                known = ", ".join(sorted({*builtin, *points}))
+                raise ConfigError(f"there is no watchdog {name!r}; there are {known}, and module:Class")
+            made = points[name].load()()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"watchdog {name!r} cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Watchdog):
+        raise ConfigError(f"watchdog {name!r} is a {type(made).__name__}; derive it from Watchdog")
+    return made
+
+
+class Watchdogs:
+    """Thread: one, with an event loop.
+
+    Args:
+        observed: called with what the supervisor is to hear.
+        save: makes ``state`` durable.
+    """
+
+    def __init__(
+        self,
+        watchdogs: Sequence[Watchdog],
+        *,
+        host: str,
+        state: MonitorState,
+        save: Callable[[], object],
+        observed: Callable[[Observation], None],
+    ) -> None:
+        self._host, self._state, self._save, self._observed = host, state, save, observed
+        self._runners = [WatchdogRunner(each, self._passed_on, self._looked) for each in watchdogs]
+        self._keep_now, self._kept_s = False, time.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+        for each in watchdogs:
+            each.resume(state.cursors.get(each.name, ""))
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(runner.run()) for runner in self._runners]
+
+    def _looked(self) -> None:
+        """What was passed on is not to be read again; what was read besides may be."""
+        if self._keep_now or time.monotonic() - self._kept_s > _KEEP_EVERY_S:
+            self.keep_cursors()
+
+    def _passed_on(self, finding: Finding) -> None:
+        self._keep_now = True
+        detail = finding.detail[:_LONGEST_DETAIL]
+        if finding.warning or finding.device_class is DeviceClass.IGNORE:
+            logger.warning("%s%s", f"device {finding.device}: " if finding.device else "", detail)
+            return
+        logger.error("%s%s", f"device {finding.device} ({finding.device_class}): " if finding.device else "", detail)
+        if finding.is_lasting:
+            assert finding.device_class is not None
+            self._state.add_fault(
+                Fault(
+                    boot=boot_id(),
+                    device=finding.device,
+                    code=finding.code,
+                    device_class=finding.device_class.value,
+                    detail=detail,
+                )
+            )
+            self._save()
+        kind = ObservationKind.HOST_UNHEALTHY if finding.device_class is None else ObservationKind.DEVICE_FAULT
+        self._observed(
+            Observation(
+                kind=kind,
+                host=self._host,
+                device=finding.device,
+                device_class=finding.device_class,
+                detail=detail,
+            )
+        )
+
+    async def look_all(self, within_s: float) -> list[str]:
+        """All of them, now, at once. Returns which could not look in time. Blocks: up to ``within_s``."""
+        late = await asyncio.gather(*(runner.look_now(within_s) for runner in self._runners))
+        return [problem for problem in late if problem]
+
+    def problems(self) -> list[str]:
+        """What takes the host out now: of the last looks, and what lasts until a restart of the host or device."""
+        now = [
+            finding.detail
+            for runner in self._runners
+            for finding in runner.findings
+            if finding.takes_host_out and not finding.is_lasting
+        ]
+        return [*now, *(f"device {fault.device}: {fault.detail}" for fault in self._state.faults)]
+
+    def faulty(self) -> list[str]:
+        """Devices that ask for a reset."""
+        return sorted({fault.device for fault in self._state.faults if fault.device_class == DeviceClass.RESET.value})
+
+    def were_reset(self, devices: Sequence[str]) -> None:
+        """What a reset mends is forgotten."""
+        reset = DeviceClass.RESET.value
+        self._state.faults = [
+            fault for fault in self._state.faults if not (fault.device in devices and fault.device_class == reset)
+        ]
+        self._save()
+
+    def keep_cursors(self) -> None:
+        """Writes down how far they have read, where that has changed."""
+        self._keep_now, self._kept_s = False, time.monotonic()
+        cursors = {runner.watchdog.name: runner.watchdog.cursor() for runner in self._runners}
+        cursors = {name: cursor for name, cursor in cursors.items() if cursor}
+        if any(self._state.cursors.get(name) != cursor for name, cursor in cursors.items()):
+            self._state.cursors.update(cursors)
+            self._save()
+
+    async def close(self) -> None:
+        """Blocks: up to 1 s a watchdog that hangs. Idempotent."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for runner in self._runners:
+            runner.close()
+        self.keep_cursors()
