@@ -80,8 +80,9 @@ class HostReports:
         ranks = [_page_of(rank, one, attempt=self._epoch - 1, now_s=now_s) for rank, one in sorted(seen.items())]
         self._link.tell({"kind": "pages", "epoch": self._epoch, "ranks": ranks})
 
-    def cannot_save(self, reason: str) -> None:
-        self._link.tell({"kind": "cannot_save", "epoch": self._epoch, "reason": reason})
+    def saved(self, problem: str = "") -> None:
+        """The answer to a wish for a save. Args: problem: "": all ranks know that it is committed."""
+        self._link.tell({"kind": "saved", "epoch": self._epoch, "problem": problem})
 
 
 def _page_of(rank: int, seen: Seen, *, attempt: int, now_s: float) -> dict[str, Any]:

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 _MOST_EPOCHS = 2**31 - 1
 #: Seconds between two reports of how far ranks are.
 _REPORT_S = 1.0
+#: The same while a save is waited for.
+_SAVED_S = 0.1
 #: Seconds until a wait looks again, whatever it waits for.
 _LONGEST_S = 10.0
 #: Stacks that were asked for so many seconds ago need not be asked for again before a rank is killed.
@@ -76,6 +78,8 @@ class SupervisedAgent(StandbyAgent):
         self._reports = HostReports(self._monitor.link)
         self._sights = RankSights(self._links)
         self._report_at_s = self._stacks_at_s = -math.inf
+        #: The step after which a save is wanted and has not been seen yet.
+        self._saves_after: int | None = None
 
     # -- from place to place ------------------------------------------------------------------------------------------
 
@@ -190,7 +194,7 @@ class SupervisedAgent(StandbyAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.preempted = False
+        self.preempted, self._saves_after = False, None
         self._reports.started(self._place.epoch)
         ids = super()._start_workers(worker_group)
         self._say_running()
@@ -216,6 +220,7 @@ class SupervisedAgent(StandbyAgent):
         if result.state is WorkerState.HEALTHY:
             self._say_running()
             self._reports.lost_peers(worker_group.workers[local_rank].global_rank for local_rank in self._lost_peers())
+            self._say_saved()
             now = time.monotonic()
             if now >= self._report_at_s:
                 self._report_at_s = now + _REPORT_S
@@ -227,6 +232,8 @@ class SupervisedAgent(StandbyAgent):
 
     def _longest_wait_s(self) -> float:
         report_s = max(0.0, self._report_at_s - time.monotonic())
+        if self._saves_after is not None:
+            report_s = min(report_s, _SAVED_S)
         return min(self._monitor.link.seconds_to_look(report_s), self._seconds_to_deadline())
 
     @property
@@ -270,7 +277,19 @@ class SupervisedAgent(StandbyAgent):
         if deaf or not running:
             reason = "there are no ranks" if not running else f"nothing in rank {deaf[0]} saves when it is asked to"
             logger.info("asked for a save after step %d: %s; the newest one of its own counts", step, reason)
-            self._reports.cannot_save(reason)
+            self._reports.saved(problem=reason)
+            return
+        self._saves_after = step
+
+    def _say_saved(self) -> None:
+        """Says once that all ranks know the save that was wanted to be committed."""
+        step, running = self._saves_after, self._running_ranks()
+        if step is None or not running:
+            return
+        committed = min(self._links.newest_committed(process.pid) for process in running.values())
+        if committed >= step:
+            self._saves_after = None
+            self._reports.saved()
 
     def _kill(self, ranks: tuple[int, ...]) -> None:
         """Ends ranks that hang, after the stacks of all were written. Blocks: for that, a second."""

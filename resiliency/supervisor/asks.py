@@ -28,7 +28,7 @@ class Asks:
 
     Args:
         save: makes ``state`` durable; False: it could not.
-        carry_out: does a step of a kind within seconds, and returns what was wrong, "" when nothing was.
+        carry_out: does what is asked for within seconds, and returns what was wrong, "" when nothing was.
         answer: sends it.
     """
 
@@ -36,7 +36,7 @@ class Asks:
         self,
         state: MonitorState,
         save: Callable[[], bool],
-        carry_out: Mapping[StepKind, Callable[[float], Awaitable[str]]],
+        carry_out: Mapping[StepKind, Callable[[Ask, float], Awaitable[str]]],
         answer: Callable[[StepEnded], None],
     ) -> None:
         self._state, self._save, self._carry_out, self._answer = state, save, carry_out, answer
@@ -86,7 +86,7 @@ class Asks:
                 return "it was not begun, because the monitor cannot write down that it has"
         within_s = max(0.0, ask.timeout_s * _SHARE)
         try:
-            return await asyncio.wait_for(carry_out(within_s), within_s + (ask.timeout_s - within_s) / 2)
+            return await asyncio.wait_for(carry_out(ask, within_s), within_s + (ask.timeout_s - within_s) / 2)
         except asyncio.TimeoutError:
             return f"{ask.kind} was not done within {within_s:.1f} s"
         except asyncio.CancelledError:

@@ -43,7 +43,7 @@ from resiliency.supervisor.launcher_process import (
     find_launcher,
     start_launcher,
 )
-from resiliency.supervisor.messages import PROTOCOL_VERSION, Desired, Hello, RankReport, Report
+from resiliency.supervisor.messages import PROTOCOL_VERSION, Ask, Desired, Hello, RankReport, Report
 from resiliency.supervisor.model import Observation, ObservationKind, Place, StepKind
 from resiliency.supervisor.monitor_state import Given, LauncherId, MonitorState, StateFolder
 from resiliency.supervisor.outbox import Outbox
@@ -443,7 +443,7 @@ class HostMonitor:
                 "workload": place.workload,
                 "replicas": place.replicas,
                 "replicas_before": place.replicas_before,
-                "replace": [],
+                "replace": list(place.replace),
             }
         )
 
@@ -640,7 +640,7 @@ class HostMonitor:
 
     # -- what is asked for --------------------------------------------------------------------------------------------
 
-    async def _verify(self, within_s: float) -> Problem:
+    async def _verify(self, ask: Ask, within_s: float) -> Problem:
         def state_is_written() -> Problem:
             self._save()
             return self._folder.problem
@@ -658,18 +658,18 @@ class HostMonitor:
             return ""
         return f"the launcher was not ready within {within_s:.1f} s"
 
-    async def _checkpoint(self, within_s: float) -> Problem:
+    async def _checkpoint(self, ask: Ask, within_s: float) -> Problem:
         if not self._seen.running:
             return "no ranks run on this host"
         self._saving = asyncio.get_running_loop().create_future()
-        if not self._link.tell({"kind": "save"}):
+        if not self._link.tell({"kind": "save", "step": ask.step}):
             return "the launcher cannot be told"
         try:
             return await asyncio.wait_for(self._saving, within_s)
         except asyncio.TimeoutError:
             return f"the launcher has not said within {within_s:.1f} s that its ranks have saved"
 
-    async def _reset_devices(self, within_s: float) -> Problem:
+    async def _reset_devices(self, ask: Ask, within_s: float) -> Problem:
         """Whatever has the device open ends first, the launcher's own processes among it."""
         devices = self._watchdogs.faulty()
         self._is_resetting = True

@@ -288,7 +288,7 @@ def test_what_is_not_understood_is_refused_and_ends_nothing(cluster: Cluster) ->
     _page_when(host, lambda page: page["beats"] > 0)
     _say_nonsense(host)
     host.tell({"kind": "place", "epoch": 9}, {"kind": "stacks"}, {"kind": "save", "step": 7})
-    assert "saves" in host.wait("cannot_save", epoch=1)[1]["reason"]
+    assert "saves when it is asked to" in host.wait("saved", epoch=1)[1]["problem"]
     text = cluster.jobs[host].text
     assert text.count("is not understood") == 9, text
     assert "node_rank=None is no whole number" in text
