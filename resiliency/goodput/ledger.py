@@ -302,6 +302,7 @@ class _LaneFiller:
                 (Bucket.PRODUCTIVE, kept + part.eval_s),
                 (Bucket.LOST_WORK, part.productive_s - kept),
                 (Bucket.DATA_WAIT, part.data_wait_s),
+                (Bucket.LOOP, part.loop_s),
                 (Bucket.CHECKPOINT_STALL, part.stall_s),
                 (Bucket.INTERFERENCE, part.interference_s),
                 (Bucket.WARM_UP, part.warm_up_s),

@@ -256,6 +256,7 @@ class Collector:
         max_s: float,
         stamp: bytes | float,
         mono: float | None,
+        loop_s: float = 0.0,
     ) -> None:
         """One step line; a step seen before is a copy, or shows that the rank went back and began a new segment."""
         stats = segment.steps
@@ -268,7 +269,7 @@ class Collector:
             stats = segment.steps
         elif step <= stats.high:
             run.quality["late_lines"] += 1
-        stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono)
+        stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
 
     def _parse_step(self, run: RunFacts, record: Mapping[str, Any], time: float) -> None:
         rank, step = _count(record.get("rank")), _count(record.get("step"))
@@ -293,6 +294,7 @@ class Collector:
             _seconds(record.get("step_max_s")) or step_s / count,
             time,
             _number(record.get("monotonic_s")),
+            _seconds(record.get("loop_s")),
         )
 
     # -- one handler per kind --------------------------------------------------------------------------------------
