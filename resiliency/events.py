@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -38,7 +38,9 @@ class EventKind:
 
     USER_SCHEDULED = "user_scheduled"
     USER_TERMINATED = "user_terminated"
-    JOB_STARTED = "job_started"  # one per rank and attempt, when training has its checkpointer; since_process_s, ...
+    #: One per rank and attempt, when training has its checkpointer; since_process_s, since_callback_s, opening_s and
+    #: since_launcher_s say how long ago the process, the callback, the checkpointer and the launcher began.
+    JOB_STARTED = "job_started"
     JOB_TERMINATED = "job_terminated"  # reason: "finished" | "exception" | "signal"
     CHECKPOINT_LOADED = "checkpoint_loaded"  # step, duration_s, source tier, bytes
     CHECKPOINT_SAVED = "checkpoint_saved"  # step is committed (manifest written) on `tier`
@@ -46,8 +48,9 @@ class EventKind:
     TRAIN_STARTED = "train_started"  # the first batch is about to run: start-up and restore are over
     TRAIN_ENDED = "train_ended"
     #: Step finished: step_s wall, data_wait_s, stall_s (checkpoint part), save_in_flight bool; optional busy_s (own
-    #: work before first waiting for other ranks), eval_s (validation). With `count` the line holds that many steps, the
-    #: last of them `step`: seconds are then sums, and step_max_s is the longest.
+    #: work before first waiting for other ranks), eval_s (validation), loop_s (between two batches, without the wait for
+    #: data and the above). With `count` the line holds that many steps, the last of them `step`: seconds are then sums,
+    #: and step_max_s is the longest.
     STEP = "step"
     CHECKPOINT_STARTED = "checkpoint_started"  # step, stall_s of the eager part, bytes of this rank's shard
     CHECKPOINT_FENCED = "checkpoint_fenced"  # fence before the optimizer step: stall_s it waited
@@ -65,9 +68,10 @@ class EventKind:
     WORKER_LOST = "worker_lost"  # seen by a launcher or monitor: worker (the lost rank), exit_code or signal
     HANG_DETECTED = "hang_detected"  # worker, quiet_s: how long it had made no progress
     #: The launcher of a host. Its events carry the attempt that ranks have told it of last.
-    LAUNCHER_STARTED = "launcher_started"
+    LAUNCHER_STARTED = "launcher_started"  # since_process_s
     RANKS_STARTED = "ranks_started"  # it starts its host's ranks: count, kept (those that stay in their process)
     LAUNCHER_ENDED = "launcher_ended"
+    PROCESS_ENDED = "process_ended"  # the interpreter of a rank ends; only where a launcher has started it
     PREEMPTION_NOTICE = "preemption_notice"  # lost_host, deadline_s
     RESTART_REQUESTED = "restart_requested"  # remedy, reason
     HOST_LOST = "host_lost"  # lost_host, reason
@@ -88,6 +92,10 @@ class Event:
     host: str
     step: int | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def at_once(self) -> Event:
+        """This event, as of now."""
+        return replace(self, time=time.time(), monotonic_s=time.monotonic())
 
     def to_json(self) -> str:
         """The line without its newline. Keys of the older library come first."""

@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from resiliency.launch.heartbeat import Phase, beat, enter, pause
+from resiliency.plugins._lightning import tell_fetches
 from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, StepTiming
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ class StepHooks(StockCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
-        step_observer(trainer).training_started(trainer.global_step, trainer.world_size)
+        observer = step_observer(trainer)
+        tell_fetches(trainer, observer.fetch_started, observer.fetch_ended)
+        observer.training_started(trainer.global_step, trainer.world_size)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_epoch_start(trainer, pl_module)

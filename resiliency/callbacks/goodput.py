@@ -17,6 +17,7 @@ from resiliency.launch.job_log import tell_launcher
 from resiliency.launch.start_times import callback_made, start_fields
 from resiliency.plugins.namespaces import AdapterClass
 from resiliency.settings import environment
+from resiliency.telemetry.process_end import tell_end
 from resiliency.telemetry.step_events import StepEvents, log_steps
 from resiliency.telemetry.step_totals import StepTotals
 
@@ -83,13 +84,15 @@ class RunningGoodput(StepHooks):
             folder = Path(trainer.default_root_dir) / ".resiliency" / settings.run / "events"
         tell_launcher(os.fspath(folder), run=settings.run, attempt=settings.restart)
         sink = JsonlSink(Path(folder) / f"rank-{trainer.global_rank:05d}.jsonl")
-        return EventWriter(
+        writer = EventWriter(
             run=settings.run,
             attempt=settings.restart,
             rank=trainer.global_rank,
             host=settings.node,
             sinks=(sink, *self._sinks),
         )
+        tell_end(sink.path, writer)
+        return writer
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)

@@ -32,6 +32,7 @@ from resiliency.storage.single_files import restore_folders
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.local import LocalTier
+from resiliency.telemetry.process_end import tell_end
 
 __all__ = ["Session", "open_session"]
 
@@ -172,10 +173,12 @@ def open_session(
         timeout=options.agree_timeout,
     )
     events_dir = environment.events_dir or options.events_dir or _events_dir(local, remotes, run)
-    sink = BackgroundSink(JsonlSink(os.path.join(events_dir, f"rank-{rank:05d}.jsonl")))
+    log = os.path.join(events_dir, f"rank-{rank:05d}.jsonl")
+    sink = BackgroundSink(JsonlSink(log))
     close_when_left(sink, BackgroundSink.close)
     events = EventWriter(run=run, attempt=attempt, rank=rank, host=node, sinks=(sink, *sinks))
     tell_launcher(events_dir, run=run, attempt=attempt)
+    tell_end(log, events)
     config = AgentConfig(
         run=run,
         node=node,

@@ -223,7 +223,7 @@ def _stalls(ledger: Ledger) -> list[Incident]:
                 continue
             warm = {head.step >> segment.steps.shift for head in segment.steps.head[:3]}
             for key, window in sorted(segment.steps.windows.items()):
-                waited = window.data_s + window.stall_s + window.eval_s
+                waited = window.data_s + window.stall_s + window.eval_s + window.loop_s
                 excess = window.max_s - usual - waited
                 if key in warm or window.flight_n or excess < max(STALL_S, SLOW_STEP * usual):
                     continue

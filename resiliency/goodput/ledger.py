@@ -193,8 +193,11 @@ def _bounds(
 ) -> tuple[float, float]:
     times = [attempt.start(offsets) for attempt in attempts] + [attempt.end(offsets) for attempt in attempts]
     times += [t for t in (run.scheduled, run.terminated) if t is not None]
-    hosts = set(offsets)
-    times += [mark.time for mark in run.marks if mark.host not in hosts]
+    if attempts:
+        # Of the first attempt: a launcher that restarts ranks is the same for all.
+        launched = ((s.launched, offsets.get(s.host, 0.0)) for s in attempts[0].segments)
+        times += [time - offset for time, offset in launched if time is not None]
+    times += [mark.time - offsets.get(mark.host, 0.0) for mark in run.marks]
     if not offsets:
         # When hosts' clocks disagree, the raw first and last stamps may come from a wrong clock.
         times += [t for t in (run.first, run.last) if t is not None]
@@ -299,6 +302,7 @@ class _LaneFiller:
                 (Bucket.PRODUCTIVE, kept + part.eval_s),
                 (Bucket.LOST_WORK, part.productive_s - kept),
                 (Bucket.DATA_WAIT, part.data_wait_s),
+                (Bucket.LOOP, part.loop_s),
                 (Bucket.CHECKPOINT_STALL, part.stall_s),
                 (Bucket.INTERFERENCE, part.interference_s),
                 (Bucket.WARM_UP, part.warm_up_s),

@@ -31,6 +31,7 @@ class TrainingSplit:
 
     productive_s: float = 0.0
     data_wait_s: float = 0.0
+    loop_s: float = 0.0
     stall_s: float = 0.0
     interference_s: float = 0.0
     warm_up_s: float = 0.0
@@ -98,15 +99,20 @@ def split_training(segment: Segment, usual_s: float | None, late: Stragglers, pi
     """
     stats = segment.steps
     total = stats.total()
-    part = TrainingSplit(steps=total.n, step_s=total.step_s, data_wait_s=total.data_s, eval_s=total.eval_s)
+    part = TrainingSplit(
+        steps=total.n, step_s=total.step_s, data_wait_s=total.data_s, eval_s=total.eval_s, loop_s=total.loop_s
+    )
     after = segment.last_step_time()
     tail = sum(seconds for time, seconds in segment.stalls if after is not None and time > after)
     part.stall_s = max(total.stall_s, segment.stall_s - tail)
-    # Stalls in checkpoint events but not in step events are contained in the steps' data wait and compute time.
+    # Stalls in checkpoint events but not in step events are contained in the steps' loop, data wait and compute time.
     hidden = part.stall_s - total.stall_s
-    in_waits = min(part.data_wait_s, hidden, max(0.0, segment.stall_between_s - total.stall_s))
+    between = min(hidden, max(0.0, segment.stall_between_s - total.stall_s))
+    in_loop = min(part.loop_s, between)
+    in_waits = min(part.data_wait_s, between - in_loop)
+    part.loop_s -= in_loop
     part.data_wait_s -= in_waits
-    hidden -= in_waits
+    hidden -= in_loop + in_waits
 
     clean_n = sum(n for n, _ in stats.clean.values())
     usual = middle(stats.clean) if clean_n >= ENOUGH_STEPS else None

@@ -18,6 +18,7 @@ class Bucket(str, Enum):
     PRODUCTIVE = "productive"
     FIRST_START = "first_start"
     DATA_WAIT = "data_wait"
+    LOOP = "loop_overhead"
     CHECKPOINT_STALL = "checkpoint_stall"
     INTERFERENCE = "interference"
     LOST_WORK = "lost_work"
@@ -71,6 +72,13 @@ BUCKETS: dict[Bucket, BucketInfo] = {
         lever="More loader workers, prefetching, a closer data set.",
         light="#0f9aa3",
         dark="#43cfd0",
+    ),
+    Bucket.LOOP: BucketInfo(
+        label="Loop overhead",
+        meaning="Between two batches, without the wait for data: callbacks, loggers, moving the batch to its device.",
+        lever="Lighter callbacks, rarer logging, pinned memory.",
+        light="#4f6d8f",
+        dark="#9fb9d9",
     ),
     Bucket.CHECKPOINT_STALL: BucketInfo(
         label="Checkpoint stall",

@@ -28,6 +28,7 @@ __all__ = ["Evidence", "evidence_of_use"]
 #: Every job saves, and so writes an event, at least this often; a rank without one for longer has ended.
 _QUIET_S = 24 * 3600.0
 _CONNECT_S = 2.0
+_ENDS = (EventKind.JOB_TERMINATED, EventKind.PROCESS_ENDED)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _ranks(directory: str, run: str, here: Collection[str], now: float) -> list[
     for log in logs:
         start = _last(log, run, only=EventKind.JOB_STARTED)
         last = _last(log, run)
-        if start is None or last is None or last["event_type"] == EventKind.JOB_TERMINATED:
+        if start is None or last is None or last["event_type"] in _ENDS:
             continue
         who = f"rank {start['rank']} of attempt {start['attempt']} on {start['host']}"
         if start["host"] in here:

@@ -14,8 +14,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from resiliency.events import Event, JsonlSink
+from resiliency.events import Event, EventKind, JsonlSink
 from resiliency.launch.channel import send
+from resiliency.launch.start_times import process_age_s
 from resiliency.settings import LAUNCHER_VARIABLE, all_variables, environment
 
 __all__ = ["JobLog", "tell_launcher"]
@@ -48,6 +49,8 @@ class JobLog:
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Something happened in, or after, the attempt that was told last."""
+        if kind == EventKind.LAUNCHER_STARTED:  # its imports were time of the job, too
+            fields.setdefault("since_process_s", round(process_age_s(), 6))
         event = Event(
             kind=kind,
             time=time.time(),

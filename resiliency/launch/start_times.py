@@ -6,9 +6,12 @@ import os
 import time
 from dataclasses import dataclass
 
-from resiliency.settings import environment
+from resiliency.settings import LAUNCHER_VARIABLE, all_variables, environment
 
-__all__ = ["callback_made", "script_begins", "start_fields"]
+__all__ = ["callback_made", "process_age_s", "script_begins", "start_fields"]
+
+#: One of these is in the command line of torchrun.
+_TORCHRUN = (b"torchrun", b"torch.distributed", b"torch/distributed")
 
 
 @dataclass
@@ -43,7 +46,8 @@ def callback_made() -> None:
 
 
 def start_fields() -> dict[str, float]:
-    """For the first ``job_started`` of an attempt: ``since_process_s`` and ``since_callback_s``, seconds.
+    """For the first ``job_started`` of an attempt: ``since_process_s``, ``since_callback_s`` and, where torchrun has
+    started the process, ``since_launcher_s``, seconds.
 
     Nothing where no launcher has started the process: in a notebook the start of the process is not that of the job.
     """
@@ -52,15 +56,36 @@ def start_fields() -> dict[str, float]:
         return {}
     times.told = True
     now = time.monotonic()
-    began = times.began if times.began is not None else now - _process_age_s()
+    began = times.began if times.began is not None else now - process_age_s()
     fields = {"since_process_s": round(now - began, 6)}
+    launcher_s = _torchrun_age_s()
+    if launcher_s is not None:
+        fields["since_launcher_s"] = round(launcher_s, 6)
     if times.callback is not None and times.callback >= began:
         fields["since_callback_s"] = round(now - times.callback, 6)
     return fields
 
 
-def _process_age_s() -> float:
-    """To a hundredth of a second, as the kernel counts."""
-    with open("/proc/self/stat") as file:
+def _torchrun_age_s() -> float | None:
+    """How long torchrun has run, where it is this process's parent. Other launchers log their start, or are not known;
+    a notebook that launches ranks began long before the job."""
+    variables, parent = all_variables(), os.getppid()
+    if not variables.get("TORCHELASTIC_RUN_ID") or variables.get(LAUNCHER_VARIABLE):
+        return None
+    try:
+        with open(f"/proc/{parent}/cmdline", "rb") as file:
+            command = file.read()
+        return process_age_s(parent) if any(word in command for word in _TORCHRUN) else None
+    except OSError:
+        return None  # another user's process, in a container that hides those
+
+
+def process_age_s(process: int | str = "self") -> float:
+    """Of this process or another, to a hundredth of a second, as the kernel counts.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    with open(f"/proc/{process}/stat") as file:
         ticks = int(file.read().rpartition(")")[2].split()[19])
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

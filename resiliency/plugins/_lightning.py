@@ -46,6 +46,7 @@ __all__ = [
     "slurm_requeue",
     "stop_asking_for_sigterm",
     "suppress_mid_epoch_warning",
+    "tell_fetches",
     "tell_user",
     "torch_save_is_replaced",
     "users_handler",
@@ -71,6 +72,37 @@ def _namespace_of(trainer: Any) -> str:
 
 def _is_of(trainer: Any, namespace: str) -> bool:
     return any(cls.__module__.startswith(namespace + ".") for cls in type(trainer).__mro__)
+
+
+class _Told:
+    """A function of Lightning's that is called together with one of ours; a copy or a pickle is Lightning's alone."""
+
+    def __init__(self, original: Callable[[], None], first: Callable[[], None], second: Callable[[], None]) -> None:
+        self._original, self._first, self._second = original, first, second
+
+    def __call__(self) -> None:
+        self._first()
+        self._second()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self._original,)
+
+
+def _same(function: Callable[[], None]) -> Callable[[], None]:
+    return function
+
+
+def tell_fetches(trainer: Any, started: Callable[[], None], ended: Callable[[], None]) -> None:
+    """Calls ``started`` before and ``ended`` after each ``next()`` of the training loader, from the next epoch on.
+
+    Lightning gives the fetcher two functions of the epoch loop to call there, for its profiler. Idempotent.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    before, after = getattr(loop, "_on_before_fetch", None), getattr(loop, "_on_after_fetch", None)
+    if before is None or after is None or isinstance(before, _Told):
+        return
+    loop._on_before_fetch = _Told(before, before, started)
+    loop._on_after_fetch = _Told(after, ended, after)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------

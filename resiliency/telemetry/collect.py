@@ -42,6 +42,8 @@ _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
 #: A line equal to one of this many lines before it is dropped: log shippers deliver at least once.
 _RECENT = 8_192
 MAX_SECONDS = 1e9
+#: A launcher that ran for longer before the first attempt has not been starting it.
+LONGEST_START_S = 86_400.0
 
 
 def _number(value: object) -> float | None:
@@ -95,6 +97,7 @@ class Collector:
             EventKind.TRAIN_STARTED: self._train_started,
             EventKind.TRAIN_ENDED: self._train_ended,
             EventKind.JOB_TERMINATED: self._job_terminated,
+            EventKind.PROCESS_ENDED: self._process_ended,
             EventKind.CHECKPOINT_STARTED: self._stalled,
             EventKind.CHECKPOINT_FENCED: self._stalled,
         }
@@ -253,6 +256,7 @@ class Collector:
         max_s: float,
         stamp: bytes | float,
         mono: float | None,
+        loop_s: float = 0.0,
     ) -> None:
         """One step line; a step seen before is a copy, or shows that the rank went back and began a new segment."""
         stats = segment.steps
@@ -265,7 +269,7 @@ class Collector:
             stats = segment.steps
         elif step <= stats.high:
             run.quality["late_lines"] += 1
-        stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono)
+        stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
 
     def _parse_step(self, run: RunFacts, record: Mapping[str, Any], time: float) -> None:
         rank, step = _count(record.get("rank")), _count(record.get("step"))
@@ -290,6 +294,7 @@ class Collector:
             _seconds(record.get("step_max_s")) or step_s / count,
             time,
             _number(record.get("monotonic_s")),
+            _seconds(record.get("loop_s")),
         )
 
     # -- one handler per kind --------------------------------------------------------------------------------------
@@ -304,6 +309,9 @@ class Collector:
             segment.callback = time - since
         if since := _seconds(record.get("opening_s")):
             segment.opening = time - since
+        since = _seconds(record.get("since_launcher_s"))
+        if 0 < since < LONGEST_START_S:
+            segment.launched = time - since
         segment.world = _count(record.get("world_size")) or segment.world
 
     def _restore_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
@@ -331,6 +339,9 @@ class Collector:
         # The first reason counts: an engine that is closed afterwards only follows from it.
         segment.reason = segment.reason or str(record.get("reason") or "")
 
+    def _process_ended(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
+        """Nothing but its time counts, which the segment has seen."""
+
     def _stalled(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         stall = _seconds(record.get("stall_s"))
         if record.get("event_type") == EventKind.CHECKPOINT_STARTED:
@@ -355,6 +366,8 @@ class Collector:
     ) -> None:
         """Events about the run as a whole, whichever process wrote them."""
         step = _count(record.get("step"))
+        if kind == EventKind.LAUNCHER_STARTED and (since := _seconds(record.get("since_process_s"))) < LONGEST_START_S:
+            time -= since
         if kind in _MARKED:
             subject = next((n for n in (_count(record.get(key)) for key in _SUBJECT) if n is not None), None)
             about = str(record.get("lost_host") or record.get("node") or host)

@@ -108,6 +108,8 @@ class Segment:
         self.process: float | None = None
         self.callback: float | None = None
         self.opening: float | None = None
+        #: When the launcher of this process began, where the process can tell.
+        self.launched: float | None = None
         self.restore: float | None = None
         self.loaded: float | None = None
         self.loaded_step: int | None = None

@@ -45,6 +45,8 @@ _STEP = re.compile(
     + _N
     + rb')?(?:,"eval_s":'
     + _N
+    + rb')?(?:,"loop_s":'
+    + _N
     + rb')?(?:,"count":(\d{1,9}),"step_max_s":'
     + _N
     + rb")?\}\n|([^\n]*)\n"
@@ -163,6 +165,7 @@ class LogReader:
                 flight,
                 busy_b,
                 eval_b,
+                loop_b,
                 count_b,
                 max_b,
                 other,
@@ -199,9 +202,11 @@ class LogReader:
             stall_s = float(stall_b)
             busy_s = 0.0 if busy_b is None else float(busy_b)
             eval_s = 0.0 if eval_b is None else float(eval_b)
+            loop_s = 0.0 if loop_b is None else float(loop_b)
             steps += 1
             if step > stats.high:
-                stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, flight is not None, max_s, stamp, mono)
+                in_flight = flight is not None
+                stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
             else:
                 assert run is not None and segment is not None
                 add_step(
@@ -218,6 +223,7 @@ class LogReader:
                     max_s,
                     stamp,
                     float(mono),
+                    loop_s,
                 )
         if run is not None:
             run.events += steps

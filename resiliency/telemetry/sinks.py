@@ -191,7 +191,7 @@ class TensorBoardSink:
             if self._writer is None:
                 self._writer = _ScalarFile(self._folder)
             count = event.fields.get("count", 1)
-            for name in ("step_s", "data_wait_s", "stall_s", "busy_s", "eval_s"):
+            for name in ("step_s", "data_wait_s", "loop_s", "stall_s", "busy_s", "eval_s"):
                 if name in event.fields:
                     self._writer.add_scalar(
                         f"goodput/{name}", event.fields[name] / count, event.step, walltime=event.time
@@ -216,7 +216,7 @@ class PrometheusTextSink:
         self.path = os.fspath(path)
         self._every_s = every.total_seconds()
         self._next = 0.0
-        self._sums: dict[str, float] = dict.fromkeys(("step_s", "data_wait_s", "stall_s", "eval_s"), 0.0)
+        self._sums: dict[str, float] = dict.fromkeys(("step_s", "data_wait_s", "loop_s", "stall_s", "eval_s"), 0.0)
         self._steps = 0
         self._step = 0
         self._events: Counter[str] = Counter()

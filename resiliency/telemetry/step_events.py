@@ -35,7 +35,7 @@ class StepEvents(StepSubscriber):
 
     def _clear(self) -> None:
         self._count = 0
-        self._duration = self._data = self._stall = self._busy = self._eval = self._longest = 0.0
+        self._duration = self._data = self._stall = self._busy = self._eval = self._loop = self._longest = 0.0
         self._save_in_flight = False
 
     # -- the process ---------------------------------------------------------------------------------------------
@@ -74,6 +74,7 @@ class StepEvents(StepSubscriber):
         self._stall += timing.stall_s
         self._busy += timing.busy_s
         self._eval += timing.eval_s
+        self._loop += timing.loop_s
         self._longest = max(self._longest, timing.duration_s / timing.count)
         self._save_in_flight = timing.save_in_flight
         if self._lines < SINGLE_STEPS or self._duration >= self._line_every:
@@ -101,6 +102,8 @@ class StepEvents(StepSubscriber):
             fields["busy_s"] = round(self._busy, 6)
         if self._eval:
             fields["eval_s"] = round(self._eval, 6)
+        if self._loop >= 1e-6:
+            fields["loop_s"] = round(self._loop, 6)
         if self._count > 1:
             fields["count"] = self._count
             fields["step_max_s"] = round(self._longest, 6)

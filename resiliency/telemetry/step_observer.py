@@ -28,6 +28,8 @@ class StepTiming:
         follows: False when the step number went back or jumped.
         duration_s: from the end of the step before (or from the start of training) to the end of this one.
         data_wait_s: part of it spent waiting for batches.
+        loop_s: part of it between two batches that was neither a wait for data nor anything else named here: callbacks,
+            loggers, the move of the batch to its device. 0 when the loop does not report its fetches.
         stall_s: part of it lost to checkpoints.
         busy_s: this rank's own work before ranks first wait for one another; 0 when the loop does not report it.
         eval_s: part of it spent in validation.
@@ -50,6 +52,7 @@ class StepTiming:
     between_s: float = 0.0
     active_s: float = 0.0
     own_s: float = 0.0
+    loop_s: float = 0.0
 
 
 class StepSubscriber:
@@ -80,8 +83,10 @@ class StepSubscriber:
 class StepObserver:
     """Measures the steps of one rank, driven by one caller: the training loop.
 
-    Within a step, the time before the batch arrives is data wait, time passed to :meth:`stall` is checkpoint stall,
-    time between :meth:`validation_started` and :meth:`validation_ended` is validation.
+    Within a step, time between :meth:`fetch_started` and :meth:`fetch_ended` is data wait, and the rest of the time before
+    the batch starts is overhead of the loop; of a loop that reports no fetches, all of that time is data wait. Time
+    passed to :meth:`stall` is checkpoint stall, time between :meth:`validation_started` and :meth:`validation_ended` is
+    validation.
 
     Thread: the training thread; :attr:`save_in_flight` may be set from any.
     """
@@ -104,12 +109,15 @@ class StepObserver:
         self._inside = self._seen_batch = False
         self._validating_from: float | None = None
         # Parts of the current step.
-        self._data = self._stall = self._eval = self._busy = 0.0
+        self._data = self._stall = self._eval = self._busy = self._loop = 0.0
         # Between two steps, and validations since then; None before the first batch of a step.
         self._between: float | None = None
         self._eval_inside = self._first_wait = 0.0
         # When the current wait for a batch, or the current batch, began, and how much of it was stall or validation.
         self._between_from, self._between_off = now, 0.0
+        # When a fetch began, and what fetches took since the last batch; None when none was reported.
+        self._fetch_from: float | None = None
+        self._fetched: float | None = None
         self._batch_from, self._inside_off = now, 0.0
         self._backward = False
 
@@ -157,7 +165,10 @@ class StepObserver:
             return
         now = self._now()
         waited = max(0.0, now - self._between_from - self._between_off)
-        self._data += waited
+        fetched = waited if self._fetched is None else min(waited, self._fetched)
+        self._data += fetched
+        self._loop += waited - fetched
+        self._fetched = None
         if self._between is None:
             self._between = now - self._last_end
             self._first_wait = waited
@@ -167,6 +178,22 @@ class StepObserver:
         self._backward = False
         for subscriber in self._subscribers:
             subscriber.progressed()
+
+    def fetch_started(self) -> None:
+        """The loop asks its loader for a batch, before the batch or (a step that fetches for itself) within it."""
+        if self._training:
+            self._fetch_from = self._clock()
+
+    def fetch_ended(self) -> None:
+        """The loader has answered. Does nothing when no fetch has started."""
+        if self._fetch_from is None:
+            return
+        took, self._fetch_from = max(0.0, self._clock() - self._fetch_from), None
+        if self._inside:
+            self._data += took
+            self._inside_off += took
+        else:
+            self._fetched = (self._fetched or 0.0) + took
 
     def backward_started(self) -> None:
         """The forward is done; in the backward ranks wait for one another. Only the first call in a batch counts."""
@@ -216,10 +243,11 @@ class StepObserver:
             between_s=between,
             active_s=max(0.0, duration - between - self._eval_inside),
             own_s=self._first_wait + self._busy,
+            loop_s=self._loop,
         )
         self._step = step
         self._last_end = now
-        self._data = self._stall = self._busy = self._eval = self._eval_inside = 0.0
+        self._data = self._stall = self._busy = self._eval = self._eval_inside = self._loop = 0.0
         self._between = None
         for subscriber in self._subscribers:
             subscriber.step_ended(timing)

@@ -21,7 +21,7 @@ class StepTotals(StepSubscriber):
         self._clock = clock
         self._born = clock()
         self.steps = 0
-        self.duration_s = self.data_wait_s = self.stall_s = self.eval_s = 0.0
+        self.duration_s = self.data_wait_s = self.stall_s = self.eval_s = self.loop_s = 0.0
 
     def step_ended(self, timing: StepTiming) -> None:
         self.steps += timing.count
@@ -29,6 +29,7 @@ class StepTotals(StepSubscriber):
         self.data_wait_s += timing.data_wait_s
         self.stall_s += timing.stall_s
         self.eval_s += timing.eval_s
+        self.loop_s += timing.loop_s
 
     @property
     def elapsed_s(self) -> float:
@@ -38,7 +39,7 @@ class StepTotals(StepSubscriber):
     @property
     def productive_s(self) -> float:
         """Seconds spent computing steps or validating."""
-        return max(0.0, self.duration_s - self.data_wait_s - self.stall_s)
+        return max(0.0, self.duration_s - self.data_wait_s - self.stall_s - self.loop_s)
 
     @property
     def goodput(self) -> float:

@@ -41,6 +41,7 @@ class Window:
         "flight_n",
         "last_stamp",
         "last_step",
+        "loop_s",
         "max_s",
         "n",
         "stall_s",
@@ -53,6 +54,7 @@ class Window:
         self.data_s = 0.0
         self.stall_s = 0.0
         self.eval_s = 0.0
+        self.loop_s = 0.0
         self.busy_s = 0.0
         self.busy_n = 0
         self.flight_n = 0
@@ -63,8 +65,8 @@ class Window:
 
     @property
     def compute_s(self) -> float:
-        """Step time without waiting for data, saves and validation."""
-        return max(0.0, self.step_s - self.data_s - self.stall_s - self.eval_s)
+        """Step time without waiting for data, saves, validation and the loop."""
+        return max(0.0, self.step_s - self.data_s - self.stall_s - self.eval_s - self.loop_s)
 
     def absorb(self, other: Window) -> None:
         """Adds ``other``, which may be before or after this one."""
@@ -73,6 +75,7 @@ class Window:
         self.data_s += other.data_s
         self.stall_s += other.stall_s
         self.eval_s += other.eval_s
+        self.loop_s += other.loop_s
         self.busy_s += other.busy_s
         self.busy_n += other.busy_n
         self.flight_n += other.flight_n
@@ -138,6 +141,7 @@ class StepStats:
         max_s: float,
         stamp: bytes | float,
         mono: bytes | float | None,
+        loop_s: float = 0.0,
     ) -> None:
         """Adds one line of ``count`` steps, the last of them ``step``. Seconds are sums over the line, all >= 0."""
         high = self.high
@@ -154,7 +158,7 @@ class StepStats:
         else:
             self._fill(step, count, stamp, mono, step_s)
 
-        compute = step_s - data_s - stall_s - eval_s
+        compute = step_s - data_s - stall_s - eval_s - loop_s
         if compute < 0.0:
             compute = 0.0
         if len(self.head) < HEAD_STEPS:
@@ -179,6 +183,7 @@ class StepStats:
         window.data_s += data_s
         window.stall_s += stall_s
         window.eval_s += eval_s
+        window.loop_s += loop_s
         if busy_s > 0.0:
             window.busy_s += busy_s
             window.busy_n += count

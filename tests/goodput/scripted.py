@@ -92,6 +92,7 @@ class Job:
         *,
         data: float = 0.0,
         stall: float = 0.0,
+        loop: float = 0.0,
         extra: float = 0.0,
         extra_bucket: Bucket = Bucket.PRODUCTIVE,
         in_flight: bool = False,
@@ -104,6 +105,7 @@ class Job:
             self.step += 1
             self.advance(data, Bucket.DATA_WAIT)
             self.advance(stall, Bucket.CHECKPOINT_STALL)
+            self.advance(loop, Bucket.LOOP)
             self.advance(STEP_S, Bucket.LOST_WORK if lost else Bucket.PRODUCTIVE)
             self.advance(extra, extra_bucket)
             for rank in range(self.alive):
@@ -112,10 +114,11 @@ class Job:
                         EventKind.STEP,
                         rank,
                         step=self.step,
-                        step_s=round(STEP_S + data + stall + extra, 6),
+                        step_s=round(STEP_S + data + stall + loop + extra, 6),
                         data_wait_s=data,
                         stall_s=stall,
                         save_in_flight=in_flight,
+                        **({"loop_s": loop} if loop else {}),
                     )
 
     def save(self, *, tier: str = "local") -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
+import pickle
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +95,50 @@ def test_a_fit_leaves_an_account_and_shows_its_goodput(
     assert part.steps == 20
     assert part.eval_s > 0
     assert ledger.gpu[Bucket.PRODUCTIVE] > 0
+
+
+class SlowItems(torch.utils.data.Dataset[torch.Tensor]):
+    """In memory; each item may take its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.zeros(8)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
+@pytest.mark.parametrize("slow", ["loader", "callback", "stream"])
+def test_only_the_loader_makes_data_wait(tmp_path: Path, slow: str) -> None:
+    pl: Any = importlib.import_module("lightning.pytorch")
+
+    class Sleeps(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, *_: Any) -> None:
+            time.sleep(0.02 if slow == "callback" else 0.0)
+
+    items: Any = SlowItems(0.0 if slow == "callback" else 0.02)
+    if slow == "stream":  # of unknown length, so that Lightning fetches one batch ahead
+
+        class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+            def __iter__(self) -> Iterator[torch.Tensor]:
+                return (SlowItems(0.02)[index] for index in range(20))
+
+        items = Stream()
+    callbacks = [build(pl.__name__)(), Sleeps()]
+    run = trainer(pl, tmp_path, None, callbacks=callbacks, max_epochs=1)
+    run.fit(make_model(pl), torch.utils.data.DataLoader(items, batch_size=1))
+    ledger = account(read_logs([tmp_path]).collector.runs["default"])
+    train_s = sum(part.step_s for part in ledger.splits[0, 0])
+    data_s, loop_s = (ledger.wall[bucket] / 1e6 for bucket in (Bucket.DATA_WAIT, Bucket.LOOP))
+    if slow == "callback":
+        assert data_s < 0.1 * train_s and loop_s >= 19 * 0.02
+    else:
+        assert loop_s < 0.2 * train_s and data_s >= 18 * 0.02
+    pickle.dumps(copy.deepcopy(run.fit_loop.epoch_loop._on_before_fetch.__reduce__()[0]))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")

@@ -172,6 +172,14 @@ def week_long() -> Job:
     return job
 
 
+def callbacks_between_the_steps() -> Job:
+    job = Job()
+    job.start()
+    job.steps(60, loop=0.75, data=0.25)
+    job.finish()
+    return job
+
+
 SCRIPTS: list[Callable[[], Job]] = [
     crash,
     hang,
@@ -183,6 +191,7 @@ SCRIPTS: list[Callable[[], Job]] = [
     lost_twice,
     crash_while_starting,
     week_long,
+    callbacks_between_the_steps,
 ]
 
 

@@ -80,7 +80,7 @@ def test_a_death_is_named_and_the_restart_is_split(launch: Any, tmp_path: Path) 
     assert (lines[4]["attempt"], lines[4]["job_name"]) == (2, "default")
 
     ledger = account(read_logs([str(folder)]).collector.runs["default"])
-    began = datetime.fromisoformat(lines[0]["timestamp"]).timestamp()
+    began = datetime.fromisoformat(lines[0]["timestamp"]).timestamp() - lines[0]["since_process_s"]
     assert before - 1 < ledger.start == pytest.approx(began, abs=1e-3)  # with the launcher, before any rank
     assert ledger.timings[0].outcome == "failed" and ledger.timings[0].noticed is not None
     parts = ledger.start_parts(Bucket.RESTART)

@@ -110,6 +110,34 @@ def test_a_step_divides_into_data_stall_validation_and_own_work(parts: Parts) ->
     assert parts.totals.productive_s == pytest.approx(9.875 - 0.625 - 0.75)
 
 
+def test_where_fetches_are_told_the_rest_between_batches_is_the_loop(parts: Parts) -> None:
+    observer, hand = parts.observer, parts.hand
+    observer.training_started(0)
+    one_step(observer, hand, 1, data=0.5, rest=1.0)  # no fetch was told: as of a loop of one's own
+    hand.now += 0.25  # callbacks
+    observer.fetch_started()
+    hand.now += 0.5
+    observer.fetch_ended()
+    hand.now += 0.125  # the batch goes to its device
+    one_step(observer, hand, 2, rest=1.0)
+    observer.batch_started()
+    observer.fetch_started()  # a step that fetches its own batch
+    hand.now += 2
+    observer.fetch_ended()
+    hand.now += 1
+    observer.backward_started()
+    observer.batch_ended(3)
+    observer.fetch_ended()  # nothing
+    lines = [event.fields for event in parts.events if event.kind == "step"]
+    assert [(line["step_s"], line["data_wait_s"], line.get("loop_s", 0.0)) for line in lines] == [
+        (1.5, 0.5, 0.0),
+        (1.875, 0.5, 0.375),
+        (3.0, 2.0, 0.0),
+    ]
+    assert lines[2]["busy_s"] == 1.0
+    assert parts.totals.productive_s == pytest.approx(3.0)
+
+
 def test_accumulated_batches_are_one_step(parts: Parts) -> None:
     observer, hand = parts.observer, parts.hand
     observer.training_started(0)
