@@ -28,7 +28,7 @@ from resiliency.supervisor.model import (
     WorkloadSpec,
     WorkloadState,
 )
-from resiliency.supervisor.plans import make_plan
+from resiliency.supervisor.plans import make_plan, save_step
 from resiliency.supervisor.policy import DefaultPolicy, Policy, Situation, problem_of
 from resiliency.supervisor.sensor import Sensor
 
@@ -73,6 +73,7 @@ class _Seen:
         preempted: ranks have saved and left because they were told to go.
         step: the furthest of all.
         progressed_s: when it was seen to grow last.
+        steps_per_s: lately.
     """
 
     epoch: int = 0
@@ -82,6 +83,7 @@ class _Seen:
     step: int = -1
     began: bool = False
     progressed_s: float = -1.0
+    steps_per_s: float = 0.0
 
 
 class Controller:
@@ -210,6 +212,9 @@ class Controller:
             seen.ended.discard(host)
         if step >= 0 and (step > seen.step or not seen.began):
             # The first step of an epoch may be earlier than the last of the one before.
+            if seen.began and now_s > seen.progressed_s:
+                lately = (step - seen.step) / (now_s - seen.progressed_s)
+                seen.steps_per_s = (seen.steps_per_s + lately) / 2 if seen.steps_per_s else lately
             seen.step, seen.began, seen.progressed_s = step, True, now_s
 
     def observe(self, one: Observation, now_s: float, wall: float) -> None:
@@ -594,15 +599,18 @@ class Controller:
             self._close(self._workloads[workload.name], f"{plan.remedy.kind} helped", now_s, wall)
 
     def _advance(self, plan: Plan, now_s: float) -> Plan:
-        plan = replace(plan, at=plan.at + 1, step_since_s=now_s)
-        self._set_plan(plan)
-        self._begin_step(plan, now_s)
-        return plan
+        self._set_plan(replace(plan, at=plan.at + 1, step_since_s=now_s))
+        self._begin_step(self._plans[plan.number], now_s)
+        return self._plans[plan.number]
 
     def _begin_step(self, plan: Plan, now_s: float) -> None:
+        workload = self._workloads[plan.workload]
+        if plan.step is not None and plan.step.kind is StepKind.CHECKPOINT:
+            seen = self._seen_of(workload)
+            step = save_step(seen.step, age_s=now_s - seen.progressed_s, steps_per_s=seen.steps_per_s)
+            self._set_plan(replace(plan, save_step=step))
         if plan.step is None or plan.step.kind is not StepKind.PLACE:
             return
-        workload = self._workloads[plan.workload]
         left = [host for host in workload.places if host not in plan.places]
         self._give_up_silent(left)
         for host in set(left) & set(plan.remedy.out):

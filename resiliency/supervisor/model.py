@@ -335,6 +335,7 @@ class Plan:
         epoch: the workload's when the plan is done; equal to the present one for a plan that restarts nothing.
         places: hosts of all node ranks then.
         fresh, replace: see :class:`Place`.
+        save_step: of a CHECKPOINT that was begun: the optimizer step after which ranks save.
         at: index of the step that is being carried out.
         step_since_s: since when.
         failed: hosts because of which it has failed.
@@ -349,6 +350,7 @@ class Plan:
     steps: tuple[Step, ...]
     fresh: bool = False
     replace: tuple[int, ...] = ()
+    save_step: int = -1
     at: int = 0
     step_since_s: float = 0.0
     outcome: Outcome = Outcome.ACTIVE

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from resiliency.supervisor.model import ObservationKind, Plan, Remedy, RemedyKind, Step, StepKind
 from resiliency.supervisor.policy import Situation, places_after
 
-__all__ = ["make_plan", "steps_of"]
+__all__ = ["make_plan", "save_step", "steps_of"]
 
 #: For hosts to be told their places: it is a message, answered at once.
 _PLACE_TIMEOUT_S = 15.0
 _CLUSTER_TIMEOUT_S = 60.0
+#: For ranks to be told after which step they save, and so many steps more.
+_TELL_S, _TELL_STEPS = 1.0, 2
 
 
 def steps_of(remedy: Remedy, situation: Situation, *, hook_timeout_s: float = 0.0) -> tuple[Step, ...]:
@@ -51,3 +55,16 @@ def make_plan(remedy: Remedy, situation: Situation, *, number: int, now_s: float
         replace=tuple(sorted(rank for rank in hung if rank is not None)),
         step_since_s=now_s,
     )
+
+
+def save_step(step: int, *, age_s: float, steps_per_s: float) -> int:
+    """An optimizer step that no rank will have done when it is told to save after it.
+
+    All ranks must be told of the same step before they come to it: who has gone past it does not save.
+
+    Args:
+        step: the furthest that was reported.
+        age_s: since then.
+        steps_per_s: that ranks have made lately.
+    """
+    return step + math.ceil((age_s + _TELL_S) * steps_per_s) + _TELL_STEPS

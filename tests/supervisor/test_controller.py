@@ -15,9 +15,11 @@ from resiliency.supervisor.model import (
     Outcome,
     Remedy,
     RemedyKind,
+    StepKind,
     WorkloadSpec,
     WorkloadState,
 )
+from resiliency.supervisor.plans import save_step
 from resiliency.supervisor.policy import Situation
 from resiliency.supervisor.sensor import Sensor, SensorSettings
 
@@ -304,9 +306,35 @@ def test_a_drained_host_is_emptied_after_a_checkpoint_when_there_is_a_spare() ->
     job.hosts["host-9"] = SimulatedHost("host-9")
     job.until(lambda: job.workload.state is RUNNING and "host-9" in job.workload.places)
     assert "host-1" not in job.workload.places
-    from resiliency.supervisor.model import StepKind
+    plan = job.controller.plans[max(job.controller.plans)]
+    assert StepKind.CHECKPOINT in {step.kind for step in plan.steps} and plan.save_step > 0
 
-    assert StepKind.CHECKPOINT in {step.kind for step in job.controller.plans[max(job.controller.plans)].steps}
+
+def test_ranks_are_told_to_save_after_a_step_that_none_of_them_has_done() -> None:
+    """A step of 10 ms, known from a report of 4 s ago: 400 steps have been made since."""
+    assert save_step(1000, age_s=4.0, steps_per_s=100.0) > 1400
+    assert save_step(1000, age_s=4.0, steps_per_s=0.0) > 1000
+
+
+def test_a_plan_with_a_checkpoint_names_the_step_once_and_after_what_was_seen() -> None:
+    job = started()
+    job.pass_time(10)
+    step_s = 0.25
+    from .simulated import SimulatedHost
+
+    job.sensor.cordon("host-1", "maintenance", job.now)
+    job.hosts["host-9"] = SimulatedHost("host-9")
+    carry_out, job._carry_out = job._carry_out, lambda: None
+    job.until(lambda: job.workload.plan is not None)
+    number = job.workload.plan
+    job.controller.step_ended(number, 0, job.now, job.now)  # the check
+    plan, step = job.controller.plans[number], job.step
+    assert plan.step is not None and plan.step.kind is StepKind.CHECKPOINT
+    assert step + 1.0 / step_s <= plan.save_step <= step + 4 / step_s
+    job.pass_time(2)
+    assert job.controller.plans[number].save_step == plan.save_step
+    job._carry_out = carry_out
+    job.until(lambda: "host-9" in job.workload.places)
 
 
 def test_a_host_that_is_lost_during_a_remedy_is_part_of_the_same_incident() -> None:
