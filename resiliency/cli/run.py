@@ -8,7 +8,15 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 #: Flags that say how many hosts and ranks there are, or how hosts find each other: the supervisor's affair.
-_FOR_THE_CLUSTER = ("--nnodes", "--spares", "--nproc-per-node", "--nproc_per_node", "--max-restarts", "--max_restarts")
+_FOR_THE_CLUSTER = (
+    "--nnodes",
+    "--spares",
+    "--state-dir",
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--max-restarts",
+    "--max_restarts",
+)
 _REFUSED: tuple[str, ...] = (
     "--local-hosts",
     "--standalone",
@@ -45,6 +53,7 @@ def _run_local_cluster(parser: argparse.ArgumentParser, args: argparse.Namespace
             ranks_per_host=int(args.nproc_per_node),
             script=tuple(script),
             launcher_words=tuple(_for_each_host(parser, flags)),
+            state_dir=args.state_dir,
             workload={"max_in_job_restarts": args.max_restarts} if "--max-restarts" in " ".join(flags) else {},
         )
     except ConfigError as error:

@@ -55,6 +55,8 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
         if local_cluster is None:
             parser.error("--spares needs the resiliency command")
         return local_cluster(parser, args, words[: _end_of_flags(parser, words)])
+    if args.state_dir:
+        parser.error("--state-dir is the supervisor's, and there is none without --spares")
     if args.local_hosts:
         from resiliency.launch import local_hosts
 
@@ -199,6 +201,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="run all hosts of --nnodes, and N more that wait, on this machine under a supervisor, which swaps a host"
         " that is lost for one of them",
+    )
+    own.add_argument(
+        "--state-dir",
+        default="",
+        metavar="FOLDER",
+        help="with --spares: where supervisor and hosts keep their state, tokens and events (default: a temporary one)",
     )
     own.add_argument(
         "--no-standby",

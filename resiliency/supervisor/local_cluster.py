@@ -27,6 +27,7 @@ from typing import Any
 
 import resiliency
 from resiliency.errors import ConfigError
+from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.settings import all_variables, child_environment, environment
 
 __all__ = ["LocalCluster", "run_local_cluster"]
@@ -98,7 +99,7 @@ def run_local_cluster(cluster: LocalCluster) -> int:
 
 
 def _run(cluster: LocalCluster, folder: Path, running: list[_Process], asked: list[int]) -> int:
-    supervisor = _start_supervisor(cluster, folder)
+    supervisor = _start_supervisor(cluster, folder, "127.0.0.1:0")
     running.append(supervisor)
     address = _address_of(supervisor, folder / "address", asked)
     if address is None:
@@ -117,21 +118,27 @@ def _run(cluster: LocalCluster, folder: Path, running: list[_Process], asked: li
         for one in [one for one in running if one.popen.poll() is not None]:
             running.remove(one)
             os.close(one.pidfd)
-            if one is supervisor:
-                code = one.popen.returncode
-                return 128 + asked[0] if asked and code not in (0, 75) else code if code >= 0 else 1
-            if not asked:
-                logger.warning("%s (process %d) has ended, with %d", one.name, one.popen.pid, one.popen.returncode)
+            code = one.popen.returncode
+            if one is not supervisor:
+                if not asked:
+                    logger.warning("%s (process %d) has ended, with %d", one.name, one.popen.pid, code)
+            elif code >= 0 or asked:
+                return 128 + asked[0] if asked and code not in (0, PREEMPTED) else code
+            else:
+                # Training goes on without it. What it had begun is in its file.
+                logger.warning("the supervisor was ended by %s; it is started again", signal.Signals(-code).name)
+                supervisor = _start_supervisor(cluster, folder, address)
+                running.append(supervisor)
 
 
-def _start_supervisor(cluster: LocalCluster, folder: Path) -> _Process:
+def _start_supervisor(cluster: LocalCluster, folder: Path, listen: str) -> _Process:
     for name in ("monitor-token", "operator-token"):
         path = folder / name
         if not path.exists():
             path.touch(mode=0o600)
             path.write_text(secrets.token_hex(16))
     settings = {
-        "listen": "127.0.0.1:0",
+        "listen": listen,
         "state": str(folder / "supervisor.db"),
         "shared_token": str(folder / "monitor-token"),
         "operator_token": str(folder / "operator-token"),
