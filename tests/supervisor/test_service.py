@@ -19,8 +19,8 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 def is_running(supervisor: Supervisor, epoch: int = 1) -> bool:
     assert supervisor.service is not None
-    workload = supervisor.service.decided.workloads["job"]
-    return workload.state is WorkloadState.RUNNING and workload.epoch == epoch
+    workload = supervisor.service.decided.workloads.get("job")
+    return workload is not None and workload.state is WorkloadState.RUNNING and workload.epoch == epoch
 
 
 def remedies(supervisor: Supervisor) -> list[str]:
