@@ -77,6 +77,15 @@ class EventKind:
     HOST_LOST = "host_lost"  # lost_host, reason
     HOST_SWAPPED = "host_swapped"  # old, new: names of hosts
     WORLD_RESIZED = "world_resized"  # old, new: number of hosts
+    #: The supervisor. Its events carry the epoch of the workload as their attempt.
+    SUPERVISOR_LEADS = "supervisor_leads"  # term
+    HOST_STATE = "host_state"  # changed_host, state, reason
+    WORKLOAD_STATE = "workload_state"  # state, reason
+    INCIDENT_OPENED = "incident_opened"  # incident
+    OBSERVED = "observed"  # incident, observation, reason: what has no kind of its own
+    PLAN_ENDED = "plan_ended"  # incident, plan, remedy, outcome, reason
+    INCIDENT_CLOSED = "incident_closed"  # incident
+    OPERATOR = "operator"  # what somebody has asked for by hand
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,11 @@ KNOWN: tuple[str, ...] = (
     "restore.inventory",
     "restore.verify",
     "restore.load",
+    "supervisor.store.begin",
+    "supervisor.store.write",
+    "supervisor.store.committed",
+    "supervisor.send",
+    "supervisor.step.ended",
 )
 
 

@@ -16,6 +16,7 @@ __all__ = ["SUBCOMMANDS", "main"]
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "ckpt": ("resiliency.cli.ckpt", "list, verify and convert checkpoints"),
     "run": ("resiliency.cli.run", "start a job as torchrun does, and soon again when a rank dies"),
+    "supervisor": ("resiliency.cli.supervisor", "keep training jobs alive on many hosts, and ask how they are"),
     "heartbeat": ("resiliency.cli.heartbeat", "show what the ranks of this host are doing, whatever they do"),
     "goodput": ("resiliency.cli.goodput", "say where the time of a run went"),
     "host-monitor": ("resiliency.cli.host_monitor", "keep the launcher of this host, as a supervisor wants it"),

@@ -70,7 +70,6 @@ class _Seen:
     Attributes:
         placed: hosts that know their places.
         ended: hosts whose ranks have all finished.
-        preempted: ranks have saved and left because they were told to go.
         step: the furthest of all.
         progressed_s: when it was seen to grow last.
         steps_per_s: lately.
@@ -79,7 +78,6 @@ class _Seen:
     epoch: int = 0
     placed: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
-    preempted: bool = False
     step: int = -1
     began: bool = False
     progressed_s: float = -1.0
@@ -113,6 +111,12 @@ class Controller:
         self._changes = Changes()
         self._last_number = 0
         self._restored_s = -1e9
+        #: Hosts that are ready and have no place, and what they were worked out from.
+        self._free: list[str] = []
+        self._free_of: tuple[int, int] = (-1, -1)
+        self._version = 0
+        #: What nothing was done about, by workload: it is no news until it changes.
+        self._declined: dict[str, object] = {}
         #: Reports that were not listened to, by reason.
         self.refused: Counter[str] = Counter()
 
@@ -156,6 +160,7 @@ class Controller:
         self._workloads = {each.name: replace(each, since_s=now_s) for each in workloads}
         self._restored_s = now_s
         self._last_number = max([0, *self._incidents, *self._plans])
+        self._version += 1
 
     def add(self, spec: WorkloadSpec, now_s: float) -> None:
         """A workload that is to run; of one that is known, what the user wants now.
@@ -195,17 +200,18 @@ class Controller:
         *,
         step: int = -1,
         ended: bool = False,
-        preempted: bool = False,
     ) -> None:
-        """A host knows its place, its ranks have come to a step (-1: none yet), or they have all finished, perhaps
-        because they were told to go."""
+        """A host knows its place, its ranks have come to a step (-1: none yet), or they have all finished."""
         known = self._workloads.get(workload)
-        if known is None or known.epoch != epoch or host not in known.places:
+        if known is None or known.epoch != epoch:
             self.refused["epoch"] += 1
             return
         seen = self._seen_of(known)
-        seen.placed.add(host)
-        seen.preempted |= ended and preempted
+        if host not in seen.placed:
+            if host not in known.places:
+                self.refused["epoch"] += 1
+                return
+            seen.placed.add(host)
         if ended:
             seen.ended.add(host)
         else:
@@ -222,7 +228,7 @@ class Controller:
         if one.host and self._sensor.host(one.host) is None:
             self.refused["host"] += 1
             return
-        if one.takes_host_out:
+        if one.takes_host_out and self._sensor.state_of(one.host) is not HostState.QUARANTINED:
             # Whether it has a place or not: it is none that ranks could be moved to. Silent and cordoned ones are not.
             self._sensor.quarantine(one.host, describe(one), now_s)
         concerned = [each for each in self._workloads.values() if not each.state.has_ended]
@@ -285,7 +291,7 @@ class Controller:
     # -- incidents ----------------------------------------------------------------------------------------------------
 
     def _note(self, workload: Workload, one: Observation, now_s: float, wall: float) -> None:
-        workload = self._workloads[workload.name]
+        workload = self._workloads[workload.name]  # what was noted just before may have opened an incident
         plan = None if workload.plan is None else self._plans[workload.plan]
         incident = self._open_incident(workload, now_s, wall)
         if all(known.identity != one.identity or known.epoch != one.epoch for known in incident.observations):
@@ -385,9 +391,13 @@ class Controller:
     def _carry_out(self, remedy: Remedy, situation: Situation, now_s: float, wall: float) -> None:
         workload, incident = situation.workload, situation.incident
         if self._settings.dry_run:
-            self._close(workload, f"dry run: would {remedy.kind}{_of(remedy)}", now_s, wall)
+            outcome = f"dry run: would {remedy.kind}{_of(remedy)}"
+            if incident.outcome != outcome:  # it stays open: what was seen is not mended, and said once
+                logger.warning("%s: incident %d: %s", workload.name, incident.number, outcome)
+                self._set_incident(replace(incident, outcome=outcome))
             return
         if remedy.kind is RemedyKind.NOTHING:
+            self._declined[workload.name] = self._chances(workload, now_s)
             self._close(workload, remedy.reason or "nothing is done", now_s, wall)
             return
         if remedy.kind is RemedyKind.STOP:
@@ -474,6 +484,8 @@ class Controller:
             return
         if workload.state is not WorkloadState.RUNNING or not ready:
             return
+        if self._declined.get(workload.name) == self._chances(workload, now_s):
+            return
         spec = workload.spec
         for host in workload.places:
             if self._sensor.state_of(host) is HostState.CORDONED:
@@ -494,15 +506,17 @@ class Controller:
                     wall,
                 )
 
+    def _chances(self, workload: Workload, now_s: float) -> object:
+        cordoned = [host for host in workload.places if self._sensor.state_of(host) is HostState.CORDONED]
+        is_small = workload.replicas < workload.spec.replicas
+        steady = self._spares(now_s, dwell_s=workload.spec.dwell_s) if is_small else ()
+        return workload.epoch, workload.spec, cordoned, list(self._free), len(steady)
+
     def _complete(self, workload: Workload, now_s: float, wall: float) -> None:
         seen = self._seen_of(workload)
-        if not workload.places or not seen.ended.issuperset(workload.places):
+        if not workload.places or not seen.ended or not seen.ended.issuperset(workload.places):
             return
-        if seen.preempted:
-            reason = "preempted: its ranks have saved and left; start the job again to resume"
-            self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
-        else:
-            self._end(workload, WorkloadState.COMPLETED, "every rank has finished", now_s, wall)
+        self._end(workload, WorkloadState.COMPLETED, "every rank has finished", now_s, wall)
 
     def _forgive(self, workload: Workload, now_s: float) -> None:
         spoiled = workload.in_job_restarts or workload.workload_restarts or workload.host_faults
@@ -559,17 +573,22 @@ class Controller:
 
     def _spares(self, now_s: float, *, dwell_s: float) -> list[str]:
         """Hosts that are ready and have no place, in order of their names."""
+        present = self._sensor.ready_version, self._version
+        if self._free_of != present:
+            self._free_of, self._free = present, sorted(self._sensor.ready - self._taken())
+        if not dwell_s:
+            return self._free
+        hosts = (self._sensor.host(name) for name in self._free)
+        return [host.name for host in hosts if host is not None and now_s - host.since_s >= dwell_s]
+
+    def _taken(self) -> set[str]:
         taken: set[str] = set()
         for workload in self._workloads.values():
             if not workload.state.has_ended:
                 taken.update(workload.places)
                 if workload.plan is not None:
                     taken.update(self._plans[workload.plan].places)
-        return [
-            host.name
-            for host in self._sensor.hosts()
-            if host.state is HostState.READY and host.name not in taken and now_s - host.since_s >= dwell_s
-        ]
+        return taken
 
     def _is_to_come(self, workload: Workload, host: str) -> bool:
         return workload.plan is not None and host in self._plans[workload.plan].places
@@ -684,12 +703,14 @@ class Controller:
 
     def _set(self, workload: Workload) -> None:
         self._workloads[workload.name] = self._changes.workloads[workload.name] = workload
+        self._version += 1
 
     def _set_incident(self, incident: Incident) -> None:
         self._incidents[incident.number] = self._changes.incidents[incident.number] = incident
 
     def _set_plan(self, plan: Plan) -> None:
         self._plans[plan.number] = self._changes.plans[plan.number] = plan
+        self._version += 1
 
 
 def describe(one: Observation) -> str:

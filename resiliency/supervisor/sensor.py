@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from resiliency.errors import ConfigError
@@ -73,6 +74,11 @@ class Sensor:
         self._frozen = False
         self._thaws_at_s: float | None = None
         self._names_changed: set[str] = set()
+        self._ready: set[str] = set()
+        #: Cordoned hosts that are silent: they are no sign of trouble with the network, and stay cordoned.
+        self._mute: set[str] = set()
+        #: Grows when another host is ready, or one is no more.
+        self.ready_version = 0
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -86,6 +92,11 @@ class Sensor:
 
     def hosts(self) -> list[Host]:
         return sorted(self._hosts.values(), key=lambda host: host.name)
+
+    @property
+    def ready(self) -> AbstractSet[str]:
+        """Names of the hosts that are READY."""
+        return self._ready
 
     def state_of(self, name: str) -> HostState | None:
         host = self._hosts.get(name)
@@ -115,6 +126,7 @@ class Sensor:
             host = self._changed(host, HostState.JOINING, "its monitor was started again", now_s)
         elif host.state is HostState.SILENT:
             host = self._back(host, incarnation, now_s)
+        self._mute.discard(name)
         self._hosts[name] = replace(
             host,
             incarnation=incarnation,
@@ -185,6 +197,9 @@ class Sensor:
         if state is not host.state:
             logger.info("host %s is %s (was %s)%s", host.name, state, host.state, reason and f": {reason}")
             host = replace(host, since_s=now_s)
+            if HostState.READY in (state, host.state):
+                self.ready_version += 1
+            (self._ready.add if state is HostState.READY else self._ready.discard)(host.name)
         self._names_changed.add(host.name)
         return replace(host, state=state, reason=reason)
 
@@ -193,7 +208,7 @@ class Sensor:
     def look(self, now_s: float) -> list[Observation]:
         """Hosts that are silent from now on. To be asked at least once a period."""
         self._forgive_own_absence(now_s)
-        fell = []
+        fell, gone = [], []
         for host in list(self._hosts.values()):
             if now_s - host.heard_s <= self._settings.timeout_s:
                 break  # and so are all after it
@@ -201,8 +216,15 @@ class Sensor:
                 self._silent[host.name] = host.state
                 self._hosts[host.name] = self._changed(host, HostState.SILENT, "", now_s)
                 fell.append(host.name)
+            elif host.state is HostState.CORDONED and host.name not in self._mute:
+                self._mute.add(host.name)
+                gone.append(host.name)
         self._freeze_or_thaw(now_s)
-        return [
+        lost = [
+            Observation(kind=ObservationKind.HOST_LOST, host=name, detail="it is cordoned, and not heard of any more")
+            for name in gone
+        ]
+        return lost + [
             Observation(
                 kind=ObservationKind.HOST_SILENT,
                 host=name,
@@ -219,6 +241,10 @@ class Sensor:
         """A host that is gone for good, and has no place."""
         if self._hosts.pop(name, None) is not None:
             self._silent.pop(name, None)
+            self._mute.discard(name)
+            if name in self._ready:
+                self._ready.discard(name)
+                self.ready_version += 1
             self._names_changed.add(name)
 
     def forgotten(self, now_s: float) -> list[str]:
@@ -238,6 +264,8 @@ class Sensor:
             self._hosts[name] = replace(host, heard_s=min(now_s, host.heard_s + away_s))
 
     def _freeze_or_thaw(self, now_s: float) -> None:
+        if not self._frozen and len(self._silent) < 2:
+            return
         heard = sum(host.state not in (HostState.CORDONED, HostState.SILENT) for host in self._hosts.values())
         counted = heard + len(self._silent)
         many = len(self._silent) >= 2 and len(self._silent) > self._settings.freeze_fraction * counted

@@ -50,7 +50,7 @@ def test_base_requirements_are_few_and_loose(wheel: Path) -> None:
     for text in base:
         assert re.fullmatch(r"[a-z]+>=[0-9.]+", text), f"{text!r}: one lower bound and nothing else"
     assert "torch>=2.4" in base
-    extras = {"lightning", "gcs", "gcp", "goodput", "k8s", "nemo", "nvrx", "tensorboard", "dev"}
+    extras = {"lightning", "gcs", "gcp", "goodput", "k8s", "nemo", "nvrx", "supervisor", "tensorboard", "dev"}
     assert set(fields.get_all("Provides-Extra")) == extras
     assert (archive.read(metadata.replace("METADATA", "entry_points.txt")).decode().split()) == [
         "[console_scripts]",

@@ -197,11 +197,7 @@ class Simulation:
             assert len(places) >= self.spec.min_hosts and len(places) % self.spec.hosts_per_replica == 0
             assert len(places) <= self.spec.hosts
         active = [plan for plan in self.controller.plans.values() if plan.step is not None]
-        assert (
-            len(active) <= 1
-            and ([workload.plan] if active else [None]) == [plan.number for plan in active]
-            or [workload.plan]
-        ), "two remedies at once"
+        assert [plan.number for plan in active] == ([] if workload.plan is None else [workload.plan]), "two remedies"
         assert sum(incident.is_open for incident in self.controller.incidents.values()) <= 1
 
     # -- faults -------------------------------------------------------------------------------------------------------

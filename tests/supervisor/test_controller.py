@@ -468,6 +468,42 @@ def test_a_spare_that_breaks_before_it_is_needed_is_not_used() -> None:
     assert job.workload.places == ("host-0", "host-4", "host-2")
 
 
+def test_a_dry_run_says_it_once_and_starts_nothing() -> None:
+    made = Simulation(job(), 4, settings=ControllerSettings(dry_run=True))
+    made.pass_time(30)
+    assert made.workload.epoch == 0 and len(made.controller.incidents) == 1
+    assert "would scale_up" in made.controller.incidents[1].outcome
+
+
+def test_a_drain_that_cannot_be_done_is_declined_once() -> None:
+    made = Simulation(job(replicas=2, hosts_per_replica=2, min_replicas=2), 5)
+    made.until(lambda: made.workload.state is RUNNING)
+    for host in ("host-0", "host-1"):
+        made.sensor.cordon(host, "repairs", made.now)
+    made.pass_time(30)
+    assert made.workload.epoch == 1 and len(made.controller.incidents) == 2
+    made.hosts["host-5"] = type(made.hosts["host-0"])("host-5")  # enough spares now
+    made.until(lambda: set(made.workload.places) == {"host-2", "host-3", "host-4", "host-5"})
+
+
+def test_a_broken_host_is_not_the_next_spare() -> None:
+    job = started(4)
+    seen(job, "host-1", ObservationKind.HOST_UNHEALTHY, detail="the disk is full")
+    job.until(lambda: job.workload.state is RUNNING and "host-1" not in job.workload.places)
+    assert job.states()["host-1"] is HostState.QUARANTINED
+    seen(job, "host-0", ObservationKind.HOST_UNHEALTHY, detail="the disk is full")
+    job.until(lambda: job.workload.state is RUNNING and "host-0" not in job.workload.places)
+    assert "host-1" not in job.workload.places and remedies(job)[-1] is RemedyKind.SCALE_DOWN
+
+
+def test_a_spare_that_says_it_is_broken_is_not_used() -> None:
+    job = started(5)
+    seen(job, "host-3", ObservationKind.DEVICE_FAULT, device="0", device_class=DeviceClass.SWAP)
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is RUNNING and "host-1" not in job.workload.places)
+    assert job.workload.places == ("host-0", "host-4", "host-2")
+
+
 def test_a_rank_that_hangs_is_named_to_its_host() -> None:
     job = started()
     seen(job, "host-2", ObservationKind.WORKER_HUNG, workload="job", epoch=1, rank=2)
@@ -478,14 +514,6 @@ def test_a_rank_that_hangs_is_named_to_its_host() -> None:
     job.lose_worker("host-0")
     job.until(lambda: job.workload.epoch == 3)
     assert job.workload.replace == ()
-
-
-def test_a_job_that_was_preempted_is_stopped_and_not_started_again() -> None:
-    job = started()
-    for host in job.workload.places:
-        job.controller.reported(host, "job", 1, job.now, ended=True, preempted=True)
-    job.controller.look(job.now, job.now)
-    assert job.workload.state is WorkloadState.STOPPED and "start the job again to resume" in job.workload.reason
 
 
 def test_hosts_that_fall_silent_one_after_the_other_within_the_window_are_one_remedy() -> None:
@@ -576,3 +604,13 @@ def test_two_workloads_do_not_take_the_same_spare() -> None:
     pass_time(8)
     taken = [plan.places for plan in controller.active_plans()]
     assert len(taken) == 2 and not set(taken[0]) & set(taken[1])
+
+
+def test_a_cordoned_host_that_dies_is_replaced() -> None:
+    job = started(3)
+    job.sensor.cordon("host-1", "repairs", job.now)
+    job.pass_time(5)
+    assert "host-1" in job.workload.places  # there is no spare
+    job.kill("host-1")
+    job.until(lambda: "host-1" not in job.workload.places and job.workload.state is RUNNING)
+    assert job.states()["host-1"] is HostState.CORDONED and remedies(job) == [RemedyKind.SCALE_DOWN]

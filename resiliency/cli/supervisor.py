@@ -1,0 +1,396 @@
+"""``resiliency supervisor``: runs the supervisor, and asks the one that runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from resiliency.supervisor.client import OperatorClient
+    from resiliency.supervisor.settings import SupervisorSettings
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Notice that a training job has failed, and see to it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+UrlOption = Annotated[
+    str, typer.Option("--supervisor", "-s", help="Its address.", envvar="RESILIENCY_SUPERVISOR", show_envvar=True)
+]
+TokenOption = Annotated[
+    str,
+    typer.Option("--token-file", help="File with the operators' token.", envvar="RESILIENCY_SUPERVISOR_TOKEN_FILE"),
+]
+CaOption = Annotated[str, typer.Option("--ca", help="Certificates to trust, for https.")]
+CertOption = Annotated[str, typer.Option("--cert", help="This client's certificate.")]
+KeyOption = Annotated[str, typer.Option("--key", help="Its key.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ReasonOption = Annotated[str, typer.Option("--reason", help="Why, for the history.")]
+_LOCAL = "http://127.0.0.1:7600"
+#: By state.
+_COLORS = {
+    "ready": "green",
+    "running": "green",
+    "completed": "green",
+    "joining": "cyan",
+    "waiting": "yellow",
+    "remedying": "yellow",
+    "quarantined": "yellow",
+    "cordoned": "magenta",
+    "frozen": "bold red",
+    "silent": "bold red",
+    "stopped": "bold red",
+}
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
+    typer.echo(f"supervisor: {message}", err=True)
+    raise typer.Exit(status)
+
+
+# -- run --------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def run(
+    file: Annotated[str, typer.Option("-f", "--file", help="supervisor.yaml.")] = "supervisor.yaml",
+    check: Annotated[bool, typer.Option("--check", help="Print what was understood, and end.")] = False,
+    listen: Annotated[str | None, typer.Option("--listen", help="HOST:PORT instead of the file's.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done about failures, and do nothing.")
+    ] = False,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure-no-authentication", help="Whoever can connect rules the jobs. For a closed machine."),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+) -> None:
+    """Supervise the workloads of a file until SIGTERM. A second one with the same file stands by."""
+    import logging
+
+    from resiliency.errors import ResiliencyError
+
+    try:
+        settings = _settings(file, listen=listen, dry_run=dry_run, insecure=insecure)
+        if check:
+            _print_settings(settings, file)
+            return
+        level = logging.DEBUG if verbose else logging.INFO
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        if settings.insecure_no_authentication:
+            logging.getLogger(__name__).warning("no authentication: whoever can connect rules the jobs")
+        _run(settings, file)
+    except ResiliencyError as error:
+        _fail(str(error), 2)
+
+
+def _settings(file: str, *, listen: str | None, dry_run: bool, insecure: bool) -> SupervisorSettings:
+    try:
+        from resiliency.supervisor.settings import read_settings
+    except ImportError as error:
+        _fail(f"{error.name} is not installed; install resiliency[supervisor]", 2)
+    changes = {"listen": listen, "dry_run": dry_run or None, "insecure_no_authentication": insecure or None}
+    return read_settings(file, changes)
+
+
+def _run(settings: SupervisorSettings, file: str) -> None:
+    import asyncio
+    import os
+    import signal
+
+    from resiliency.supervisor.event_log import EventLog
+    from resiliency.supervisor.server import Supervisor
+
+    log = EventLog(settings.events)
+
+    async def main() -> None:
+        supervisor = Supervisor(settings, folder=os.path.dirname(os.path.abspath(file)), log=log.write)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, supervisor.stop)
+        await supervisor.run()
+
+    try:
+        asyncio.run(main())
+    finally:
+        log.close()
+
+
+def _print_settings(settings: SupervisorSettings, file: str) -> None:
+    import os
+    from dataclasses import asdict
+
+    from resiliency.supervisor.auth import Authority, server_context
+    from resiliency.supervisor.policy import load_policy
+
+    Authority.of(settings)
+    server_context(settings.tls)
+    load_policy(settings.policy, os.path.dirname(os.path.abspath(file)))
+    values = settings.model_dump(mode="python", exclude={"workloads"})
+    values["sensor"] = asdict(settings.sensor)
+    values["workloads"] = [asdict(spec) for spec in settings.workloads]
+    typer.echo(json.dumps(values, indent=2, default=str))
+    for spec in settings.workloads:
+        ranks = spec.hosts * spec.ranks_per_host
+        typer.echo(
+            f"{spec.name}: {spec.replicas} replicas of {spec.hosts_per_replica} hosts with {spec.ranks_per_host} ranks"
+            f" each: {ranks} ranks; goes on with {spec.min_replicas} replicas or more",
+            err=True,
+        )
+    typer.echo(f"{file} is good", err=True)
+
+
+# -- ask --------------------------------------------------------------------------------------------------------------
+
+
+def _client(url: str, token_file: str, ca: str, cert: str, key: str) -> OperatorClient:
+    from resiliency.errors import ConfigError
+    from resiliency.supervisor.client import OperatorClient
+
+    token = ""
+    if token_file:
+        try:
+            with open(token_file, encoding="utf-8") as file:
+                token = file.read().strip()
+        except OSError as error:
+            _fail(f"the token file {token_file} cannot be read: {error.strerror}", 2)
+    try:
+        return OperatorClient(url, token=token, ca=ca, cert=cert, key=key)
+    except ConfigError as error:
+        _fail(str(error), 2)
+
+
+def _ask(client: OperatorClient, path: str, *, post: bool = False, **query: object) -> dict[str, Any]:
+    from resiliency.errors import AgentError
+
+    try:
+        return client.post(path, **query) if post else client.get(path, **query)
+    except AgentError as error:
+        _fail(str(error))
+
+
+@app.command()
+def status(
+    supervisor: UrlOption = _LOCAL,
+    token_file: TokenOption = "",
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show workloads, hosts and the latest incidents."""
+    found = _ask(_client(supervisor, token_file, ca, cert, key), "/v1/status")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from rich.markup import escape
+
+    console = _console()
+    if found["store_problem"]:
+        console.print(f"[bold red]the state file cannot be written: {escape(found['store_problem'])}[/]")
+    if found["frozen"]:
+        console.print("[bold red]frozen: more than half of the hosts are silent at once; nothing is done about any[/]")
+    if found["dry_run"]:
+        console.print("[yellow]dry run: nothing is carried out[/]")
+    workloads = _table("workload", "state", "for", "epoch", "step", "replicas", "restarts", "what is done")
+    for each in found["workloads"]:
+        workloads.add_row(
+            escape(each["name"]),
+            _colored(each["state"]),
+            _duration(each["for_s"]),
+            str(each["epoch"]),
+            str(each["step"]) if each["step"] >= 0 else "",
+            f"{each['replicas']}/{each['wanted_replicas']} (at least {each['min_replicas']})",
+            f"{each['in_job_restarts']}/{each['max_in_job_restarts']} in job, "
+            f"{each['workload_restarts']}/{each['max_workload_restarts']} whole",
+            escape(_doing(each)),
+        )
+    console.print(workloads)
+    hosts = _table("host", "state", "for", "heard", "workload", "node", "block", "why")
+    for each in found["hosts"]:
+        hosts.add_row(
+            escape(each["name"]),
+            _colored(each["state"]),
+            _duration(each["for_s"]),
+            "" if each["heard_ago_s"] is None else f"{each['heard_ago_s']:.1f} s ago",
+            escape(each["workload"]),
+            "" if each["node_rank"] is None else str(each["node_rank"]),
+            escape(each["block"]),
+            escape(each["reason"]),
+        )
+    console.print(hosts)
+    for each in found["incidents"][:5]:
+        state = "open" if each["open"] else each["outcome"]
+        seen = each["observations"][0]["text"] if each["observations"] else ""
+        console.print(
+            f"incident {each['number']} of {escape(each['workload'])}, {_clock(each['opened_at'])}: {escape(seen)}"
+            f" ({escape(state)})"
+        )
+
+
+@app.command()
+def events(
+    supervisor: UrlOption = _LOCAL,
+    token_file: TokenOption = "",
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    workload: Annotated[str, typer.Option("--workload", help="Only of this one.")] = "",
+    host: Annotated[str, typer.Option("--host", help="Only of this one.")] = "",
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=2000, help="The newest so many.")] = 50,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the history: what was seen, decided and done."""
+    client = _client(supervisor, token_file, ca, cert, key)
+    found = _ask(client, "/v1/events", workload=workload, host=host, limit=limit)
+    if as_json:
+        typer.echo(json.dumps(found["events"], indent=2))
+        return
+    for event in found["events"]:
+        about = f" (incident {event['incident']})" if event["incident"] is not None else ""
+        typer.echo(f"{_clock(event['at'])}  {event['kind']:<18} {event['text']}{about}")
+
+
+@app.command()
+def explain(
+    incident: Annotated[str, typer.Argument(help="Number of an incident, or last.")] = "last",
+    supervisor: UrlOption = _LOCAL,
+    token_file: TokenOption = "",
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Say what was seen in an incident, what was done, and why."""
+    found = _ask(_client(supervisor, token_file, ca, cert, key), f"/v1/explain/{incident}")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    state = "open" if found["open"] else f"over since {_clock(found['closed_at'])}: {found['outcome']}"
+    typer.echo(f"incident {found['number']} of {found['workload']}, since {_clock(found['opened_at'])}, {state}")
+    typer.echo("seen:")
+    for one in found["observations"]:
+        typer.echo(f"  {one['text']} (epoch {one['epoch']})")
+    if not found["plans"]:
+        typer.echo("nothing was done" + (f": {found['outcome']}" if found["outcome"] else " so far"))
+    for plan in found["plans"]:
+        out = f" {', '.join(plan['out'])}" if plan["out"] else ""
+        typer.echo(f"plan {plan['number']}: {plan['remedy']}{out}, because {plan['why'] or 'the policy says so'}")
+        for step in plan["steps"]:
+            mark = {"done": "x", "now": ">"}.get(step["state"], " ")
+            limit = f"at most {step['timeout_s']:.0f} s" + ("" if step["required"] else ", may fail")
+            on = f" on {', '.join(step['hosts'])}" if step["hosts"] else ""
+            typer.echo(f"  [{mark}] {step['text']}{on} ({limit})")
+        why = f": {plan['reason']}" if plan["reason"] else ""
+        typer.echo(f"  {plan['outcome']}{why}")
+
+
+@app.command()
+def drain(
+    host: Annotated[str, typer.Argument(help="Name of the host.")],
+    supervisor: UrlOption = _LOCAL,
+    token_file: TokenOption = "",
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    reason: ReasonOption = "",
+) -> None:
+    """Take a host out: its ranks go to a spare after a checkpoint, and it gets none until `uncordon`."""
+    client = _client(supervisor, token_file, ca, cert, key)
+    typer.echo(_ask(client, f"/v1/hosts/{host}/drain", post=True, reason=reason)["done"])
+
+
+@app.command()
+def uncordon(
+    host: Annotated[str, typer.Argument(help="Name of the host.")],
+    supervisor: UrlOption = _LOCAL,
+    token_file: TokenOption = "",
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+) -> None:
+    """Give a host back that was drained."""
+    client = _client(supervisor, token_file, ca, cert, key)
+    typer.echo(_ask(client, f"/v1/hosts/{host}/uncordon", post=True)["done"])
+
+
+@app.command()
+def stop(
+    workload: Annotated[str, typer.Argument(help="Its name.")],
+    supervisor: UrlOption = _LOCAL,
+    token_file: TokenOption = "",
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+    reason: ReasonOption = "",
+) -> None:
+    """End a workload for good."""
+    client = _client(supervisor, token_file, ca, cert, key)
+    typer.echo(_ask(client, f"/v1/workloads/{workload}/stop", post=True, reason=reason)["done"])
+
+
+@app.command()
+def start(
+    workload: Annotated[str, typer.Argument(help="Its name.")],
+    supervisor: UrlOption = _LOCAL,
+    token_file: TokenOption = "",
+    ca: CaOption = "",
+    cert: CertOption = "",
+    key: KeyOption = "",
+) -> None:
+    """Begin a workload again that was stopped or has completed."""
+    client = _client(supervisor, token_file, ca, cert, key)
+    typer.echo(_ask(client, f"/v1/workloads/{workload}/start", post=True)["done"])
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+def _table(*names: str) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right" if name in ("for", "epoch", "step", "node") else "left", overflow="fold")
+    return table
+
+
+def _colored(state: str) -> str:
+    return f"[{_COLORS.get(state, 'default')}]{state}[/]"
+
+
+def _doing(workload: dict[str, Any]) -> str:
+    plan = workload["plan"]
+    if plan is None:
+        return str(workload["reason"])
+    steps = [step for step in plan["steps"] if step["state"] == "now"]
+    doing = f": {steps[0]['text']}, for {_duration(plan['step_for_s'])}" if steps else ""
+    return f"plan {plan['number']}, {plan['remedy']}{doing}"
+
+
+def _duration(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def _clock(time: float) -> str:
+    return datetime.fromtimestamp(time, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")

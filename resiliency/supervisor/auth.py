@@ -1,0 +1,200 @@
+"""Who may say what: tokens of monitors, bound to names of hosts, and the operators' token."""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import hashlib
+import hmac
+import os
+import re
+import ssl
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from resiliency.errors import ConfigError
+from resiliency.supervisor.settings import SupervisorSettings, TlsSettings
+
+__all__ = ["HOST_NAME", "Authority", "server_context"]
+
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
+_LEAST_TOKEN = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    pattern: str
+    digest: bytes
+
+
+class Authority:
+    """Thread: any.
+
+    Args:
+        monitors: pattern of host names and token, for each token. Empty: see ``by_certificate``.
+        operator: token; "": nobody may do what operators may.
+        by_certificate: a client's certificate, which the TLS server has verified, names the host it may speak for.
+        insecure: everybody may do all.
+    """
+
+    def __init__(
+        self,
+        monitors: Sequence[tuple[str, str]],
+        operator: str,
+        *,
+        by_certificate: bool = False,
+        insecure: bool = False,
+    ) -> None:
+        self._entries = [_Entry(pattern=pattern, digest=_digest(token)) for pattern, token in monitors]
+        self._operator = _digest(operator) if operator else None
+        self._by_certificate, self.insecure = by_certificate, insecure
+
+    @classmethod
+    def of(cls, settings: SupervisorSettings) -> Authority:
+        """
+        Raises:
+            ConfigError: a file cannot be used, or there is no authentication though nobody has said that there shall be
+                none.
+        """
+        monitors = list(_tokens_of_hosts(settings.monitor_tokens)) if settings.monitor_tokens else []
+        if settings.shared_token:
+            monitors.append(("*", _token(settings.shared_token)))
+        operator = _token(settings.operator_token) if settings.operator_token else ""
+        by_certificate = settings.tls is not None and bool(settings.tls.client_ca)
+        if settings.insecure_no_authentication:
+            if monitors or operator:
+                raise ConfigError("tokens and --insecure-no-authentication contradict each other; keep one of them")
+            return cls((), "", insecure=True)
+        if not monitors and not by_certificate:
+            raise ConfigError(
+                "nothing says which monitors are genuine: pass `monitor_tokens` (lines HOST-PATTERN TOKEN) or"
+                " `shared_token` (a file with one token), or `client_ca` in `tls`. To listen without any, pass"
+                " --insecure-no-authentication"
+            )
+        if not operator:
+            raise ConfigError(
+                "nothing says who may look, drain and stop: pass `operator_token`, a file with a token of its own"
+                " (make one: head -c 32 /dev/urandom | base64 > operator.token)"
+            )
+        if any(hmac.compare_digest(_digest(operator), _digest(token)) for _, token in monitors):
+            raise ConfigError("a monitor's token is the operators' as well: give the operators one of their own")
+        return cls(monitors, operator, by_certificate=by_certificate)
+
+    def monitor_patterns(self, header: str, certificate: Mapping[str, Any] | None) -> list[str]:
+        """Names of hosts that this client may speak for; none: it is no monitor."""
+        if self.insecure:
+            return ["*"]
+        digest = _digest(_bearer(header))
+        # All of them are compared, whichever fits.
+        found = [entry.pattern for entry in self._entries if hmac.compare_digest(entry.digest, digest)]
+        if self._by_certificate:
+            names = _names(certificate)
+            # With tokens as well, both must allow it.
+            found = [name for name in names if not self._entries or _fits(name, found)]
+        return found
+
+    def allows_operator(self, header: str, *, to_look: bool = False) -> bool:
+        """Args: to_look: nothing is changed; then a browser's password will do, which it sends by itself, wherever a
+        request comes from."""
+        if self.insecure:
+            return True
+        token = _bearer(header) or (_password(header) if to_look else "")
+        return self._operator is not None and hmac.compare_digest(self._operator, _digest(token))
+
+    @staticmethod
+    def may_speak_for(patterns: Sequence[str], host: str) -> bool:
+        return HOST_NAME.fullmatch(host) is not None and _fits(host, patterns)
+
+
+def _fits(host: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(host, pattern) for pattern in patterns)
+
+
+def _digest(token: str) -> bytes:
+    """Of equal length for all tokens, so that a comparison tells nothing of it."""
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+
+
+def _bearer(header: str) -> str:
+    kind, _, token = header.partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
+
+
+def _password(header: str) -> str:
+    kind, _, text = header.partition(" ")
+    if kind.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(text, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
+
+
+def _names(certificate: Mapping[str, Any] | None) -> list[str]:
+    """Host names in a verified certificate."""
+    if not certificate:
+        return []
+    names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
+    common = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    return [name for name in (names or common) if HOST_NAME.fullmatch(name)]
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(1 << 20)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {path} cannot be read: {error}") from error
+    if stat.S_IMODE(mode) & 0o007:
+        raise ConfigError(f"everybody on this host can read or write the token file {path}; chmod 600 {path}")
+    return text
+
+
+def _token(path: str) -> str:
+    words = _read(path).split()
+    if len(words) != 1:
+        raise ConfigError(f"{path} holds {len(words)} words; a token file holds one")
+    _check_length(words[0], path)
+    return words[0]
+
+
+def _tokens_of_hosts(path: str) -> list[tuple[str, str]]:
+    found = []
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        if len(words) != 2:
+            raise ConfigError(f"{path}, line {number}: write HOST-PATTERN TOKEN, for example: node-* 3q2+7w...")
+        _check_length(words[1], f"{path}, line {number}")
+        found.append((words[0], words[1]))
+    if not found:
+        raise ConfigError(f"{path} holds no token; write lines of HOST-PATTERN TOKEN")
+    return found
+
+
+def _check_length(token: str, where: str) -> None:
+    if len(token) < _LEAST_TOKEN:
+        raise ConfigError(f"{where}: a token of {len(token)} characters can be guessed; use {_LEAST_TOKEN} or more")
+
+
+def server_context(tls: TlsSettings | None) -> ssl.SSLContext | None:
+    """
+    Raises:
+        ConfigError: a file of it cannot be used.
+    """
+    if tls is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+        if tls.client_ca:
+            context.load_verify_locations(tls.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"tls: {tls.cert}, {tls.key}, {tls.client_ca or 'no client_ca'}: {error}") from error
+    return context

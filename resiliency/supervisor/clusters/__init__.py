@@ -1,0 +1,3 @@
+"""What a cluster can be told about hosts."""
+
+__all__: list[str] = []

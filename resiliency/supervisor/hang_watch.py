@@ -1,0 +1,126 @@
+"""Which rank of a workload hangs, from what the monitors of all its hosts read. Pure.
+
+When one rank hangs, the others wait for it in a collective operation and are as quiet. A launcher compares the ranks of
+its own host (:mod:`resiliency.launch.hangs`); here those of all hosts are, by the same rules: the culprit is stopped by
+a signal, or has made the fewest beats, or, where all have made as many, has made the last one first.
+
+What the pages hold (a count, the longest step, the time since the last sign of life) does not tell a rank that is slow
+from the ranks that wait for it in every step: stragglers are not looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from resiliency.supervisor.messages import RankReport
+from resiliency.supervisor.model import Observation, ObservationKind
+
+__all__ = ["HangWatch"]
+
+#: The same rank must be found so often, with a report of its host between.
+_FOUND = 2
+
+
+@dataclass(kw_only=True)
+class _Host:
+    at_s: float
+    number: int
+    ranks: tuple[RankReport, ...]
+
+
+@dataclass(kw_only=True)
+class _Epoch:
+    epoch: int
+    hosts: dict[str, _Host] = field(default_factory=dict)
+    #: Hosts of which a rank is quiet for too long.
+    suspicious: set[str] = field(default_factory=set)
+    culprit: tuple[str, int] | None = None
+    found: int = 0
+    found_at: int = -1
+    said: bool = False
+
+
+class HangWatch:
+    """See the module. Thread: one.
+
+    Args:
+        steps: times its longest step, after which a quiet rank hangs.
+        floor_s: at least.
+    """
+
+    def __init__(self, *, steps: float, floor_s: float) -> None:
+        self._steps, self._floor_s = steps, floor_s
+        self._epochs: dict[str, _Epoch] = {}
+
+    def reported(
+        self, workload: str, epoch: int, host: str, ranks: tuple[RankReport, ...], now_s: float
+    ) -> Observation | None:
+        """What a host of the workload's present epoch has said. Returns: the rank that hangs, once an epoch."""
+        seen = self._epochs.get(workload)
+        if seen is None or seen.epoch != epoch:
+            seen = self._epochs[workload] = _Epoch(epoch=epoch)
+        known = seen.hosts.get(host)
+        number = 0 if known is None else known.number + 1
+        seen.hosts[host] = _Host(at_s=now_s, number=number, ranks=ranks)
+        if any(map(self._is_quiet, ranks)):
+            seen.suspicious.add(host)
+        else:
+            seen.suspicious.discard(host)
+        if not seen.suspicious or seen.said:
+            seen.culprit, seen.found = None, 0
+            return None
+        return self._look(workload, seen)
+
+    def forget(self, workload: str) -> None:
+        """It has ended."""
+        self._epochs.pop(workload, None)
+
+    def _look(self, workload: str, seen: _Epoch) -> Observation | None:
+        host, rank = self._culprit(seen)
+        where = host, rank.rank
+        at = seen.hosts[host].number
+        if where != seen.culprit:
+            seen.culprit, seen.found, seen.found_at = where, 1, at
+            return None
+        if at == seen.found_at:
+            return None
+        seen.found, seen.found_at = seen.found + 1, at
+        if seen.found < _FOUND:
+            return None
+        seen.said = True
+        return Observation(
+            kind=ObservationKind.WORKER_HUNG,
+            host=host,
+            workload=workload,
+            epoch=seen.epoch,
+            rank=rank.rank,
+            detail=self._text(rank, seen),
+        )
+
+    def _culprit(self, seen: _Epoch) -> tuple[str, RankReport]:
+        quiet = [(host, rank) for host in sorted(seen.suspicious) for rank in seen.hosts[host].ranks]
+        quiet = [(host, rank) for host, rank in quiet if self._is_quiet(rank)]
+        stopped = [(host, rank) for host, rank in quiet if rank.stopped_s > 0]
+        # A rank's last sign of life, by this host's clock.
+        return min(
+            stopped or quiet, key=lambda one: (one[1].beats, seen.hosts[one[0]].at_s - one[1].quiet_s, one[1].rank)
+        )
+
+    def _is_quiet(self, rank: RankReport) -> bool:
+        if rank.stopped_s > self._floor_s:
+            return True
+        return rank.watched and rank.quiet_s > max(self._floor_s, self._steps * rank.longest_s)
+
+    def _text(self, rank: RankReport, seen: _Epoch) -> str:
+        if rank.stopped_s > 0:
+            what = f"a signal has stopped it for {rank.stopped_s:.0f} s"
+        else:
+            what = f"no progress for {rank.quiet_s:.0f} s, its longest step took {rank.longest_s:.2g} s"
+        others = [one.beats for one in _ranks(seen.hosts.values()) if one.rank != rank.rank]
+        compared = f"; the others are at {min(others)} to {max(others)}" if others else ""
+        return f"{what}; it is at step {rank.step}, {rank.phase or 'an unknown phase'}, {rank.beats} beats{compared}"
+
+
+def _ranks(hosts: Iterable[_Host]) -> Iterable[RankReport]:
+    return (rank for host in hosts for rank in host.ranks)

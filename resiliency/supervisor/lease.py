@@ -1,0 +1,203 @@
+"""Which of several supervisors with one state file leads. On one host only, and without a clock.
+
+A file beside the state file is locked by the leader: when its process ends, however it does, the kernel gives the lock
+to one that waits. A page of it is mapped by all of them: the leader counts there that it runs, and who leads is written
+there, too. So one that was stopped (SIGSTOP, a debugger, a host that swaps) is replaced as well, and sees that it was
+by a look at memory, before it says anything more. What makes it safe is neither: it is the term, which every
+transaction of the store compares, and which monitors obey in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import threading
+import time
+
+import psutil
+
+from resiliency.errors import ConfigError
+from resiliency.supervisor.store import Store
+
+__all__ = ["Lease"]
+
+logger = logging.getLogger(__name__)
+
+#: Of the page: a count, the leader's process id, the time that this process was started at in microseconds, its term.
+_PAGE = struct.Struct("=QQQQ")
+
+
+class Lease:
+    """See the module. Thread: the event loop's. Blocks: never.
+
+    Args:
+        store: whose leader is sought.
+        lease_s: a leader that has not counted for this long is replaced.
+
+    Raises:
+        ConfigError: the file beside the state file cannot be used.
+    """
+
+    def __init__(self, store: Store, *, lease_s: float) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self._me = os.getpid(), _started_us(os.getpid())
+        self._term = 0
+        self._count = 0
+        self._path = store.path + ".lock"
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if os.fstat(self._fd).st_size < mmap.PAGESIZE:
+                os.ftruncate(self._fd, mmap.PAGESIZE)
+            self._page = mmap.mmap(self._fd, mmap.PAGESIZE)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._path} cannot be used: {error.strerror}; it lies beside the state file"
+            ) from error
+        self._locked = False
+        self._waiter: threading.Thread | None = None
+        self._woken = asyncio.Event()
+        self._closed = False
+
+    @property
+    def looks_every_s(self) -> float:
+        """The leader counts, and those who wait look, this often."""
+        return self._lease_s / 5
+
+    def is_mine(self) -> bool:
+        """Nobody has taken over. To be asked before anything is said."""
+        _, pid, started, term = self._read()
+        return self._term != 0 and (pid, started) == self._me and term == self._term
+
+    def renew(self) -> None:
+        """Says that the leader runs."""
+        if self.is_mine():
+            self._count += 1
+            self._write()
+
+    async def wait_for_turn(self) -> int:
+        """Returns the term of this process's leadership, when it begins.
+
+        Raises:
+            sqlite3.Error: the state file cannot be read.
+        """
+        self._term = 0
+        self._start_waiter()
+        seen, still_s, looked_s = self._read(), 0.0, time.monotonic()
+        said = False
+        while True:
+            now_s = time.monotonic()
+            present = self._read()
+            gap_s = now_s - looked_s
+            if present != seen or gap_s > 3 * self.looks_every_s:  # the leader runs; or this process did not
+                seen, still_s = present, 0.0
+            else:
+                still_s += gap_s
+            looked_s = now_s
+            ended = self._locked and not self._runs(present)
+            # With the lock, the one that leads has been replaced by one that could not have it.
+            if ended or still_s >= self._lease_s:
+                if not ended:
+                    logger.warning("the leader has not counted for %.1f s, and is replaced", still_s)
+                term = await asyncio.to_thread(self._take_over)
+                if term is not None:
+                    self._term, self._count = term, present[0] + 1
+                    self._write()
+                    return term
+                seen, still_s = self._read(), 0.0
+                continue
+            if not said:
+                said = True
+                logger.info("process %d leads; this one stands by", present[1])
+            if self._locked:
+                self._unlock()  # the leader that runs without it is to have it
+            await self._wait(self.looks_every_s)
+            self._start_waiter()
+
+    def _take_over(self) -> int | None:
+        return self._store.take_over(self._store.term(), f"process {self._me[0]}")
+
+    async def _wait(self, seconds: float) -> None:
+        self._woken.clear()
+        try:
+            await asyncio.wait_for(self._woken.wait(), seconds)
+        except asyncio.TimeoutError:
+            return
+
+    # -- the lock -----------------------------------------------------------------------------------------------------
+
+    def _start_waiter(self) -> None:
+        """Has the lock, or waits for it on a thread: nothing else tells at once that a process has ended."""
+        if self._locked or self._waiter is not None:
+            return
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._locked = True
+        except BlockingIOError:
+            loop = asyncio.get_running_loop()
+            arguments = (loop, os.open(self._path, os.O_RDWR | os.O_CLOEXEC))
+            # A daemon: nothing can interrupt it, and it is in nobody's way when the process ends.
+            self._waiter = threading.Thread(target=self._await_lock, args=arguments, name="lease-lock", daemon=True)
+            self._waiter.start()
+
+    def _await_lock(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            loop.call_soon_threadsafe(self._got_lock, fd)
+        except RuntimeError:  # the loop was closed
+            os.close(fd)
+
+    def _got_lock(self, fd: int) -> None:
+        self._waiter = None
+        if self._closed:
+            os.close(fd)
+            return
+        os.dup2(fd, self._fd, inheritable=False)
+        os.close(fd)
+        self._locked = True
+        self._woken.set()
+
+    def _unlock(self) -> None:
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._locked = False
+
+    def release(self) -> None:
+        """Leads no more; another one may at once."""
+        if self.is_mine():
+            self._page[: _PAGE.size] = _PAGE.pack(self._count + 1, 0, 0, self._term)
+        self._term = 0
+        if self._locked:
+            self._unlock()
+
+    def close(self) -> None:
+        self.release()
+        self._closed = True
+        self._page.close()
+        os.close(self._fd)
+
+    # -- the page -----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> tuple[int, int, int, int]:
+        found: tuple[int, int, int, int] = _PAGE.unpack_from(self._page)
+        return found
+
+    def _write(self) -> None:
+        self._page[: _PAGE.size] = _PAGE.pack(self._count, *self._me, self._term)
+
+    def _runs(self, page: tuple[int, int, int, int]) -> bool:
+        """The process that leads is there, another one than this."""
+        _, pid, started, _ = page
+        if pid == 0 or (pid, started) == self._me:
+            return False
+        return _started_us(pid) == started
+
+
+def _started_us(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).create_time() * 1e6)
+    except psutil.NoSuchProcess:
+        return 0

@@ -1,0 +1,239 @@
+"""The supervisor's process: stands by, leads, listens. Needs aiohttp (extra ``supervisor``)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from resiliency.errors import ConfigError
+from resiliency.supervisor.api import add_routes
+from resiliency.supervisor.auth import Authority, server_context
+from resiliency.supervisor.clusters.base import Cluster
+from resiliency.supervisor.lease import Lease
+from resiliency.supervisor.metrics import Metrics
+from resiliency.supervisor.monitor_socket import MonitorSocket
+from resiliency.supervisor.policy import load_policy
+from resiliency.supervisor.service import Service
+from resiliency.supervisor.settings import SupervisorSettings, split_address
+from resiliency.supervisor.store import HistoryEvent, LeadershipLost, Store
+
+__all__ = ["Supervisor"]
+
+logger = logging.getLogger(__name__)
+
+_KEEPALIVE_S = 15.0
+_MOST_BODY_BYTES = 16 * 1024
+#: For the address of a leader before this one to become free.
+_BIND_S = 30.0
+_BIND_AGAIN_S = 0.2
+
+
+class Supervisor:
+    """See the module. Thread: the event loop's.
+
+    Args:
+        folder: that the policy's path is meant from.
+        log: told every line of the history with its workload's epoch, when it is stored.
+
+    Raises:
+        ConfigError: a file that it needs cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: SupervisorSettings,
+        *,
+        folder: str = "",
+        cluster: Cluster | None = None,
+        log: Callable[[HistoryEvent, int], None] = lambda event, epoch: None,
+    ) -> None:
+        self.settings = settings
+        self._folder, self._cluster, self._log = folder, cluster, log
+        self.authority = Authority.of(settings)
+        self._tls = server_context(settings.tls)
+        load_policy(settings.policy, folder)  # says what is wrong with it now, not when this leads
+        self.service: Service | None = None
+        self.metrics = Metrics(lambda: self.service)
+        self.store = Store(settings.state)
+        try:
+            self.lease = Lease(self.store, lease_s=settings.lease_s)
+        except BaseException:
+            self.store.close()
+            raise
+        self._stopping = asyncio.Event()
+        #: Connections that have not sent a whole request yet.
+        self._unproven: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        #: Where it listens, when it does.
+        self.address: tuple[str, int] | None = None
+
+    def stop(self) -> None:
+        """Makes :meth:`run` return."""
+        self._stopping.set()
+        if self.service is not None:
+            self.service.stop()
+
+    async def run(self) -> None:
+        """Stands by and leads, in turn, until :meth:`stop`.
+
+        Raises:
+            ConfigError: it cannot listen, or what is stored cannot be read.
+        """
+        app = web.Application(middlewares=[self._prove], client_max_size=_MOST_BODY_BYTES)
+        add_routes(app, self)
+        app.router.add_get("/v1/monitor", self._monitor)
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, keepalive_timeout=_KEEPALIVE_S, shutdown_timeout=1.0
+        )
+        await self._runner.setup()
+        try:
+            with contextlib.suppress(OSError):  # the leader may have the address
+                await self._listen()
+            while not self._stopping.is_set():
+                term = await self._unless_stopped(self.lease.wait_for_turn())
+                if term is None:
+                    return
+                await self._lead(term)
+        finally:
+            await self._close()
+
+    async def _lead(self, term: int) -> None:
+        service = Service(
+            self.settings,
+            self.store,
+            self.lease,
+            term,
+            folder=self._folder,
+            cluster=self._cluster,
+            log=self._log,
+            watch_handled=self.metrics.handled,
+            watch_commit=self.metrics.committed,
+        )
+        try:
+            if not await self._unless_stopped(self._listen_soon()):
+                return
+            self.service = service
+            logger.info("leads in term %d; listens on %s:%d", term, *(self.address or ("", 0)))
+            await service.run()
+        except LeadershipLost as error:
+            logger.error("this supervisor leads no more, and stands by: %s", error)
+        finally:
+            self.service = None
+            self.lease.release()
+
+    async def _unless_stopped(self, work: Awaitable[int]) -> int | None:
+        """What it returns; None: :meth:`stop` came before."""
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            for each in (task, stopped):
+                each.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
+
+    # -- listening ----------------------------------------------------------------------------------------------------
+
+    async def _listen_soon(self) -> int:
+        until_s = time.monotonic() + _BIND_S
+        while True:
+            try:
+                await self._listen()
+                return 1
+            except OSError as error:
+                # The leader that was replaced may be stopped, and hold the address.
+                if error.errno != errno.EADDRINUSE or time.monotonic() > until_s:
+                    raise ConfigError(
+                        f"cannot listen on {self.settings.listen}: {error.strerror}; pass another address with --listen"
+                    ) from error
+            self.lease.renew()
+            await asyncio.sleep(_BIND_AGAIN_S)
+
+    async def _listen(self) -> None:
+        if self._server is not None:
+            return
+        host, port = split_address(self.settings.listen)
+        self._server = await asyncio.get_running_loop().create_server(
+            self._protocol,
+            host,
+            port,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else self.settings.handshake_timeout_s,
+            backlog=4096,
+            reuse_address=True,
+        )
+        bound = self._server.sockets[0].getsockname()
+        self.address = bound[0], bound[1]
+
+    def _protocol(self) -> asyncio.Protocol:
+        """One that must prove that it is a client: a connection that dribbles is cut off, and so are too many."""
+        assert self._runner is not None and self._runner.server is not None
+        if len(self._runner.server.connections) >= self.settings.most_connections:
+            return _Refusing()
+        made = self._runner.server()
+        loop = asyncio.get_running_loop()
+        self._unproven[made] = loop.call_later(self.settings.handshake_timeout_s, self._cut, made)
+        return made
+
+    def _cut(self, protocol: asyncio.BaseProtocol) -> None:
+        self._unproven.pop(protocol, None)
+        transport = getattr(protocol, "transport", None)
+        if transport is not None:
+            transport.abort()
+
+    @web.middleware
+    async def _prove(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        timer = self._unproven.pop(request.protocol, None)
+        if timer is not None:
+            timer.cancel()
+        return await handler(request)
+
+    async def _monitor(self, request: web.Request) -> web.StreamResponse:
+        transport = request.transport
+        certificate = None if transport is None else transport.get_extra_info("peercert")
+        patterns = self.authority.monitor_patterns(request.headers.get("Authorization", ""), certificate)
+        if not patterns:
+            logger.warning("a monitor at %s has no token that is known here", request.remote)
+            return web.json_response({"error": "no token that is known here"}, status=401, headers=_LAST)
+        if self.service is None:
+            return web.json_response({"error": "stands by; another one leads"}, status=503, headers=_LAST)
+        if request.headers.get("Upgrade", "").lower() != "websocket":
+            return web.json_response({"error": "this is where monitors connect by WebSocket"}, status=426)
+        if transport is not None and (plain := transport.get_extra_info("socket")) is not None:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        monitor = MonitorSocket(request, patterns, lambda: self.service, self.settings.handshake_timeout_s)
+        return await monitor.serve()
+
+    async def _close(self) -> None:
+        for timer in self._unproven.values():
+            timer.cancel()
+        self._unproven.clear()
+        if self._server is not None:
+            self._server.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self.lease.close()
+        self.store.close()
+
+
+_LAST = {"Connection": "close"}
+
+
+class _Refusing(asyncio.Protocol):
+    """There are too many connections."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        logger.warning("a connection is refused: there are too many; raise `most_connections`")
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()

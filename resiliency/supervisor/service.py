@@ -1,0 +1,718 @@
+"""The supervisor that leads: hears monitors and operators, decides, stores, and only then says what is to be true.
+
+Everything here runs on one event loop and never waits, but for the store, whose writes are made on a thread of their
+own: while a disk is slow, hosts are heard all the same; what follows from decisions waits for them to be on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import re
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from resiliency import faultpoints
+from resiliency.events import EventKind
+from resiliency.storage.typed_json import to_jsonable
+from resiliency.supervisor.actuator import Actuator
+from resiliency.supervisor.clusters.base import Cluster
+from resiliency.supervisor.clusters.local import LocalCluster
+from resiliency.supervisor.controller import Changes, Controller, ControllerSettings
+from resiliency.supervisor.decided import ASKED, Decided
+from resiliency.supervisor.hang_watch import HangWatch
+from resiliency.supervisor.history import History
+from resiliency.supervisor.lease import Lease
+from resiliency.supervisor.messages import Ask, Observed, Report, StepEnded
+from resiliency.supervisor.model import (
+    Host,
+    HostState,
+    Observation,
+    ObservationKind,
+    StepKind,
+    Workload,
+    WorkloadSpec,
+    WorkloadState,
+)
+from resiliency.supervisor.policy import load_policy
+from resiliency.supervisor.sensor import Sensor
+from resiliency.supervisor.settings import SupervisorSettings
+from resiliency.supervisor.store import HistoryEvent, LeadershipLost, Store
+
+__all__ = ["Forged", "Link", "Service"]
+
+logger = logging.getLogger(__name__)
+
+#: Between two looks at what is due, at most.
+_TICK_S = 0.1
+#: Between tries to write to a disk that fails.
+_RETRY_S, _MOST_RETRY_S = 0.2, 5.0
+#: A check of a host that joins.
+_VERIFY_TIMEOUT_S = 30.0
+#: Plans' numbers begin at 1.
+_NO_PLAN = 0
+_MOST_TEXT = 2000
+_ADDRESS = re.compile(r"[A-Za-z0-9._:\[\]-]{3,300}")
+#: What a monitor may say that it has seen.
+_SEEN_BY_MONITORS = frozenset(
+    {
+        ObservationKind.WORKER_LOST,
+        ObservationKind.WORKER_HUNG,
+        ObservationKind.STRAGGLER,
+        ObservationKind.HOST_UNHEALTHY,
+        ObservationKind.DEVICE_FAULT,
+        ObservationKind.DRAIN,
+        ObservationKind.NO_PROGRESS,
+    }
+)
+
+
+class Forged(Exception):
+    """A message that its sender had no right to send; the text says why. The connection is closed."""
+
+
+class Link(Protocol):
+    """A monitor that is connected."""
+
+    host: str
+    incarnation: str
+
+    def offer(self, text: str) -> None:
+        """Sends a message, instead of those that are not under way yet. Blocks: never."""
+        ...
+
+    def close(self, reason: str) -> None: ...
+
+
+@dataclass(kw_only=True)
+class _Heard:
+    """What was heard of a host. Not stored: it says it again."""
+
+    link: Link | None = None
+    offered: str = ""
+    at_s: float = -1.0
+    place: tuple[str, int] = ("", 0)
+    step: int = -1
+    ended: bool = False
+    problem: str = ""
+    elsewhere_since_s: float | None = None
+
+
+@dataclass(kw_only=True)
+class _Check:
+    """Of a host that joins: a number that no other check has, and when it was asked for."""
+
+    at: int
+    asked_s: float
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """For the metrics."""
+
+    messages: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    plans: Counter[tuple[str, str]] = field(default_factory=Counter)
+    incidents: int = 0
+    commits: int = 0
+    commit_failures: int = 0
+
+
+class Service:
+    """See the module. Thread: the event loop's.
+
+    Args:
+        log: told every line of the history when it is stored.
+        watch_handled, watch_commit: told how many seconds a message, or a transaction, took.
+
+    Raises:
+        ConfigError: the policy or the stored state cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: SupervisorSettings,
+        store: Store,
+        lease: Lease,
+        term: int,
+        *,
+        folder: str = "",
+        cluster: Cluster | None = None,
+        log: Callable[[HistoryEvent, int], None] = lambda event, epoch: None,
+        watch_handled: Callable[[float], None] = lambda seconds: None,
+        watch_commit: Callable[[float], None] = lambda seconds: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings, self.term = settings, term
+        self._store, self._lease, self._clock = store, lease, clock
+        self._log, self.watch_handled, self._watch_commit = log, watch_handled, watch_commit
+        now_s = clock()
+        self.sensor = Sensor(settings.sensor, now_s)
+        hook = settings.hook
+        self.controller = Controller(
+            self.sensor,
+            policy=load_policy(settings.policy, folder),
+            settings=ControllerSettings(
+                most_plans=settings.most_plans,
+                hook_timeout_s=0.0 if hook is None else hook.timeout_s,
+                dry_run=settings.dry_run,
+            ),
+            period_s=settings.sensor.period_s,
+        )
+        self.decided = Decided()
+        self.counts = Counts()
+        self.store_problem = ""
+        self.began_s = now_s
+        self._history = History()
+        self._hangs = HangWatch(steps=settings.hang.hang_steps, floor_s=settings.hang.hang_floor_s)
+        self._actuator = Actuator(
+            hook=() if hook is None else tuple(hook.command),
+            cluster=cluster or LocalCluster(),
+            ended=self._carried_out,
+        )
+        self._heard: dict[str, _Heard] = {}
+        self._masters: dict[str, tuple[int, str]] = {}
+        self._checks: dict[str, _Check] = {}
+        #: Of steps that are asked of hosts: what they have answered.
+        self._answers: dict[tuple[int, int], dict[str, str]] = {}
+        self._asks: dict[str, list[Ask]] = {}
+        self._pending, self._pending_hosts, self._pending_events = Changes(), set[str](), list[HistoryEvent]()
+        self._due, self._dirty, self._stopped = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._swept_s = self._renewed_s = now_s
+        self._inject_at_s = now_s + settings.fault_injection_period_s
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="supervisor-store")
+        self._restore(now_s)
+
+    def _restore(self, now_s: float) -> None:
+        stored = self._store.load()
+        self.sensor.restore(stored.hosts, now_s)
+        self.controller.restore(stored.workloads, stored.incidents, stored.plans, now_s)
+        self._history.begin(stored.workloads, stored.incidents, stored.hosts)
+        self.decided.apply(
+            Changes(
+                workloads={each.name: each for each in stored.workloads},
+                plans={each.number: each for each in stored.plans},
+            )
+        )
+        self._asks = self.decided.asks()
+        wanted = {spec.name for spec in self.settings.workloads}
+        for spec in self.settings.workloads:
+            self._add(spec, now_s)
+        for workload in stored.workloads:
+            if workload.name not in wanted and not workload.state.has_ended:
+                logger.warning(
+                    "workload %s is not in the file any more, and goes on; `resiliency supervisor stop %s` ends it",
+                    workload.name,
+                    workload.name,
+                )
+        self._note_event(EventKind.SUPERVISOR_LEADS, f"a supervisor leads, in term {self.term}", term=self.term)
+
+    def _add(self, spec: WorkloadSpec, now_s: float) -> None:
+        known = self.controller.workloads.get(spec.name)
+        if known is not None and known.state.has_ended:
+            logger.warning(
+                "workload %s is %s (%s), and is not begun again; `resiliency supervisor start %s` begins it",
+                spec.name,
+                known.state,
+                known.reason,
+                spec.name,
+            )
+            return
+        self.controller.add(spec, now_s)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Leads until :meth:`stop`.
+
+        Raises:
+            LeadershipLost: another supervisor does; nothing may be said any more.
+        """
+        tasks = [asyncio.create_task(self._keep_looking()), asyncio.create_task(self._keep_storing())]
+        try:
+            done, _ = await asyncio.wait(
+                [*tasks, waits := asyncio.create_task(self._stopped.wait())], return_when=asyncio.FIRST_COMPLETED
+            )
+            waits.cancel()
+            for task in done:
+                task.result()
+            if self._lease.is_mine() and self._has_pending():
+                with contextlib.suppress(LeadershipLost, sqlite3.Error, OSError):
+                    await self._store_pending()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._actuator.close()
+            for heard in self._heard.values():
+                if heard.link is not None:
+                    heard.link.close("the supervisor ends")
+            self._executor.shutdown(wait=False)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    async def _keep_looking(self) -> None:
+        while True:
+            self._due.clear()
+            self._look()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._due.wait(), _TICK_S)
+
+    def _look(self) -> None:
+        now_s, wall = self._clock(), time.time()
+        if not self._lease.is_mine():
+            raise LeadershipLost("another supervisor leads")
+        if now_s - self._renewed_s >= self._lease.looks_every_s:
+            self._lease.renew()
+            self._renewed_s = now_s
+        self._give_up_late_steps(now_s, wall)
+        if self.settings.enable_fault_injection and now_s >= self._inject_at_s:
+            self._inject_at_s = now_s + self.settings.fault_injection_period_s
+            self._inject(now_s, wall)
+        self.controller.look(now_s, wall)
+        if now_s - self._swept_s >= 1.0:
+            self._swept_s = now_s
+            self._sweep(now_s)
+        self._collect()
+
+    def _sweep(self, now_s: float) -> None:
+        """What need not be done at every look."""
+        for name in self.sensor.to_check(now_s):
+            self._check(name, now_s)
+        placed = self.decided.place
+        for name in self.sensor.forgotten(now_s):
+            if placed(name) is None:
+                self.sensor.forget(name)
+                self._heard.pop(name, None)
+        for name, heard in self._heard.items():
+            if heard.link is not None and self.sensor.state_of(name) is HostState.SILENT:
+                # If it lives, it comes again.
+                heard.link.close("not heard of for too long")
+
+    def _collect(self) -> None:
+        changes = self.controller.take_changes()
+        for name in ("workloads", "incidents", "plans"):
+            getattr(self._pending, name).update(getattr(changes, name))
+        self._pending_hosts |= self.sensor.take_changed()
+        if self._has_pending():
+            self._dirty.set()
+
+    def _has_pending(self) -> bool:
+        return bool(self._pending or self._pending_hosts or self._pending_events)
+
+    # -- storing ------------------------------------------------------------------------------------------------------
+
+    async def _keep_storing(self) -> None:
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            if self._has_pending():
+                await self._store_pending()
+
+    async def _store_pending(self) -> None:
+        changes, self._pending = self._pending, Changes()
+        names, self._pending_hosts = self._pending_hosts, set()
+        hosts = {name: self.sensor.host(name) for name in names}
+        said, self._pending_events = self._pending_events, []
+        events = [*said, *self._history.of(changes, hosts, time.time())]
+        await self._write(changes, hosts, events)
+        self._count(changes, events)
+        was_over = {name: each.state.has_ended for name, each in self.decided.workloads.items()}
+        concerned = self.decided.apply(changes)
+        for name, workload in changes.workloads.items():
+            if workload.state.has_ended and not was_over.get(name, False):
+                self._hangs.forget(name)
+                concerned.update(self._heard)  # spares may end as well
+        self._asks = self.decided.asks()
+        self._answers = {
+            key: value
+            for key, value in self._answers.items()
+            if key[0] in self.decided.plans and self.decided.plans[key[0]].at == key[1]
+        }
+        for event in events:
+            at = self.decided.workloads.get(event.workload)
+            self._log(event, 0 if at is None else at.epoch)
+        self._offer(concerned)
+        self._actuator.carry_out(self.decided.plans, self.decided.workloads)
+
+    async def _write(self, changes: Changes, hosts: dict[str, Host | None], events: Sequence[HistoryEvent]) -> None:
+        loop, delay_s = asyncio.get_running_loop(), _RETRY_S
+        while True:
+            began_s = time.monotonic()
+            try:
+                await loop.run_in_executor(self._executor, self._store.commit, self.term, changes, hosts, events)
+            except (sqlite3.Error, OSError) as error:
+                self.counts.commit_failures += 1
+                if not self.store_problem:
+                    logger.error(
+                        "the state file %s cannot be written: %s; what is decided waits until it can",
+                        self._store.path,
+                        error,
+                    )
+                self.store_problem = str(error)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._stopped.wait(), delay_s)
+                    raise
+                delay_s = min(2 * delay_s, _MOST_RETRY_S)
+            else:
+                if self.store_problem:
+                    logger.warning("the state file is written again")
+                self.store_problem = ""
+                self.counts.commits += 1
+                self._watch_commit(time.monotonic() - began_s)
+                return
+
+    def _count(self, changes: Changes, events: Iterable[HistoryEvent]) -> None:
+        for event in events:
+            if event.kind == EventKind.INCIDENT_OPENED:
+                self.counts.incidents += 1
+            elif event.kind == EventKind.PLAN_ENDED:
+                self.counts.plans[event.fields["remedy"], event.fields["outcome"]] += 1
+
+    # -- what is said to monitors -------------------------------------------------------------------------------------
+
+    def _desired(self, host: str) -> str:
+        """As :class:`~resiliency.supervisor.messages.Desired`, made of pieces: it is made for thousands at once."""
+        place = self.decided.place(host)
+        master = ""
+        if place is not None:
+            epoch, address = self._masters.get(place[0].name, (0, ""))
+            master = address if epoch == place[0].epoch else ""
+        asks = [ask for ask in self._asks.get(host, ()) if host not in self._answers.get((ask.plan, ask.at), {})]
+        check = self._checks.get(host)
+        if check is not None:
+            asks.append(Ask(plan=_NO_PLAN, at=check.at, kind=StepKind.VERIFY, timeout_s=_VERIFY_TIMEOUT_S))
+        asked = json.dumps([to_jsonable(ask) for ask in asks], separators=(",", ":")) if asks else "[]"
+        completed = "true" if self.decided.has_completed(host) else "false"
+        return (
+            f'{{"type":"Desired","term":{self.term},"place":{self.decided.place_text(host)},'
+            f'"master":{json.dumps(master)},"asks":{asked},"completed":{completed}}}'
+        )
+
+    def _offer(self, hosts: Iterable[str], *, again: bool = False) -> None:
+        """Args: again: also what was said before."""
+        if not self._lease.is_mine():
+            self._due.set()  # says so, and ends all this
+            return
+        faultpoints.hit("supervisor.send")
+        for host in hosts:
+            heard = self._heard.get(host)
+            if heard is None or heard.link is None:
+                continue
+            text = self._desired(host)
+            if again or text != heard.offered:
+                heard.offered = text
+                heard.link.offer(text)
+
+    # -- monitors -----------------------------------------------------------------------------------------------------
+
+    def connect(self, link: Link, *, address: str, block: str) -> None:
+        """A monitor has said who it is.
+
+        Raises:
+            Forged: another one speaks for this host.
+        """
+        now_s = self._clock()
+        heard = self._heard.setdefault(link.host, _Heard())
+        if heard.link is not None:
+            lives = now_s - heard.at_s < 2 * self.settings.sensor.period_s
+            if lives and heard.link.incarnation != link.incarnation:
+                raise Forged(
+                    f"a monitor of {link.host} is connected, and was heard of {now_s - heard.at_s:.1f} s ago; a host"
+                    " has one monitor: end the other one, or give this host a name of its own"
+                )
+            heard.link.close("replaced by a newer connection of its host")
+        heard.link, heard.offered, heard.at_s = link, "", now_s
+        self._hear(link, now_s, address=address[:_MOST_TEXT], block=block[:_MOST_TEXT])
+        self._offer([link.host])
+
+    def disconnect(self, link: Link) -> None:
+        heard = self._heard.get(link.host)
+        if heard is not None and heard.link is link:
+            heard.link = None  # silence is told by time, not by this
+
+    def _hear(self, link: Link, now_s: float, *, address: str = "", block: str = "") -> None:
+        self.sensor.heard(link.host, link.incarnation, now_s, address=address, block=block)
+        self._heard[link.host].at_s = now_s
+        if self.sensor.state_of(link.host) is HostState.JOINING and link.host not in self._checks:
+            self._check(link.host, now_s)
+            self._due.set()
+
+    def is_current(self, link: Link) -> bool:
+        heard = self._heard.get(link.host)
+        return heard is not None and heard.link is link
+
+    def report(self, link: Link, report: Report) -> None:
+        """A heartbeat."""
+        now_s = self._clock()
+        host = link.host
+        self._hear(link, now_s)
+        heard = self._heard[host]
+        self._take_problem(host, heard, report.problem, now_s)
+        placed = self.decided.place(host)
+        reported = report.workload, report.epoch
+        news = reported != heard.place
+        heard.place = reported
+        if placed is None or reported != (placed[0].name, placed[0].epoch):
+            if report.workload:
+                self.controller.refused["epoch"] += 1
+            self._miss(heard, placed, host, now_s)
+            if placed is not None or report.workload:
+                self._offer([host], again=True)
+        else:
+            heard.elsewhere_since_s = None
+            news |= self._take_progress(host, heard, report, placed, now_s)
+        if news:
+            self._due.set()
+
+    def _take_progress(
+        self, host: str, heard: _Heard, report: Report, placed: tuple[Workload, int], now_s: float
+    ) -> bool:
+        """Returns: a look at it is due."""
+        workload, node_rank = placed
+        step = max((_progress(rank) for rank in report.ranks), default=-1)
+        ended = report.ended and not report.preempted
+        news = ended != heard.ended or (step >= 0) != (heard.step >= 0) or report.preempted
+        heard.step, heard.ended = step, ended
+        self.controller.reported(host, workload.name, workload.epoch, now_s, step=step, ended=ended)
+        if node_rank == 0 and report.master and _ADDRESS.fullmatch(report.master):
+            if self._masters.get(workload.name) != (workload.epoch, report.master):
+                self._masters[workload.name] = workload.epoch, report.master
+                self._offer(workload.places)
+        if report.preempted:
+            self._observe(
+                Observation(
+                    kind=ObservationKind.WORKER_LOST,
+                    host=host,
+                    workload=workload.name,
+                    epoch=workload.epoch,
+                    detail="its ranks were told to go, have saved and left",
+                )
+            )
+        elif report.ranks and not report.ended:
+            hang = self._hangs.reported(workload.name, workload.epoch, host, report.ranks, now_s)
+            if hang is not None:
+                self._observe(hang)
+        return news
+
+    def _miss(self, heard: _Heard, placed: tuple[Workload, int] | None, host: str, now_s: float) -> None:
+        """A host that had taken its place has it no more (it was started anew), and nobody says that ranks are lost."""
+        if placed is None or placed[0].state is not WorkloadState.RUNNING:
+            heard.elsewhere_since_s = None
+            return
+        if heard.elsewhere_since_s is None:
+            heard.elsewhere_since_s = now_s
+        elif now_s - heard.elsewhere_since_s >= self.settings.sensor.timeout_s:
+            heard.elsewhere_since_s = None
+            workload = placed[0]
+            self._observe(
+                Observation(
+                    kind=ObservationKind.WORKER_LOST,
+                    host=host,
+                    workload=workload.name,
+                    epoch=workload.epoch,
+                    detail=f"the host has no ranks of epoch {workload.epoch} any more",
+                )
+            )
+
+    def _take_problem(self, host: str, heard: _Heard, problem: str, now_s: float) -> None:
+        if problem == heard.problem:
+            return
+        heard.problem = problem[:_MOST_TEXT]
+        if not problem:
+            return
+        self._observe(Observation(kind=ObservationKind.HOST_UNHEALTHY, host=host, detail=heard.problem))
+
+    def observed(self, link: Link, message: Observed) -> None:
+        """Things that a monitor has seen.
+
+        Raises:
+            Forged: it speaks for another host, or of what a monitor cannot see.
+        """
+        self._hear(link, self._clock())
+        for one in message.observations:
+            if one.host not in ("", link.host):
+                raise Forged(f"the monitor of {link.host} speaks of {one.host}")
+            if one.kind not in _SEEN_BY_MONITORS:
+                raise Forged(f"a monitor does not see {one.kind}")
+            if one.kind in (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG) and not one.workload:
+                raise Forged(f"{one.kind} without a workload")
+        for one in message.observations:
+            if one.kind is ObservationKind.DRAIN:
+                self.sensor.cordon(link.host, one.detail[:_MOST_TEXT] or "its monitor wants it empty", self._clock())
+            self._observe(_bounded(one, link.host))
+
+    def _observe(self, one: Observation) -> None:
+        self.controller.observe(one, self._clock(), time.time())
+        self._due.set()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _check(self, host: str, now_s: float) -> None:
+        """Has a host checked that would be ready then."""
+        known = self._checks.get(host)
+        heard = self._heard.get(host)
+        if heard is None or heard.link is None or heard.problem:
+            self._checks.pop(host, None)
+            return
+        if known is not None and now_s - known.asked_s <= _VERIFY_TIMEOUT_S + self.settings.sensor.period_s:
+            return
+        # Monitors remember what they have answered, also from before this supervisor.
+        self._checks[host] = _Check(at=random.getrandbits(48), asked_s=now_s)
+        self._offer([host])
+
+    def step_ended(self, link: Link, message: StepEnded) -> None:
+        """A monitor's answer to an ask."""
+        now_s = self._clock()
+        self._hear(link, now_s)
+        problem = message.problem[:_MOST_TEXT]
+        check = self._checks.get(link.host)
+        if message.plan == _NO_PLAN:
+            if check is not None and check.at == message.at:
+                del self._checks[link.host]
+                self.sensor.checked(link.host, problem, now_s)
+                self._due.set()
+                self._offer([link.host])
+            return
+        plan = self.decided.plans.get(message.plan)
+        if plan is None or plan.at != message.at or link.host not in self.decided.asked(plan):
+            return  # of a plan that is over, or told twice
+        faultpoints.hit("supervisor.step.ended")
+        answers = self._answers.setdefault((plan.number, plan.at), {})
+        answers.setdefault(link.host, problem)
+        asked = self.decided.asked(plan)
+        if answers.keys() >= set(asked):
+            bad = [host for host in asked if answers[host]]
+            said = "; ".join(f"{host}: {answers[host]}" for host in bad[:3])
+            self._end_step(plan.number, plan.at, said, bad)
+        self._offer([link.host])
+
+    def _end_step(self, number: int, at: int, problem: str, hosts: Sequence[str] = ()) -> None:
+        self.controller.step_ended(number, at, self._clock(), time.time(), problem=problem, hosts=hosts)
+        self._due.set()
+
+    def _carried_out(self, number: int, at: int, problem: str) -> None:
+        self._end_step(number, at, problem)
+
+    def _give_up_late_steps(self, now_s: float, wall: float) -> None:
+        """Of steps that hosts were asked for, those that have not answered are the ones because of which it failed."""
+        for plan in self.controller.active_plans():
+            step = plan.step
+            if step is None or step.kind not in ASKED or now_s - plan.step_since_s <= step.timeout_s:
+                continue
+            answers = self._answers.get((plan.number, plan.at), {})
+            asked = step.hosts or self.controller.workloads[plan.workload].places
+            late = [host for host in asked if answers.get(host, "late")]
+            problem = f"{step.kind} was not done within {step.timeout_s:.0f} s by {', '.join(late[:3])}"
+            self.controller.step_ended(plan.number, plan.at, now_s, wall, problem=problem, hosts=late)
+
+    def _inject(self, now_s: float, wall: float) -> None:
+        running = [each for each in self.decided.workloads.values() if each.state is WorkloadState.RUNNING]
+        if not running:
+            return
+        workload = random.choice(running)
+        node_rank = random.randrange(len(workload.places))
+        rank = node_rank * workload.spec.ranks_per_host + random.randrange(workload.spec.ranks_per_host)
+        one = Observation(
+            kind=ObservationKind.WORKER_LOST,
+            host=workload.places[node_rank],
+            workload=workload.name,
+            epoch=workload.epoch,
+            rank=rank,
+            detail="injected, because of enable_fault_injection",
+        )
+        self.controller.observe(one, now_s, wall)
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def drain(self, host: str, reason: str) -> bool:
+        """False: nobody knows the host."""
+        done = self.sensor.cordon(host, reason or "drained by an operator", self._clock())
+        if done:
+            self._note_event(EventKind.OPERATOR, f"drain {host}: {reason or 'no reason given'}", host=host)
+        return done
+
+    def uncordon(self, host: str) -> bool:
+        """False: nobody knows the host, or it is not cordoned."""
+        done = self.sensor.uncordon(host, self._clock())
+        if done:
+            self._note_event(EventKind.OPERATOR, f"uncordon {host}", host=host)
+            self._check(host, self._clock())
+        return done
+
+    def stop_workload(self, name: str, reason: str) -> bool:
+        """False: there is none that runs."""
+        done = self.controller.stop(name, reason or "stopped by an operator", self._clock(), time.time())
+        if done:
+            self._note_event(EventKind.OPERATOR, f"stop {name}: {reason or 'no reason given'}", workload=name)
+        return done
+
+    def start_workload(self, name: str) -> bool:
+        """Begins one that has ended once more. False: the file has none of that name, or it runs."""
+        known = self.controller.workloads.get(name)
+        specs = [spec for spec in self.settings.workloads if spec.name == name]
+        if not specs or (known is not None and not known.state.has_ended):
+            return False
+        self.controller.add(specs[0], self._clock())
+        self._note_event(EventKind.OPERATOR, f"start {name}", workload=name)
+        return True
+
+    def _note_event(self, kind: str, text: str, *, workload: str = "", host: str = "", **fields: Any) -> None:
+        self._pending_events.append(
+            HistoryEvent(at=time.time(), kind=kind, text=text[:_MOST_TEXT], workload=workload, host=host, fields=fields)
+        )
+        self._dirty.set()
+        self._due.set()
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def step_of(self, workload: Workload) -> int:
+        """The furthest that its hosts have said; -1: none."""
+        found = (self._heard.get(host) for host in workload.places)
+        return max((heard.step for heard in found if heard is not None), default=-1)
+
+    def connected(self) -> int:
+        return sum(heard.link is not None for heard in self._heard.values())
+
+    def heard_ago_s(self, host: str) -> float | None:
+        heard = self._heard.get(host)
+        return None if heard is None or heard.at_s < 0 else self._clock() - heard.at_s
+
+    def now_s(self) -> float:
+        return self._clock()
+
+    def all_have_ended(self) -> bool | None:
+        """None: some workload has not. True: all have completed."""
+        states = [each.state for each in self.decided.workloads.values()]
+        if not states or not all(state.has_ended for state in states):
+            return None
+        return all(state is WorkloadState.COMPLETED for state in states)
+
+
+def _progress(rank: Any) -> int:
+    """A number that grows with each step that a rank makes; -1: it has made none since its epoch began."""
+    if rank.beats <= 0:
+        return -1
+    return int(rank.step if rank.step >= 0 else rank.beats)
+
+
+def _bounded(one: Observation, host: str) -> Observation:
+    return Observation(
+        kind=one.kind,
+        host=host,
+        workload=one.workload,
+        epoch=one.epoch,
+        rank=one.rank,
+        device=one.device[:200],
+        device_class=one.device_class,
+        detail=one.detail[:_MOST_TEXT],
+    )

@@ -1,0 +1,328 @@
+"""``supervisor.yaml``: what is in it, checked key by key. Needs pydantic and pyyaml (extra ``supervisor``).
+
+Nothing in the file is ignored. A key that nobody knows is refused with the nearest one that is known; the names of the
+guide (``num_dp_replicas``, ``heartbeat_timeout_s``, ...) mean what they say there, and those that can mean nothing here
+are refused with the reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from resiliency.errors import ConfigError
+from resiliency.supervisor.model import WorkloadSpec
+from resiliency.supervisor.sensor import SensorSettings
+
+__all__ = ["HangSettings", "HookSettings", "SupervisorSettings", "TlsSettings", "read_settings", "split_address"]
+
+#: The guide's name of a workload's setting -> ours. Some are worked out together, see :func:`_replicas`.
+_WORKLOAD_NAMES = {
+    "workers_per_host": "ranks_per_host",
+    "num_nodes_per_dp": "hosts_per_replica",
+    "min_num_dp_replicas": "min_replicas",
+    "pod_termination_threshold_s": "stop_timeout_s",
+    "container_termination_threshold_s": "stop_timeout_s",
+    "jobset_downtime_threshold_s": "start_timeout_s",
+    "workload_downtime_threshold_s": "start_timeout_s",
+}
+_REPLICA_NAMES = ("num_dp_replicas", "max_num_dp_replicas", "enable_workload_scaling")
+_SENSOR_NAMES = {"heartbeat_polling_period_s": "period_s", "heartbeat_timeout_s": "timeout_s"}
+
+_NO_KUBERNETES = "is about Kubernetes, and this supervisor's hosts are those whose monitors connect to it; leave it out"
+_NO_PARTS = "is the address of a part that is no process of its own here: monitors connect to `listen`; leave it out"
+#: Names of the guide and its chart that can mean nothing here, and why.
+_MEANINGLESS = {
+    "job_namespace": _NO_KUBERNETES,
+    "workload_namespace": _NO_KUBERNETES,
+    "replicated_job_name": _NO_KUBERNETES,
+    "workload_container_name": _NO_KUBERNETES,
+    "container_name": _NO_KUBERNETES,
+    "job_name": _NO_KUBERNETES + "; a workload's name is `name`",
+    "orchestrator": _NO_KUBERNETES,
+    "sensor_address": _NO_PARTS,
+    "actuator_address": _NO_PARTS,
+    "controller_address": _NO_PARTS,
+    "host_daemon_port": "is the port of a server on each host; a monitor here listens on none; leave it out",
+    "num_grpc_threads": "has nothing to count here: the supervisor is one thread, and speaks no gRPC; leave it out",
+    "port": "is given as part of `listen`, as in 0.0.0.0:7600",
+    "project": "is a project of Google Cloud, which this supervisor asks for nothing; leave it out",
+    "watchdogs": "are the host monitor's: pass them as `resiliency host-monitor --watchdog NAME`",
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TlsSettings(_Strict):
+    """Attributes: client_ca: monitors and operators must show a certificate that it has signed."""
+
+    cert: str
+    key: str
+    client_ca: str = ""
+
+
+class HookSettings(_Strict):
+    """The user's program, run before the places of each plan.
+
+    Attributes:
+        command: its words; no shell.
+        timeout_s: after it it is killed, and the plan goes on.
+    """
+
+    command: list[str] = Field(min_length=1)
+    timeout_s: float = Field(default=60.0, gt=0)
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _one_word(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class HangSettings(_Strict):
+    """A rank hangs that has been quiet for ``hang_steps`` times its longest step, and for ``hang_floor_s`` at least."""
+
+    hang_steps: float = Field(default=3.0, ge=1)
+    hang_floor_s: float = Field(default=30.0, ge=0)
+
+
+class SupervisorSettings(_Strict):
+    """All of the file. Relative paths in it are meant from its folder, and are absolute here.
+
+    Attributes:
+        workloads: at least one.
+        monitor_tokens: file of lines ``HOST-PATTERN TOKEN``.
+        shared_token: file with one token for all monitors.
+        operator_token: file with the token of those who may look, drain and stop.
+        events: folder for the event log; "": none is written.
+        lease_s: a leader that has not said for this long that it runs is replaced.
+        handshake_timeout_s: for whoever connects to say who it is.
+        most_connections: at once.
+    """
+
+    listen: str = "127.0.0.1:7600"
+    state: str = "supervisor.db"
+    workloads: list[WorkloadSpec] = Field(min_length=1)
+    sensor: SensorSettings = SensorSettings()
+    hang: HangSettings = HangSettings()
+    monitor_tokens: str = ""
+    shared_token: str = ""
+    operator_token: str = ""
+    insecure_no_authentication: bool = False
+    tls: TlsSettings | None = None
+    policy: str = ""
+    hook: HookSettings | None = None
+    dry_run: bool = False
+    events: str = ""
+    most_plans: int = Field(default=12, ge=1)
+    lease_s: float = Field(default=5.0, ge=0.5)
+    handshake_timeout_s: float = Field(default=10.0, gt=0)
+    most_connections: int = Field(default=20_000, ge=1)
+    enable_fault_injection: bool = False
+    fault_injection_period_s: float = Field(default=3600.0, gt=0)
+
+    @field_validator("workloads")
+    @classmethod
+    def _names_differ(cls, value: list[WorkloadSpec]) -> list[WorkloadSpec]:
+        names = [spec.name for spec in value]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two workloads are named {twice[0]!r}; give each a name of its own")
+        return value
+
+    @field_validator("listen")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        split_address(value)
+        return value
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """``host:port`` as both.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"address {text!r}: pass HOST:PORT with a port up to 65535, as 0.0.0.0:7600")
+    return host.strip("[]"), int(port)
+
+
+def read_settings(path: str, changes: Mapping[str, Any] | None = None) -> SupervisorSettings:
+    """Reads the file.
+
+    Args:
+        changes: what the command line says instead; paths in it are meant from the current folder.
+
+    Raises:
+        ConfigError: it cannot be read, or something in it cannot work; the error names the key.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; pass the supervisor's file with -f") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: pass a mapping with `workloads`, see docs/supervisor.md")
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        return _settings(data, folder, dict(changes or {}))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _settings(data: dict[Any, Any], folder: str, changes: dict[str, Any]) -> SupervisorSettings:
+    top = dict(data)
+    _refuse_meaningless(top)
+    own = set(SupervisorSettings.model_fields)
+    hang, sensor = set(HangSettings.model_fields), {field.name for field in fields(SensorSettings)}
+    workload_keys = {field.name for field in fields(WorkloadSpec)} | {*_WORKLOAD_NAMES, *_REPLICA_NAMES}
+    sensor_flat = sensor - {"period_s", "timeout_s"}
+    known = (own - {"sensor", "hang"}) | hang | sensor_flat | {*_SENSOR_NAMES, "workload"} | (workload_keys - {"name"})
+    _refuse_unknown(top, known, "")
+    values = {key: top[key] for key in own & top.keys() if key != "workloads"}
+    values["hang"] = {key: top[key] for key in hang & top.keys()}
+    values["sensor"] = {
+        **{_SENSOR_NAMES[key]: _number(key, top[key]) for key in _SENSOR_NAMES if key in top},
+        **{key: _number(key, top[key]) for key in sensor_flat & top.keys()},
+    }
+    shared = {key: top[key] for key in (workload_keys - {"name"}) & top.keys()}
+    values["workloads"] = [_workload(one, shared, workload_keys) for one in _workloads(top)]
+    values.update({key: value for key, value in changes.items() if value is not None})
+    for key in ("state", "monitor_tokens", "shared_token", "operator_token", "events"):
+        if values.get(key) and isinstance(values[key], str):
+            values[key] = os.path.join(os.getcwd() if key in changes else folder, os.path.expanduser(values[key]))
+    if isinstance(values.get("tls"), dict):
+        values["tls"] = {
+            key: os.path.join(folder, value) if value and isinstance(value, str) else value
+            for key, value in values["tls"].items()
+        }
+    values.setdefault("state", os.path.join(folder, "supervisor.db"))
+    if "fault_injection_period_s" in top and not values.get("enable_fault_injection"):
+        raise ConfigError("fault_injection_period_s does nothing without enable_fault_injection: true")
+    try:
+        return SupervisorSettings(**values)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from error
+
+
+def _workloads(top: dict[Any, Any]) -> list[Any]:
+    one, several = top.get("workload"), top.get("workloads")
+    if (one is None) == (several is None):
+        raise ConfigError("pass either `workload:` with one job, or `workloads:` with a list of them")
+    found = [one] if one is not None else several
+    if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
+        raise ConfigError("`workloads` is a list of mappings, each with a `name`")
+    return found
+
+
+def _workload(data: dict[Any, Any], shared: dict[str, Any], known: set[str]) -> WorkloadSpec:
+    where = f"workload {data.get('name', '(without a name)')!r}: "
+    _refuse_meaningless(data, where)
+    _refuse_unknown(data, known, where)
+    # What the workload itself says goes before what is said for all of them, under whichever name.
+    said = _ours(data, where)
+    values = {**_ours(shared, where), **said}
+    if not isinstance(values.get("name"), str) or not values["name"]:
+        raise ConfigError("each workload needs a `name`, a word that its hosts and events know it by")
+    values = _replicas(values, where)
+    kinds = {field.name: field.type for field in fields(WorkloadSpec)}
+    for key, value in values.items():
+        _check_kind(where + key, value, str(kinds[key]))
+    return WorkloadSpec(**values)
+
+
+def _ours(data: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """The same under our names."""
+    found: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    for key, value in data.items():
+        name = _WORKLOAD_NAMES.get(key, key)
+        if name in found and found[name] != value:
+            raise ConfigError(f"{where}{given[name]} and {key} are two names of one thing, and differ; keep one")
+        found[name], given[name] = value, key
+    return found
+
+
+def _replicas(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Our full size is the guide's maximum: a job of ``num_dp_replicas`` that may grow is one that was shrunk."""
+    usual, most = values.pop("num_dp_replicas", None), values.pop("max_num_dp_replicas", None)
+    scaling = values.pop("enable_workload_scaling", None)
+    if usual is not None and "replicas" in values and values["replicas"] != usual:
+        raise ConfigError(f"{where}replicas and num_dp_replicas are two names of one thing, and differ; keep one")
+    for name, value in (("num_dp_replicas", usual), ("max_num_dp_replicas", most)):
+        if value is not None:
+            _check_kind(where + name, value, "int")
+    if scaling is not None:
+        _check_kind(where + "enable_workload_scaling", scaling, "bool")
+    size = values.get("replicas", usual)
+    if most is not None:
+        if size is not None and most < size:
+            raise ConfigError(f"{where}max_num_dp_replicas={most} is less than num_dp_replicas={size}")
+        if scaling is False and size is not None and most > size:
+            raise ConfigError(f"{where}max_num_dp_replicas={most} is never reached with enable_workload_scaling: false")
+        size = most
+    if size is None:
+        raise ConfigError(f"{where}say how many data-parallel replicas it has: replicas (or num_dp_replicas)")
+    values["replicas"] = size
+    if scaling is False:
+        if values.get("min_replicas", size) != size:
+            raise ConfigError(
+                f"{where}min_replicas={values['min_replicas']} is never reached with enable_workload_scaling: false"
+            )
+        if values.get("scale_up"):
+            raise ConfigError(f"{where}scale_up: true contradicts enable_workload_scaling: false; keep one")
+        values.update(min_replicas=size, scale_up=False)
+    return values
+
+
+def _refuse_meaningless(data: Mapping[Any, Any], where: str = "") -> None:
+    for key in data:
+        if isinstance(key, str) and key.lower() in _MEANINGLESS:
+            raise ConfigError(f"{where}{key} {_MEANINGLESS[key.lower()]}")
+
+
+def _refuse_unknown(data: Mapping[Any, Any], known: set[str], where: str) -> None:
+    for key in data:
+        if key in known:
+            continue
+        near = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(sorted(known))}"
+        raise ConfigError(f"{where}nobody knows the key {key!r}{hint}")
+
+
+def _check_kind(where: str, value: Any, kind: str) -> None:
+    good = {
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": isinstance(value, (int, float)) and not isinstance(value, bool),
+        "bool": isinstance(value, bool),
+        "str": isinstance(value, str),
+    }[kind]
+    if not good:
+        word = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}[kind]
+        raise ConfigError(f"{where}={value!r}: pass {word}")
+
+
+def _number(key: str, value: Any) -> float:
+    _check_kind(key, value, "float")
+    return float(value)
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"nobody knows the key {place!r}"
+    said = f"={first['input']!r:.100}" if not isinstance(first["input"], dict) else ""
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{place}{said}: {message}"

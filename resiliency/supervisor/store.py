@@ -1,0 +1,295 @@
+"""What a supervisor must not forget: a SQLite file. Every change is in it before anything is done about it.
+
+One transaction for each set of changes, with the term of the leader checked in it: whoever was replaced meanwhile
+writes nothing, and learns that it was. The journal is a write-ahead log, forced to disk with each transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from resiliency import faultpoints
+from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.storage.typed_json import from_jsonable, to_jsonable
+from resiliency.supervisor.controller import Changes
+from resiliency.supervisor.model import Host, Incident, Plan, Workload
+
+__all__ = ["SCHEMA_VERSION", "HistoryEvent", "LeadershipLost", "Store", "Stored"]
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+#: Events and closed incidents that are kept.
+_MOST_EVENTS, _MOST_INCIDENTS = 20_000, 2_000
+#: Rows beyond these that are let stand until they are deleted together.
+_SLACK = 500
+#: For another process that writes.
+_BUSY_S = 10.0
+
+_TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE workloads (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE hosts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE incidents (number INTEGER PRIMARY KEY, open INTEGER NOT NULL, value TEXT NOT NULL);
+CREATE TABLE plans (number INTEGER PRIMARY KEY, incident INTEGER NOT NULL, value TEXT NOT NULL);
+CREATE INDEX plans_of_incidents ON plans (incident);
+CREATE TABLE events (number INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL,
+  workload TEXT NOT NULL, host TEXT NOT NULL, incident INTEGER, text TEXT NOT NULL, fields TEXT NOT NULL);
+"""
+
+T = TypeVar("T")
+
+
+class LeadershipLost(ResiliencyError):
+    """Another supervisor leads. This one must not say anything to anybody any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryEvent:
+    """A line of the history.
+
+    Attributes:
+        number: 0 before it is stored.
+        at: UTC seconds.
+        text: for people.
+    """
+
+    at: float
+    kind: str
+    text: str
+    workload: str = ""
+    host: str = ""
+    incident: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    number: int = 0
+
+
+@dataclass(kw_only=True)
+class Stored:
+    """All that a new leader begins with."""
+
+    workloads: list[Workload] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    hosts: list[Host] = field(default_factory=list)
+
+
+class Store:
+    """See the module. Thread: one at a time; calls wait for each other. Blocks: for the disk.
+
+    Args:
+        path: of the file; it and its folder are made if they are not there.
+
+    Raises:
+        ConfigError: it cannot be opened, is damaged, or a newer version has written it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            # Whoever can read it learns the names of hosts; whoever can write it rules them.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"the state file {path} cannot be opened: {error}; pass another with `state`") from error
+        try:
+            self._prepare()
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise ConfigError(self._damaged(str(error))) from error
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self) -> None:
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise ConfigError(self._damaged(found))
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            tables = {name for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if not tables:
+                for statement in _TABLES.split(";"):
+                    self._db.execute(statement)
+                # Monitors obey no lower term than they have seen. Should this file be one that replaces a lost one,
+                # its terms begin above those of the lost one.
+                values = [("schema", SCHEMA_VERSION), ("term", int(time.time())), ("owner", "")]
+                self._db.executemany("INSERT INTO meta VALUES (?, ?)", [(key, str(value)) for key, value in values])
+            elif "meta" not in tables:
+                raise ConfigError(f"{self.path} is a database of something else; pass another file with `state`")
+            schema = int(self._meta("schema"))
+            if schema > SCHEMA_VERSION:
+                raise ConfigError(
+                    f"the state file {self.path} was written by a newer version (its schema is {schema}, this version"
+                    f" knows {SCHEMA_VERSION}); start that version, or pass another file with `state`: then hosts"
+                    " join anew, and workloads begin a new epoch"
+                )
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def _damaged(self, why: str) -> str:
+        return (
+            f"the state file {self.path} is damaged ({why}). Put back a copy of it, or move it away together with"
+            f" {self.path}-wal and {self.path}-shm and start again: hosts then join anew, and workloads begin a new"
+            " epoch from their last checkpoint"
+        )
+
+    def _meta(self, key: str) -> str:
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            raise ConfigError(self._damaged(f"it has no {key}"))
+        return str(row[0])
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    # -- leadership ---------------------------------------------------------------------------------------------------
+
+    def term(self) -> int:
+        """The present leader's."""
+        with self._lock:
+            return int(self._meta("term"))
+
+    def take_over(self, seen_term: int, owner: str) -> int | None:
+        """Begins the next term. None: somebody else has, since ``seen_term`` was seen."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                if int(self._meta("term")) != seen_term:
+                    return None
+                self._db.executemany(
+                    "UPDATE meta SET value = ? WHERE key = ?", [(str(seen_term + 1), "term"), (owner, "owner")]
+                )
+                self._db.execute("COMMIT")
+                return seen_term + 1
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+
+    # -- what is stored -----------------------------------------------------------------------------------------------
+
+    def load(self) -> Stored:
+        """Raises: ConfigError: a row cannot be read."""
+        with self._lock:
+            return Stored(
+                workloads=self._rows("workloads", Workload),
+                incidents=self._rows("incidents", Incident),
+                plans=self._rows("plans", Plan),
+                hosts=self._rows("hosts", Host),
+            )
+
+    def _rows(self, table: str, kind: type[T]) -> list[T]:
+        found = []
+        for key, text in self._db.execute(f"SELECT {'name' if kind in _NAMED else 'number'}, value FROM {table}"):
+            try:
+                found.append(from_jsonable(kind, json.loads(text)))
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(self._damaged(f"{key} of {table}: {error}")) from error
+        return found
+
+    def commit(
+        self,
+        term: int,
+        changes: Changes,
+        hosts: Mapping[str, Host | None] | None = None,
+        events: Sequence[HistoryEvent] = (),
+    ) -> None:
+        """Stores all of it, or nothing. It is on disk when this returns.
+
+        Args:
+            hosts: None instead of one that is forgotten.
+
+        Raises:
+            LeadershipLost: ``term`` is over.
+            sqlite3.Error: the disk.
+        """
+        rows: list[tuple[str, list[tuple[Any, ...]]]] = [
+            ("workloads", [(one.name, _text(one)) for one in changes.workloads.values()]),
+            ("incidents", [(one.number, one.is_open, _text(one)) for one in changes.incidents.values()]),
+            ("plans", [(one.number, one.incident, _text(one)) for one in changes.plans.values()]),
+            ("hosts", [(name, _text(host)) for name, host in (hosts or {}).items() if host is not None]),
+        ]
+        gone = [(name,) for name, host in (hosts or {}).items() if host is None]
+        with self._lock:
+            faultpoints.hit("supervisor.store.begin")
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._check_term(term)
+                for table, values in rows:
+                    if values:
+                        marks = ", ".join("?" * len(values[0]))
+                        self._db.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", values)
+                self._db.executemany("DELETE FROM hosts WHERE name = ?", gone)
+                self._db.executemany(
+                    "INSERT INTO events (at, kind, workload, host, incident, text, fields)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    map(_row, events),
+                )
+                self._forget_oldest()
+                faultpoints.hit("supervisor.store.write")
+                self._db.execute("COMMIT")
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+            faultpoints.hit("supervisor.store.committed")
+
+    def _check_term(self, term: int) -> None:
+        present = int(self._meta("term"))
+        if present != term:
+            raise LeadershipLost(
+                f"another supervisor leads since term {present} ({self._meta('owner')}); this was {term}"
+            )
+
+    def _forget_oldest(self) -> None:
+        first, last = self._db.execute("SELECT min(number), max(number) FROM events").fetchone()
+        if last is not None and last - first >= _MOST_EVENTS + _SLACK:
+            self._db.execute("DELETE FROM events WHERE number <= ?", (last - _MOST_EVENTS,))
+        (count,) = self._db.execute("SELECT count(*) FROM incidents").fetchone()
+        if count >= _MOST_INCIDENTS + _SLACK:
+            old = "SELECT number FROM incidents WHERE NOT open ORDER BY number LIMIT ?"
+            self._db.execute(f"DELETE FROM plans WHERE incident IN ({old})", (count - _MOST_INCIDENTS,))
+            self._db.execute(f"DELETE FROM incidents WHERE number IN ({old})", (count - _MOST_INCIDENTS,))
+
+    def events(
+        self, *, after: int = 0, limit: int = 200, workload: str = "", host: str = "", incident: int | None = None
+    ) -> list[HistoryEvent]:
+        """The newest of those that fit, oldest first."""
+        with self._lock:
+            found = self._db.execute(
+                "SELECT number, at, kind, workload, host, incident, text, fields FROM events WHERE number > ?"
+                " AND (? = '' OR workload = ?) AND (? = '' OR host = ?) AND (? IS NULL OR incident = ?)"
+                " ORDER BY number DESC LIMIT ?",
+                (after, workload, workload, host, host, incident, incident, limit),
+            ).fetchall()
+        return [
+            HistoryEvent(number=n, at=at, kind=kind, workload=w, host=h, incident=i, text=text, fields=json.loads(rest))
+            for n, at, kind, w, h, i, text, rest in reversed(found)
+        ]
+
+
+_NAMED = (Workload, Host)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(to_jsonable(value), separators=(",", ":"))
+
+
+def _row(event: HistoryEvent) -> tuple[Any, ...]:
+    fields = json.dumps(dict(event.fields), default=str)
+    return event.at, event.kind, event.workload, event.host, event.incident, event.text, fields

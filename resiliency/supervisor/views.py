@@ -1,0 +1,151 @@
+"""What the supervisor shows of itself: plain values for JSON, the status page and the command line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from resiliency.supervisor.controller import describe
+from resiliency.supervisor.model import Host, HostState, Incident, Plan, StepKind, Workload
+from resiliency.supervisor.service import Service
+from resiliency.supervisor.store import HistoryEvent
+
+__all__ = ["event_view", "explain_view", "status_view"]
+
+#: Of incidents that are over.
+_RECENT = 20
+_STEP_WORDS = {
+    StepKind.CHECKPOINT: "ranks save a checkpoint",
+    StepKind.VERIFY: "hosts check themselves",
+    StepKind.RESET_DEVICES: "devices are reset",
+    StepKind.HOOK: "the hook runs",
+    StepKind.CLUSTER_OUT: "the cluster is told that hosts are out",
+    StepKind.PLACE: "hosts take their places",
+    StepKind.PROGRESS: "ranks make their first step",
+}
+
+
+def status_view(service: Service, *, with_hosts: bool = True) -> dict[str, Any]:
+    """All of it, now."""
+    hosts = service.sensor.hosts()
+    incidents = sorted(service.controller.incidents.values(), key=lambda one: -one.number)
+    shown = [one for number, one in enumerate(incidents) if one.is_open or number < _RECENT]
+    return {
+        "leads": True,
+        "term": service.term,
+        "up_s": round(service.now_s() - service.began_s, 1),
+        "dry_run": service.settings.dry_run,
+        "frozen": service.sensor.frozen,
+        "store_problem": service.store_problem,
+        "host_states": dict(Counter(str(host.state) for host in hosts)),
+        "workloads": [_workload(service, one) for one in service.controller.workloads.values()],
+        "hosts": [_host(service, host) for host in hosts] if with_hosts else [],
+        "incidents": [_incident(service, one) for one in shown],
+    }
+
+
+def explain_view(service: Service, number: int) -> dict[str, Any] | None:
+    """An incident with what was done about it; None: nobody knows it."""
+    incident = service.controller.incidents.get(number)
+    return None if incident is None else _incident(service, incident)
+
+
+def event_view(event: HistoryEvent) -> dict[str, Any]:
+    return {
+        "number": event.number,
+        "at": event.at,
+        "kind": event.kind,
+        "workload": event.workload,
+        "host": event.host,
+        "incident": event.incident,
+        "text": event.text,
+        "fields": dict(event.fields),
+    }
+
+
+def _workload(service: Service, workload: Workload) -> dict[str, Any]:
+    spec = workload.spec
+    plan = None if workload.plan is None else service.controller.plans.get(workload.plan)
+    return {
+        "name": workload.name,
+        "state": str(workload.state),
+        "for_s": round(service.now_s() - workload.since_s, 1),
+        "reason": workload.reason,
+        "epoch": workload.epoch,
+        "step": service.step_of(workload),
+        "replicas": workload.replicas,
+        "wanted_replicas": spec.replicas,
+        "min_replicas": spec.min_replicas,
+        "hosts_per_replica": spec.hosts_per_replica,
+        "hosts": list(workload.places),
+        "in_job_restarts": workload.in_job_restarts,
+        "max_in_job_restarts": spec.max_in_job_restarts,
+        "workload_restarts": workload.workload_restarts,
+        "max_workload_restarts": spec.max_workload_restarts,
+        "incident": workload.incident,
+        "plan": None if plan is None else _plan(service, plan),
+    }
+
+
+def _host(service: Service, host: Host) -> dict[str, Any]:
+    placed = service.decided.place(host.name)
+    ago = service.heard_ago_s(host.name)
+    return {
+        "name": host.name,
+        "state": str(host.state),
+        "reason": host.reason,
+        "for_s": round(service.now_s() - host.since_s, 1),
+        "heard_ago_s": None if ago is None else round(ago, 1),
+        "address": host.address,
+        "block": host.block,
+        "falls": host.falls,
+        "free_in_s": (
+            round(max(0.0, host.free_at_s - service.now_s()), 1) if host.state is HostState.QUARANTINED else None
+        ),
+        "workload": placed[0].name if placed else "",
+        "node_rank": placed[1] if placed else None,
+    }
+
+
+def _incident(service: Service, incident: Incident) -> dict[str, Any]:
+    plans = [service.controller.plans[number] for number in incident.tried if number in service.controller.plans]
+    return {
+        "number": incident.number,
+        "workload": incident.workload,
+        "open": incident.is_open,
+        "opened_at": incident.opened_at,
+        "closed_at": incident.closed_at,
+        "outcome": incident.outcome,
+        "observations": [
+            {"kind": str(one.kind), "host": one.host, "rank": one.rank, "epoch": one.epoch, "text": describe(one)}
+            for one in incident.observations
+        ],
+        "plans": [_plan(service, plan) for plan in plans],
+    }
+
+
+def _plan(service: Service, plan: Plan) -> dict[str, Any]:
+    return {
+        "number": plan.number,
+        "remedy": str(plan.remedy.kind),
+        "out": list(plan.remedy.out),
+        "why": plan.remedy.reason,
+        "epoch": plan.epoch,
+        "hosts": len(plan.places),
+        "outcome": str(plan.outcome),
+        "reason": plan.reason,
+        "failed": list(plan.failed),
+        "at": plan.at,
+        "step_for_s": round(service.now_s() - plan.step_since_s, 1) if plan.step is not None else None,
+        "steps": [
+            {
+                "kind": str(step.kind),
+                "text": _STEP_WORDS[step.kind],
+                "hosts": list(step.hosts),
+                "timeout_s": step.timeout_s,
+                "required": step.required,
+                "state": "done" if number < plan.at else "now" if plan.step is not None and number == plan.at else "",
+            }
+            for number, step in enumerate(plan.steps)
+        ],
+    }
