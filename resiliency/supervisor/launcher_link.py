@@ -164,10 +164,10 @@ class LauncherLink:
 
     def close(self) -> None:
         """Idempotent. The launcher goes on, and connects to the next monitor."""
-        self._drop_launcher()
         loop = asyncio.get_running_loop()
-        for connection in [*self._others, *filter(None, [self._listener])]:
+        for connection in [*filter(None, [self._listener]), *self._others]:
             loop.remove_reader(connection)
             connection.close()
         self._others.clear()
         self._listener = None
+        self._drop_launcher()  # last: it connects again at once

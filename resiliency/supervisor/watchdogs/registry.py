@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.errors import ConfigError
+from resiliency.supervisor._tasks import end_tasks
 from resiliency.supervisor.model import DeviceClass, Observation, ObservationKind
 from resiliency.supervisor.monitor_state import Fault, MonitorState, boot_id
 from resiliency.supervisor.watchdogs.base import Finding, Watchdog, WatchdogRunner
@@ -183,9 +184,7 @@ class Watchdogs:
     async def close(self) -> None:
         """Blocks: up to 1 s a watchdog that hangs. Idempotent."""
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
         for runner in self._runners:
             runner.close()
         self.keep_cursors()
