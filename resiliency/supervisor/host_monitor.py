@@ -65,6 +65,7 @@ _COMPLETED_S = 60.0
 #: What is to be true is told again after this to a launcher that did not read.
 _RETRY_S = 1.0
 _LONGEST_REASON = 1000
+_LONGEST_PARTITION_S = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -677,11 +678,13 @@ class HostMonitor:
 
     # -- faults that are put in ---------------------------------------------------------------------------------------
 
-    def _controlled(self, message: Control) -> str:
-        if message.action == "status":
-            return f"{self._settings.host} {' '.join(map(str, self._seen.running.values()))}".strip()
-        if message.action == "partition" and 0 < message.seconds <= 86400:
+    def _controlled(self, message: Control) -> dict[str, object]:
+        answer: dict[str, object] = {"host": self._settings.host, "problem": ""}
+        if message.action == "ranks":
+            answer["ranks"] = {str(rank): pid for rank, pid in self._seen.running.items()}
+        elif message.action == "partition" and 0 < message.seconds <= _LONGEST_PARTITION_S:
             logger.warning("a fault is put in: no connection to the supervisor for %.1f s", message.seconds)
             self._connection.block(message.seconds)
-            return f"{self._settings.host} has no connection to its supervisor for {message.seconds:g} s"
-        return f"{message.action!r} is no fault of a monitor"
+        else:
+            answer["problem"] = f"{message.action!r} for {message.seconds:g} s is no fault of a monitor"
+        return answer
