@@ -20,6 +20,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "heartbeat": ("resiliency.cli.heartbeat", "show what the ranks of this host are doing, whatever they do"),
     "goodput": ("resiliency.cli.goodput", "say where the time of a run went"),
     "host-monitor": ("resiliency.cli.host_monitor", "keep the launcher of this host, as a supervisor wants it"),
+    "inject": ("resiliency.cli.inject", "put a fault into a job that runs on this host, to see that it gets over it"),
     "doctor": ("resiliency.cli.doctor", "say what would work on this host, and what to do where it would not"),
 }
 

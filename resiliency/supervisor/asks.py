@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from resiliency.supervisor._tasks import end_tasks
 from resiliency.supervisor.messages import Ask, StepEnded
 from resiliency.supervisor.model import StepKind
 from resiliency.supervisor.monitor_state import AskMemory, MonitorState
@@ -104,7 +105,4 @@ class Asks:
 
     async def close(self) -> None:
         """What runs is given up."""
-        running = list(self._running.values())
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end_tasks(list(self._running.values()))

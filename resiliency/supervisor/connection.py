@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from resiliency.errors import AgentError, ConfigError
 from resiliency.regular_file import open_regular
+from resiliency.supervisor._tasks import end_tasks, is_set_within
 from resiliency.supervisor.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 MONITOR_PATH = "/v1/monitor"
 #: Between two attempts to connect, doubled each time.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
-_HANDSHAKE_S = 10.0
+_HANDSHAKE_S, _FAREWELL_S = 10.0, 0.5
 _SHORTEST_PERIOD_S, _LONGEST_PERIOD_S = 0.05, 60.0
 #: A supervisor that answers no ping for so many periods, and for so long, is gone.
 _SILENT_PERIODS, _SILENT_S = 3, 10.0
@@ -215,8 +216,11 @@ class SupervisorConnection:
                 await self._talk(aiohttp, socket)
             finally:
                 self.is_connected = False
-                with suppress(Exception):
-                    await asyncio.wait_for(socket.close(), 1.0)
+                closing = asyncio.create_task(socket.close())
+                try:
+                    await asyncio.wait({closing}, timeout=_FAREWELL_S)
+                finally:
+                    await end_tasks([closing])
 
     async def _talk(self, aiohttp: Any, socket: Any) -> None:
         await socket.send_str(pack(self._hello))
@@ -240,9 +244,7 @@ class SupervisorConnection:
             for task in done:
                 task.result()
         finally:
-            for task in (reading, writing):
-                task.cancel()
-            await asyncio.gather(reading, writing, return_exceptions=True)
+            await end_tasks([reading, writing])
 
     def _check_term(self, term: int) -> None:
         seen = self._term(None)
@@ -287,8 +289,7 @@ class SupervisorConnection:
             await asyncio.wait_for(socket.ping(str(last).encode()), silent_s)
             if time.monotonic() - self._heard_s > silent_s:
                 raise AgentError(f"it has answered nothing for {silent_s:.0f} s")
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait(), period_s)
+            await is_set_within(self._news, period_s)
 
     @staticmethod
     async def _send(socket: Any, text: str, within_s: float) -> None:

@@ -16,11 +16,11 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from resiliency.errors import ConfigError
 from resiliency.settings import all_variables
+from resiliency.supervisor._tasks import end_tasks, is_set_within
 from resiliency.supervisor.asks import Asks
 from resiliency.supervisor.checks import Problem, problems_of_host, reset_devices
 from resiliency.supervisor.connection import ConnectionSettings, SupervisorConnection
@@ -65,6 +65,7 @@ _COMPLETED_S = 60.0
 #: What is to be true is told again after this to a launcher that did not read.
 _RETRY_S = 1.0
 _LONGEST_REASON = 1000
+_LONGEST_PARTITION_S = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +157,6 @@ class HostMonitor:
         self._saving: asyncio.Future[Problem] | None = None
         self._lost_peers: asyncio.TimerHandle | None = None
         self._complained: set[tuple[str, int, str]] = set()
-        self._done = asyncio.Event()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -213,31 +213,23 @@ class HostMonitor:
             self._link.open()
             self._watchdogs.start()
             tasks = [asyncio.create_task(self._connection.run()), asyncio.create_task(self._keep_true())]
-            stopping = asyncio.create_task(self._wait_for_end())
-            done, _ = await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            for task in done - {stopping}:
-                task.result()  # raises what was not foreseen
+            stopping = asyncio.create_task(self._stopping.wait())
+            try:
+                done, _ = await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stopping.cancel()
+            for task in tasks:
+                if task in done:
+                    task.result()  # raises what was not foreseen
             await self._end(tasks[1])
             return 0
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             await self._close()
-
-    async def _wait_for_end(self) -> None:
-        waits = [asyncio.create_task(self._stopping.wait()), asyncio.create_task(self._done.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waits:
-                each.cancel()
 
     async def _end(self, keeping: asyncio.Task[None]) -> None:
         """The launcher ends; the supervisor hears of it as long as it takes."""
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        await end_tasks([keeping])
         if self._launcher is not None and not self._launcher.ended.is_set():
             logger.info(
                 "told to end; so is the launcher, which has %.0f s for its ranks to save", self._settings.stop_s
@@ -382,7 +374,7 @@ class HostMonitor:
     async def _complete(self, launcher: LauncherProcess | None) -> None:
         if launcher is None:
             if self._settings.exit_when_completed:
-                self._done.set()
+                self.stop()
             return
         now_s = time.monotonic()
         if self._completed_at_s is None:
@@ -652,9 +644,7 @@ class HostMonitor:
     async def _launcher_is_warm(self, within_s: float) -> Problem:
         if self._want is not None and self._want.completed:
             return ""
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._warm.wait(), within_s)
-        if self._warm.is_set() and self._link.is_connected:
+        if await is_set_within(self._warm, within_s) and self._link.is_connected:
             return ""
         return f"the launcher was not ready within {within_s:.1f} s"
 
@@ -688,11 +678,13 @@ class HostMonitor:
 
     # -- faults that are put in ---------------------------------------------------------------------------------------
 
-    def _controlled(self, message: Control) -> str:
-        if message.action == "status":
-            return f"{self._settings.host} {' '.join(map(str, self._seen.running.values()))}".strip()
-        if message.action == "partition" and 0 < message.seconds <= 86400:
+    def _controlled(self, message: Control) -> dict[str, object]:
+        answer: dict[str, object] = {"host": self._settings.host, "problem": ""}
+        if message.action == "ranks":
+            answer["ranks"] = {str(rank): pid for rank, pid in self._seen.running.items()}
+        elif message.action == "partition" and 0 < message.seconds <= _LONGEST_PARTITION_S:
             logger.warning("a fault is put in: no connection to the supervisor for %.1f s", message.seconds)
             self._connection.block(message.seconds)
-            return f"{self._settings.host} has no connection to its supervisor for {message.seconds:g} s"
-        return f"{message.action!r} is no fault of a monitor"
+        else:
+            answer["problem"] = f"{message.action!r} for {message.seconds:g} s is no fault of a monitor"
+        return answer

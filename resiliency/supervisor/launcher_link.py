@@ -33,7 +33,7 @@ class LauncherLink:
         launcher_pid: of the launcher that is to be listened to now; None: there is none.
         heard: called with each message of the launcher.
         connected: called when the launcher has connected, and when it is gone (False).
-        control: called with a wish of another process of this user; returns a line for it.
+        control: called with a wish of another process of this user; returns what it is answered.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LauncherLink:
         launcher_pid: Callable[[], int | None],
         heard: Callable[[FromLauncher], None],
         connected: Callable[[bool], None],
-        control: Callable[[Control], str],
+        control: Callable[[Control], Mapping[str, Any]],
     ) -> None:
         self.name = name
         self._launcher_pid, self._heard, self._connected, self._control = launcher_pid, heard, connected, control
@@ -130,7 +130,7 @@ class LauncherLink:
         try:
             message = read_message(connection)
             if isinstance(message, Control):
-                send(connection, {"kind": "controlled", "said": self._control(message)})
+                send(connection, {"kind": "controlled", **self._control(message)})
             elif message is not None:
                 logger.warning("process %d says it is a launcher, and is not the one of this monitor; refused", pid)
         except BlockingIOError:
@@ -164,10 +164,10 @@ class LauncherLink:
 
     def close(self) -> None:
         """Idempotent. The launcher goes on, and connects to the next monitor."""
-        self._drop_launcher()
         loop = asyncio.get_running_loop()
-        for connection in [*self._others, *filter(None, [self._listener])]:
+        for connection in [*filter(None, [self._listener]), *self._others]:
             loop.remove_reader(connection)
             connection.close()
         self._others.clear()
         self._listener = None
+        self._drop_launcher()  # last: it connects again at once

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from resiliency.supervisor._tasks import is_set_within
 from resiliency.supervisor.monitor_state import LauncherId, boot_id
 
 __all__ = ["LauncherProcess", "adopt_launcher", "find_launcher", "start_launcher"]
@@ -85,9 +86,7 @@ class LauncherProcess:
     async def end(self, grace_s: float) -> None:
         """SIGTERM, after ``grace_s`` SIGKILL, and whatever is left of its ranks. Blocks: until then."""
         self.send_signal(signal.SIGTERM)
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.ended.wait(), grace_s)
-        if not self.ended.is_set():
+        if not await is_set_within(self.ended, grace_s):
             logger.warning("the launcher has not ended within %.0f s of SIGTERM; it is killed", grace_s)
             self.send_signal(signal.SIGKILL)
             await self.ended.wait()

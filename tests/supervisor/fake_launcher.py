@@ -78,7 +78,8 @@ def main():
             if command["do"] == "say":
                 if command["message"].get("kind") in ("waiting", "running", "ended"):
                     standing = command["message"]
-                send(monitor, command["message"])
+                if monitor is not None:
+                    send(monitor, command["message"])
             elif command["do"] == "raw":
                 send(monitor, bytes.fromhex(command["hex"]))
             elif command["do"] == "packet":

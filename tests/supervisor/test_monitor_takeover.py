@@ -92,8 +92,7 @@ def test_a_launcher_that_dies_without_a_monitor_has_lost_its_ranks(tmp_path: Pat
         await host.supervisor.want(place=place(2))
         given = await host.launchers.next("told", kind="place")
         assert given["pid"] == new["pid"] != told["pid"] and given["message"]["epoch"] == 2
-        with pytest.raises(ChildProcessError):
-            os.waitpid(told["pid"], 0)  # the conftest of the tests looks for children: there is none
+        os.waitpid(told["pid"], 0)  # it is a child of this process, in which the monitor before was
 
     on_host(tmp_path, scenario)
 

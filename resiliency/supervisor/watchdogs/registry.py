@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.errors import ConfigError
+from resiliency.supervisor._tasks import end_tasks
 from resiliency.supervisor.model import DeviceClass, Observation, ObservationKind
 from resiliency.supervisor.monitor_state import Fault, MonitorState, boot_id
 from resiliency.supervisor.watchdogs.base import Finding, Watchdog, WatchdogRunner
+from resiliency.supervisor.watchdogs.disk import DiskWatchdog
+from resiliency.supervisor.watchdogs.ecc import EccWatchdog
+from resiliency.supervisor.watchdogs.memory import MemoryWatchdog
+from resiliency.supervisor.watchdogs.xid import XidWatchdog
 
 __all__ = ["ENTRY_POINTS", "WatchdogSettings", "Watchdogs", "make_watchdogs"]
 
@@ -47,7 +52,12 @@ class WatchdogSettings:
 
 
 def _builtin(settings: WatchdogSettings) -> dict[str, Callable[[], Watchdog]]:
-    return {}
+    return {
+        "xid": lambda: XidWatchdog(settings.xid_source),
+        "ecc": lambda: EccWatchdog(settings.ecc_source),
+        "disk": lambda: DiskWatchdog(settings.folders, min_free_bytes=settings.min_free_bytes),
+        "memory": lambda: MemoryWatchdog(min_available_bytes=settings.min_available_bytes),
+    }
 
 
 def make_watchdogs(names: Sequence[str], settings: WatchdogSettings) -> list[Watchdog]:
@@ -111,7 +121,10 @@ class Watchdogs:
 
     def _looked(self) -> None:
         """What was passed on is not to be read again; what was read besides may be."""
-        if self._keep_now or time.monotonic() - self._kept_s > _KEEP_EVERY_S:
+        new = any(
+            runner.watchdog.cursor() and runner.watchdog.name not in self._state.cursors for runner in self._runners
+        )
+        if self._keep_now or new or time.monotonic() - self._kept_s > _KEEP_EVERY_S:
             self.keep_cursors()
 
     def _passed_on(self, finding: Finding) -> None:
@@ -183,9 +196,7 @@ class Watchdogs:
     async def close(self) -> None:
         """Blocks: up to 1 s a watchdog that hangs. Idempotent."""
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
         for runner in self._runners:
             runner.close()
         self.keep_cursors()

@@ -1,0 +1,112 @@
+"""``resiliency inject``: faults for a job that runs on this host, to see that it gets over them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from resiliency.errors import ResiliencyError
+from resiliency.settings import environment
+
+if TYPE_CHECKING:
+    from resiliency.supervisor.inject import Fault
+
+__all__ = ["main"]
+
+
+def main(words: Sequence[str]) -> int:
+    """Puts a fault in, once or again and again.
+
+    Args:
+        words: of the command line, behind ``inject``.
+
+    Returns:
+        Exit status: 0 it was put in; 1 it could not be; 2 wrong arguments.
+    """
+    from resiliency.supervisor.inject import Injector, Target, moments
+
+    parser = _parser()
+    args = parser.parse_args(list(words))
+    if args.fault == "corrupt" and not (args.yes or args.dry_run):
+        parser.error("corrupt destroys a checkpoint for good; pass --yes, or --dry-run to see which")
+    target = Target(
+        heartbeats=args.heartbeats or ("" if args.state_dir else environment().heartbeat_dir or ""),
+        state_dir=args.state_dir,
+        host=args.host or environment().node,
+    )
+    began_s = time.monotonic()
+    try:
+        fault = _fault(args)
+    except ResiliencyError as error:
+        parser.error(str(error))
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began_s:7.2f} s] {text}", flush=True)
+
+    injector = Injector(target, say, seed=args.seed, dry_run=args.dry_run)
+    status = 0
+    try:
+        for moment_s in moments(at_s=args.at, every_s=args.every, count=args.count):
+            threading.Event().wait(max(0.0, began_s + moment_s - time.monotonic()))
+            try:
+                injector.inject(fault)
+                status = 0
+            except (ResiliencyError, OSError) as error:
+                print(f"resiliency inject: {error}", file=sys.stderr)
+                status = 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _fault(args: argparse.Namespace) -> Fault:
+    from resiliency.supervisor.inject import Fault
+
+    return Fault(
+        kind=args.fault,
+        rank=args.rank,
+        seconds=args.seconds,
+        duty=args.duty,
+        code=args.code,
+        device=args.device,
+        count=args.errors,
+        source=args.source,
+        folder=args.folder,
+        most_bytes=int(args.most_gb * (1 << 30)),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="resiliency inject",
+        description="Puts a fault into a job that runs on this host, into processes and files of this user alone.",
+        allow_abbrev=False,
+    )
+    faults = "kill stop hang slow xid ecc partition disk-full corrupt".split()
+    parser.add_argument("fault", choices=faults, metavar="FAULT", help=", ".join(faults))
+    where = parser.add_argument_group("where the job is")
+    where.add_argument("--heartbeats", default="", metavar="DIR", help="folder of the ranks' heartbeats")
+    where.add_argument("--state-dir", default="", metavar="DIR", help="of the host monitor")
+    where.add_argument("--host", default="", metavar="NAME", help="of the host monitor (default: the node's name)")
+    where.add_argument("--rank", type=int, metavar="R", help="global rank (default: one at random)")
+    when = parser.add_argument_group("when")
+    when.add_argument("--at", type=float, default=0.0, metavar="SECONDS", help="from now (default: now)")
+    when.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="and then again and again")
+    when.add_argument("--count", type=int, default=0, metavar="N", help="so often (default: once, or without end)")
+    when.add_argument("--seed", type=int, default=0, metavar="N", help="equal seeds choose alike")
+    what = parser.add_argument_group("what")
+    what.add_argument("--for", dest="seconds", type=float, default=0.0, metavar="SECONDS", help="how long it lasts")
+    what.add_argument("--duty", type=float, default=0.8, metavar="PART", help="slow: of the time it is stopped (0.8)")
+    what.add_argument("--code", type=int, default=79, metavar="N", help="xid: the code (79)")
+    what.add_argument("--device", default="0000:3b:00", metavar="ADDRESS", help="xid, ecc: PCI address")
+    what.add_argument("--errors", type=int, default=1, metavar="N", help="ecc: how many (1)")
+    what.add_argument("--source", default="", metavar="FILE", help="xid, ecc: that the monitor was given")
+    what.add_argument("--folder", default="", metavar="DIR", help="disk-full, corrupt: where; also a file")
+    what.add_argument("--most-gb", type=float, default=1.0, metavar="GB", help="disk-full: written at most (1)")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--yes", action="store_true", help="corrupt: a checkpoint is to be destroyed")
+    return parser

@@ -1,0 +1,225 @@
+"""Lines of the kernel, each once: from the kernel's own ring, from a file, or from the journal.
+
+All of them have a cursor, a text with which another process goes on where this one has stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from typing import Protocol
+
+from resiliency.supervisor.monitor_state import boot_id
+
+__all__ = ["FileLog", "Journal", "KernelLog", "Ring", "open_kernel_log"]
+
+logger = logging.getLogger(__name__)
+
+RING = "/dev/kmsg"
+#: A record of the ring is at most this long, see the kernel's Documentation/ABI/testing/dev-kmsg.
+_RECORD_BYTES = 8192
+_CHUNK_BYTES = 1 << 20
+_MOST_RECORDS = 100_000
+_JOURNAL_TIMEOUT_S = 8.0
+
+
+class KernelLog(Protocol):
+    """Where lines come from. Thread: one."""
+
+    def resume(self, cursor: str) -> None:
+        """Goes on behind the cursor; "": with what comes from now on."""
+
+    def lines(self) -> Iterator[str]:
+        """Those that have come. Blocks: no."""
+
+    def cursor(self) -> str:
+        """Behind the last line that was given."""
+
+    def close(self) -> None: ...
+
+
+def open_kernel_log(source: str = "") -> KernelLog:
+    """Of a path, for tests and containers; "": the ring, or the journal where the ring cannot be read.
+
+    Raises:
+        OSError: there is none that can be read.
+    """
+    if source and source != RING:
+        return FileLog(source)
+    try:
+        return Ring(source or RING)
+    except PermissionError:
+        if not shutil.which("journalctl"):
+            raise
+        return Journal()
+
+
+class Ring:
+    """``/dev/kmsg``: each read is one record, with a number that never comes again until the next boot."""
+
+    def __init__(self, path: str = RING) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._boot = boot_id()
+        self._last = -1
+        self._from_start = False
+
+    def resume(self, cursor: str) -> None:
+        boot, _, number = cursor.partition(":")
+        if cursor and boot == self._boot and number.isdecimal():
+            self._last = int(number)
+            os.lseek(self._fd, 0, os.SEEK_SET)
+        elif cursor:
+            self._last = -1  # all of this boot is new
+            os.lseek(self._fd, 0, os.SEEK_SET)
+        else:
+            for _ in self.lines():  # where the end is, only the last record says
+                pass
+
+    def lines(self) -> Iterator[str]:
+        for _ in range(_MOST_RECORDS):
+            try:
+                record = self._read()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno != errno.EPIPE:
+                    raise
+                continue  # what came next was overwritten: the next read gives the oldest that is left
+            if not record:
+                return
+            number, text = _parsed(record)
+            if number is None or number <= self._last:
+                continue
+            if 0 <= self._last < number - 1:
+                logger.warning(
+                    "%d lines of the kernel were overwritten before they were read; faults in them are not known",
+                    number - 1 - self._last,
+                )
+            self._last = number
+            yield text
+
+    def _read(self) -> bytes:
+        return os.read(self._fd, _RECORD_BYTES)
+
+    def cursor(self) -> str:
+        return f"{self._boot}:{self._last}" if self._last >= 0 else ""
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _parsed(record: bytes) -> tuple[int | None, str]:
+    """ "priority,number,microseconds,flags[,...];text", continued by lines that begin with a space."""
+    head, found, rest = record.decode(errors="replace").partition(";")
+    fields = head.split(",")
+    if not found or len(fields) < 3 or not fields[1].isdecimal():
+        return None, ""
+    return int(fields[1]), rest.split("\n", 1)[0]
+
+
+class FileLog:
+    """A file that grows, with one line a message. One that was replaced or cut begins anew."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file, self._offset = -1, 0
+        self._rest = b""
+
+    def resume(self, cursor: str) -> None:
+        self._open()
+        inode, _, offset = cursor.partition(":")
+        if self._file < 0:
+            return
+        status = os.fstat(self._file)
+        if not cursor:
+            self._offset = status.st_size
+        elif inode == str(status.st_ino) and offset.isdecimal() and int(offset) <= status.st_size:
+            self._offset = int(offset)
+
+    def _open(self) -> None:
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", self._path)
+        self._file, self._offset, self._rest = fd, 0, b""
+
+    def lines(self) -> Iterator[str]:
+        if self._file < 0:
+            self._open()
+        if self._file < 0:
+            return
+        yield from self._read()
+        try:
+            now = os.stat(self._path)
+        except FileNotFoundError:
+            return
+        before = os.fstat(self._file)
+        if (now.st_dev, now.st_ino) != (before.st_dev, before.st_ino):
+            yield from self._read()  # what was written until it was replaced
+            self.close()
+            self._open()
+            yield from self._read()
+        elif now.st_size < self._offset:
+            self._offset, self._rest = 0, b""
+            yield from self._read()
+
+    def _read(self) -> Iterator[str]:
+        while self._file >= 0 and (data := os.pread(self._file, _CHUNK_BYTES, self._offset + len(self._rest))):
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            for line in whole:
+                self._offset += len(line) + 1
+                text = line.decode(errors="replace")
+                number, message = _parsed(line)
+                yield text if number is None else message
+
+    def cursor(self) -> str:
+        return f"{os.fstat(self._file).st_ino}:{self._offset}" if self._file >= 0 else "0:0"
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class Journal:
+    """``journalctl -k``, asked again each time for what came behind its cursor."""
+
+    def __init__(self, program: str = "journalctl") -> None:
+        self._program = program
+        self._cursor = ""
+
+    def resume(self, cursor: str) -> None:
+        self._cursor = cursor
+        if not cursor:
+            for _ in self._ask("--lines=1"):
+                pass
+
+    def lines(self) -> Iterator[str]:
+        yield from self._ask(f"--after-cursor={self._cursor}" if self._cursor else "--boot")
+
+    def _ask(self, which: str) -> Iterator[str]:
+        command = [self._program, "--dmesg", "--output=json", "--no-pager", "--quiet", which]
+        found = subprocess.run(command, capture_output=True, timeout=_JOURNAL_TIMEOUT_S, check=True)
+        for line in found.stdout.splitlines():
+            try:
+                entry = json.loads(line)
+                self._cursor, message = str(entry["__CURSOR"]), entry.get("MESSAGE")
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue  # half a line, of a journal that is being written
+            if isinstance(message, str):
+                yield message
+
+    def cursor(self) -> str:
+        return self._cursor
+
+    def close(self) -> None:
+        """Nothing is open."""

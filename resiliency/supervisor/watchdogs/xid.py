@@ -1,0 +1,79 @@
+"""XIDs: what NVIDIA's driver says of its devices in the kernel's log."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from resiliency.supervisor.model import DeviceClass
+from resiliency.supervisor.watchdogs.base import Finding, Watchdog
+from resiliency.supervisor.watchdogs.kernel_log import KernelLog, open_kernel_log
+from resiliency.supervisor.watchdogs.xid_codes import XID_CODES, meaning
+
+__all__ = ["XidWatchdog", "parse_xid"]
+
+logger = logging.getLogger(__name__)
+
+#: "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.", also with no text, and of older drivers
+#: without "PCI:"; the code is never in what a program can write there.
+_LINE = re.compile(r"\bNVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)[^)]*\): (\d{1,4})\b[,:]?\s*(.*)")
+
+
+def parse_xid(line: str) -> tuple[str, int, str] | None:
+    """Device, code and the rest of a line; None: it is about something else."""
+    found = _LINE.search(line)
+    return None if found is None else (found[1].lower(), int(found[2]), found[3].strip())
+
+
+class XidWatchdog(Watchdog):
+    """Args: source: see :func:`~resiliency.supervisor.watchdogs.kernel_log.open_kernel_log`."""
+
+    name = "xid"
+    interval_s = 1.0
+    cooldown_s = 60.0
+
+    def __init__(self, source: str = "") -> None:
+        self._source = source
+        self._log: KernelLog | None = None
+        self._cursor = ""
+        self._unknown: set[int] = set()
+
+    def resume(self, cursor: str) -> None:
+        self._cursor = cursor
+
+    def look(self) -> list[Finding]:
+        if self._log is None:
+            self._log = open_kernel_log(self._source)
+            self._log.resume(self._cursor)
+        found: list[Finding] = []
+        for line in self._log.lines():
+            parsed = parse_xid(line)
+            if parsed is None:
+                continue
+            device, code, text = parsed
+            known = meaning(code, text)
+            if code not in XID_CODES and code not in self._unknown:
+                self._unknown.add(code)
+                logger.warning("XID %d is not known to this version, and is ignored: %s", code, line[:300])
+            found.append(
+                Finding(
+                    code=f"xid-{code}/{known.device_class}",  # of XID 154 the class changes
+                    device=device,
+                    device_class=known.device_class,
+                    detail=f"XID {code}, {known.name}: {text or '(no text)'} [{known.device_class}: {known.reason}]",
+                )
+            )
+        self._cursor = self._log.cursor()
+        # The worst first: of one device the others are often its echo.
+        return sorted(found, key=lambda one: -_ORDER.index(one.device_class or DeviceClass.IGNORE))
+
+    def cursor(self) -> str:
+        return self._cursor
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+_ORDER = list(DeviceClass)

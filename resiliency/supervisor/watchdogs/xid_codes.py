@@ -1,0 +1,184 @@
+"""What each XID asks for. Codes, names and NVIDIA's recommended actions: its XID catalogue for A100 and newer,
+https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html; which class follows from them is decided here.
+
+A code that is not in the table is ignored, with a warning: new drivers have new notes, and a fault that matters is seen
+by what it does (ranks that die or hang), which swaps a host that fails again and again. To swap every host whose driver
+says something new would empty a cluster after an update of the driver.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from resiliency.supervisor.model import DeviceClass
+
+__all__ = ["XID_CODES", "XidCode", "meaning"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class XidCode:
+    """Attributes: reason: why it is of this class."""
+
+    code: int
+    name: str
+    device_class: DeviceClass
+    reason: str
+
+
+_I, _A, _S = DeviceClass.IGNORE, DeviceClass.APPLICATION, DeviceClass.SOFT
+_R, _W = DeviceClass.RESET, DeviceClass.SWAP
+_ENGINE = "an engine raised an exception; NVIDIA: restart the application"
+_UNUSED = "NVIDIA: unused since Ampere"
+_NVLINK5 = (
+    "NVIDIA: decode the registers; the worst that they can say, and the usual for a link that is down, is a reset"
+)
+
+#: Those that are used, without families.
+_ROWS: list[tuple[int, str, DeviceClass, str]] = [
+    (8, "GPU stopped processing", _S, "NVIDIA: restart the application"),
+    (11, "invalid or corrupted push buffer", _A, "NVIDIA: restart and check the application"),
+    (13, "graphics engine exception", _A, "an illegal instruction or access of a kernel; NVIDIA: restart, check it"),
+    (14, "injected error", _I, "put in from user space, for tests"),
+    (25, "invalid or illegal push buffer", _A, "NVIDIA: restart and check the application"),
+    (31, "memory page fault", _A, "an illegal address; NVIDIA: restart and check the application"),
+    (32, "corrupted push buffer (DMA)", _S, "NVIDIA: mostly the quality of PCIe, rarely the application; restart it"),
+    (37, "driver firmware error", _I, "NVIDIA: no action"),
+    (38, "driver firmware watchdog", _I, "NVIDIA: no action"),
+    (43, "GPU stopped processing", _A, "NVIDIA: the application faulted and must end; the GPU is healthy"),
+    (44, "fault during a context switch", _I, "NVIDIA: no action"),
+    (
+        45,
+        "preemptive cleanup",
+        _I,
+        "what follows when a process with a context is killed, also by a launcher: no cause",
+    ),
+    (46, "GPU timeout", _R, "NVIDIA: reset the GPU"),
+    (48, "double bit ECC error", _R, "an uncorrectable memory error; NVIDIA: reset the GPU, which retires the row"),
+    (54, "auxiliary power is not connected", _W, "NVIDIA: check the mechanics: somebody must open the host"),
+    (60, "video processor exception", _S, _ENGINE),
+    (62, "microcontroller halt", _R, "NVIDIA: reset the GPU"),
+    (
+        63,
+        "row remapped or page retired",
+        _I,
+        "a repair has worked; NVIDIA: no action, it is complete at the next reset",
+    ),
+    (
+        64,
+        "row remapping failed",
+        _W,
+        "the bad memory stays in use: NVIDIA's reset does not mend it, and it comes again",
+    ),
+    (66, "illegal register access by the driver", _I, "NVIDIA: no action"),
+    (67, "illegal access by the driver", _I, "NVIDIA: no action"),
+    (68, "NVDEC0 exception", _S, _ENGINE),
+    (69, "graphics engine class error", _A, "NVIDIA: restart and check the application"),
+    (74, "NVLink error", _R, "NVIDIA: a GPU reset or a reboot is needed; maybe of the other end of the link"),
+    (78, "vGPU cannot start", _W, "NVIDIA: update driver or firmware: no rank can use it before"),
+    (79, "GPU has fallen off the bus", _W, "it cannot be reached any more; NVIDIA: restart the machine"),
+    (80, "corrupted data sent to the GPU", _A, "NVIDIA: restart and check the application"),
+    (86, "OFA exception", _S, _ENGINE),
+    (92, "many single bit ECC errors", _I, "they are corrected; NVIDIA: no action, it may come to XID 48"),
+    (93, "InfoROM wear limit", _I, "NVIDIA: not fatal, no action"),
+    (94, "contained memory error", _S, "one process is concerned; NVIDIA: restart it, reset the GPU when convenient"),
+    (95, "uncontained memory error", _R, "NVIDIA: the GPU must be reset before anything runs on it"),
+    (106, "SMBPBI test message", _I, "a test"),
+    (107, "SMBPBI test message, silent", _I, "a test"),
+    (108, "NVLink remote translation error", _I, "NVIDIA: no action"),
+    (109, "context switch timeout", _R, "NVIDIA: reset the GPU"),
+    (110, "security fault", _W, "NVIDIA: rare without a hardware failure; cold reset of the machine"),
+    (119, "GSP does not answer", _R, "NVIDIA: reset the GPU, then the machine"),
+    (120, "GSP error", _R, "NVIDIA: reset the GPU, then the machine"),
+    (121, "C2C link error", _I, "corrected, no effect; NVIDIA: reset at the next service"),
+    (136, "NVLink training failed", _R, "NVIDIA: reset the GPU"),
+    (137, "NVLink privilege error", _A, "an illegal access of a peer's memory; NVIDIA: mostly the application"),
+    (139, "OFA1 exception", _S, _ENGINE),
+    (140, "ECC error that was not recovered", _R, "the row could not be marked for remapping; NVIDIA: reset the GPU"),
+    (141, "CUDA fast path error", _I, "NVIDIA: no action"),
+    (142, "NVENC3 exception", _S, "as of the other engines"),
+    (143, "GPU initialization error", _R, "NVIDIA: reset the GPU"),
+    (151, "key rotation error", _W, "NVIDIA: restart the virtual machine"),
+    (152, "DLA SMMU error", _I, "NVIDIA: no action"),
+    (153, "DLA timeout", _I, "NVIDIA: no action"),
+    (154, "recovery action changed", _I, "its text says what the XIDs before it ask for, and is what decides"),
+    (155, "NVLink is down on purpose", _R, "NVIDIA: reset the GPU"),
+    (156, "resource retired", _R, "NVIDIA: reset the GPU, which completes it"),
+    (157, "resource retirement failed", _I, "no repair is left; NVIDIA: workloads may run, it may come again"),
+    (158, "GPU fatal timeout", _R, "NVIDIA: reset the GPU"),
+    (159, "CHI non-data error", _S, "NVIDIA: check the driver of unified memory; mostly the echo of another error"),
+    (160, "channel retired", _I, "a repair has worked; NVIDIA: no action"),
+    (161, "channel retirement failed", _I, "NVIDIA: no action"),
+    (162, "power smoothing is on again", _I, "a note"),
+    (163, "power smoothing is off", _I, "NVIDIA: no reset is required"),
+    (164, "power smoothing wears out", _I, "a note, for whoever plans replacements"),
+    (165, "power smoothing is worn out", _I, "a note, for whoever plans replacements"),
+    (166, "NVLink traffic before encryption", _R, "confidential computing: the links must be set up again"),
+    (167, "PCIe fatal timeout", _W, "NVIDIA names no action; a device that PCIe does not reach is as XID 79"),
+    (168, "less memory than there was", _W, "errors in protected memory; the machine must be started again"),
+    (169, "SEC2 microcontroller halt", _R, "as XID 62"),
+    (170, "NVLink interrupt in confidential mode", _R, "as XID 166"),
+    (171, "uncorrectable DRAM error", _R, "says of an XID 48 where it was"),
+    (172, "uncorrectable SRAM error", _R, "says of an XID 48 where it was"),
+]
+_FAMILIES: list[tuple[dict[int, str], DeviceClass, str]] = [
+    (
+        {code: f"copy engine {at} exception" for at, code in enumerate([39, 40, 41, 70, 71, 72, 75, 76, 77, 85])},
+        _S,
+        _ENGINE,
+    ),
+    ({code: f"copy engine {code - 116} exception" for code in range(126, 136)}, _S, _ENGINE),
+    ({code: f"NVDEC{at} exception" for at, code in enumerate([83, 84, 88, 89, 96, 97, 98], 1)}, _S, _ENGINE),
+    ({code: f"NVJPG{at} exception" for at, code in enumerate([82, 99, 100, 101, 102, 103, 104, 105])}, _S, _ENGINE),
+    (
+        dict(zip(range(144, 151), ("SAW", "RLW", "TLW", "TREX", "NVLPW_CTRL", "NETIR", "MSE"), strict=True)),
+        _R,
+        _NVLINK5,
+    ),
+    (
+        {
+            code: "unused"
+            for code in (
+                *(*range(1, 8), 9, 10, 12, *range(15, 25), *range(26, 31), *range(33, 37), 42, 47, *range(49, 54)),
+                *(*range(55, 60), 61, 65, 73, 81, 87, 90, 91, *range(111, 119), *range(122, 126), 138),
+            )
+        },
+        _I,
+        _UNUSED,
+    ),
+]
+
+
+def _table() -> dict[int, XidCode]:
+    rows = [*_ROWS]
+    for names, device_class, reason in _FAMILIES:
+        rows += [(code, name, device_class, reason) for code, name in names.items()]
+    table = {code: XidCode(code=code, name=name, device_class=kind, reason=why) for code, name, kind, why in rows}
+    assert len(table) == len(rows), "a code is in the table twice"
+    return dict(sorted(table.items()))
+
+
+XID_CODES = _table()
+
+#: Of XID 154: "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)".
+_ACTION = re.compile(r"\bto\s+0x[0-9a-f]+\s*\(([^)]*)\)", re.IGNORECASE)
+_ACTIONS = {
+    "none": _I,
+    "drain p2p": _S,
+    "drain and reset": _R,
+    "gpu reset required": _R,
+    "node reboot required": _W,
+}
+
+
+def meaning(code: int, text: str = "") -> XidCode:
+    """Of a code, with what the driver has said behind it."""
+    known = XID_CODES.get(code)
+    if known is None:
+        return XidCode(code=code, name="not known to this version", device_class=_I, reason="see xid_codes.py")
+    found = _ACTION.search(text) if code == 154 else None
+    if found is not None:
+        action = found[1].strip().lower()
+        wanted = _ACTIONS.get(action, _R)
+        return XidCode(code=code, name=known.name, device_class=wanted, reason=f"NVIDIA's driver says: {action}")
+    return known
