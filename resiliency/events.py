@@ -48,9 +48,9 @@ class EventKind:
     TRAIN_STARTED = "train_started"  # the first batch is about to run: start-up and restore are over
     TRAIN_ENDED = "train_ended"
     #: Step finished: step_s wall, data_wait_s, stall_s (checkpoint part), save_in_flight bool; optional busy_s (own
-    #: work before first waiting for other ranks), eval_s (validation), loop_s (between two batches, without the wait for
-    #: data and the above). With `count` the line holds that many steps, the last of them `step`: seconds are then sums,
-    #: and step_max_s is the longest.
+    #: work before first waiting for other ranks), eval_s (validation), loop_s (between two batches, without the wait
+    #: for data and the above). With `count` the line holds that many steps, the last of them `step`: seconds are then
+    #: sums, and step_max_s is the longest.
     STEP = "step"
     CHECKPOINT_STARTED = "checkpoint_started"  # step, stall_s of the eager part, bytes of this rank's shard
     CHECKPOINT_FENCED = "checkpoint_fenced"  # fence before the optimizer step: stall_s it waited

@@ -35,6 +35,8 @@ KeyOption = Annotated[str, typer.Option("--key", help="Its key.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Why, for the history.")]
 _LOCAL = "http://127.0.0.1:7600"
+#: Exit status of ``run --until-ended`` when a workload was given up, as of ``resiliency run``.
+_STOPPED = 3
 #: By state.
 _COLORS = {
     "ready": "green",
@@ -71,6 +73,10 @@ def run(
         bool,
         typer.Option("--insecure-no-authentication", help="Whoever can connect rules the jobs. For a closed machine."),
     ] = False,
+    until_ended: Annotated[
+        bool, typer.Option("--until-ended", help="End with the workloads: 0 all have completed, 3 one was stopped.")
+    ] = False,
+    address_file: Annotated[str, typer.Option("--address-file", help="Write HOST:PORT there, when it listens.")] = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
     """Supervise the workloads of a file until SIGTERM. A second one with the same file stands by."""
@@ -87,9 +93,11 @@ def run(
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         if settings.insecure_no_authentication:
             logging.getLogger(__name__).warning("no authentication: whoever can connect rules the jobs")
-        _run(settings, file)
+        completed = _run(settings, file, until_ended=until_ended, address_file=address_file)
     except ResiliencyError as error:
         _fail(str(error), 2)
+    if not completed:
+        raise typer.Exit(_STOPPED)
 
 
 def _settings(file: str, *, listen: str | None, dry_run: bool, insecure: bool) -> SupervisorSettings:
@@ -101,25 +109,40 @@ def _settings(file: str, *, listen: str | None, dry_run: bool, insecure: bool) -
     return read_settings(file, changes)
 
 
-def _run(settings: SupervisorSettings, file: str) -> None:
+def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, address_file: str) -> bool:
+    """False: it has ended with the workloads, and one of them was stopped."""
     import asyncio
     import os
     import signal
 
     from resiliency.supervisor.event_log import EventLog
+    from resiliency.supervisor.model import WorkloadState
     from resiliency.supervisor.server import Supervisor
 
     log = EventLog(settings.events)
 
-    async def main() -> None:
-        supervisor = Supervisor(settings, folder=os.path.dirname(os.path.abspath(file)), log=log.write)
+    def listens(host: str, port: int) -> None:
+        if address_file:
+            with open(f"{address_file}~", "w") as written:
+                written.write(f"{host}:{port}")
+            os.replace(f"{address_file}~", address_file)
+
+    async def main() -> bool:
+        supervisor = Supervisor(
+            settings,
+            folder=os.path.dirname(os.path.abspath(file)),
+            log=log.write,
+            listens=listens,
+            until_ended=until_ended,
+        )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.stop)
         await supervisor.run()
+        return all(each.state is WorkloadState.COMPLETED for each in supervisor.ended or ())
 
     try:
-        asyncio.run(main())
+        return asyncio.run(main())
     finally:
         log.close()
 

@@ -18,6 +18,7 @@ from resiliency.supervisor.auth import Authority, server_context
 from resiliency.supervisor.clusters.base import Cluster
 from resiliency.supervisor.lease import Lease
 from resiliency.supervisor.metrics import Metrics
+from resiliency.supervisor.model import Workload
 from resiliency.supervisor.monitor_socket import MonitorSocket
 from resiliency.supervisor.policy import load_policy
 from resiliency.supervisor.service import Service
@@ -41,6 +42,8 @@ class Supervisor:
     Args:
         folder: that the policy's path is meant from.
         log: told every line of the history with its workload's epoch, when it is stored.
+        listens: told host and port, when it listens.
+        until_ended: :meth:`run` returns when all workloads have ended, and their hosts know it.
 
     Raises:
         ConfigError: a file that it needs cannot be used.
@@ -53,7 +56,12 @@ class Supervisor:
         folder: str = "",
         cluster: Cluster | None = None,
         log: Callable[[HistoryEvent, int], None] = lambda event, epoch: None,
+        listens: Callable[[str, int], None] = lambda host, port: None,
+        until_ended: bool = False,
     ) -> None:
+        self._listens, self._until_ended = listens, until_ended
+        #: How the workloads have ended, where it ends with them.
+        self.ended: tuple[Workload, ...] | None = None
         self.settings = settings
         self._folder, self._cluster, self._log = folder, cluster, log
         self.authority = Authority.of(settings)
@@ -116,6 +124,7 @@ class Supervisor:
             log=self._log,
             watch_handled=self.metrics.handled,
             watch_commit=self.metrics.committed,
+            until_ended=self._until_ended,
         )
         try:
             if not await self._unless_stopped(self._listen_soon()):
@@ -123,6 +132,9 @@ class Supervisor:
             self.service = service
             logger.info("leads in term %d; listens on %s:%d", term, *(self.address or ("", 0)))
             await service.run()
+            if self._until_ended and not self._stopping.is_set():
+                self.ended = service.ended
+                self._stopping.set()
         except LeadershipLost as error:
             logger.error("this supervisor leads no more, and stands by: %s", error)
         finally:
@@ -173,6 +185,7 @@ class Supervisor:
         )
         bound = self._server.sockets[0].getsockname()
         self.address = bound[0], bound[1]
+        self._listens(*self.address)
 
     def _protocol(self) -> asyncio.Protocol:
         """One that must prove that it is a client: a connection that dribbles is cut off, and so are too many."""

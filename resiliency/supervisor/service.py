@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.1
 #: Between tries to write to a disk that fails.
 _RETRY_S, _MOST_RETRY_S = 0.2, 5.0
+#: For hosts to hang up when all is over.
+_HANG_UP_S = 5.0
 #: A check of a host that joins.
 _VERIFY_TIMEOUT_S = 30.0
 #: Plans' numbers begin at 1.
@@ -150,8 +152,10 @@ class Service:
         watch_handled: Callable[[float], None] = lambda seconds: None,
         watch_commit: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
+        until_ended: bool = False,
     ) -> None:
         self.settings, self.term = settings, term
+        self._until_ended, self._ended_s = until_ended, clock()
         self._store, self._lease, self._clock = store, lease, clock
         self._log, self.watch_handled, self._watch_commit = log, watch_handled, watch_commit
         now_s = clock()
@@ -284,8 +288,26 @@ class Service:
             self._sweep(now_s)
         self._collect()
 
+    @property
+    def ended(self) -> tuple[Workload, ...] | None:
+        """All workloads, when none of them goes on any more, as it is stored; else None."""
+        known = tuple(self.decided.workloads.values())
+        return known if known and all(each.state.has_ended for each in known) else None
+
+    def _end_with_workloads(self, now_s: float) -> None:
+        """Once their hosts have hung up, as they do when what they did is completed, or soon."""
+        ended = self.ended
+        if ended is None:
+            self._ended_s = now_s
+            return
+        hosts = {host for each in ended for host in each.places}
+        if now_s - self._ended_s > _HANG_UP_S or not any(self._heard[host].link for host in hosts & self._heard.keys()):
+            self.stop()
+
     def _sweep(self, now_s: float) -> None:
         """What need not be done at every look."""
+        if self._until_ended:
+            self._end_with_workloads(now_s)
         for name in self.sensor.to_check(now_s):
             self._check(name, now_s)
         placed = self.decided.place
@@ -689,13 +711,6 @@ class Service:
 
     def now_s(self) -> float:
         return self._clock()
-
-    def all_have_ended(self) -> bool | None:
-        """None: some workload has not. True: all have completed."""
-        states = [each.state for each in self.decided.workloads.values()]
-        if not states or not all(state.has_ended for state in states):
-            return None
-        return all(state is WorkloadState.COMPLETED for state in states)
 
 
 def _progress(rank: Any) -> int:
