@@ -27,7 +27,6 @@ from typing import Any
 
 import resiliency
 from resiliency.errors import ConfigError
-from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.settings import all_variables, child_environment, environment
 
 __all__ = ["LocalCluster", "run_local_cluster"]
@@ -123,7 +122,7 @@ def _run(cluster: LocalCluster, folder: Path, running: list[_Process], asked: li
                 if not asked:
                     logger.warning("%s (process %d) has ended, with %d", one.name, one.popen.pid, code)
             elif code >= 0 or asked:
-                return 128 + asked[0] if asked and code not in (0, PREEMPTED) else code
+                return 128 + asked[0] if asked else code
             else:
                 # Training goes on without it. What it had begun is in its file.
                 logger.warning("the supervisor was ended by %s; it is started again", signal.Signals(-code).name)
