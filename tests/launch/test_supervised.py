@@ -38,6 +38,8 @@ SUMMING = """
             time.sleep(100)
         if (folder / f"finish-{epoch}-{rank}").exists():
             return
+        if (folder / f"preempt-{epoch}").exists():
+            sys.exit(75)
         dist.init_process_group("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
@@ -243,6 +245,18 @@ def test_a_rank_that_has_finished_runs_again_when_a_peer_fails(cluster: Cluster)
     assert [cluster.there(2, rank)["sum"] for rank in range(2)] == [2, 2]
     assert {one["epoch"] for one in hosts[0].said_of("waiting")} == {0}, "that it has finished says as much"
     cluster.finish(*hosts)
+
+
+@pytest.mark.parametrize("stays", [True, False], ids=["ranks stay", "plain script"])
+def test_ranks_that_were_told_to_go_have_ended_and_are_not_lost(stays: bool, cluster: Cluster) -> None:
+    host = cluster.host(ranks=2, stays=stays)
+    (cluster.folder / "preempt-1").touch()
+    cluster.supervisor.place(host)
+    assert host.wait("ended", epoch=1)[1]["preempted"] is True
+    assert host.said_of("lost") == []
+    cluster.supervisor.place(host)  # the machine stays after all
+    assert [cluster.there(2, rank)["sum"] for rank in range(2)] == [2, 2]
+    cluster.finish(host)
 
 
 def test_of_two_places_the_newer_one_counts_also_while_ranks_start(cluster: Cluster) -> None:
