@@ -277,6 +277,22 @@ def test_of_two_places_the_newer_one_counts_also_while_ranks_start(cluster: Clus
     cluster.finish(*hosts)
 
 
+def test_another_place_ends_the_wait_of_a_launcher_whose_ranks_train(cluster: Cluster) -> None:
+    host = cluster.host()
+    cluster.supervisor.place(host)
+    cluster.there(1, 0)
+    took_s = []
+    for _ in range(2):
+        host.wait("pages", epoch=cluster.supervisor.epoch)  # it looks again in a second
+        given_s = time.monotonic()
+        epoch = cluster.supervisor.place(host)
+        took_s.append(host.wait("running", epoch=epoch)[0] - given_s)
+        cluster.there(epoch, 0)
+    print(f"ranks were told {', '.join(f'{1000 * one:.0f}' for one in took_s)} ms after the place was given")
+    assert min(took_s) < 0.8
+    cluster.finish(host)
+
+
 def test_a_rank_that_hangs_is_killed_with_its_successors_place_and_the_others_stay(cluster: Cluster) -> None:
     hosts = [cluster.host(), cluster.host()]
     cluster.supervisor.place(*hosts)
