@@ -62,12 +62,17 @@ def test_what_stands_is_what_is_true_now() -> None:
     assert link.standing == ["running", "lost_peers"]
     reports.lost_peers([])
     assert link.standing == ["running"]
+    reports.lost_peers([0])
+    reports.waiting(warm=True)
+    assert link.standing == ["lost_peers", "waiting"] and reports.has_said_why
+    reports.started(2)
+    assert link.standing == [] and not reports.has_said_why
     reports.lost(1, -9)
     reports.lost(0, 3, reason="no data")
     reports.waiting(warm=True)
-    assert link.standing == ["lost", "lost", "waiting"] and reports.has_lost
-    reports.started(2)
-    assert link.standing == [] and not reports.has_lost
+    assert link.standing == ["lost", "lost", "waiting"] and reports.has_said_why
+    reports.started(3)
+    assert link.standing == []
     reports.running({0: (0, 102)})
     reports.ended(preempted=False)
     reports.waiting(warm=True)
