@@ -56,6 +56,8 @@ _REPORT_S = 1.0
 _SAVED_S = 0.1
 #: Seconds until a wait looks again, whatever it waits for.
 _LONGEST_S = 10.0
+#: See :attr:`SupervisedAgent._cause_s`.
+_CAUSE_S = 2.0
 #: Stacks that were asked for so many seconds ago need not be asked for again before a rank is killed.
 _FRESH_STACKS_S = 10.0
 
@@ -107,7 +109,7 @@ class SupervisedAgent(StandbyAgent):
     def _say_failed(self) -> None:
         if self.preempted:
             self._reports.ended(preempted=True)
-        elif not self._reports.has_lost:
+        elif not self._reports.has_said_why:
             for worker in self._worker_group.workers:
                 self._reports.lost(worker.global_rank, 1, reason="torch's launcher has given it up")
 
@@ -238,8 +240,9 @@ class SupervisedAgent(StandbyAgent):
 
     @property
     def _cause_s(self) -> float:
-        """What follows when ranks have lost a peer is decided elsewhere."""
-        return math.inf
+        """For a rank of this host to be the cause of it when others have lost a peer. Then all leave, and wait: a rank
+        that waits in its attempt gives up after half a minute, and another place may take longer."""
+        return _CAUSE_S
 
     def _restarts_left(self) -> int | None:
         return None

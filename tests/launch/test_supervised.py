@@ -38,6 +38,8 @@ SUMMING = """
             time.sleep(100)
         if (folder / f"finish-{epoch}-{rank}").exists():
             return
+        if (folder / f"preempt-{epoch}").exists():
+            sys.exit(75)
         dist.init_process_group("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
@@ -167,6 +169,9 @@ def test_a_warm_spare_takes_the_place_of_a_launcher_that_was_killed_and_fewer_ho
     os.kill(killed.pid, signal.SIGKILL)
     hosts[0].wait("lost_peers", epoch=1)
     assert killed.left() == []
+    # It may take the supervisor long to find a host: nobody waits in the attempt that has ended.
+    assert hosts[0].wait("waiting", epoch=1)
+    assert hosts[0].said_of("lost") == []
     cluster.supervisor.place(hosts[0], spare)
     after = [cluster.there(2, rank) for rank in range(2)]
     assert after[0]["pid"] == before[0]["pid"]
@@ -245,6 +250,18 @@ def test_a_rank_that_has_finished_runs_again_when_a_peer_fails(cluster: Cluster)
     cluster.finish(*hosts)
 
 
+@pytest.mark.parametrize("stays", [True, False], ids=["ranks stay", "plain script"])
+def test_ranks_that_were_told_to_go_have_ended_and_are_not_lost(stays: bool, cluster: Cluster) -> None:
+    host = cluster.host(ranks=2, stays=stays)
+    (cluster.folder / "preempt-1").touch()
+    cluster.supervisor.place(host)
+    assert host.wait("ended", epoch=1)[1]["preempted"] is True
+    assert host.said_of("lost") == []
+    cluster.supervisor.place(host)  # the machine stays after all
+    assert [cluster.there(2, rank)["sum"] for rank in range(2)] == [2, 2]
+    cluster.finish(host)
+
+
 def test_of_two_places_the_newer_one_counts_also_while_ranks_start(cluster: Cluster) -> None:
     hosts = [cluster.host(ranks=2), cluster.host(ranks=2)]
     for host in hosts:
@@ -261,6 +278,23 @@ def test_of_two_places_the_newer_one_counts_also_while_ranks_start(cluster: Clus
     assert [one["GROUP_RANK"] for one in there] == ["0", "0", "1", "1"]
     assert there[0]["pid"] == hosts[1].wait("running", epoch=4)[1]["ranks"]["0"][1]
     cluster.finish(*hosts)
+
+
+def test_another_place_ends_the_wait_of_a_launcher_whose_ranks_train(cluster: Cluster) -> None:
+    host = cluster.host()
+    cluster.supervisor.place(host)
+    cluster.there(1, 0)
+    took_s = []
+    for _ in range(2):
+        _page_when(host, lambda page: page["beats"] > 0, epoch=cluster.supervisor.epoch)
+        host.wait("pages")  # it looks again in a second
+        given_s = time.monotonic()
+        epoch = cluster.supervisor.place(host)
+        took_s.append(host.wait("running", epoch=epoch)[0] - given_s)
+        cluster.there(epoch, 0)
+    print(f"ranks were told {', '.join(f'{1000 * one:.0f}' for one in took_s)} ms after the place was given")
+    assert min(took_s) < 0.8
+    cluster.finish(host)
 
 
 def test_a_rank_that_hangs_is_killed_with_its_successors_place_and_the_others_stay(cluster: Cluster) -> None:
@@ -364,10 +398,10 @@ def _wait_for(path: Path, timeout_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def _page_when(host: FakeMonitor, shows: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def _page_when(host: FakeMonitor, shows: Callable[[dict[str, Any]], bool], epoch: int = 1) -> dict[str, Any]:
     """What is said of the host's first rank when it shows that."""
     for _ in range(30):
-        page: dict[str, Any] = host.wait("pages")[1]["ranks"][0]
+        page: dict[str, Any] = host.wait("pages", epoch=epoch)[1]["ranks"][0]
         if shows(page):
             return page
     raise AssertionError(f"the last page was {page}")
