@@ -152,7 +152,7 @@ def test_a_check_is_answered_when_the_launcher_is_warm(tmp_path: Path) -> None:
 def test_a_check_without_a_launcher_is_answered_in_time_with_a_problem(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.start_monitor(command=("/bin/sleep", "60"))
-        await host.supervisor.want(asks=(ask(StepKind.VERIFY, timeout_s=0.5),))
+        await host.supervisor.want(asks=(ask(StepKind.VERIFY, timeout_s=1.0),))
         await host.supervisor.until(lambda: host.supervisor.answers)
         assert "not ready" in host.supervisor.answers[0].problem
 
