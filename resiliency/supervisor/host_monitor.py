@@ -539,7 +539,8 @@ class HostMonitor:
         self._changed.set()
 
     def _heard(self, message: FromLauncher) -> None:
-        self._warm.set()
+        if not isinstance(message, Waiting) or message.warm:
+            self._warm.set()
         if isinstance(message, Saved):
             if self._saving is not None and not self._saving.done():
                 self._saving.set_result(message.problem)
