@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from resiliency.errors import ConfigError
-from resiliency.supervisor.messages import Desired, Report, pack
-from resiliency.supervisor.model import Observation, ObservationKind
+from resiliency.supervisor.messages import Ask, Desired, Report, pack
+from resiliency.supervisor.model import Observation, ObservationKind, StepKind
 from tests.processes import wait_ended
 from tests.supervisor.monitored import TOKEN, Host, on_host, place
 
@@ -117,7 +117,8 @@ def test_an_older_epoch_is_not_obeyed(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.start_monitor()
         await host.with_place(5)
-        await host.supervisor.want(place=place(4))
+        await host.supervisor.want(place=place(4), asks=(Ask(plan=0, at=0, kind=StepKind.VERIFY, timeout_s=5),))
+        await host.supervisor.until(lambda: host.supervisor.answers)  # it has been taken note of
         await host.supervisor.want(place=place(6))
         told = await host.launchers.next("told", kind="place")
         assert told["message"]["epoch"] == 6
