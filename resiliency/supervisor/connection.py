@@ -248,7 +248,7 @@ class SupervisorConnection:
 
     def _check_term(self, term: int) -> None:
         seen = self._term(None)
-        if False:
+        if term < seen:
             raise AgentError(f"its term is {term}, and one of term {seen} was heard: it is not the leader any more")
         if term > seen:
             self._term(term)
