@@ -255,8 +255,8 @@ class HostMonitor:
 
     def _launcher_has_ended(self, launcher: LauncherProcess) -> None:
         """Its ranks have ended with it: the kernel sees to those that were forked, this monitor to the others."""
+        self._link.hear_last_words()
         launcher.end_ranks()
-        self._link.drop_launcher()
         self._launcher = None
         self._warm.clear()
         seen = self._seen
@@ -358,7 +358,7 @@ class HostMonitor:
         if given is None or place.epoch > given.epoch:
             mine = [one for one in self._state.given.values() if one.launcher == launcher.identity]
             # Of another workload a launcher knows nothing, and its count of epochs is another one.
-            if (place.fresh) or any(one.workload != place.workload for one in mine):
+            if (place.fresh and mine) or any(one.workload != place.workload for one in mine):
                 logger.info("epoch %d of %s wants a fresh launcher", place.epoch, place.workload)
                 self._link.drop_launcher()
                 await launcher.end(self._settings.grace_s)
