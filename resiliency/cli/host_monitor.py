@@ -49,7 +49,8 @@ async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
     import aiohttp  # noqa: F401  here, so that its absence is said before anything is started
 
     from resiliency.supervisor.connection import ConnectionSettings
-    from resiliency.supervisor.host_monitor import HostMonitor, MonitorSettings, launcher_command
+    from resiliency.supervisor.host_monitor import HostMonitor
+    from resiliency.supervisor.monitor_settings import MonitorSettings, launcher_command
     from resiliency.supervisor.watchdogs.registry import WatchdogSettings, make_watchdogs
 
     host = args.host or environment().node

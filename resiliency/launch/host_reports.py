@@ -28,13 +28,13 @@ class HostReports:
         self._ended = False
 
     @property
-    def has_lost(self) -> bool:
-        """A rank of this epoch was said to be lost."""
-        return bool(self._lost)
+    def has_said_why(self) -> bool:
+        """A rank of this epoch was said to be lost, or to have lost a peer."""
+        return bool(self._lost or self._lost_peers)
 
     def waiting(self, *, warm: bool) -> None:
         """There are no ranks. Not after all have finished, which says as much."""
-        self._link.take_back("running", "lost_peers")
+        self._link.take_back("running")
         if not self._ended:
             self._link.stand("waiting", {"kind": "waiting", "epoch": self._epoch, "warm": warm})
 
@@ -80,7 +80,7 @@ class HostReports:
         ranks = [_page_of(rank, one, attempt=self._epoch - 1, now_s=now_s) for rank, one in sorted(seen.items())]
         self._link.tell({"kind": "pages", "epoch": self._epoch, "ranks": ranks})
 
-    def saved(self, problem: str = "") -> None:
+    def saved(self, *, problem: str = "") -> None:
         """The answer to a wish for a save. Args: problem: "": all ranks know that it is committed."""
         self._link.tell({"kind": "saved", "epoch": self._epoch, "problem": problem})
 

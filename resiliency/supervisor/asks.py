@@ -16,7 +16,7 @@ __all__ = ["Asks"]
 logger = logging.getLogger(__name__)
 
 #: Of the time that the supervisor waits, so that the answer is there in time.
-_SHARE = 0.9
+_SHARE = 0.8
 _LONGEST_DETAIL = 1000
 
 

@@ -13,12 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from resiliency.errors import ConfigError
 from resiliency.settings import all_variables
 from resiliency.supervisor._tasks import end_tasks, is_set_within
 from resiliency.supervisor.asks import Asks
@@ -45,12 +43,13 @@ from resiliency.supervisor.launcher_process import (
 )
 from resiliency.supervisor.messages import PROTOCOL_VERSION, Ask, Desired, Hello, RankReport, Report
 from resiliency.supervisor.model import Observation, ObservationKind, Place, StepKind
+from resiliency.supervisor.monitor_settings import MonitorSettings
 from resiliency.supervisor.monitor_state import Given, LauncherId, MonitorState, StateFolder
 from resiliency.supervisor.outbox import Outbox
 from resiliency.supervisor.watchdogs.base import Watchdog
 from resiliency.supervisor.watchdogs.registry import Watchdogs
 
-__all__ = ["HostMonitor", "MonitorSettings", "launcher_command"]
+__all__ = ["HostMonitor"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,51 +65,6 @@ _COMPLETED_S = 60.0
 _RETRY_S = 1.0
 _LONGEST_REASON = 1000
 _LONGEST_PARTITION_S = 86400.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MonitorSettings:
-    """
-    Attributes:
-        host: name, as the token is bound to.
-        address: that other hosts reach this one by.
-        block: failure domain.
-        command: of the launcher, see :func:`launcher_command`; ``{endpoint}`` becomes the name of the socket.
-        state_dir: what must not be forgotten lies there, on a local disk.
-        grace_s: for a launcher to end before it is killed, when another one is to take its place.
-        stop_s: the same when this monitor is told to end: ranks may save.
-        reset_command: resets devices; "": nvidia-smi.
-        exit_when_completed: end when the workload of this host has finished.
-    """
-
-    host: str
-    command: tuple[str, ...]
-    state_dir: str
-    address: str = ""
-    block: str = ""
-    grace_s: float = 5.0
-    stop_s: float = 120.0
-    reset_command: str = ""
-    exit_when_completed: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.host or not self.host.isprintable() or len(self.host) > 253:
-            raise ConfigError(f"--host {self.host!r}: pass a name of 1 to 253 printable letters")
-
-
-def launcher_command(
-    script: Sequence[str], *, nproc_per_node: str, address: str = "", launcher_args: Sequence[str] = ()
-) -> tuple[str, ...]:
-    """``resiliency run`` for a script and its arguments."""
-    local = ["--local-addr", address] if address else []
-    return (
-        *(sys.executable, "-m", "resiliency.cli", "run"),
-        *("--rdzv-backend", "supervised", "--rdzv-endpoint", "{endpoint}"),
-        *("--nproc-per-node", nproc_per_node),
-        *local,
-        *launcher_args,
-        *script,
-    )
 
 
 @dataclass(kw_only=True)
@@ -301,8 +255,8 @@ class HostMonitor:
 
     def _launcher_has_ended(self, launcher: LauncherProcess) -> None:
         """Its ranks have ended with it: the kernel sees to those that were forked, this monitor to the others."""
+        self._link.hear_last_words()
         launcher.end_ranks()
-        self._link.drop_launcher()
         self._launcher = None
         self._warm.clear()
         seen = self._seen
@@ -539,7 +493,8 @@ class HostMonitor:
         self._changed.set()
 
     def _heard(self, message: FromLauncher) -> None:
-        self._warm.set()
+        if not isinstance(message, Waiting) or message.warm:
+            self._warm.set()
         if isinstance(message, Saved):
             if self._saving is not None and not self._saving.done():
                 self._saving.set_result(message.problem)

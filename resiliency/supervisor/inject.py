@@ -23,6 +23,7 @@ from resiliency.errors import AgentError, ConfigError
 from resiliency.launch.channel import receive, send
 from resiliency.launch.heartbeat_files import read_heartbeats
 from resiliency.regular_file import open_regular
+from resiliency.storage.manifest import MANIFEST, META_DIR
 from resiliency.supervisor.monitor_state import StateFolder
 
 __all__ = ["FAULTS", "Fault", "Injector", "Target", "moments"]
@@ -307,7 +308,12 @@ def _write_until_full(fd: int, most: int) -> int:
 def _checkpoint_files(where: str) -> Sequence[Path]:
     path = Path(where)
     found = [path] if path.is_file() else sorted(path.rglob("*"))
-    return [one for one in found if one.suffix in _CHECKPOINTS and _is_own(one)]
+    return [one for one in found if one.suffix in _CHECKPOINTS and _is_own(one) and _is_committed(one)]
+
+
+def _is_committed(path: Path) -> bool:
+    """A step of this library is when its manifest is there. Other files are taken for what they are."""
+    return META_DIR not in path.parts or (path.parent / MANIFEST).exists()
 
 
 def _is_own(path: Path) -> bool:

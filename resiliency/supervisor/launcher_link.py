@@ -103,12 +103,14 @@ class LauncherLink:
         self._others.add(connection)
         asyncio.get_running_loop().add_reader(connection, self._read_other, connection, pid)
 
-    def _read_launcher(self, connection: socket.socket) -> None:
+    def _read_launcher(self, connection: socket.socket, ended: bool = False) -> None:
         if connection is not self._launcher:
             return
         try:
             message = read_message(connection)
         except BlockingIOError:
+            if ended:  # a process that it has started has the other end still
+                self._drop_launcher()
             return
         except AgentError as error:
             if not self._complained:
@@ -157,6 +159,11 @@ class LauncherLink:
             asyncio.get_running_loop().remove_reader(self._launcher)
             self._launcher.close()
             self._launcher = None
+
+    def hear_last_words(self) -> None:
+        """What a launcher that has ended had said before. Then it is not there any more."""
+        while (connection := self._launcher) is not None:
+            self._read_launcher(connection, ended=True)
 
     def drop_launcher(self) -> None:
         """The launcher is not listened to any more: another one is to be started."""

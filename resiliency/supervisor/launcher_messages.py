@@ -39,9 +39,10 @@ _F_GET_SEALS = 1034
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """It has no ranks, and waits for a place of a later epoch."""
+    """It has no ranks, and waits for a place of a later epoch. Attributes: warm: ranks can be forked at once."""
 
     epoch: int = 0
+    warm: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ import signal
 import sys
 
 from resiliency.supervisor.connection import ConnectionSettings
-from resiliency.supervisor.host_monitor import HostMonitor, MonitorSettings
+from resiliency.supervisor.host_monitor import HostMonitor
+from resiliency.supervisor.monitor_settings import MonitorSettings
 
 
 async def main() -> int:

@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 from resiliency.supervisor.connection import ConnectionSettings
-from resiliency.supervisor.host_monitor import HostMonitor, MonitorSettings
+from resiliency.supervisor.host_monitor import HostMonitor
 from resiliency.supervisor.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -32,6 +32,7 @@ from resiliency.supervisor.messages import (
     unpack,
 )
 from resiliency.supervisor.model import Observation, Place
+from resiliency.supervisor.monitor_settings import MonitorSettings
 from resiliency.supervisor.watchdogs.base import Watchdog
 
 FAKE_LAUNCHER = str(Path(__file__).with_name("fake_launcher.py"))

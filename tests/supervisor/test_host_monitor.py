@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from resiliency.errors import ConfigError
-from resiliency.supervisor.messages import Desired, Report, pack
-from resiliency.supervisor.model import Observation, ObservationKind
+from resiliency.supervisor.messages import Ask, Desired, Report, pack
+from resiliency.supervisor.model import Observation, ObservationKind, StepKind
 from tests.processes import wait_ended
 from tests.supervisor.monitored import TOKEN, Host, on_host, place
 
@@ -85,6 +85,27 @@ def test_a_launcher_that_dies_loses_all_its_ranks_and_is_started_again_but_not_g
     on_host(tmp_path, scenario)
 
 
+def test_the_last_words_of_a_launcher_are_heard(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        host.start_monitor()
+        pid = (await host.with_place(1))["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        host.launchers.say(pid, kind="lost", epoch=1, rank=0, exit_code=3)
+        host.launchers.do(pid, do="exit", status=3)
+        monitor = host.monitor
+        assert monitor is not None
+        link = monitor._link  # it hears nothing until the process has ended, as on a host that is busy
+        asyncio.get_running_loop().remove_reader(link._launcher)
+        os.kill(pid, signal.SIGCONT)
+        seen = await host.supervisor.observed(2)
+        assert [(one.rank, one.detail.split(",")[0]) for one in seen] == [
+            (0, "exit status 3"),
+            (1, "its launcher ended with status 3"),
+        ]
+
+    on_host(tmp_path, scenario)
+
+
 def test_no_place_ends_the_ranks_and_the_launcher_stays(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.start_monitor()
@@ -117,7 +138,8 @@ def test_an_older_epoch_is_not_obeyed(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.start_monitor()
         await host.with_place(5)
-        await host.supervisor.want(place=place(4))
+        await host.supervisor.want(place=place(4), asks=(Ask(plan=0, at=0, kind=StepKind.VERIFY, timeout_s=5),))
+        await host.supervisor.until(lambda: host.supervisor.answers)  # it has been taken note of
         await host.supervisor.want(place=place(6))
         told = await host.launchers.next("told", kind="place")
         assert told["message"]["epoch"] == 6

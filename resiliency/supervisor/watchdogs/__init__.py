@@ -1,1 +1,5 @@
 """Things that look whether a host and its devices are well. See :mod:`~resiliency.supervisor.watchdogs.base`."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

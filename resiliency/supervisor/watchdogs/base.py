@@ -118,9 +118,9 @@ class WatchdogRunner:
         """One look. Returns why it could not be made in time; "" when it was, and also when it has thrown."""
         deadline_s = self.watchdog.deadline_s if within_s is None else min(within_s, self.watchdog.deadline_s)
         async with self._lock:
-            if self._late is None or self._late.done():
+            if self._late is None:
                 self._late = self._begin()
-            elif within_s is None:
+            elif within_s is None and not self._late.done():
                 return ""  # it was said
             looking = self._late
             try:

@@ -1,0 +1,56 @@
+"""What a host monitor is told, and the command of the launcher that it starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from resiliency.errors import ConfigError
+
+__all__ = ["MonitorSettings", "launcher_command"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorSettings:
+    """
+    Attributes:
+        host: name, as the token is bound to.
+        address: that other hosts reach this one by.
+        block: failure domain.
+        command: of the launcher, see :func:`launcher_command`; ``{endpoint}`` becomes the name of the socket.
+        state_dir: what must not be forgotten lies there, on a local disk.
+        grace_s: for a launcher to end before it is killed, when another one is to take its place.
+        stop_s: the same when this monitor is told to end: ranks may save.
+        reset_command: resets devices; "": nvidia-smi.
+        exit_when_completed: end when the workload of this host has finished.
+    """
+
+    host: str
+    command: tuple[str, ...]
+    state_dir: str
+    address: str = ""
+    block: str = ""
+    grace_s: float = 5.0
+    stop_s: float = 120.0
+    reset_command: str = ""
+    exit_when_completed: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.host or not self.host.isprintable() or len(self.host) > 253:
+            raise ConfigError(f"--host {self.host!r}: pass a name of 1 to 253 printable letters")
+
+
+def launcher_command(
+    script: Sequence[str], *, nproc_per_node: str, address: str = "", launcher_args: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """``resiliency run`` for a script and its arguments."""
+    local = ["--local-addr", address] if address else []
+    return (
+        *(sys.executable, "-m", "resiliency.cli", "run"),
+        *("--rdzv-backend", "supervised", "--rdzv-endpoint", "{endpoint}"),
+        *("--nproc-per-node", nproc_per_node),
+        *local,
+        *launcher_args,
+        *script,
+    )
