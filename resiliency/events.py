@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from resiliency.regular_file import open_regular
 
-__all__ = ["BackgroundSink", "Event", "EventKind", "EventSink", "EventWriter", "JsonlSink", "NullSink"]
+__all__ = ["BackgroundSink", "Event", "EventKind", "EventSink", "EventWriter", "JsonlSink", "NullSink", "boot_seconds"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class EventKind:
     TRAIN_STARTED = "train_started"  # the first batch is about to run: start-up and restore are over
     TRAIN_ENDED = "train_ended"
     #: Step finished: step_s wall, data_wait_s, stall_s (checkpoint part), save_in_flight bool; optional busy_s (own
-    #: work before first waiting for other ranks), eval_s (validation), loop_s (between two batches, without the wait for
-    #: data and the above). With `count` the line holds that many steps, the last of them `step`: seconds are then sums,
-    #: and step_max_s is the longest.
+    #: work before first waiting for other ranks), eval_s (validation), loop_s (between two batches, without the wait
+    #: for data and the above). With `count` the line holds that many steps, the last of them `step`: seconds are then
+    #: sums, and step_max_s is the longest.
     STEP = "step"
     CHECKPOINT_STARTED = "checkpoint_started"  # step, stall_s of the eager part, bytes of this rank's shard
     CHECKPOINT_FENCED = "checkpoint_fenced"  # fence before the optimizer step: stall_s it waited
@@ -79,9 +79,14 @@ class EventKind:
     WORLD_RESIZED = "world_resized"  # old, new: number of hosts
 
 
+def boot_seconds() -> float:
+    """This host's clock that nobody sets; it goes on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened. ``time`` is UTC seconds since the epoch, ``monotonic_s`` this host's monotonic clock."""
+    """Something that happened. ``time`` is UTC seconds since the epoch, ``monotonic_s`` :func:`boot_seconds`."""
 
     kind: str
     time: float
@@ -95,7 +100,7 @@ class Event:
 
     def at_once(self) -> Event:
         """This event, as of now."""
-        return replace(self, time=time.time(), monotonic_s=time.monotonic())
+        return replace(self, time=time.time(), monotonic_s=boot_seconds())
 
     def to_json(self) -> str:
         """The line without its newline. Keys of the older library come first."""
@@ -264,7 +269,7 @@ class EventWriter:
         event = Event(
             kind=kind,
             time=time.time(),
-            monotonic_s=time.monotonic(),
+            monotonic_s=boot_seconds(),
             run=self.run,
             attempt=self.attempt,
             rank=self.rank,

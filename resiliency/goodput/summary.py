@@ -244,7 +244,7 @@ def step_series(ledger: Ledger) -> list[dict[str, Any]]:
             continue
         points = []
         for segment in timing.attempt.lanes[lanes[0]]:
-            offset = ledger.offsets.get(segment.host, 0.0)
+            offset = ledger.clocks.of(segment)
             for _, window in sorted(segment.steps.windows.items()):
                 time = parse_stamp(window.last_stamp)
                 if time is None or window.n == 0:

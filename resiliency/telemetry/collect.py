@@ -42,6 +42,7 @@ _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
 #: A line equal to one of this many lines before it is dropped: log shippers deliver at least once.
 _RECENT = 8_192
 MAX_SECONDS = 1e9
+MAX_CLOCKS = 65_536
 #: A launcher that ran for longer before the first attempt has not been starting it.
 LONGEST_START_S = 86_400.0
 
@@ -75,6 +76,12 @@ def _seconds(value: object) -> float:
     """A duration; 0 when it is missing, negative or too large."""
     number = _number(value)
     return number if number is not None and 0.0 < number < MAX_SECONDS else 0.0
+
+
+def _monotonic(value: object) -> float | None:
+    """Seconds since a host was started; None when that is missing, negative or more than it can be."""
+    number = _number(value)
+    return number if number is not None and 0.0 <= number < MAX_SECONDS else None
 
 
 class Collector:
@@ -153,12 +160,13 @@ class Collector:
             run.quality["stamps_without_zone"] += 1
         run.kinds[kind] += 1
         rank = _count(record.get("rank"))
-        mono = _number(record.get("monotonic_s"))
+        mono = _monotonic(record.get("monotonic_s"))
         attempt = _count(record.get("attempt"))
         host = str(record.get("host") or "")
         if kind in self._handlers:
             segment = self._segment(run, kind, time, mono, attempt, rank, _count(record.get("node_rank")), host)
             if segment is not None:
+                segment.tell(time, mono)
                 straight = segment.at(time, mono)
                 segment.jumps += straight != time
                 time = straight
@@ -166,6 +174,13 @@ class Collector:
                 self._handlers[kind](run, segment, time, record)
         elif rank is not None and (known := self._open[run.name].get((attempt, rank))) is not None:
             time = known.at(time, mono)
+        elif mono is not None and host:
+            clock = run.others.get((host, attempt))
+            if clock is None and len(run.others) < MAX_CLOCKS:
+                clock = run.others[host, attempt] = Segment(attempt=attempt, lane=-1, host=host, serial=-1)
+            if clock is not None:
+                clock.tell(time, mono)
+                time = clock.at(time, mono)
         run.saw(time)
         self._job_level(run, kind, time, rank, attempt, host, record)
 
@@ -293,7 +308,7 @@ class Collector:
             record.get("save_in_flight") is True,
             _seconds(record.get("step_max_s")) or step_s / count,
             time,
-            _number(record.get("monotonic_s")),
+            _monotonic(record.get("monotonic_s")),
             _seconds(record.get("loop_s")),
         )
 
@@ -372,7 +387,8 @@ class Collector:
             subject = next((n for n in (_count(record.get(key)) for key in _SUBJECT) if n is not None), None)
             about = str(record.get("lost_host") or record.get("node") or host)
             fields = {k: v for k, v in record.items() if k not in _COMMON and isinstance(v, (str, int, float, bool))}
-            run.mark(Mark(time, kind, subject if subject is not None else rank, about, attempt, step, fields))
+            who = subject if subject is not None else rank
+            run.mark(Mark(time, kind, who, about, attempt, step, rank is None, fields))
         if kind == EventKind.USER_SCHEDULED:
             run.scheduled = time if run.scheduled is None else min(time, run.scheduled)
         elif kind == EventKind.USER_TERMINATED:

@@ -83,10 +83,10 @@ class StepSubscriber:
 class StepObserver:
     """Measures the steps of one rank, driven by one caller: the training loop.
 
-    Within a step, time between :meth:`fetch_started` and :meth:`fetch_ended` is data wait, and the rest of the time before
-    the batch starts is overhead of the loop; of a loop that reports no fetches, all of that time is data wait. Time
-    passed to :meth:`stall` is checkpoint stall, time between :meth:`validation_started` and :meth:`validation_ended` is
-    validation.
+    Within a step, time between :meth:`fetch_started` and :meth:`fetch_ended` is data wait, and the rest of the time
+    before the batch starts is overhead of the loop; of a loop that reports no fetches, all of that time is data wait.
+    Time passed to :meth:`stall` is checkpoint stall, time between :meth:`validation_started` and
+    :meth:`validation_ended` is validation.
 
     Thread: the training thread; :attr:`save_in_flight` may be set from any.
     """
