@@ -38,6 +38,11 @@ class Offsets:
                 self.hosts[host] = seconds
             self._segments.update({id(segment): seconds for segment in attempt.segments if segment.host == host})
 
+    def same(self, segment: Segment, copy: Segment) -> None:
+        """``copy`` stands for ``segment`` from now on."""
+        if id(segment) in self._segments:
+            self._segments[id(copy)] = self._segments[id(segment)]
+
     def of(self, segment: Segment) -> float:
         """For the times of a rank in an attempt."""
         return self._segments.get(id(segment), 0.0)

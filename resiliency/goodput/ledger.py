@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from resiliency.goodput.attempts import NO_OFFSETS, Attempt, Offsets, cluster, host_offsets
 from resiliency.goodput.coarse import fill_coarse
+from resiliency.goodput.cut import cut_attempts
 from resiliency.goodput.lanes import Lane, LaneInterval, apportion, us
 from resiliency.goodput.split import Stragglers, TrainingSplit, merged_typical, split_training, stragglers
 from resiliency.goodput.stamps import FAR_S, straighten
@@ -134,8 +135,8 @@ def account(
     rough = cluster(segments, NO_OFFSETS)
     offsets = NO_OFFSETS if coarse else host_offsets(rough, overall or 0.0)
     attempts = cluster(segments, offsets) if offsets else rough
-
     start, end = _bounds(run, attempts, offsets, until)
+    cut_attempts(attempts, offsets)
     usual = [_usual(attempt, overall) for attempt in attempts]
     timings = time_attempts(run, attempts, offsets, start, end, usual, coarse=coarse)
     late = {timing.index: stragglers(_stepping(timing.attempt)) for timing in timings}

@@ -219,7 +219,7 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
 
     if finished and len(finished) * 2 >= len(segments) and not bad:
         timing.outcome = "finished"
-        moments = [_shifted(s.train_ended or s.terminated, s, offsets) for s in finished]
+        moments = [_shifted(_work_done(s), s, offsets) for s in finished]
         timing.ended = max((m for m in moments if m is not None), default=timing.progress)
     elif (planned or preempted) and not bad:
         timing.outcome = "planned"
@@ -242,6 +242,13 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         timing.noticed = min(max(timing.noticed, timing.progress), end)
     if timing.ended is not None:
         timing.ended = min(max(timing.ended, timing.progress), end)
+
+
+def _work_done(segment: Segment) -> float | None:
+    """When training had ended, and with it the last wait for a save."""
+    if segment.train_ended is None:
+        return segment.terminated
+    return max([segment.train_ended, *(time for time, _ in segment.stalls)])
 
 
 def _lost(timings: list[Timing]) -> None:

@@ -145,6 +145,10 @@ class Collector:
         if not isinstance(kind, str):
             run.quality["bad_values"] += 1
             return
+        number = record.get("attempt")
+        if number is not None and _count(number) is None:
+            run.quality["bad_values"] += 1  # it would be an attempt of its own
+            return
         stamp = record.get("timestamp", record.get("time"))
         time = parse_stamp(stamp)
         if time is None:
