@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from math import isfinite
 from typing import Any
@@ -16,7 +17,7 @@ from resiliency.telemetry.facts import parse_stamp
 
 __all__ = ["iso", "summarize"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 #: At most this many rows in the per-rank tables.
 MOST_RANKS = 20
 
@@ -27,7 +28,12 @@ def iso(time: float) -> str:
 
 
 def summarize(
-    ledger: Ledger, *, reference_step_s: float | None = None, torn_lines: int = 0, foreign_lines: int = 0
+    ledger: Ledger,
+    *,
+    reference_step_s: float | None = None,
+    torn_lines: int = 0,
+    foreign_lines: int = 0,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Everything a report shows, as JSON-ready data; seconds in ``_s``, shares in [0, 1].
 
@@ -36,6 +42,7 @@ def summarize(
         reference_step_s: for the older library's figure; None: measured.
         torn_lines: lines of the logs that were not JSON.
         foreign_lines: lines that were JSON but not events.
+        notes: what else is to be said of the logs.
     """
     older = older_figure(ledger, reference_step_s)
     quality = {name: count for name, count in sorted(ledger.facts.quality.items()) if count}
@@ -44,7 +51,6 @@ def summarize(
         if count:
             quality[name] = count
     return {
-        "schema": SCHEMA_VERSION,
         "run": ledger.run,
         "start": ledger.start,
         "end": ledger.end,
@@ -102,7 +108,7 @@ def summarize(
         },
         "clock_offsets_s": dict(ledger.offsets),
         "quality": quality,
-        "notes": list(ledger.notes),
+        "notes": [*ledger.notes, *notes],
     }
 
 
