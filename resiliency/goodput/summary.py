@@ -67,6 +67,7 @@ def summarize(
             {
                 "bucket": bucket.value,
                 "label": BUCKETS[bucket].label,
+                "lever": BUCKETS[bucket].lever,
                 "wall_s": ledger.wall[bucket] / 1e6,
                 "gpu_s": ledger.gpu[bucket] / 1e6,
                 "share": ledger.share(bucket),

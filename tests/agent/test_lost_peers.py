@@ -82,6 +82,17 @@ signal.pause()
 """
 
 
+#: A trainer that says that it goes, and goes.
+LEAVER = (
+    TRAINER.partition("child = ")[0].replace("sys.argv[2]", "'process'")
+    + """
+from resiliency.agent.messages import Bye
+client.send(Bye(finished=True))
+os._exit(0)
+"""
+)
+
+
 def killed_trainer(config: AgentConfig, agent: str) -> int:
     """A trainer that was killed; returns the pid of the child that it left."""
     trainer = subprocess.Popen(
@@ -112,6 +123,7 @@ def test_the_agent_tells_which_rank_was_lost_and_nothing_of_one_that_went(config
         assert (line["worker"], line["attempt"], line["rank"], line["host"]) == (0, config.attempt, -1, config.node)
         client.send(Bye(finished=True))
         client.close()
+        subprocess.run([sys.executable, "-c", LEAVER, config_to_json(next_attempt(config))], check=True, timeout=30)
         assert wait_ended(agents_of(config), timeout_s=10) == []
         assert lost() == [line]
     finally:

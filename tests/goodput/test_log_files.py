@@ -14,6 +14,7 @@ from resiliency.cli.goodput import app
 from resiliency.errors import ConfigError
 from resiliency.events import EventKind
 from resiliency.goodput.ledger import Ledger, account
+from resiliency.telemetry import log_files
 from resiliency.telemetry.log_files import find, find_logs
 from resiliency.telemetry.reader import LogReader, read_logs
 from resiliency.telemetry.seen_lines import SeenLines
@@ -40,6 +41,8 @@ def test_logs_that_were_rotated_and_compressed_are_read_oldest_first(tmp_path: P
     (tmp_path / "job.jsonl.2.gz").write_bytes(gzip.compress(("\n".join(lines[:third]) + "\n").encode()))
     (tmp_path / "job.jsonl.swp").write_text("no log")
     assert [path.name for path in find_logs([tmp_path])] == ["job.jsonl.2.gz", "job.jsonl.1", "job.jsonl"]
+    names = [f"job.jsonl.{number}" for number in range(1, 12)] + ["job.jsonl"]
+    assert sorted(names, key=log_files._oldest_first) == [*reversed(names[:-1]), "job.jsonl"]
     ledger = ledger_of(tmp_path)
     assert_matches(ledger, job)
     assert ledger.gpu == job.ledger().gpu
