@@ -257,10 +257,21 @@ def _lost(timings: list[Timing]) -> None:
         if timing.position is None:
             continue
         for earlier in timings[:index]:
+            if _counts_anew(timing, earlier):
+                continue
             top = earlier.top if earlier.lost_above is None else min(earlier.top or 0, earlier.lost_above)
             if top is not None and top > timing.position:
                 earlier.lost_above = timing.position
                 earlier.lost_by = index
+
+
+def _counts_anew(timing: Timing, earlier: Timing) -> bool:
+    """True when a lower step is no return to it: nothing was loaded, and the work before was done or its process lives
+    on (another fit in one script)."""
+    segments = list(timing.attempt.segments)
+    if any(segment.loaded is not None for segment in segments):
+        return False
+    return earlier.outcome == "finished" or all(segment.rollback for segment in segments)
 
 
 def save_pace(timings: Sequence[Timing]) -> float | None:

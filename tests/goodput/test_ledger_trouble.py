@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from resiliency.events import Event, EventKind
 from resiliency.goodput.incidents import incidents
 from resiliency.goodput.ledger import Ledger, account
-from resiliency.goodput.taxonomy import Bucket
+from resiliency.goodput.older import older_figure
+from resiliency.goodput.summary import summarize
+from resiliency.goodput.table import largest_causes, print_report
+from resiliency.goodput.taxonomy import BUCKETS, Bucket
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.reader import LogReader
 
 from .scripted import START, STEP_S, Job, assert_matches
-from .test_ledger_truth import crash
+from .test_ledger_truth import SCRIPTS, crash
 
 
 def read(*files: Path) -> LogReader:
@@ -622,3 +629,42 @@ def test_a_stall_after_the_last_step_is_a_stall() -> None:
         job.emit(EventKind.JOB_TERMINATED, rank, reason="finished")
     assert_matches(job.ledger(), job)
     assert job.ledger().wall[Bucket.CHECKPOINT_STALL] == 6_000_000
+
+
+@pytest.mark.parametrize("reference", [None, 1.5, 2.5])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_the_reasons_for_the_older_figure_add_up_to_the_difference(
+    script: Callable[[], Job], reference: float | None
+) -> None:
+    ledger = script().ledger()
+    older = older_figure(ledger, reference)
+    if older.share is None or older.reasons[-1] == "both agree":
+        return
+    found = [re.search(r"\(([+-][\d.]+) points\)$", reason) for reason in older.reasons]
+    points = [float(match[1]) for match in found if match]
+    assert sum(points) == pytest.approx((older.share - ledger.goodput) * 100, abs=0.05 * (len(points) + 1))
+
+
+def test_another_fit_in_the_same_script_loses_nothing() -> None:
+    job = Job()
+    job.start()
+    job.steps(30)
+    for rank in range(4):
+        job.emit(EventKind.TRAIN_ENDED, rank, step=30)
+    job.step = 0
+    job.advance(4.0, Bucket.IDLE)
+    for rank in range(4):
+        job.emit(EventKind.TRAIN_STARTED, rank, step=0, world_size=4)
+    job.steps(30)
+    job.finish()
+    ledger = job.ledger()
+    assert ledger.wall[Bucket.LOST_WORK] == 0
+    assert ledger.wall[Bucket.PRODUCTIVE] == pytest.approx(120e6, rel=0.01)
+
+
+def test_the_report_says_what_makes_the_largest_causes_smaller() -> None:
+    summary = summarize(crash().ledger())
+    assert [row["bucket"] for row in largest_causes(summary)] == ["lost_work", "first_start", "restart"]
+    text = io.StringIO()
+    print_report([summary], Console(file=text, width=200))
+    assert BUCKETS[Bucket.RESTART].lever in text.getvalue()

@@ -173,7 +173,9 @@ def test_the_older_librarys_module_path_leads_to_the_same_tools(name: str, tmp_p
 
 
 def test_the_older_librarys_logger_writes_where_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logging, constant = (importlib.import_module(f"resiliency.goodput_measure.{name}") for name in ("logging", "constant"))
+    logging, constant = (
+        importlib.import_module(f"resiliency.goodput_measure.{name}") for name in ("logging", "constant")
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GOODPUT_USE_FILE_TRACKING", "1")
     monkeypatch.setenv("JOB_IDENTIFIER", "older")
