@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from resiliency.regular_file import open_regular
 
-__all__ = ["BackgroundSink", "Event", "EventKind", "EventSink", "EventWriter", "JsonlSink", "NullSink"]
+__all__ = ["BackgroundSink", "Event", "EventKind", "EventSink", "EventWriter", "JsonlSink", "NullSink", "boot_seconds"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +88,14 @@ class EventKind:
     OPERATOR = "operator"  # what somebody has asked for by hand
 
 
+def boot_seconds() -> float:
+    """This host's clock that nobody sets; it goes on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened. ``time`` is UTC seconds since the epoch, ``monotonic_s`` this host's monotonic clock."""
+    """Something that happened. ``time`` is UTC seconds since the epoch, ``monotonic_s`` :func:`boot_seconds`."""
 
     kind: str
     time: float
@@ -104,7 +109,7 @@ class Event:
 
     def at_once(self) -> Event:
         """This event, as of now."""
-        return replace(self, time=time.time(), monotonic_s=time.monotonic())
+        return replace(self, time=time.time(), monotonic_s=boot_seconds())
 
     def to_json(self) -> str:
         """The line without its newline. Keys of the older library come first."""
@@ -273,7 +278,7 @@ class EventWriter:
         event = Event(
             kind=kind,
             time=time.time(),
-            monotonic_s=time.monotonic(),
+            monotonic_s=boot_seconds(),
             run=self.run,
             attempt=self.attempt,
             rank=self.rank,

@@ -81,6 +81,15 @@ class Peer:
         self.gone = True
         return b""
 
+    def died(self, *, within_s: float) -> bool:
+        """True when the process is known to have died, now or within this time: its connections end a moment before."""
+        if self.gone or self._pidfd < 0:
+            return self.gone
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        self.gone = bool(poller.poll(within_s * 1e3))
+        return self.gone
+
     @property
     def watched(self) -> bool:
         """True when its death is noticed."""

@@ -40,7 +40,7 @@ from resiliency.agent.local_steps import LocalStep, LocalSteps
 from resiliency.agent.messages import Bye, Complete, Delete, GiveUp, Prepare, Recorded, Request, Rescan, Seal, Trace
 from resiliency.agent.uploader import Uploader, UploadOutcome
 from resiliency.errors import AgentError, CorruptShard, TierError
-from resiliency.events import EventWriter
+from resiliency.events import EventKind, EventWriter
 from resiliency.storage.attempts import attempt_file, write_attempt
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.claims import claim_attempt
@@ -96,6 +96,7 @@ class HostAgent:
     ) -> None:
         self.config = config
         self._only_agent, self._may_finish = only_agent, may_finish
+        self._events = events
         self._report = Reporter(config.local_ranks, notify, events)
         # A commit must be quick and survive a kill, not a power loss: fsync is the next stage.
         self._fence = Fence(config)
@@ -270,6 +271,11 @@ class HostAgent:
     def idle(self) -> bool:
         """True when no work is queued or running."""
         return self._commits.idle and self._syncs.idle and all(uploader.idle for uploader in self._uploaders)
+
+    def tell_lost(self, rank: int, pid: int) -> None:
+        """Writes that the process of a rank has died, unless the rank had said that it goes. Thread: any."""
+        if rank not in self._left:
+            self._events.emit(EventKind.WORKER_LOST, worker=rank, lost_pid=pid)
 
     def close(self) -> None:
         """Stops all threads, frees memory on a ramdisk, or leaves only the checkpoints' files, as configured; the next

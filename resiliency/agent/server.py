@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 #: Exit status when another agent already serves this directory.
 EXIT_TAKEN = 3
 _FIRST_CLIENT_S = 30.0
+#: The end of a connection is seen before that of the process.
+_DEATH_S = 0.2
 #: How long ranks of an earlier attempt may stay connected before a new attempt is refused.
 _OLD_CLIENTS_S = 20.0
 
@@ -127,6 +129,8 @@ class AgentServer:
                                 return
                         else:
                             self._handle_request(rank, message)
+                if rank is not None and peer.died(within_s=_DEATH_S):
+                    self._tell_lost(rank, peer.pid, connection)
         except (AgentError, ConfigError, OSError) as error:
             # Boundary: a bad message or a broken connection ends this connection only.
             logger.warning("connection of rank %s ended: %s", rank, error)
@@ -227,6 +231,12 @@ class AgentServer:
             connection.sendall(pack(message))
         except OSError:
             logger.debug("rank %d has disconnected; %s was not sent", rank, type(message).__name__)
+
+    def _tell_lost(self, rank: int, pid: int, connection: socket.socket) -> None:
+        with self._lock:
+            agent = self._agent if self._clients.get(rank) is connection else None
+        if agent is not None:
+            agent.tell_lost(rank, pid)
 
     def _disconnected(self, rank: int | None, connection: socket.socket) -> None:
         with self._lock:

@@ -28,7 +28,10 @@ app = typer.Typer(
 )
 
 LogOption = Annotated[list[Path] | None, typer.Option("--log", help="Checkpoint folder, events folder or log file.")]
-MoreLogs = Annotated[list[Path] | None, typer.Argument(help="More of the same.", metavar="[DIR|FILE]...")]
+MoreLogs = Annotated[
+    list[Path] | None,
+    typer.Argument(help="More checkpoint folders, events folders or log files.", metavar="[DIR|FILE]..."),
+]
 RunOption = Annotated[str | None, typer.Option("--run", "--job-name", help="Only this run.")]
 ReferenceOption = Annotated[
     float | None,
@@ -39,9 +42,13 @@ GpusOption = Annotated[int, typer.Option("--gpus-per-rank", min=1, help="GPUs ea
 UntilOption = Annotated[str, typer.Option("--until", help="End of the account: last (event), now, or an ISO time.")]
 
 
+#: As of the other commands: wrong arguments, or a path where there is no log.
+_WRONG = 2
+
+
 def _fail(message: str) -> NoReturn:
     typer.echo(f"goodput: {message}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(_WRONG)
 
 
 def _console() -> Console:
@@ -82,6 +89,8 @@ def _ledgers(reader: LogReader, run: str | None, until: float | None, capacity: 
     if run is not None and run not in runs:
         _fail(f"no run named {run!r} in these logs; there are: {', '.join(sorted(runs)) or 'none'}")
     chosen = [runs[run]] if run is not None else [runs[name] for name in sorted(runs)]
+    if not chosen and reader.measurement_lines:
+        _fail("these are logs of ml-goodput-measurement, which has other events; its own library reads them")
     if not chosen:
         _fail("there is no event in these logs; does this job use ModelCheckpoint or GoodputCallback?")
     return [account(facts, until=until, capacity=capacity, gpus_per_rank=gpus) for facts in chosen]
@@ -90,13 +99,17 @@ def _ledgers(reader: LogReader, run: str | None, until: float | None, capacity: 
 def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None) -> list[dict[str, Any]]:
     from resiliency.goodput.summary import summarize
 
-    # Lines that are no events belong to no run; they are reported with the first.
+    # Lines and files without events belong to no run; they are reported with the first.
+    names = [path.name for path in reader.left_out]
+    more = f" and {len(names) - 5} others" if len(names) > 5 else ""
+    left = [f"Left out, because {'they hold' if names[1:] else 'it holds'} no event: {', '.join(names[:5])}{more}."]
     return [
         summarize(
             ledger,
             reference_step_s=reference,
             torn_lines=reader.torn_lines if number == 0 else 0,
             foreign_lines=reader.foreign_lines if number == 0 else 0,
+            notes=left if names and number == 0 else (),
         )
         for number, ledger in enumerate(ledgers)
     ]
@@ -119,17 +132,33 @@ def report(
     ledgers = _ledgers(reader, run, _until(until), capacity, gpus_per_rank)
     summaries = _summaries(reader, ledgers, reference_step_time)
     if html is not None:
-        from resiliency.goodput.page import write_page
-
-        write_page(html, list(zip(summaries, ledgers, strict=True)))
+        _write_page(html, list(zip(summaries, ledgers, strict=True)))
     if as_json:
-        typer.echo(json.dumps(summaries if len(summaries) > 1 else summaries[0], indent=2, allow_nan=False))
+        typer.echo(_json({"runs": summaries}))
         return
     from resiliency.goodput.table import print_report
 
     print_report(summaries, _console())
     if html is not None:
         typer.echo(f"page written to {html}")
+
+
+def _write_page(path: Path, runs: list[tuple[dict[str, Any], Ledger]]) -> None:
+    from resiliency.errors import ResiliencyError
+    from resiliency.goodput.page import write_page
+
+    try:
+        write_page(path, runs)
+    except ResiliencyError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"the page {path} cannot be written: {error.strerror or error}")
+
+
+def _json(content: dict[str, Any]) -> str:
+    from resiliency.goodput.summary import SCHEMA_VERSION
+
+    return json.dumps({"schema": SCHEMA_VERSION, **content}, indent=2, allow_nan=False)
 
 
 @app.command()
@@ -139,20 +168,24 @@ def compare(
     run_a: Annotated[str | None, typer.Option("--run-a", help="Which run in A.")] = None,
     run_b: Annotated[str | None, typer.Option("--run-b", help="Which run in B.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    reference_step_time: ReferenceOption = None,
+    until: UntilOption = "last",
+    capacity: CapacityOption = None,
+    gpus_per_rank: GpusOption = 1,
 ) -> None:
     """Print two runs side by side."""
     both = []
     for path, run in ((a, run_a), (b, run_b)):
         reader = _read([path])
-        ledgers = _ledgers(reader, run, None, None, 1)
+        ledgers = _ledgers(reader, run, _until(until), capacity, gpus_per_rank)
         if len(ledgers) > 1:
             _fail(
                 f"{path} holds several runs ({', '.join(ledger.run for ledger in ledgers)}); choose with --run-a or"
                 " --run-b"
             )
-        both += _summaries(reader, ledgers, None)
+        both += _summaries(reader, ledgers, reference_step_time)
     if as_json:
-        typer.echo(json.dumps({"a": both[0], "b": both[1]}, indent=2, allow_nan=False))
+        typer.echo(_json({"runs": both}))
         return
     from resiliency.goodput.table import compare as side_by_side
 
@@ -180,6 +213,9 @@ def watch(
     from resiliency.telemetry.reader import LogReader, find_logs
 
     paths = [*(log or []), *(more or [])]
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        _fail(f"there is no {missing[0]}; give a folder, in which a log may begin later, or a log file")
     reader = _read(paths) if not paths else LogReader()
     stop = threading.Event()
     with Live(console=_console(), auto_refresh=False, vertical_overflow="crop") as live:

@@ -9,7 +9,7 @@ from statistics import median_low
 
 from resiliency.telemetry.facts import Segment, parse_stamp
 
-__all__ = ["Attempt", "cluster", "host_offsets"]
+__all__ = ["NO_OFFSETS", "Attempt", "Offsets", "cluster", "host_offsets"]
 
 #: Ranks that start this far apart may still be of one attempt (image pulls, queueing).
 START_SPREAD_S = 600.0
@@ -17,6 +17,42 @@ START_SPREAD_S = 600.0
 MAX_RANKS = 1_000_000
 #: Smaller differences between clocks are not corrected.
 SKEW_TOLERATED_S = 1.0
+
+
+class Offsets:
+    """Seconds by which hosts' clocks are ahead, by attempt: a clock may be mended between two of them."""
+
+    def __init__(self) -> None:
+        #: The largest of each host that has one.
+        self.hosts: dict[str, float] = {}
+        self._segments: dict[int, float] = {}
+        self._attempts: dict[tuple[int | None, str], float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.hosts)
+
+    def note(self, attempt: Attempt, host: str, seconds: float) -> None:
+        self._attempts[attempt.number, host] = seconds
+        if seconds:
+            if abs(seconds) > abs(self.hosts.get(host, 0.0)):
+                self.hosts[host] = seconds
+            self._segments.update({id(segment): seconds for segment in attempt.segments if segment.host == host})
+
+    def same(self, segment: Segment, copy: Segment) -> None:
+        """``copy`` stands for ``segment`` from now on."""
+        if id(segment) in self._segments:
+            self._segments[id(copy)] = self._segments[id(segment)]
+
+    def of(self, segment: Segment) -> float:
+        """For the times of a rank in an attempt."""
+        return self._segments.get(id(segment), 0.0)
+
+    def at(self, number: int | None, host: str) -> float:
+        """For an event of a host in the attempt of this number."""
+        return self._attempts.get((number, host), self.hosts.get(host, 0.0))
+
+
+NO_OFFSETS = Offsets()
 
 
 @dataclass
@@ -33,11 +69,11 @@ class Attempt:
     def segments(self) -> Iterable[Segment]:
         return (segment for pieces in self.lanes.values() for segment in pieces)
 
-    def start(self, offsets: dict[str, float]) -> float:
+    def start(self, offsets: Offsets) -> float:
         return min(_start(segment, offsets) for segment in self.segments)
 
-    def end(self, offsets: dict[str, float]) -> float:
-        return max((segment.end or 0.0) - offsets.get(segment.host, 0.0) for segment in self.segments)
+    def end(self, offsets: Offsets) -> float:
+        return max((segment.end or 0.0) - offsets.of(segment) for segment in self.segments)
 
     @property
     def world(self) -> int:
@@ -46,11 +82,11 @@ class Attempt:
         return min(logged.most_common(1)[0][0], MAX_RANKS) if logged else 0
 
 
-def _start(segment: Segment, offsets: dict[str, float]) -> float:
-    return (segment.start or 0.0) - offsets.get(segment.host, 0.0)
+def _start(segment: Segment, offsets: Offsets) -> float:
+    return (segment.start or 0.0) - offsets.of(segment)
 
 
-def cluster(segments: Sequence[Segment], offsets: dict[str, float]) -> list[Attempt]:
+def cluster(segments: Sequence[Segment], offsets: Offsets) -> list[Attempt]:
     """Groups segments into attempts, ordered by start.
 
     Segments of one attempt carry one attempt number, start together or overlap, and hold each lane once. A lane that
@@ -69,12 +105,12 @@ def cluster(segments: Sequence[Segment], offsets: dict[str, float]) -> list[Atte
     return attempts
 
 
-def _by_time(number: int | None, members: list[Segment], offsets: dict[str, float]) -> list[Attempt]:
+def _by_time(number: int | None, members: list[Segment], offsets: Offsets) -> list[Attempt]:
     found: list[Attempt] = []
     first = latest = 0.0
     for segment in members:
         start = _start(segment, offsets)
-        end = (segment.end or start) - offsets.get(segment.host, 0.0)
+        end = (segment.end or start) - offsets.of(segment)
         if not found or segment.lane in found[-1].lanes or start > max(latest, first + START_SPREAD_S):
             found.append(Attempt(number))
             first, latest = start, end
@@ -91,7 +127,7 @@ def _by_time(number: int | None, members: list[Segment], offsets: dict[str, floa
     return joined
 
 
-def _rejoins(late: Attempt, running: Attempt, offsets: dict[str, float]) -> bool:
+def _rejoins(late: Attempt, running: Attempt, offsets: Offsets) -> bool:
     """True when ``late`` is a minority of ranks that started again while the others of ``running`` went on training."""
     others = [lane for lane in running.lanes if lane not in late.lanes]
     if len(late.lanes) * 2 >= len(running.lanes) or not others:
@@ -100,42 +136,57 @@ def _rejoins(late: Attempt, running: Attempt, offsets: dict[str, float]) -> bool
     went_on = 0
     for lane in others:
         last = running.lanes[lane][-1].last_step_time()
-        if last is not None and last - offsets.get(running.lanes[lane][-1].host, 0.0) > start:
+        if last is not None and last - offsets.of(running.lanes[lane][-1]) > start:
             went_on += 1
     return went_on * 2 > len(others)
 
 
-def host_offsets(attempts: Sequence[Attempt], usual_step_s: float) -> dict[str, float]:
-    """Seconds each host's clock is ahead, for hosts whose clock is off by more than a second and a step.
+def host_offsets(attempts: Sequence[Attempt], usual_step_s: float) -> Offsets:
+    """Seconds each host's clock is ahead in each attempt; 0 where it is off by less than a second or a step.
 
     Ranks of a synchronous job end a step at the same moment, so the stamps of one step show the difference. With two
-    hosts the clock of the lowest rank's host is the reference, with more the host with the median difference.
+    hosts the clock of the lowest rank's host is the reference, with more the host with the median difference. An
+    attempt that shows nothing (it ended before its first step) has the offsets of the one before, else of the next.
     """
-    differences: dict[str, list[float]] = {}
     hosts: list[str] = []
-    for attempt in attempts:
-        lanes = [attempt.lanes[lane][-1] for lane in sorted(attempt.lanes) if attempt.lanes[lane][-1].steps.high >= 0]
-        for segment in lanes:
-            if segment.host not in hosts:
-                hosts.append(segment.host)
-        if len({segment.host for segment in lanes}) < 2:
-            continue
-        shift = max(segment.steps.shift for segment in lanes)
-        ends: dict[tuple[int, int], dict[str, float]] = {}
-        for segment in lanes:
-            for key, window in segment.steps.at_shift(shift).items():
-                time = parse_stamp(window.last_stamp)
-                if time is not None:
-                    ends.setdefault((key, window.last_step), {}).setdefault(segment.host, time)
-        for times in ends.values():
-            if len(times) < 2:
-                continue
-            reference = next(times[host] for host in hosts if host in times)
-            for host, time in times.items():
-                differences.setdefault(host, []).append(time - reference)
-    middle = {host: median_low(values) for host, values in differences.items()}
-    if not middle:
-        return {}
-    zero = median_low(middle.values()) if len(middle) > 2 else 0.0
+    found = [_differences(attempt, hosts) for attempt in attempts]
+    if not any(found):
+        return NO_OFFSETS
     limit = max(SKEW_TOLERATED_S, usual_step_s)
-    return {host: value - zero for host, value in middle.items() if abs(value - zero) > limit}
+    offsets = Offsets()
+    known: dict[str, float] = {}
+    for host in hosts:
+        first = next((one[host] for one in found if host in one), 0.0)
+        known[host] = first if abs(first) > limit else 0.0
+    for attempt, differences in zip(attempts, found, strict=True):
+        known.update({host: value if abs(value) > limit else 0.0 for host, value in differences.items()})
+        for host, value in known.items():
+            offsets.note(attempt, host, value)
+    return offsets
+
+
+def _differences(attempt: Attempt, hosts: list[str]) -> dict[str, float]:
+    """Seconds by which hosts are ahead in one attempt; empty when it does not show. Adds its hosts to ``hosts``."""
+    lanes = [attempt.lanes[lane][-1] for lane in sorted(attempt.lanes) if attempt.lanes[lane][-1].steps.high >= 0]
+    for segment in lanes:
+        if segment.host not in hosts:
+            hosts.append(segment.host)
+    if len({segment.host for segment in lanes}) < 2:
+        return {}
+    differences: dict[str, list[float]] = {}
+    shift = max(segment.steps.shift for segment in lanes)
+    ends: dict[tuple[int, int], dict[str, float]] = {}
+    for segment in lanes:
+        for key, window in segment.steps.at_shift(shift).items():
+            time = parse_stamp(window.last_stamp)
+            if time is not None:
+                ends.setdefault((key, window.last_step), {}).setdefault(segment.host, time)
+    for times in ends.values():
+        if len(times) < 2:
+            continue
+        reference = next(times[host] for host in hosts if host in times)
+        for host, time in times.items():
+            differences.setdefault(host, []).append(time - reference)
+    middle = {host: median_low(values) for host, values in differences.items()}
+    zero = median_low(middle.values()) if len(middle) > 2 else 0.0
+    return {host: value - zero for host, value in middle.items()}

@@ -17,7 +17,7 @@ from typing import Any
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventKind
 from resiliency.goodput.ledger import account
-from resiliency.goodput.summary import summarize
+from resiliency.goodput.summary import iso, summarize
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.facts import parse_stamp
 
@@ -210,7 +210,12 @@ class GoodputCalculator:
             row["wall_s"] for row in summary["buckets"] if row["bucket"] == "productive"
         )
         metrics["job_intervals"] = [
-            {"start": row["start_utc"], "end_s": row["wall_s"], "outcome": row["outcome"]}
+            {
+                "start": row["start_utc"],
+                "end": iso(row["end"]),
+                "duration_seconds": row["wall_s"],
+                "outcome": row["outcome"],
+            }
             for row in summary["attempts"]
         ]
 

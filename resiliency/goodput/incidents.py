@@ -33,6 +33,9 @@ _TELLING = (
 )
 
 
+_HOW = ("signal", "exit_code")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Incident:
     """One failure or other loss of time.
@@ -115,13 +118,20 @@ def _describe(timing: Timing) -> tuple[str, str]:
     """What happened and where, from the most specific notice."""
     near = [m for m in timing.marks if m.kind in NOTICES and m.time >= timing.progress - 300.0]
     mark = next((m for kind in _TELLING for m in near if m.kind == kind), None)
+    if mark is not None and mark.kind == EventKind.WORKER_LOST:
+        # An agent sees that a rank has died, its launcher also how.
+        same = (m for m in near if m.kind == mark.kind and m.rank == mark.rank and not m.fields.keys().isdisjoint(_HOW))
+        mark = next(same, mark)
     if mark is None:
         reasons = sorted({s.reason for s in timing.attempt.segments if s.reason and s.reason != "finished"})
         if timing.outcome == "rolled back":
             return "Went back to an older checkpoint", ""
         if timing.outcome == "planned":
             return f"Stopped by {reasons[0] if reasons else 'request'}", ""
-        return (f"Ended by {reasons[0]}" if reasons else "Ended without a word"), ""
+        if reasons:
+            return f"Ended by {reasons[0]}", ""
+        told = any(segment.terminated is not None for segment in timing.attempt.segments)
+        return ("Ended, without a reason in the log" if told else "Ended without a word"), ""
     fields = mark.fields
     where = str(fields.get("lost_host") or (f"rank {mark.rank}" if mark.rank is not None else mark.host))
     if mark.kind == EventKind.WORKER_LOST:

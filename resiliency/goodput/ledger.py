@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from resiliency.goodput.attempts import Attempt, cluster, host_offsets
+from resiliency.goodput.attempts import NO_OFFSETS, Attempt, Offsets, cluster, host_offsets
 from resiliency.goodput.coarse import fill_coarse
+from resiliency.goodput.cut import cut_attempts
 from resiliency.goodput.lanes import Lane, LaneInterval, apportion, us
 from resiliency.goodput.split import Stragglers, TrainingSplit, merged_typical, split_training, stragglers
+from resiliency.goodput.stamps import FAR_S, straighten
 from resiliency.goodput.start_parts import StartPart
 from resiliency.goodput.taxonomy import Bucket, empty
 from resiliency.goodput.timing import Timing, save_pace, time_attempts
-from resiliency.telemetry.facts import RunFacts, Segment
+from resiliency.telemetry.facts import DAY_S, RunFacts, Segment
 from resiliency.telemetry.stepstats import StepStats
 
 __all__ = ["LaneAccount", "Ledger", "account"]
@@ -59,7 +61,8 @@ class Ledger:
         timings: the job's attempts.
         splits: training time by cause of each (attempt, lane).
         late: stragglers by attempt.
-        offsets: seconds hosts' clocks were ahead; all times here are already corrected by them.
+        offsets: the most seconds that hosts' clocks were ahead; all times here are already corrected.
+        clocks: the same for each attempt.
         usual_step_s: usual step time over the whole run, None without steps.
         facts: what was read.
         coarse: True when the log has no steps, so that progress is known from checkpoints only.
@@ -77,6 +80,7 @@ class Ledger:
     splits: dict[tuple[int, int], list[TrainingSplit]]
     late: dict[int, Stragglers]
     offsets: dict[str, float]
+    clocks: Offsets
     usual_step_s: float | None
     facts: RunFacts
     coarse: bool
@@ -124,14 +128,15 @@ def account(
         capacity: ranks the job should have; None: the most that any attempt had.
         gpus_per_rank: GPUs each rank (or host, when only launchers logged) stands for.
     """
+    straighten(run)
     segments = run.segments if _ranks_logged(run.segments) or not run.nodes else run.nodes
     coarse = not any(segment.steps.high >= 0 for segment in segments)
     overall = merged_typical([segment.steps for segment in segments])
-    rough = cluster(segments, {})
-    offsets = {} if coarse else host_offsets(rough, overall or 0.0)
+    rough = cluster(segments, NO_OFFSETS)
+    offsets = NO_OFFSETS if coarse else host_offsets(rough, overall or 0.0)
     attempts = cluster(segments, offsets) if offsets else rough
-
     start, end = _bounds(run, attempts, offsets, until)
+    cut_attempts(attempts, offsets)
     usual = [_usual(attempt, overall) for attempt in attempts]
     timings = time_attempts(run, attempts, offsets, start, end, usual, coarse=coarse)
     late = {timing.index: stragglers(_stepping(timing.attempt)) for timing in timings}
@@ -175,7 +180,8 @@ def account(
         timings=tuple(timings),
         splits=splits,
         late=late,
-        offsets=offsets,
+        offsets=offsets.hosts,
+        clocks=offsets,
         usual_step_s=overall,
         facts=run,
         coarse=coarse,
@@ -188,16 +194,14 @@ def _ranks_logged(segments: Sequence[Segment]) -> bool:
     return any(s.started is not None or s.train is not None or s.steps.high >= 0 for s in segments)
 
 
-def _bounds(
-    run: RunFacts, attempts: Sequence[Attempt], offsets: dict[str, float], until: float | None
-) -> tuple[float, float]:
+def _bounds(run: RunFacts, attempts: Sequence[Attempt], offsets: Offsets, until: float | None) -> tuple[float, float]:
     times = [attempt.start(offsets) for attempt in attempts] + [attempt.end(offsets) for attempt in attempts]
     times += [t for t in (run.scheduled, run.terminated) if t is not None]
     if attempts:
         # Of the first attempt: a launcher that restarts ranks is the same for all.
-        launched = ((s.launched, offsets.get(s.host, 0.0)) for s in attempts[0].segments)
+        launched = ((s.launched, offsets.of(s)) for s in attempts[0].segments)
         times += [time - offset for time, offset in launched if time is not None]
-    times += [mark.time - offsets.get(mark.host, 0.0) for mark in run.marks]
+    times += [mark.time - offsets.at(mark.attempt, mark.host) for mark in run.marks]
     if not offsets:
         # When hosts' clocks disagree, the raw first and last stamps may come from a wrong clock.
         times += [t for t in (run.first, run.last) if t is not None]
@@ -244,7 +248,7 @@ def _pieces(attempt: Attempt, lane: int) -> list[Segment]:
 class _LaneFiller:
     """Adds one attempt that has steps to one rank's time line."""
 
-    def __init__(self, lane: Lane, timing: Timing, offsets: dict[str, float], late: Stragglers, *, over: bool) -> None:
+    def __init__(self, lane: Lane, timing: Timing, offsets: Offsets, late: Stragglers, *, over: bool) -> None:
         self.lane = lane
         self.timing = timing
         self.offsets = offsets
@@ -273,7 +277,7 @@ class _LaneFiller:
         return parts
 
     def _at(self, segment: Segment, time: float | None) -> float | None:
-        return None if time is None else time - self.offsets.get(segment.host, 0.0)
+        return None if time is None else time - self.offsets.of(segment)
 
     def _piece(self, segment: Segment, *, rejoined: bool, pieces: int) -> TrainingSplit | None:
         lane, timing = self.lane, self.timing
@@ -379,7 +383,7 @@ def lane_of(pieces: Sequence[Segment]) -> int:
 
 
 def _notes(
-    run: RunFacts, timings: Sequence[Timing], offsets: dict[str, float], coarse: bool, lanes: Sequence[LaneAccount]
+    run: RunFacts, timings: Sequence[Timing], offsets: Offsets, coarse: bool, lanes: Sequence[LaneAccount]
 ) -> list[str]:
     """Sentences for the reader of the report: what the log could not show."""
     notes = []
@@ -392,7 +396,7 @@ def _notes(
         notes.append(
             "The last attempt has no end in the log; the account stops at its last event (use --until now if it runs)."
         )
-    for host, seconds in sorted(offsets.items()):
+    for host, seconds in sorted(offsets.hosts.items()):
         notes.append(f"The clock of {host} was {abs(seconds):.1f} s {'ahead' if seconds > 0 else 'behind'}; corrected.")
     silent = [t.index for t in timings if t.outcome == "failed" and t.noticed is None]
     if silent:
@@ -404,6 +408,11 @@ def _notes(
     if copies:
         notes.append(
             f"{copies} ranks have no log of their own; they are taken to have done what the lowest logging rank did."
+        )
+    if count := run.quality.get("stamps_set_aside"):
+        notes.append(
+            f"Set aside, because a clock was wrong: {count} event{'' if count == 1 else 's'} more than"
+            f" {FAR_S / DAY_S:.0f} days from all others."
         )
     if run.quality.get("stamps_without_zone"):
         notes.append("Stamps without a time zone (older library) are read as UTC.")

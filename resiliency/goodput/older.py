@@ -36,8 +36,7 @@ def older_figure(ledger: Ledger, reference_step_s: float | None = None) -> Older
     runtime = (
         (facts.last or ledger.end) - (facts.first or ledger.start) if not ledger.offsets else ledger.end - ledger.start
     )
-    given = reference_step_s is not None
-    reference = reference_step_s if given else (ledger.usual_step_s or _pace(ledger))
+    reference = reference_step_s if reference_step_s is not None else (ledger.usual_step_s or _pace(ledger))
     loaded = facts.min_loaded_step
     if loaded is None and ledger.timings:
         loaded = ledger.timings[0].position or 0
@@ -52,7 +51,7 @@ def older_figure(ledger: Ledger, reference_step_s: float | None = None) -> Older
         )
     kept = max(0, saved - loaded)
     share = kept * reference / runtime
-    reasons += _reasons(ledger, share, kept, loaded, saved, reference, given)
+    reasons += _reasons(ledger, share, kept, loaded, saved, reference, runtime)
     return OlderFigure(
         share=share, steps_kept=kept, reference_step_s=reference, runtime_s=runtime, reasons=tuple(reasons)
     )
@@ -70,39 +69,51 @@ def _pace(ledger: Ledger) -> float | None:
 
 
 def _reasons(
-    ledger: Ledger, share: float, kept: int, loaded: int, saved: int, reference: float, given: bool
+    ledger: Ledger, share: float, kept: int, loaded: int, saved: int, reference: float, runtime: float
 ) -> list[str]:
-    """Why it differs from ours: the largest causes, in percentage points."""
+    """Why it differs from ours, in percentage points that add up to the difference."""
     difference = (share - ledger.goodput) * 100
     if abs(difference) < 0.1:
         return ["both agree"]
     wall = max(1e-9, ledger.end - ledger.start)
-    reasons: list[str] = []
-    began = min((t.position for t in ledger.timings if t.position is not None), default=loaded)
-    if loaded > began:
-        points = (loaded - began) * reference / wall * 100
-        reasons.append(f"it counts from the first load, step {loaded:,}, not from {began:,} ({points:.1f} points)")
-    top = max((timing.top or 0) for timing in ledger.timings) if ledger.timings else 0
-    if top > saved:
-        points = (top - saved) * reference / wall * 100
-        reasons.append(f"it leaves out {top - saved:,} steps after the last save ({points:.1f} points)")
-    if given and ledger.usual_step_s and abs(reference / ledger.usual_step_s - 1) > 0.01:
-        points = kept * (reference - ledger.usual_step_s) / wall * 100
-        reasons.append(
-            f"it takes {reference:.4g} s a step, the log shows {ledger.usual_step_s:.4g} s ({points:+.1f} points)"
-        )
-    for bucket, words in (
-        (Bucket.SCALED_DOWN, "it counts a step the same however many ranks were missing"),
-        (Bucket.UNKNOWN, "we leave unexplained time out"),
-    ):
-        points = ledger.share(bucket) * 100
-        if points > 0.5:
-            reasons.append(f"{words} ({points:.1f} points)")
+    positions = [t.position for t in ledger.timings if t.position is not None]
+    began, top = min(positions, default=loaded), max(((t.top or 0) for t in ledger.timings), default=saved)
+    usual = ledger.usual_step_s or reference
+    steps = kept + max(0, loaded - began) + max(0, top - saved)
     evals = sum(part.eval_s for parts in ledger.splits.values() for part in parts)
-    if evals > 0:
-        points = evals * 1e6 / max(1, sum(ledger.gpu.values())) * 100
-        if points > 0.5:
-            reasons.append(f"we count validation as productive ({points:.1f} points)")
-    if ledger.coarse:
-        reasons.append("without step events our 'productive' holds all time between load and last save")
-    return reasons or ["its steps all take the reference time, ours the time they took"]
+    causes = [
+        (
+            f"its time is that of the events, {runtime:,.1f} s, not of the job, {wall:,.1f} s",
+            kept * reference,
+            1 / runtime,
+        ),
+        (
+            f"it counts from the first load, step {loaded:,}, not from {began:,}",
+            -max(0, loaded - began) * reference,
+            0.0,
+        ),
+        (f"it leaves out {top - saved:,} steps after the last save", -max(0, top - saved) * reference, 0.0),
+        (
+            f"it takes {reference:.4g} s a step, the log shows {usual:.4g} s",
+            steps * (reference - usual),
+            0.0,
+        ),
+        (
+            "it counts a step the same however many ranks were missing",
+            ledger.share(Bucket.SCALED_DOWN) * wall,
+            0.0,
+        ),
+        ("we count validation as productive", -evals * 1e6 / max(1, sum(ledger.gpu.values())) * wall, 0.0),
+    ]
+    points = [(words, seconds * (per_s - 1 / wall if per_s else 1 / wall) * 100) for words, seconds, per_s in causes]
+    shown = [(words, one) for words, one in points if abs(one) >= 0.05]
+    rest = difference - sum(one for _, one in shown)
+    reasons = [f"{words} ({one:+.1f} points)" for words, one in shown]
+    if abs(rest) >= 0.05:
+        what = (
+            "without step events our 'productive' holds all time between load and last save"
+            if ledger.coarse
+            else ("its steps all take that time, ours the time they took")
+        )
+        reasons.append(f"{what} ({rest:+.1f} points)")
+    return reasons

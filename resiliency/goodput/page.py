@@ -57,9 +57,16 @@ def render_page(runs: Sequence[tuple[dict[str, Any], Ledger]]) -> str:
 
 
 def write_page(path: str | os.PathLike[str], runs: Sequence[tuple[dict[str, Any], Ledger]]) -> None:
-    """Writes the page to a temp file and renames it, so that a reader sees the old page or the new one."""
+    """Writes the page to a temp file and renames it, so that a reader sees the old page or the new one. Makes the
+    folder where there is none.
+
+    Raises:
+        ConfigError: jinja2 is not installed.
+        OSError: the page cannot be written.
+    """
     target = Path(path)
     text = render_page(runs)
+    target.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

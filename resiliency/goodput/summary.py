@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from math import isfinite
 from typing import Any
@@ -16,7 +17,7 @@ from resiliency.telemetry.facts import parse_stamp
 
 __all__ = ["iso", "summarize"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 #: At most this many rows in the per-rank tables.
 MOST_RANKS = 20
 
@@ -27,7 +28,12 @@ def iso(time: float) -> str:
 
 
 def summarize(
-    ledger: Ledger, *, reference_step_s: float | None = None, torn_lines: int = 0, foreign_lines: int = 0
+    ledger: Ledger,
+    *,
+    reference_step_s: float | None = None,
+    torn_lines: int = 0,
+    foreign_lines: int = 0,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Everything a report shows, as JSON-ready data; seconds in ``_s``, shares in [0, 1].
 
@@ -36,6 +42,7 @@ def summarize(
         reference_step_s: for the older library's figure; None: measured.
         torn_lines: lines of the logs that were not JSON.
         foreign_lines: lines that were JSON but not events.
+        notes: what else is to be said of the logs.
     """
     older = older_figure(ledger, reference_step_s)
     quality = {name: count for name, count in sorted(ledger.facts.quality.items()) if count}
@@ -44,7 +51,6 @@ def summarize(
         if count:
             quality[name] = count
     return {
-        "schema": SCHEMA_VERSION,
         "run": ledger.run,
         "start": ledger.start,
         "end": ledger.end,
@@ -61,6 +67,7 @@ def summarize(
             {
                 "bucket": bucket.value,
                 "label": BUCKETS[bucket].label,
+                "lever": BUCKETS[bucket].lever,
                 "wall_s": ledger.wall[bucket] / 1e6,
                 "gpu_s": ledger.gpu[bucket] / 1e6,
                 "share": ledger.share(bucket),
@@ -102,7 +109,7 @@ def summarize(
         },
         "clock_offsets_s": dict(ledger.offsets),
         "quality": quality,
-        "notes": list(ledger.notes),
+        "notes": [*ledger.notes, *notes],
     }
 
 
@@ -244,7 +251,7 @@ def step_series(ledger: Ledger) -> list[dict[str, Any]]:
             continue
         points = []
         for segment in timing.attempt.lanes[lanes[0]]:
-            offset = ledger.offsets.get(segment.host, 0.0)
+            offset = ledger.clocks.of(segment)
             for _, window in sorted(segment.steps.windows.items()):
                 time = parse_stamp(window.last_stamp)
                 if time is None or window.n == 0:

@@ -52,7 +52,7 @@ def figure(share: float) -> str:
 
 def render(summary: dict[str, Any], *, color: str = "dark") -> RenderableType:
     """The whole report of one run."""
-    blocks: list[RenderableType] = [_head(summary), _buckets(summary, color), _lines(summary)]
+    blocks: list[RenderableType] = [_head(summary), _buckets(summary, color), _levers(summary), _lines(summary)]
     if len(summary["attempts"]) > 1:
         blocks.append(_attempts(summary))
     if summary["incidents"]:
@@ -122,6 +122,21 @@ def _buckets(summary: dict[str, Any], color: str) -> Table:
     gpu = sum(row["gpu_s"] for row in summary["buckets"])
     table.add_row(Text("Sum", style="bold"), "100.0 %", duration(total), duration(gpu), "", end_section=True)
     return table
+
+
+def _levers(summary: dict[str, Any]) -> Text:
+    """What makes the largest causes smaller."""
+    text = Text()
+    for row in largest_causes(summary):
+        text.append(f"{row['label']}, {figure(row['share'])}: ", style="bold")
+        text.append(row["lever"] + "\n")
+    return text
+
+
+def largest_causes(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of at most three buckets that cost the most, each more than a hundredth, and can be made smaller."""
+    rows = [row for row in summary["buckets"] if row["lever"] and row["share"] > 0.01]
+    return sorted(rows, key=lambda row: -row["share"])[:3]
 
 
 def _lines(summary: dict[str, Any]) -> Text:

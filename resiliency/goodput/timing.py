@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from resiliency.events import EventKind
-from resiliency.goodput.attempts import Attempt
+from resiliency.goodput.attempts import Attempt, Offsets
 from resiliency.telemetry.facts import Mark, RunFacts, Segment
 
 __all__ = ["ABNORMAL", "Timing", "time_attempts"]
@@ -68,14 +68,14 @@ class Timing:
     relaunched: float | None = None
 
 
-def _shifted(time: float | None, segment: Segment, offsets: dict[str, float]) -> float | None:
-    return None if time is None else time - offsets.get(segment.host, 0.0)
+def _shifted(time: float | None, segment: Segment, offsets: Offsets) -> float | None:
+    return None if time is None else time - offsets.of(segment)
 
 
 def time_attempts(
     run: RunFacts,
     attempts: Sequence[Attempt],
-    offsets: dict[str, float],
+    offsets: Offsets,
     start: float,
     stop: float,
     usual: Sequence[float | None],
@@ -95,7 +95,9 @@ def time_attempts(
     """
     starts = [attempt.start(offsets) for attempt in attempts]
     starts = [min(max(moment, start), stop) for moment in starts]
-    marks = sorted(((mark.time - offsets.get(mark.host, 0.0), mark) for mark in run.marks), key=lambda pair: pair[0])
+    marks = sorted(
+        ((mark.time - offsets.at(mark.attempt, mark.host), mark) for mark in run.marks), key=lambda pair: pair[0]
+    )
     saves = sorted(run.saves)
     timings: list[Timing] = []
     for index, attempt in enumerate(attempts):
@@ -147,7 +149,7 @@ def _marks_of(
 
 
 def _time_one(
-    attempt: Attempt, index: int, window: tuple[float, float], offsets: dict[str, float], usual: float | None
+    attempt: Attempt, index: int, window: tuple[float, float], offsets: Offsets, usual: float | None
 ) -> Timing:
     trains: list[float] = []
     ends: list[float] = []
@@ -195,7 +197,7 @@ def _position(timing: Timing, run: RunFacts) -> None:
     timing.top = max(tops) if tops else (max(step for _, step in timing.saves) if timing.saves else timing.position)
 
 
-def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: dict[str, float]) -> None:
+def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: Offsets) -> None:
     """How the attempt ended, and when that was noticed."""
     segments = list(timing.attempt.segments)
     begin, end = timing.window
@@ -206,9 +208,9 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         if time is not None and begin <= time <= end:
             ends[time] = segment.reason
     notices = [
-        m.time - offsets.get(m.host, 0.0)
+        m.time - offsets.at(m.attempt, m.host)
         for m in timing.marks
-        if m.kind in NOTICES and m.time - offsets.get(m.host, 0.0) >= timing.progress - patience
+        if m.kind in NOTICES and m.time - offsets.at(m.attempt, m.host) >= timing.progress - patience
     ]
     finished = [segment for segment in segments if segment.finished]
     bad = [time for time, reason in ends.items() if reason in ABNORMAL]
@@ -217,7 +219,7 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
 
     if finished and len(finished) * 2 >= len(segments) and not bad:
         timing.outcome = "finished"
-        moments = [_shifted(s.train_ended or s.terminated, s, offsets) for s in finished]
+        moments = [_shifted(_work_done(s), s, offsets) for s in finished]
         timing.ended = max((m for m in moments if m is not None), default=timing.progress)
     elif (planned or preempted) and not bad:
         timing.outcome = "planned"
@@ -234,12 +236,19 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         # The older library's launchers log that it ended, not how.
         timing.outcome = "finished"
         timing.ended = max(ends)
-    starts = [m.time - offsets.get(m.host, 0.0) for m in timing.marks if m.kind == EventKind.RANKS_STARTED]
+    starts = [m.time - offsets.at(m.attempt, m.host) for m in timing.marks if m.kind == EventKind.RANKS_STARTED]
     timing.relaunched = max((t for t in starts if t >= timing.progress), default=None)
     if timing.noticed is not None:
         timing.noticed = min(max(timing.noticed, timing.progress), end)
     if timing.ended is not None:
         timing.ended = min(max(timing.ended, timing.progress), end)
+
+
+def _work_done(segment: Segment) -> float | None:
+    """When training had ended, and with it the last wait for a save."""
+    if segment.train_ended is None:
+        return segment.terminated
+    return max([segment.train_ended, *(time for time, _ in segment.stalls)])
 
 
 def _lost(timings: list[Timing]) -> None:
@@ -248,10 +257,21 @@ def _lost(timings: list[Timing]) -> None:
         if timing.position is None:
             continue
         for earlier in timings[:index]:
+            if _counts_anew(timing, earlier):
+                continue
             top = earlier.top if earlier.lost_above is None else min(earlier.top or 0, earlier.lost_above)
             if top is not None and top > timing.position:
                 earlier.lost_above = timing.position
                 earlier.lost_by = index
+
+
+def _counts_anew(timing: Timing, earlier: Timing) -> bool:
+    """True when a lower step is no return to it: nothing was loaded, and the work before was done or its process lives
+    on (another fit in one script)."""
+    segments = list(timing.attempt.segments)
+    if any(segment.loaded is not None for segment in segments):
+        return False
+    return earlier.outcome == "finished" or all(segment.rollback for segment in segments)
 
 
 def save_pace(timings: Sequence[Timing]) -> float | None:

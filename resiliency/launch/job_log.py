@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from resiliency.events import Event, EventKind, JsonlSink
+from resiliency.events import Event, EventKind, JsonlSink, boot_seconds
 from resiliency.launch.channel import send
 from resiliency.launch.start_times import process_age_s
 from resiliency.settings import LAUNCHER_VARIABLE, all_variables, environment
@@ -54,7 +54,7 @@ class JobLog:
         event = Event(
             kind=kind,
             time=time.time(),
-            monotonic_s=time.monotonic(),
+            monotonic_s=boot_seconds(),
             run=self._run,
             attempt=self._attempt,
             rank=-1,

@@ -13,6 +13,7 @@ from typing import Any
 
 from resiliency.events import Event, EventKind
 from resiliency.telemetry.facts import Mark, RunFacts, Segment, parse_stamp
+from resiliency.telemetry.seen_lines import SeenLines
 
 __all__ = ["Collector"]
 
@@ -39,9 +40,8 @@ _MARKED = frozenset(
 )
 #: Fields that name the rank an event is about; its ``rank`` is the one that wrote it.
 _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
-#: A line equal to one of this many lines before it is dropped: log shippers deliver at least once.
-_RECENT = 8_192
 MAX_SECONDS = 1e9
+MAX_CLOCKS = 65_536
 #: A launcher that ran for longer before the first attempt has not been starting it.
 LONGEST_START_S = 86_400.0
 
@@ -73,8 +73,18 @@ def _count(value: object) -> int | None:
 
 def _seconds(value: object) -> float:
     """A duration; 0 when it is missing, negative or too large."""
+    if value is None:
+        return 0.0
+    if type(value) is float and 0.0 < value < MAX_SECONDS:
+        return value
     number = _number(value)
     return number if number is not None and 0.0 < number < MAX_SECONDS else 0.0
+
+
+def _monotonic(value: object) -> float | None:
+    """Seconds since a host was started; None when that is missing, negative or more than it can be."""
+    number = _number(value)
+    return number if number is not None and 0.0 <= number < MAX_SECONDS else None
 
 
 class Collector:
@@ -89,7 +99,7 @@ class Collector:
         self.generation = 0
         self._open: dict[str, dict[_Key, Segment]] = {}
         self._open_nodes: dict[str, dict[_Key, Segment]] = {}
-        self._recent: dict[int, None] = {}
+        self._seen = SeenLines()
         self._handlers: dict[str, Callable[[RunFacts, Segment, float, Mapping[str, Any]], None]] = {
             EventKind.JOB_STARTED: self._job_started,
             EventKind.RESTORE_STARTED: self._restore_started,
@@ -117,7 +127,7 @@ class Collector:
 
         Args:
             record: an :class:`Event`, or the object of one JSON line.
-            raw: the line itself; with it, a copy of a recent line is dropped.
+            raw: the line itself; with it, a copy of a line is dropped: log shippers deliver at least once.
         """
         if isinstance(record, Event):
             record = {
@@ -138,27 +148,31 @@ class Collector:
         if not isinstance(kind, str):
             run.quality["bad_values"] += 1
             return
+        attempt = _count(number) if (number := record.get("attempt")) is not None else None
+        if attempt is None and number is not None:
+            run.quality["bad_values"] += 1  # it would be an attempt of its own
+            return
         stamp = record.get("timestamp", record.get("time"))
         time = parse_stamp(stamp)
         if time is None:
             run.quality["bad_times"] += 1
             return
         if kind == EventKind.STEP:
-            self._parse_step(run, record, time)
+            self._parse_step(run, record, time, attempt)
             return
-        if raw is not None and self._seen(raw):
+        if raw is not None and self._seen.seen(raw):
             run.quality["duplicates"] += 1
             return
         if isinstance(stamp, str) and stamp[-1:].isdigit() and "+" not in stamp and "-" not in stamp[11:]:
             run.quality["stamps_without_zone"] += 1
         run.kinds[kind] += 1
         rank = _count(record.get("rank"))
-        mono = _number(record.get("monotonic_s"))
-        attempt = _count(record.get("attempt"))
+        mono = _monotonic(record.get("monotonic_s"))
         host = str(record.get("host") or "")
         if kind in self._handlers:
             segment = self._segment(run, kind, time, mono, attempt, rank, _count(record.get("node_rank")), host)
             if segment is not None:
+                segment.tell(time, mono)
                 straight = segment.at(time, mono)
                 segment.jumps += straight != time
                 time = straight
@@ -166,17 +180,15 @@ class Collector:
                 self._handlers[kind](run, segment, time, record)
         elif rank is not None and (known := self._open[run.name].get((attempt, rank))) is not None:
             time = known.at(time, mono)
+        elif mono is not None and host:
+            clock = run.others.get((host, attempt))
+            if clock is None and len(run.others) < MAX_CLOCKS:
+                clock = run.others[host, attempt] = Segment(attempt=attempt, lane=-1, host=host, serial=-1)
+            if clock is not None:
+                clock.tell(time, mono)
+                time = clock.at(time, mono)
         run.saw(time)
         self._job_level(run, kind, time, rank, attempt, host, record)
-
-    def _seen(self, raw: bytes) -> bool:
-        key = hash(raw)
-        if key in self._recent:
-            return True
-        self._recent[key] = None
-        if len(self._recent) > _RECENT:
-            del self._recent[next(iter(self._recent))]
-        return False
 
     # -- segments ------------------------------------------------------------------------------------------------
 
@@ -271,14 +283,14 @@ class Collector:
             run.quality["late_lines"] += 1
         stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
 
-    def _parse_step(self, run: RunFacts, record: Mapping[str, Any], time: float) -> None:
+    def _parse_step(self, run: RunFacts, record: Mapping[str, Any], time: float, attempt: int | None) -> None:
         rank, step = _count(record.get("rank")), _count(record.get("step"))
         count = _count(record.get("count")) or 1
         if rank is None or step is None:
             run.quality["bad_values"] += 1
             return
         count = min(count, max(step, 1))
-        segment = self.segment_for_step(run, _count(record.get("attempt")), rank, str(record.get("host") or ""))
+        segment = self.segment_for_step(run, attempt, rank, str(record.get("host") or ""))
         step_s = _seconds(record.get("step_s"))
         self.add_step(
             run,
@@ -293,7 +305,7 @@ class Collector:
             record.get("save_in_flight") is True,
             _seconds(record.get("step_max_s")) or step_s / count,
             time,
-            _number(record.get("monotonic_s")),
+            _monotonic(record.get("monotonic_s")),
             _seconds(record.get("loop_s")),
         )
 
@@ -372,7 +384,8 @@ class Collector:
             subject = next((n for n in (_count(record.get(key)) for key in _SUBJECT) if n is not None), None)
             about = str(record.get("lost_host") or record.get("node") or host)
             fields = {k: v for k, v in record.items() if k not in _COMMON and isinstance(v, (str, int, float, bool))}
-            run.mark(Mark(time, kind, subject if subject is not None else rank, about, attempt, step, fields))
+            who = subject if subject is not None else rank
+            run.mark(Mark(time, kind, who, about, attempt, step, rank is None, fields))
         if kind == EventKind.USER_SCHEDULED:
             run.scheduled = time if run.scheduled is None else min(time, run.scheduled)
         elif kind == EventKind.USER_TERMINATED:

@@ -6,19 +6,24 @@ Its size is bounded by ranks x attempts, not by the number of events.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
 from resiliency.telemetry.stepstats import StepStats
 
-__all__ = ["CheckpointTier", "Mark", "RunFacts", "Segment", "parse_stamp"]
+__all__ = ["CheckpointTier", "DaySpan", "Mark", "RunFacts", "Segment", "parse_stamp"]
 
 #: A clock that moved by more than this against the monotonic one was set; smaller differences are drift.
 CLOCK_JUMP_S = 0.5
+#: A stamp that differs by more than this from what the rest of a process's log tells is wrong.
+WRONG_S = 5.0
+_MOST_BASES = 16
 MAX_MARKS = 20_000
 MAX_SAVES = 4_096
+DAY_S = 86_400.0
+MAX_DAYS = 8_192
 
 
 def parse_stamp(stamp: bytes | str | float | int | None) -> float | None:
@@ -68,6 +73,8 @@ class Mark:
     host: str = ""
     attempt: int | None = None
     step: int | None = None
+    #: By the clock of a host, not of a rank.
+    hosts_clock: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
@@ -90,6 +97,23 @@ class CheckpointTier:
     restore_s: float = 0.0
     restore_n: int = 0
     last_step: int = -1
+
+
+#: Of a segment, in UTC seconds.
+_TIMES = (
+    "started",
+    "process",
+    "callback",
+    "opening",
+    "launched",
+    "restore",
+    "loaded",
+    "train",
+    "train_ended",
+    "terminated",
+    "first",
+    "last",
+)
 
 
 class Segment:
@@ -134,6 +158,81 @@ class Segment:
         self.stalls: list[tuple[float, float]] = []
         self.jumps = 0
         self._base: float | None = None
+        #: What events tell of when the host's other clock began: [UTC seconds, events]; those that agree are one.
+        self._bases: list[list[float]] = []
+
+    def tell(self, time: float, mono: float | None) -> None:
+        """An event of this process has these two times, one of which may be wrong."""
+        if mono is None:
+            return
+        base = time - mono
+        for known in self._bases:
+            if abs(known[0] - base) <= WRONG_S:
+                known[1] += 1
+                return
+        if len(self._bases) < _MOST_BASES:
+            self._bases.append([base, 1])
+
+    def settle(self, others: Sequence[Segment] = ()) -> float:
+        """Sets the times aright where the first event, by which they were told, had a wrong clock. Idempotent.
+
+        Args:
+            others: processes of the same host and attempt, which have the same clocks.
+
+        Returns:
+            By how many seconds its times moved.
+        """
+        if self._base is None or (len(self._bases) < 2 and self.steps.high < 0 and not others):
+            return 0.0
+        heard = [[one._base, one._votes(one._base, ())] for one in others if one._base is not None]
+        votes = [(self._votes(base, heard), base) for base, _ in [*self._bases, *self._step_bases(), *heard]]
+        most, best = max(votes, default=(0.0, self._base))
+        own, delta = self._votes(self._base, heard), best - self._base
+        if abs(delta) <= WRONG_S or most <= own:
+            return 0.0
+        self.jumps += max(1, round(own))
+        self._base = best
+        for name in _TIMES:
+            time = getattr(self, name)
+            if time is not None:
+                setattr(self, name, time + delta)
+        self.stalls = [(time + delta, seconds) for time, seconds in self.stalls]
+        return delta
+
+    def _step_bases(self) -> list[list[float]]:
+        steps, found = self.steps, []
+        pairs = [(steps.last_stamp, steps.last_mono)]
+        if steps.first_step is not None:
+            pairs.append((steps.first_step[0], steps.first_step[1]))
+        for stamp, mono in pairs:
+            time = parse_stamp(stamp)
+            if time is not None and mono is not None:
+                found.append([time - float(mono), 1.0])
+        return found
+
+    def _votes(self, base: float, heard: Sequence[list[float]]) -> float:
+        """Events that agree with it, and stamps of steps that lie where it says that the steps were."""
+        votes = sum(
+            count for known, count in [*self._bases, *self._step_bases(), *heard] if abs(known - base) <= WRONG_S
+        )
+        first, last = self.steps.first_step, self.steps.last_mono
+        if first is not None and first[1] is not None and last is not None:
+            low, high = base + float(first[1]) - first[2] - WRONG_S, base + float(last) + WRONG_S
+            stamps = (parse_stamp(window.last_stamp) for window in self.steps.windows.values())
+            votes += sum(1 for stamp in stamps if stamp is not None and low <= stamp <= high)
+        return votes
+
+    def keep(self, within: Callable[[float], bool]) -> int:
+        """Forgets the times for which ``within`` is False; how many those were."""
+        gone = [name for name in _TIMES if (time := getattr(self, name)) is not None and not within(time)]
+        for name in gone:
+            setattr(self, name, None)
+        before = len(self.stalls)
+        self.stalls = [(time, seconds) for time, seconds in self.stalls if within(time)]
+        if gone:
+            left = [time for name in _TIMES if (time := getattr(self, name)) is not None]
+            self.first, self.last = min(left, default=None), max(left, default=None)
+        return len(gone) + before - len(self.stalls)
 
     def at(self, time: float, mono: float | None) -> float:
         """``time`` without the changes made to the clock since this segment began."""
@@ -196,6 +295,15 @@ class Segment:
 
 
 @dataclass
+class DaySpan:
+    """The events of one day."""
+
+    first: float
+    last: float
+    events: int = 0
+
+
+@dataclass
 class RunFacts:
     """Everything kept about one run (one ``job_name``)."""
 
@@ -208,6 +316,10 @@ class RunFacts:
     #: (time, step) of checkpoints, thinned out evenly when there are very many.
     saves: list[tuple[float, int]] = field(default_factory=list)
     loads: list[tuple[float, int]] = field(default_factory=list)
+    #: Of events that no rank wrote, by host and attempt: their clocks.
+    others: dict[tuple[str, int | None], Segment] = field(default_factory=dict)
+    #: Events by day since 1970.
+    days: dict[int, DaySpan] = field(default_factory=dict)
     first: float | None = None
     last: float | None = None
     #: Times of the first and last event that the job itself wrote.
@@ -239,6 +351,13 @@ class RunFacts:
             self.first = time
         if self.last is None or time > self.last:
             self.last = time
+        number = int(time // DAY_S)
+        day = self.days.get(number)
+        if day is None:
+            if len(self.days) >= MAX_DAYS:
+                return
+            day = self.days[number] = DaySpan(time, time)
+        day.first, day.last, day.events = min(day.first, time), max(day.last, time), day.events + 1
 
     def saved(self, time: float, step: int) -> None:
         self.saves.append((time, step))

@@ -13,11 +13,13 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from resiliency.errors import ConfigError
+from resiliency.events import EventKind
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.facts import RunFacts, Segment
+from resiliency.telemetry.log_files import find, find_logs, is_array, open_log
 from resiliency.telemetry.stepstats import StepStats
 
 __all__ = ["LogReader", "find_logs", "read_logs"]
@@ -26,9 +28,11 @@ __all__ = ["LogReader", "find_logs", "read_logs"]
 _loads = json.JSONDecoder().decode
 
 BLOCK_BYTES = 1 << 20
+_START_BYTES = 64
+#: Fields of Google's ml-goodput-measurement, one a line.
+_MEASUREMENT = frozenset({"job_start_time", "job_end_time", "step_start_time", "tpu_init_start_time"})
 #: A line longer than this is not an event.
 MAX_LINE_BYTES = 1 << 20
-SUFFIXES = (".jsonl", ".log")
 
 #: Below 1e9 and well formed, so that a match needs no further check; lines with other numbers go through ``json``.
 _N = rb"(\d{1,9}(?:\.\d{1,20})?(?:e-\d{1,3})?)"
@@ -54,34 +58,6 @@ _STEP = re.compile(
 _WHO = re.compile(rb'"attempt":(\d+),"rank":(\d+),"host":"(.*)"')
 
 
-def find_logs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Log files under ``paths``: files as given, folders are searched for ``*.jsonl`` and ``*.log``.
-
-    A file found twice counts once. Hidden folders are searched too: our logs are below ``.resiliency``.
-
-    Raises:
-        ConfigError: a path does not exist, or there is no log at all.
-    """
-    found: dict[str, Path] = {}
-    for given in paths:
-        path = Path(given)
-        if path.is_dir():
-            for folder, folders, names in os.walk(path):
-                folders.sort()
-                for name in sorted(names):
-                    if name.endswith(SUFFIXES):
-                        file = Path(folder, name)
-                        found.setdefault(os.path.realpath(file), file)
-        elif path.exists():
-            found.setdefault(os.path.realpath(path), path)
-        else:
-            raise ConfigError(f"no event log at {path}; give the checkpoint folder, its events folder or a log file")
-    if not found:
-        listed = ", ".join(str(path) for path in paths)
-        raise ConfigError(f"no *.jsonl or *.log below {listed}; does this job use ModelCheckpoint or GoodputCallback?")
-    return list(found.values())
-
-
 class LogReader:
     """Reads files and remembers how far, so that the next call reads only what was added. Thread: one."""
 
@@ -91,6 +67,10 @@ class LogReader:
         self.torn_lines = 0
         self.foreign_lines = 0
         self.lines = 0
+        #: Files that look like logs and hold no event.
+        self.left_out: tuple[Path, ...] = ()
+        #: Lines of Google's ml-goodput-measurement, which has other events.
+        self.measurement_lines = 0
         self._offsets: dict[str, int] = {}
 
     def read(self, files: Sequence[str | os.PathLike[str]], *, final: bool = True) -> int:
@@ -116,8 +96,12 @@ class LogReader:
                 offset = 0
             if size == offset:
                 return
-            with open(path, "rb", buffering=0) as file:
-                file.seek(offset)
+            with open_log(path) as file:
+                if is_array(file.read(_START_BYTES)) and self._array(file):
+                    self._offsets[path] = size
+                    return
+                packed = path.endswith(".gz")
+                file.seek(0 if packed else offset)
                 rest = b""
                 while block := file.read(BLOCK_BYTES):
                     offset += len(block)
@@ -130,10 +114,13 @@ class LogReader:
                         continue
                     self._block(block[:end] if end < len(block) else block)
                     rest = block[end:]
-        except OSError as error:
+        except (OSError, EOFError) as error:
             raise ConfigError(
-                f"cannot read event log {path}: {error.strerror or error}; check the path and its permissions"
+                f"cannot read event log {path}: {getattr(error, 'strerror', None) or error}; check the path and its"
+                " permissions"
             ) from error
+        if packed:
+            offset, final = size, True
         if rest and final:
             self._block(rest + b"\n")
         elif rest:
@@ -243,22 +230,66 @@ class LogReader:
         if not text:
             return
         try:
-            record = _loads(text.decode())
+            record = _loads(_text(text))
         except (ValueError, RecursionError):
             self.torn_lines += 1
             return
+        self._record(record, text)
+
+    def _array(self, file: IO[bytes]) -> bool:
+        """One JSON array of events, in memory as a whole: an export of Cloud Logging, which has the newest first; False
+        when it is no array."""
+        file.seek(0)
+        content = file.read()
+        try:
+            records = _loads(_text(content))
+        except (ValueError, RecursionError):
+            return False
+        self.lines += len(records)
+        for record in sorted(records, key=_stamp):
+            self._record(record, None)
+        return True
+
+    def _record(self, record: Any, raw: bytes | None) -> None:
         if isinstance(record, dict) and "event_type" not in record:
             # Exports of Cloud Logging wrap the event.
             record = record.get("jsonPayload") or record.get("payload") or record
         if not isinstance(record, dict) or "event_type" not in record:
             self.foreign_lines += 1
+            self.measurement_lines += isinstance(record, dict) and not _MEASUREMENT.isdisjoint(record)
             return
         event: dict[str, Any] = record
-        self.collector.add(event, raw=text)
+        if raw is None and event["event_type"] != EventKind.STEP:  # steps are known by their numbers
+            raw = json.dumps(event, sort_keys=True).encode()
+        self.collector.add(event, raw=raw)
+
+
+def _text(line: bytes) -> str:
+    """UTF-8, with or without a byte-order mark; what is no UTF-8 is taken as Latin-1, as some shippers write it.
+
+    Raises:
+        ValueError: it holds bytes that are no text at all.
+    """
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        if b"\0" in line:
+            raise
+        return line.decode("latin-1")
+
+
+def _stamp(record: object) -> str:
+    """Of an entry in an export, whose stamps are all of one form."""
+    if not isinstance(record, dict):
+        return ""
+    inner = record.get("jsonPayload")
+    found = inner.get("timestamp") if isinstance(inner, dict) else None
+    return str(found or record.get("timestamp") or "")
 
 
 def read_logs(paths: Iterable[str | os.PathLike[str]]) -> LogReader:
-    """Finds and reads all logs under ``paths``; see :func:`find_logs` for what is found and what raises."""
-    reader = LogReader()
-    reader.read(find_logs(list(paths)))
+    """Finds and reads all logs under ``paths``; see :func:`find` for what is found and what raises."""
+    logs, reader = find(paths), LogReader()
+    reader.left_out = logs.left_out
+    reader.read(logs.files)
     return reader

@@ -171,7 +171,9 @@ class _ScalarFile:
 
 
 class TensorBoardSink:
-    """Writes step times as TensorBoard scalars under ``goodput/``. Thread: the one that emits steps.
+    """Writes step times and the running goodput of its process as TensorBoard scalars under ``goodput/``.
+
+    Thread: the one that emits steps.
 
     Args:
         folder: log folder of the run.
@@ -183,9 +185,15 @@ class TensorBoardSink:
         self._writer = writer
         self._own = writer is None
         self._broken = False
+        self._began: float | None = None
+        self._productive_s = 0.0
 
     def emit(self, event: Event) -> None:
-        if event.kind != EventKind.STEP or event.step is None or self._broken:
+        if self._broken:
+            return
+        if self._began is None:
+            self._began = event.time
+        if event.kind != EventKind.STEP or event.step is None:
             return
         try:
             if self._writer is None:
@@ -196,6 +204,11 @@ class TensorBoardSink:
                     self._writer.add_scalar(
                         f"goodput/{name}", event.fields[name] / count, event.step, walltime=event.time
                     )
+            lost_s = sum(event.fields.get(name, 0.0) for name in ("data_wait_s", "loop_s", "stall_s"))
+            self._productive_s += max(0.0, event.fields.get("step_s", 0.0) - lost_s)
+            if event.time > self._began:
+                share = min(1.0, self._productive_s / (event.time - self._began))
+                self._writer.add_scalar("goodput/goodput", share, event.step, walltime=event.time)
         except Exception:  # Boundary: a dashboard must not end training.
             self._broken = True
             logger.warning("TensorBoard scalars of goodput are not written from now on", exc_info=True)

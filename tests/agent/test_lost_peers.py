@@ -21,7 +21,7 @@ from resiliency.agent import client as client_module
 from resiliency.agent._command import AGENT_WORD, agent_command
 from resiliency.agent.client import AgentClient
 from resiliency.agent.config import AgentConfig
-from resiliency.agent.messages import Committed, Recorded
+from resiliency.agent.messages import Bye, Committed, Recorded
 from resiliency.agent.protocol import config_to_json
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
@@ -82,6 +82,17 @@ signal.pause()
 """
 
 
+#: A trainer that says that it goes, and goes.
+LEAVER = (
+    TRAINER.partition("child = ")[0].replace("sys.argv[2]", "'process'")
+    + """
+from resiliency.agent.messages import Bye
+client.send(Bye(finished=True))
+os._exit(0)
+"""
+)
+
+
 def killed_trainer(config: AgentConfig, agent: str) -> int:
     """A trainer that was killed; returns the pid of the child that it left."""
     trainer = subprocess.Popen(
@@ -95,6 +106,28 @@ def killed_trainer(config: AgentConfig, agent: str) -> int:
         trainer.wait(10)
         trainer.stdout.close()
     return child
+
+
+def test_the_agent_tells_which_rank_was_lost_and_nothing_of_one_that_went(config: AgentConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, events=str(tmp_path / "agent.jsonl"))
+
+    def lost() -> list[dict[str, object]]:
+        lines = [json.loads(line) for line in (tmp_path / "agent.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["event_type"] == "worker_lost"]
+
+    child = killed_trainer(config, "process")
+    try:
+        client = client_of(next_attempt(config))
+        client.open()  # the agent serves the next attempt when it has let the last one go
+        (line,) = lost()
+        assert (line["worker"], line["attempt"], line["rank"], line["host"]) == (0, config.attempt, -1, config.node)
+        client.send(Bye(finished=True))
+        client.close()
+        subprocess.run([sys.executable, "-c", LEAVER, config_to_json(next_attempt(config))], check=True, timeout=30)
+        assert wait_ended(agents_of(config), timeout_s=10) == []
+        assert lost() == [line]
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("agent", ["process", "embedded"])

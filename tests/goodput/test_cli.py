@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -34,6 +36,12 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def the_run(output: str) -> Any:
+    """The only run of what --json prints."""
+    (one,) = json.loads(output)["runs"]
+    return one
+
+
 def test_report_prints_every_bucket_and_the_sum(logs: Path) -> None:
     result = run(app, ["report", "--log", str(logs)])
     assert result.exit_code == 0, result.output
@@ -52,7 +60,7 @@ def test_report_prints_every_bucket_and_the_sum(logs: Path) -> None:
 
 def test_report_as_json_sums_to_the_whole(logs: Path) -> None:
     result = run(app, ["report", "--log", str(logs), "--json"])
-    summary = json.loads(result.output)
+    summary = the_run(result.output)
     assert summary["run"] == "job"
     assert sum(row["wall_s"] for row in summary["buckets"]) == pytest.approx(summary["wall_s"], abs=1e-4)
     assert sum(row["gpu_s"] for row in summary["buckets"]) == pytest.approx(summary["wall_s"] * 4, abs=1e-4)
@@ -70,11 +78,12 @@ def test_several_paths_are_one_report_of_each_run(logs: Path, other: Path, tmp_p
     two.steps(5)
     both.write_text("".join(event.to_json() + "\n" for event in two.events))
     result = run(app, ["report", "--log", str(logs), str(both), "--json"])
-    assert [summary["run"] for summary in json.loads(result.output)] == ["job", "second"]
+    both_runs = json.loads(result.output)
+    assert (both_runs["schema"], [summary["run"] for summary in both_runs["runs"]]) == (2, ["job", "second"])
     result = run(app, ["report", "--log", str(logs), "--log", str(both), "--run", "second", "--json"])
-    assert json.loads(result.output)["run"] == "second"
+    assert the_run(result.output)["run"] == "second"
     result = run(app, ["report", str(both), "--capacity", "4", "--gpus-per-rank", "2", "--json"])
-    assert json.loads(result.output)["capacity"] == 8
+    assert the_run(result.output)["capacity"] == 8
 
 
 def test_until_counts_the_time_after_the_last_event(logs: Path, tmp_path: Path) -> None:
@@ -83,13 +92,13 @@ def test_until_counts_the_time_after_the_last_event(logs: Path, tmp_path: Path) 
     job.steps(5)
     log = tmp_path / "open.jsonl"
     log.write_text("".join(event.to_json() + "\n" for event in job.events))
-    plain = json.loads(run(app, ["report", "--log", str(log), "--json"]).output)
+    plain = the_run(run(app, ["report", "--log", str(log), "--json"]).output)
     assert plain["wall_s"] == pytest.approx(40)
-    later = json.loads(run(app, ["report", "--log", str(log), "--until", "2025-10-09T09:53:20Z", "--json"]).output)
+    later = the_run(run(app, ["report", "--log", str(log), "--until", "2025-10-09T09:53:20Z", "--json"]).output)
     assert later["wall_s"] == pytest.approx(3600)
-    assert json.loads(run(app, ["report", "--log", str(log), "--until", "now", "--json"]).output)["wall_s"] > 3600
+    assert the_run(run(app, ["report", "--log", str(log), "--until", "now", "--json"]).output)["wall_s"] > 3600
     bad = run(app, ["report", "--log", str(log), "--until", "tomorrow"])
-    assert bad.exit_code == 1
+    assert bad.exit_code == 2
     assert "neither last, now nor an ISO time" in bad.output
 
 
@@ -101,13 +110,43 @@ def test_html_writes_the_page(logs: Path, tmp_path: Path) -> None:
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_the_page_makes_its_folder(logs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "new" / "folder" / "out.html"
+    assert run(app, ["report", "--log", str(logs), "--html", str(page)]).exit_code == 0
+    assert page.exists()
+
+
+def test_a_missing_jinja_is_told_in_one_line(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    result = run(app, ["report", "--log", str(logs), "--html", str(tmp_path / "page.html")])
+    assert (result.exit_code, "install resiliency[goodput]" in result.output) == (2, True)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_compare_takes_what_report_takes(logs: Path) -> None:
+    options = [
+        "--capacity",
+        "8",
+        "--gpus-per-rank",
+        "2",
+        "--until",
+        "2025-10-09T09:53:20Z",
+        "--reference-step-time",
+        "1",
+    ]
+    result = run(app, ["compare", str(logs), str(logs), "--json", *options])
+    assert result.exit_code == 0, result.output
+    for one in json.loads(result.output)["runs"]:
+        assert (one["capacity"], one["wall_s"], one["older"]["reference_step_s"]) == (16, 3600.0, 1.0)
+
+
 def test_compare_prints_both_and_the_change(logs: Path, other: Path) -> None:
     result = run(app, ["compare", str(logs), str(other)])
     assert result.exit_code == 0, result.output
     assert "points" in result.output
     assert "Scaled-down capacity" in result.output
     both = json.loads(run(app, ["compare", str(logs), str(other), "--json"]).output)
-    assert set(both) == {"a", "b"}
+    assert [one["run"] for one in both["runs"]] == ["job", "job"]
 
 
 def test_watch_follows_a_growing_log(logs: Path, tmp_path: Path) -> None:
@@ -125,13 +164,19 @@ def test_watch_follows_a_growing_log(logs: Path, tmp_path: Path) -> None:
         (["report"], "say which log to read"),
         (["report", "--log", "/no/such/place"], "no event log at /no/such/place"),
         (["report", "--log", "EMPTY"], "no *.jsonl or *.log below"),
+        (
+            ["report", "--log", "LOGS", "--html", "/proc/none/page.html"],
+            "the page /proc/none/page.html cannot be written",
+        ),
+        (["watch", "--log", "/no/such/place", "--rounds", "1"], "there is no /no/such/place"),
+        (["compare", "LOGS", "/no/such/place"], "no event log at /no/such/place"),
         (["report", "--log", "LOGS", "--run", "nobody"], "no run named 'nobody' in these logs; there are: job"),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, logs: Path, tmp_path: Path) -> None:
     known = {"EMPTY": str(tmp_path), "LOGS": str(logs)}
     result = run(app, [known.get(word, word) for word in arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
 

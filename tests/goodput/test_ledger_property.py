@@ -29,6 +29,7 @@ times = st.one_of(
     st.floats(min_value=0, max_value=500).map(lambda offset: START + offset),
     st.sampled_from(
         [0, -5.0, 1e300, float("nan"), None, "2025-10-09T08:53:20", "2025-10-09T08:53:20.5+02:00", "soon", START + 1e8]
+        + [100.0, START - 25_000, 4_080_000_000.0, "1970-01-01T00:00:07Z", "2099-12-31T23:59:59Z"]
     ),
 )
 
@@ -38,7 +39,10 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
     record: dict[str, Any] = {"event_type": draw(st.sampled_from([*KINDS, "step", "step", "step", "made_up"]))}
     optional: dict[str, st.SearchStrategy[Any]] = {
         "timestamp": times,
-        "monotonic_s": st.one_of(st.floats(min_value=0, max_value=600), st.none()),
+        "monotonic_s": st.one_of(st.floats(min_value=0, max_value=600), st.sampled_from([None, -1e9, 1e17, -0.0])),
+        "since_process_s": seconds,
+        "since_launcher_s": seconds,
+        "loop_s": seconds,
         "job_name": st.sampled_from(["a"] * 8 + ["b", "", None, 3]),
         "attempt": st.one_of(small, small, small, st.none(), st.just(-1)),
         "rank": st.one_of(small, small, small, st.sampled_from([-1, 1e18, 2.5, "1"])),

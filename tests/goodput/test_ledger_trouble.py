@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from resiliency.events import Event, EventKind
 from resiliency.goodput.incidents import incidents
 from resiliency.goodput.ledger import Ledger, account
-from resiliency.goodput.taxonomy import Bucket
+from resiliency.goodput.older import older_figure
+from resiliency.goodput.summary import summarize
+from resiliency.goodput.table import largest_causes, print_report
+from resiliency.goodput.taxonomy import BUCKETS, Bucket
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.reader import LogReader
 
 from .scripted import START, STEP_S, Job, assert_matches
-from .test_ledger_truth import crash
+from .test_ledger_truth import SCRIPTS, crash
 
 
 def read(*files: Path) -> LogReader:
@@ -342,6 +349,44 @@ def test_overlapping_attempts_count_each_second_once() -> None:
     assert gpu_s(ledger, Bucket.RESTORE) == pytest.approx(20)
 
 
+def test_steps_of_a_zombie_after_the_next_start_are_neither_kept_nor_lost() -> None:
+    """20 steps are lost; rank 3 goes on alone for 60 more, most of them while the next attempt trains."""
+    job = Job()
+    job.start()
+    job.steps(80)
+    job.save()
+    job.steps(20, lost=True)
+    zombie_from, zombie_step = job.now, job.step
+    job.fail(detection=5, worker=0)
+    job.start(startup=10, restore=5, load=80)
+    job.steps(100)
+    job.finish()
+    job.attempt = 0
+    for extra in range(1, 61):
+        at = zombie_from + 5.5 + extra * STEP_S
+        job.emit(EventKind.STEP, 3, step=zombie_step + extra, at=at, step_s=STEP_S)
+    ledger = job.ledger()
+    assert_matches(ledger, job)
+    (incident,) = [one for one in incidents(ledger) if one.ended_attempt]
+    assert incident.lost_steps == 20
+    assert abs(ledger.goodput - 360 / 450) < 0.003
+
+
+@pytest.mark.parametrize("number", [-1, "-1", 2.5, "second", True])
+def test_an_attempt_that_is_no_number_is_refused_and_counted(number: object) -> None:
+    collector = Collector()
+    job = crash()
+    for event in job.events:
+        collector.add(event)
+    for kind in (EventKind.JOB_STARTED, EventKind.STEP, EventKind.WORKER_LOST):
+        record = {"timestamp": START + 100.0, "job_name": "job", "event_type": kind, "rank": 0, "step": 20}
+        collector.add({**record, "attempt": number})
+    ledger = account(collector.runs["job"])
+    assert_matches(ledger, job)
+    assert len(ledger.timings) == 2
+    assert ledger.facts.quality["bad_values"] == 3
+
+
 def test_a_crash_without_any_notice_is_restart_and_says_so() -> None:
     job = crash()
     job.events = [event for event in job.events if event.kind != EventKind.WORKER_LOST]
@@ -520,3 +565,106 @@ def test_what_all_ranks_of_a_host_tell_is_one_incident() -> None:
         ("host-1", 70),
         ("host-0", 110),
     ]
+
+
+def test_a_death_that_only_the_agent_saw_names_its_rank_and_a_launcher_says_how() -> None:
+    job = crash()
+    job.events = [event for event in job.events if event.kind != EventKind.WORKER_LOST]
+    last = max(event.time for event in job.events if event.attempt == 0)
+
+    def lost(host: str, after_s: float, **fields: object) -> Event:
+        return Event(
+            kind=EventKind.WORKER_LOST,
+            time=last + after_s,
+            monotonic_s=5.0,
+            run=job.run,
+            attempt=0,
+            rank=-1,
+            host=host,
+            fields={"worker": 1, **fields},
+        )
+
+    job.events.append(lost("agent", 0.25, lost_pid=7))
+    (incident,) = [one for one in incidents(job.ledger()) if one.ended_attempt]
+    assert (incident.what, incident.where) == ("Worker lost", "rank 1")
+    assert job.ledger().wall[Bucket.DETECTION] == 250_000
+    job.events.append(lost("launcher", 0.5, signal=9))
+    (incident,) = [one for one in incidents(job.ledger()) if one.ended_attempt]
+    assert (incident.what, incident.where) == ("Worker killed by signal 9", "rank 1")
+    assert job.ledger().wall[Bucket.DETECTION] == 250_000, "the first notice counts"
+
+
+def test_an_end_that_was_told_is_not_without_a_word() -> None:
+    job = crash()
+    job.events = [event for event in job.events if event.kind != EventKind.WORKER_LOST]
+    for rank in range(4):
+        job.events.append(
+            Event(
+                kind=EventKind.JOB_TERMINATED,
+                time=START + 250.0 + 60.0,
+                monotonic_s=1310.0,
+                run=job.run,
+                attempt=0,
+                rank=rank,
+                host=f"host-{rank}",
+                fields={},
+            )
+        )
+    (incident,) = [one for one in incidents(job.ledger()) if one.ended_attempt]
+    assert incident.what == "Ended, without a reason in the log"
+
+
+def test_a_stall_after_the_last_step_is_a_stall() -> None:
+    job = Job()
+    job.start()
+    job.steps(30)
+    job.training = False
+    for rank in range(4):
+        job.emit(EventKind.TRAIN_ENDED, rank, step=30)
+    job.advance(6.0, Bucket.CHECKPOINT_STALL)
+    for rank in range(4):
+        job.emit(EventKind.CHECKPOINT_FENCED, rank, step=30, stall_s=6.0)
+    job.advance(1.0, Bucket.IDLE)
+    for rank in range(4):
+        job.emit(EventKind.JOB_TERMINATED, rank, reason="finished")
+    assert_matches(job.ledger(), job)
+    assert job.ledger().wall[Bucket.CHECKPOINT_STALL] == 6_000_000
+
+
+@pytest.mark.parametrize("reference", [None, 1.5, 2.5])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_the_reasons_for_the_older_figure_add_up_to_the_difference(
+    script: Callable[[], Job], reference: float | None
+) -> None:
+    ledger = script().ledger()
+    older = older_figure(ledger, reference)
+    if older.share is None or older.reasons[-1] == "both agree":
+        return
+    found = [re.search(r"\(([+-][\d.]+) points\)$", reason) for reason in older.reasons]
+    points = [float(match[1]) for match in found if match]
+    assert sum(points) == pytest.approx((older.share - ledger.goodput) * 100, abs=0.05 * (len(points) + 1))
+
+
+def test_another_fit_in_the_same_script_loses_nothing() -> None:
+    job = Job()
+    job.start()
+    job.steps(30)
+    for rank in range(4):
+        job.emit(EventKind.TRAIN_ENDED, rank, step=30)
+    job.step = 0
+    job.advance(4.0, Bucket.IDLE)
+    for rank in range(4):
+        job.emit(EventKind.TRAIN_STARTED, rank, step=0, world_size=4)
+    job.steps(30)
+    job.finish()
+    ledger = job.ledger()
+    assert ledger.wall[Bucket.LOST_WORK] == 0
+    assert ledger.wall[Bucket.PRODUCTIVE] == pytest.approx(120e6, rel=0.01)
+
+
+def test_the_report_says_what_makes_the_largest_causes_smaller() -> None:
+    summary = summarize(crash().ledger())
+    assert [row["bucket"] for row in largest_causes(summary)] == ["lost_work", "first_start", "restart"]
+    text = io.StringIO()
+    print_report([summary], Console(file=text, width=200))
+    assert BUCKETS[Bucket.RESTART].lever in text.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -160,3 +161,26 @@ def test_the_older_figure_agrees_on_a_plain_run() -> None:
     half = older_figure(ledger, 1.0)
     assert half.share == pytest.approx(ledger.goodput / 2, abs=0.001)
     assert any("1 s a step, the log shows 2 s" in reason for reason in half.reasons)
+
+
+@pytest.mark.parametrize("name", ["calculator", "tracker"])
+def test_the_older_librarys_module_path_leads_to_the_same_tools(name: str, tmp_path: Path) -> None:
+    old = importlib.import_module(f"resiliency.goodput_measure.{name}")
+    new = importlib.import_module(f"resiliency.goodput.{name}")
+    assert all(getattr(old, each) is getattr(new, each) for each in new.__all__)
+    shown = run_module(f"resiliency.goodput_measure.{name}", "--help", cwd=tmp_path)
+    assert shown.returncode == 0 and "usage:" in shown.stdout
+
+
+def test_the_older_librarys_logger_writes_where_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logging, constant = (
+        importlib.import_module(f"resiliency.goodput_measure.{name}") for name in ("logging", "constant")
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GOODPUT_USE_FILE_TRACKING", "1")
+    monkeypatch.setenv("JOB_IDENTIFIER", "older")
+    logging._logger.cache_clear()
+    logging.log_event(constant.CHECKPOINT_SAVED, step=4)
+    logging._logger.cache_clear()
+    (line,) = (tmp_path / "older-goodput.log").read_text().splitlines()
+    assert (json.loads(line)["event_type"], json.loads(line)["step"]) == ("checkpoint_saved", 4)

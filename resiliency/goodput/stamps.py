@@ -1,0 +1,137 @@
+"""Sets wrong stamps aright, or aside. Pure.
+
+A process tells two times with each event: the clock that people set, and one that nobody sets. By the second its events
+keep their distances, and what most of them say decides where on the first they lie. What then is still far from
+everything else is no time of the job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from resiliency.telemetry.facts import DAY_S, DaySpan, RunFacts, Segment, parse_stamp
+
+__all__ = ["FAR_S", "straighten"]
+
+#: What lies farther than this from all other events of a run is set aside, unless a process lived there.
+FAR_S = 30 * DAY_S
+
+
+def straighten(run: RunFacts) -> None:
+    """Corrects the times of a run in place, and counts those it sets aside. Idempotent."""
+    moved = sum(segment.settle() != 0.0 for segment in (*run.segments, *run.nodes))
+    if _settle_hosts(run) or moved:
+        _find_ends(run)
+    eras = _eras(run)
+    if len(eras) < 2:
+        return
+    kept = [era for era in eras if era.real] or [max(eras, key=lambda era: era.events)]
+
+    def within(time: float) -> bool:
+        return any(era.low <= time <= era.high for era in kept)
+
+    gone = sum(segment.keep(within) for segment in (*run.segments, *run.nodes))
+    before = len(run.marks) + len(run.saves) + len(run.loads)
+    run.marks = [mark for mark in run.marks if within(mark.time)]
+    run.saves = [save for save in run.saves if within(save[0])]
+    run.loads = [load for load in run.loads if within(load[0])]
+    gone += before - len(run.marks) - len(run.saves) - len(run.loads)
+    for name in ("scheduled", "terminated"):
+        time = getattr(run, name)
+        if time is not None and not within(time):
+            setattr(run, name, None)
+            gone += 1
+    aside = {number: day for number, day in run.days.items() if not within(day.first)}
+    run.days = {number: day for number, day in run.days.items() if number not in aside}
+    run.first = min((day.first for day in run.days.values()), default=None)
+    run.last = max((day.last for day in run.days.values()), default=None)
+    if gone or aside:
+        run.quality["stamps_set_aside"] += max(1, sum(day.events for day in aside.values()))
+
+
+def _settle_hosts(run: RunFacts) -> bool:
+    """Events that no rank wrote, a launcher's or an agent's, follow the ranks of their host and attempt; False when all
+    were right."""
+    shifted: dict[tuple[str, int | None], float] = {}
+    ranks: dict[tuple[str, int | None], list[Segment]] = {}
+    for segment in run.segments:
+        ranks.setdefault((segment.host, segment.attempt), []).append(segment)
+    for key, clock in run.others.items():
+        if delta := clock.settle(ranks.get(key, ())):
+            shifted[key] = delta
+    if not shifted:
+        return False
+    run.marks = [
+        dataclasses.replace(mark, time=mark.time + shifted[mark.host, mark.attempt])
+        if mark.hosts_clock and (mark.host, mark.attempt) in shifted
+        else mark
+        for mark in run.marks
+    ]
+    run.quality["clocks_of_hosts_set_aright"] += len(shifted)
+    return True
+
+
+def _find_ends(run: RunFacts) -> None:
+    """The first and last moment of a run whose times have moved."""
+    segments = (*run.segments, *run.nodes, *run.others.values())
+    times = [time for segment in segments for time in (segment.start, segment.end) if time is not None]
+    times += [mark.time for mark in run.marks] + [t for t in (run.scheduled, run.terminated) if t is not None]
+    if times:
+        run.first, run.last = min(times), max(times)
+        low, high = int(run.first // DAY_S), int(run.last // DAY_S)
+        run.days = {number: day for number, day in run.days.items() if low <= number <= high}
+
+
+@dataclasses.dataclass
+class _Era:
+    low: float
+    high: float
+    events: int
+    #: A process has two different moments in it.
+    real: bool = False
+
+
+def _eras(run: RunFacts) -> list[_Era]:
+    """Stretches of the run without a gap of FAR_S."""
+    days: Counter[int] = Counter()
+    spans: dict[int, DaySpan] = {}
+
+    def see(time: float, events: int) -> None:
+        number = int(time // DAY_S)
+        span = spans.setdefault(number, DaySpan(time, time))
+        span.first, span.last = min(span.first, time), max(span.last, time)
+        days[number] += events
+
+    for day in run.days.values():
+        see(day.first, day.events)
+        see(day.last, 0)
+    segments = (*run.segments, *run.nodes)
+    for segment in segments:
+        for time in (segment.start, segment.end, segment.launched):
+            if time is not None:
+                see(time, 1)
+        for window in segment.steps.windows.values():
+            stamp = parse_stamp(window.last_stamp)
+            if stamp is not None:
+                see(stamp, window.n)
+    for mark in run.marks:
+        see(mark.time, 0)
+    for named in (run.scheduled, run.terminated):
+        if named is not None:
+            see(named, 0)
+    eras: list[_Era] = []
+    for number in sorted(days):
+        span = spans[number]
+        if eras and span.first - eras[-1].high <= FAR_S:
+            eras[-1].high = span.last
+            eras[-1].events += days[number]
+        else:
+            eras.append(_Era(span.first, span.last, days[number]))
+    most = max((era.events for era in eras), default=0)
+    for era in eras:
+        lived = any(
+            s.start is not None and s.end is not None and era.low <= s.start < s.end <= era.high for s in segments
+        )
+        era.real = era.events == most or (lived and era.events > 0)
+    return eras

@@ -1,0 +1,12 @@
+"""``python -m resiliency.goodput_measure.calculator``: see :mod:`resiliency.goodput.calculator`."""
+
+from __future__ import annotations
+
+import sys
+
+from resiliency.goodput.calculator import GoodputCalculator, get_parser, main
+
+__all__ = ["GoodputCalculator", "get_parser", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+"""``python -m resiliency.goodput_measure.tracker``: see :mod:`resiliency.goodput.tracker`."""
+
+from __future__ import annotations
+
+import sys
+
+from resiliency.goodput.tracker import GoodputLogger, get_parser, main
+
+__all__ = ["GoodputLogger", "get_parser", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Which files hold events: ours, rotated ones, compressed ones, and exports of Cloud Logging."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from resiliency.errors import ConfigError
+
+__all__ = ["LogFiles", "find", "find_logs", "is_array", "open_log"]
+
+#: ``rank-00000.jsonl``, ``goodput.log.2``, ``agent.jsonl.gz``, ``launcher.jsonl.1.gz``.
+_NAME = re.compile(r"\.(?:jsonl|log)(?:\.(\d{1,6}))?(?:\.gz)?")
+#: A log with events has one in its first bytes.
+_SNIFF_BYTES = 1 << 16
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogFiles:
+    """``files`` in the order to be read; ``left_out`` look like logs and hold no event."""
+
+    files: tuple[Path, ...]
+    left_out: tuple[Path, ...] = ()
+
+
+def find_logs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The files of :func:`find`."""
+    return list(find(list(paths)).files)
+
+
+def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
+    """Log files under ``paths``: files as given; folders are searched for ``*.jsonl``, ``*.log``, what was rotated away
+    from them (``.1``, ``.2``) and what was compressed (``.gz``), and for an export of Cloud Logging (``*.json``) that
+    lies right there.
+
+    A file found twice counts once. Hidden folders are searched too: our logs are below ``.resiliency``.
+
+    Raises:
+        ConfigError: a path does not exist, or there is no log at all.
+    """
+    found: dict[str, Path] = {}
+    left: dict[str, Path] = {}
+    listed = list(paths)
+    for given in listed:
+        path = Path(given)
+        if path.is_dir():
+            for folder, folders, names in os.walk(path):
+                folders.sort()
+                for name in sorted(names, key=_oldest_first):
+                    export = name.endswith(".json") and Path(folder) == path
+                    if not (_NAME.search(name) and _NAME.split(name)[-1] == "") and not export:
+                        continue
+                    file = Path(folder, name)
+                    if name.endswith(".jsonl") or _holds_events(file):
+                        found.setdefault(os.path.realpath(file), file)
+                    elif not export:
+                        left.setdefault(os.path.realpath(file), file)
+        elif path.exists():
+            found.setdefault(os.path.realpath(path), path)
+        else:
+            raise ConfigError(f"no event log at {path}; give the checkpoint folder, its events folder or a log file")
+    if not found:
+        where = ", ".join(str(path) for path in listed)
+        others = f" ({_names(left.values())} hold no event)" if left else ""
+        raise ConfigError(
+            f"no *.jsonl or *.log below {where}{others}; does this job use ModelCheckpoint or GoodputCallback?"
+        )
+    return LogFiles(files=tuple(found.values()), left_out=tuple(file for key, file in left.items() if key not in found))
+
+
+def _names(files: Iterable[Path]) -> str:
+    names = [file.name for file in files]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+
+
+def _oldest_first(name: str) -> tuple[str, int]:
+    """A log that was rotated away is older than what bears its name now."""
+    match = _NAME.search(name)
+    if match is None:
+        return name, 0
+    return name[: match.start()], -int(match[1] or 0)
+
+
+def _holds_events(file: Path) -> bool:
+    """True also where it cannot be read: reading it says why. An empty log may get its first event yet."""
+    try:
+        with open_log(file) as opened:
+            start = opened.read(_SNIFF_BYTES)
+    except (OSError, EOFError):
+        return True
+    return not start or b'"event_type"' in start
+
+
+def open_log(path: str | os.PathLike[str]) -> IO[bytes]:
+    """The log's bytes: unpacked, and as UTF-8 where an editor has saved UTF-16.
+
+    Raises:
+        OSError: it cannot be read, or is no gzip file.
+    """
+    if os.fspath(path).endswith(".gz"):
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    file = open(path, "rb", buffering=0)
+    start = file.read(64)
+    if start[:2] in _UTF16 and b"\0" in start:
+        file.seek(0)
+        with file:
+            return io.BytesIO(file.read().decode("utf-16", "replace").encode())
+    file.seek(0)
+    return file
+
+
+def is_array(start: bytes) -> bool:
+    """True when a file that begins so is one JSON array: an export of Cloud Logging."""
+    return start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["

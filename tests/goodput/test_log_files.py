@@ -1,0 +1,144 @@
+"""Logs as they come from disks, shippers and exports."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from resiliency.cli.goodput import app
+from resiliency.errors import ConfigError
+from resiliency.events import EventKind
+from resiliency.goodput.ledger import Ledger, account
+from resiliency.telemetry import log_files
+from resiliency.telemetry.log_files import find, find_logs
+from resiliency.telemetry.reader import LogReader, read_logs
+from resiliency.telemetry.seen_lines import SeenLines
+
+from .scripted import Job, assert_matches
+from .test_ledger_truth import crash
+
+
+def lines_of(job: Job) -> list[str]:
+    return [event.to_json() for event in job.events]
+
+
+def ledger_of(*paths: Path) -> Ledger:
+    (run,) = read_logs(paths).collector.runs.values()
+    return account(run)
+
+
+def test_logs_that_were_rotated_and_compressed_are_read_oldest_first(tmp_path: Path) -> None:
+    job = crash()
+    lines = lines_of(job)
+    third = len(lines) // 3
+    (tmp_path / "job.jsonl").write_text("\n".join(lines[2 * third :]) + "\n")
+    (tmp_path / "job.jsonl.1").write_text("\n".join(lines[third : 2 * third]) + "\n")
+    (tmp_path / "job.jsonl.2.gz").write_bytes(gzip.compress(("\n".join(lines[:third]) + "\n").encode()))
+    (tmp_path / "job.jsonl.swp").write_text("no log")
+    assert [path.name for path in find_logs([tmp_path])] == ["job.jsonl.2.gz", "job.jsonl.1", "job.jsonl"]
+    names = [f"job.jsonl.{number}" for number in range(1, 12)] + ["job.jsonl"]
+    assert sorted(names, key=log_files._oldest_first) == [*reversed(names[:-1]), "job.jsonl"]
+    ledger = ledger_of(tmp_path)
+    assert_matches(ledger, job)
+    assert ledger.gpu == job.ledger().gpu
+    assert not ledger.facts.quality, "nothing was late"
+    reader = read_logs([tmp_path])
+    assert reader.read(find_logs([tmp_path])) == 0, "a second look reads nothing again"
+
+
+@pytest.mark.parametrize("form", ["lines", "array", "array, newest first"])
+def test_exports_of_cloud_logging_are_read(tmp_path: Path, form: str) -> None:
+    job = crash()
+    entries = [{"insertId": "x", "jsonPayload": json.loads(line), "severity": "INFO"} for line in lines_of(job)]
+    if form == "lines":
+        (tmp_path / "export.log").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    else:
+        if form != "array":
+            entries.reverse()
+        (tmp_path / "export.json").write_text(json.dumps(entries, indent=2))
+    ledger = ledger_of(tmp_path)
+    assert_matches(ledger, job)
+    assert not ledger.facts.quality
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1", "utf-16"])
+def test_other_encodings_lose_no_event(tmp_path: Path, encoding: str) -> None:
+    job = crash()
+    job.run = "jöb"
+    text = "".join(
+        json.dumps({**json.loads(line), "job_name": "jöb"}, ensure_ascii=False) + "\n" for line in lines_of(job)
+    )
+    (tmp_path / "job.jsonl").write_bytes(text.encode(encoding))
+    reader = read_logs([tmp_path])
+    assert reader.torn_lines == 0
+    (run,) = reader.collector.runs.values()
+    assert run.name == "jöb"
+    assert_matches(account(run), job)
+
+
+def test_a_log_whose_first_line_is_a_list_is_read_by_lines(tmp_path: Path) -> None:
+    job = crash()
+    (tmp_path / "job.jsonl").write_text("[1, 2]\n" + "".join(line + "\n" for line in lines_of(job)))
+    assert_matches(ledger_of(tmp_path), job)
+
+
+def test_output_beside_the_logs_is_left_out_and_named(tmp_path: Path) -> None:
+    crash().write(tmp_path)
+    (tmp_path / "output.log").write_text("epoch 1, loss 2.0\n" * 1000)
+    logs = find([tmp_path])
+    assert [path.name for path in logs.left_out] == ["output.log"]
+    reader = read_logs([tmp_path])
+    assert (reader.torn_lines, reader.left_out) == (0, logs.left_out)
+    report = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert "Left out, because it holds no event: output.log" in " ".join(report.output.split())
+    only = tmp_path / "only"
+    only.mkdir()
+    (only / "output.log").write_text("loss\n")
+    with pytest.raises(ConfigError, match=r"output\.log hold no event"):
+        find([only])
+
+
+def test_the_log_of_another_library_is_named(tmp_path: Path) -> None:
+    record = {"job_name": "j", "step_count": 3, "step_start_time": 1_760_000_000.0}
+    (tmp_path / "measured.jsonl").write_text(json.dumps(record) + "\n")
+    report = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert report.exit_code != 0
+    assert "ml-goodput-measurement" in report.output
+
+
+def test_a_week_that_was_delivered_twice_counts_once() -> None:
+    def events() -> list[dict[str, Any]]:
+        return [
+            {
+                "timestamp": 1_760_000_000.0 + number,
+                "job_name": "job",
+                "event_type": EventKind.CHECKPOINT_STARTED,
+                "attempt": 0,
+                "rank": 0,
+                "stall_s": 0.5,
+                "step": number,
+            }
+            for number in range(20_000)
+        ]
+
+    reader = LogReader()
+    block = "".join(json.dumps(event) + "\n" for event in events()).encode()
+    reader._block(block)
+    reader._block(block)
+    run = reader.collector.runs["job"]
+    assert run.segments[0].stall_s == 10_000.0
+    assert run.quality["duplicates"] == 20_000
+
+
+def test_what_was_seen_is_known_in_bounded_memory() -> None:
+    seen = SeenLines(most_slots=1 << 12)
+    lines = [b"%d" % number for number in range(20_000)]
+    assert not any(map(seen.seen, lines))
+    assert all(map(seen.seen, lines[-2000:]))
+    assert len(seen._slots) <= 1 << 12
+    assert not seen.seen(lines[0]), "forgotten"

@@ -1,0 +1,129 @@
+"""One event with a wrong clock, in each place where it may stand: the account stays what it was, and says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+
+from resiliency.events import Event, EventKind, EventWriter
+from resiliency.goodput.summary import summarize
+from resiliency.goodput.taxonomy import Bucket
+
+from .scripted import START, STEP_S, Job, assert_matches
+from .test_ledger_truth import crash
+
+WRONG = {"1970": 100.0, "2099": 4_080_000_000.0, "before the first time synchronisation": START - 7 * 3600.0}
+
+
+def with_wrong(job: Job, kind: str, stamp: float, *, last: bool = False, **change: object) -> Job:
+    """The first (or last) event of rank 1 (or of no rank) of this kind is told at ``stamp``."""
+    places = [n for n, e in enumerate(job.events) if e.kind == kind and e.rank in (1, -1)]
+    number = places[-1 if last else 0]
+    job.events[number] = dataclasses.replace(job.events[number], time=stamp, **change)  # type: ignore[arg-type]
+    return job
+
+
+@pytest.mark.parametrize("stamp", list(WRONG.values()), ids=list(WRONG))
+@pytest.mark.parametrize(
+    ("kind", "last"),
+    [
+        (EventKind.JOB_STARTED, False),
+        (EventKind.JOB_STARTED, True),
+        (EventKind.TRAIN_STARTED, False),
+        (EventKind.STEP, False),
+        (EventKind.STEP, True),
+        (EventKind.CHECKPOINT_LOADED, False),
+        (EventKind.JOB_TERMINATED, False),
+    ],
+)
+def test_one_wrong_stamp_changes_nothing_and_is_counted(kind: str, last: bool, stamp: float) -> None:
+    job = with_wrong(crash(), kind, stamp, last=last)
+    ledger = job.ledger()
+    assert_matches(ledger, job)
+    if kind != EventKind.STEP:
+        assert summarize(ledger)["quality"]["clock_jumps"] >= 1
+
+
+@pytest.mark.parametrize("stamp", [WRONG["1970"], WRONG["2099"]], ids=["1970", "2099"])
+@pytest.mark.parametrize(
+    "kind", [EventKind.WORKER_LOST, EventKind.CHECKPOINT_SAVED, EventKind.USER_SCHEDULED, EventKind.AGENT_STARTED]
+)
+def test_a_wrong_stamp_without_another_clock_is_set_aside_aloud(kind: str, stamp: float) -> None:
+    job = crash()
+    job.events.append(
+        Event(kind=kind, time=stamp, monotonic_s=float("nan"), run=job.run, attempt=1, rank=-1, host="elsewhere")
+    )
+    ledger = job.ledger()
+    assert_matches(ledger, job)
+    assert summarize(ledger)["quality"]["stamps_set_aside"] == 1
+    assert any("Set aside" in note for note in ledger.notes)
+
+
+def test_a_launcher_that_began_before_the_time_was_known_follows_the_ranks_of_its_host() -> None:
+    job = crash()
+    launcher = Event(
+        kind=EventKind.LAUNCHER_STARTED,
+        time=START - 7 * 3600.0,
+        monotonic_s=1000.0,
+        run=job.run,
+        attempt=0,
+        rank=-1,
+        host="host-0",
+    )
+    job.events.insert(0, launcher)
+    ledger = job.ledger()
+    assert ledger.start == START
+    assert_matches(ledger, job)
+
+
+def test_a_job_that_rested_for_months_keeps_both_halves() -> None:
+    job = Job()
+    job.start()
+    job.steps(20)
+    job.save()
+    job.finish()
+    job.advance(90 * 86_400.0, Bucket.IDLE)
+    job.start(load=20)
+    job.steps(3)
+    job.finish()
+    ledger = job.ledger()
+    assert len(ledger.timings) == 2
+    assert "stamps_set_aside" not in summarize(ledger)["quality"]
+
+
+def test_a_clock_that_was_mended_between_two_attempts_is_corrected_where_it_was_wrong() -> None:
+    job = Job(skew={"host-1": 60.0, "host-2": 60.0}, hosts={0: "host-0", 1: "host-1", 2: "host-0", 3: "host-1"})
+    job.start()
+    job.steps(50)
+    job.save()
+    job.fail(detection=2.0)
+    job.skew.clear()
+    job.start(load=50)
+    job.steps(50)
+    job.finish()
+    ledger = job.ledger()
+    assert_matches(ledger, job)
+    assert ledger.offsets == pytest.approx({"host-1": 60.0}, abs=0.1)
+
+
+def test_the_days_of_a_suspended_machine_are_time_of_the_job() -> None:
+    job = Job()
+    job.start()
+    job.steps(30)
+    job.advance(2 * 86_400.0, Bucket.UNKNOWN)
+    job.steps(30)
+    job.finish()
+    assert_matches(job.ledger(), job)
+    seen: list[Event] = []
+
+    class Sink:
+        emit = staticmethod(seen.append)
+
+        def close(self) -> None:
+            return
+
+    EventWriter(run="job", attempt=0, rank=0, host="h", sinks=(Sink(),)).emit("step")
+    assert seen[0].monotonic_s == pytest.approx(time.clock_gettime(time.CLOCK_BOOTTIME), abs=5.0)
+    assert STEP_S > 0
