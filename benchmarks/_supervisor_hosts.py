@@ -1,4 +1,4 @@
-"""Simulated monitors, thousands in one process: as little work as will do, so that the supervisor is what is measured."""
+"""Simulated monitors, thousands in one process, with as little work as will do: the supervisor is what is measured."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Host(asyncio.Protocol):
         self._number += 1
         ranks = []
         if place is not None:
-            self.step += bool(self.master)
+            self.step += bool(self.master) and self.owner.stalled != (place["workload"], place["epoch"])
             first = place["node_rank"] * self.ranks
             ranks = [
                 {
@@ -157,6 +157,8 @@ class Hosts:
         self.epochs: dict[str, int] = {}
         #: From a report until it is known to be handled.
         self.times: list[float] = []
+        #: A workload and epoch of which a host is gone, so that nobody there makes a step.
+        self.stalled: tuple[str, int] = ("", 0)
 
     def lost(self, host: Host) -> None:
         return
@@ -181,7 +183,8 @@ class Hosts:
                 if name in self.hosts:
                     self.hosts[name].lose_rank()
         elif words[0] == "kill":
-            transport = self.hosts[words[1]].transport
+            self.stalled = words[2], int(words[3])
+            transport = self.hosts[words[1]].transport if words[1] in self.hosts else None
             if transport is not None:
                 transport.abort()
         if words[0] == "times":
