@@ -262,7 +262,8 @@ def _print(figures: Figures) -> None:
     table.add_row("share of the core", f"{figures.core:.0%}", "")
     table.add_row("memory", f"{figures.memory_bytes / 2**20:.0f} MiB", f"{_MEMORY_BYTES / 2**20:.0f} MiB")
     table.add_row("a lost host has a remedy after", f"{figures.lost_s:.1f} s", f"{figures.lost_target_s:.0f} s")
-    table.add_row(X)
+    burst = f"{figures.burst} ranks lost at once are decided upon"
+    table.add_row(burst, f"{figures.burst_s:.2f} s", f"{_BURST_S:.0f} s")
     Console().print(table)
 
 
