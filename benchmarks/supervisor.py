@@ -71,7 +71,7 @@ class _Cluster:
             "heartbeat_polling_period_s": period_s,
             "heartbeat_timeout_s": self.timeout_s,
             "workloads": [
-                {"name": f"job-{n}", "replicas": size, "ranks_per_host": ranks, "dwell_s": 1.0} for n in range(jobs)
+                {"name": f"job-{n}", "replicas": size, "ranks_per_host": ranks, "dwell_s": 60.0} for n in range(jobs)
             ],
         }
         (folder / "supervisor.yaml").write_text(json.dumps(config))
