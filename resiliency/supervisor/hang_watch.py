@@ -18,14 +18,14 @@ from resiliency.supervisor.model import Observation, ObservationKind
 
 __all__ = ["HangWatch"]
 
-#: The same rank must be found so often, with a report of its host between.
+#: The same rank must be found so often, with reports of all hosts between: what one has said is compared with what the
+#: others have said since.
 _FOUND = 2
 
 
 @dataclass(kw_only=True)
 class _Host:
     at_s: float
-    number: int
     ranks: tuple[RankReport, ...]
 
 
@@ -37,7 +37,8 @@ class _Epoch:
     suspicious: set[str] = field(default_factory=set)
     culprit: tuple[str, int] | None = None
     found: int = 0
-    found_at: int = -1
+    #: Hosts that have reported since the last comparison.
+    fresh: set[str] = field(default_factory=set)
     said: bool = False
 
 
@@ -60,16 +61,19 @@ class HangWatch:
         seen = self._epochs.get(workload)
         if seen is None or seen.epoch != epoch:
             seen = self._epochs[workload] = _Epoch(epoch=epoch)
-        known = seen.hosts.get(host)
-        number = 0 if known is None else known.number + 1
-        seen.hosts[host] = _Host(at_s=now_s, number=number, ranks=ranks)
+        seen.hosts[host] = _Host(at_s=now_s, ranks=ranks)
         if any(map(self._is_quiet, ranks)):
             seen.suspicious.add(host)
         else:
             seen.suspicious.discard(host)
         if not seen.suspicious or seen.said:
             seen.culprit, seen.found = None, 0
+            seen.fresh.clear()
             return None
+        seen.fresh.add(host)
+        if len(seen.fresh) < len(seen.hosts):
+            return None
+        seen.fresh.clear()
         return self._look(workload, seen)
 
     def forget(self, workload: str) -> None:
@@ -79,13 +83,7 @@ class HangWatch:
     def _look(self, workload: str, seen: _Epoch) -> Observation | None:
         host, rank = self._culprit(seen)
         where = host, rank.rank
-        at = seen.hosts[host].number
-        if where != seen.culprit:
-            seen.culprit, seen.found, seen.found_at = where, 1, at
-            return None
-        if at == seen.found_at:
-            return None
-        seen.found, seen.found_at = seen.found + 1, at
+        seen.culprit, seen.found = where, seen.found + 1 if where == seen.culprit else 1
         if seen.found < _FOUND:
             return None
         seen.said = True

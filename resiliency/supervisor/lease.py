@@ -198,6 +198,8 @@ class Lease:
 
 def _started_us(pid: int) -> int:
     try:
-        return int(psutil.Process(pid).create_time() * 1e6)
+        process = psutil.Process(pid)
+        # Nobody may have waited for one that was killed.
+        return 0 if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 1e6)
     except psutil.NoSuchProcess:
         return 0

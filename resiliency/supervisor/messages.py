@@ -8,7 +8,7 @@ checked field by field, and is bounded in size.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from resiliency.errors import AgentError
@@ -190,9 +190,38 @@ def unpack(text: str | bytes) -> Message:
     try:
         fields = json.loads(text)
         kind = _KINDS[fields.pop("type")]
+        if kind is Report and type(fields.get("ranks")) is list:
+            ranks = tuple(map(_rank, fields.pop("ranks")))
+            return replace(from_jsonable(Report, fields), ranks=ranks)
         found: Message = from_jsonable(kind, fields)
         return found
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise AgentError(
             f"not a message of the supervisor's protocol ({type(error).__name__}: {error}): {text[:80]!r}"
         ) from error
+
+
+_NUMBER = (float, int)
+_RANK_KINDS: dict[str, tuple[type, ...]] = {
+    "rank": (int,),
+    "beats": (int,),
+    "step": (int,),
+    "phase": (str,),
+    "watched": (bool,),
+    "quiet_s": _NUMBER,
+    "longest_s": _NUMBER,
+    "stopped_s": _NUMBER,
+}
+
+
+def _rank(fields: Any) -> RankReport:
+    """As :func:`from_jsonable`, in a tenth of the time: there are tens of thousands of them a second."""
+    if type(fields) is dict and fields.keys() == _RANK_KINDS.keys():
+        for name, kinds in _RANK_KINDS.items():
+            if type(fields[name]) not in kinds:
+                break
+        else:
+            made = object.__new__(RankReport)
+            made.__dict__.update(fields)
+            return made
+    return from_jsonable(RankReport, fields)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -34,6 +35,10 @@ _MOST_BODY_BYTES = 16 * 1024
 #: For the address of a leader before this one to become free.
 _BIND_S = 30.0
 _BIND_AGAIN_S = 0.2
+_COUNT_S = 0.5
+#: Connections that the kernel holds, and those that are taken at once: when thousands of hosts come at a time, what is
+#: there already is heard between.
+_BACKLOG, _ACCEPTED_AT_ONCE = 4096, 32
 
 
 class Supervisor:
@@ -80,6 +85,8 @@ class Supervisor:
         self._unproven: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
+        #: As counted last, with those that have come since.
+        self._connections, self._counted_s = 0, -1.0
         #: Where it listens, when it does.
         self.address: tuple[str, int] | None = None
 
@@ -180,9 +187,11 @@ class Supervisor:
             port,
             ssl=self._tls,
             ssl_handshake_timeout=None if self._tls is None else self.settings.handshake_timeout_s,
-            backlog=4096,
+            backlog=_ACCEPTED_AT_ONCE,
             reuse_address=True,
         )
+        with socket.socket(fileno=os.dup(self._server.sockets[0].fileno())) as same:
+            same.listen(_BACKLOG)
         bound = self._server.sockets[0].getsockname()
         self.address = bound[0], bound[1]
         self._listens(*self.address)
@@ -190,10 +199,13 @@ class Supervisor:
     def _protocol(self) -> asyncio.Protocol:
         """One that must prove that it is a client: a connection that dribbles is cut off, and so are too many."""
         assert self._runner is not None and self._runner.server is not None
-        if len(self._runner.server.connections) >= self.settings.most_connections:
-            return _Refusing()
-        made = self._runner.server()
         loop = asyncio.get_running_loop()
+        if loop.time() - self._counted_s > _COUNT_S:  # to count them takes long when there are thousands
+            self._counted_s, self._connections = loop.time(), len(self._runner.server.connections)
+        if self._connections >= self.settings.most_connections:
+            return _Refusing()
+        self._connections += 1
+        made = self._runner.server()
         self._unproven[made] = loop.call_later(self.settings.handshake_timeout_s, self._cut, made)
         return made
 

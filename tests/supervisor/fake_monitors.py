@@ -86,6 +86,7 @@ class FakeMonitor:
         answers: kinds of asks that it answers.
         asked: all asks, as often as they came.
         trains: its ranks make steps.
+        shows: what their pages say otherwise.
     """
 
     def __init__(self, url: str, name: str, *, token: str = "", ranks: int = 1, incarnation: str = "1") -> None:
@@ -99,6 +100,7 @@ class FakeMonitor:
         self.answers = set(StepKind)
         self.asked: list[tuple[int, int, StepKind]] = []
         self.trains, self.obeys = True, True
+        self.shows: dict[str, float] = {}
         self.step, self.ended, self.number = 0, False, 0
         self.place: Any = None
         self.began_at = 0
@@ -187,7 +189,11 @@ class FakeMonitor:
         beats = max(0, self.step - self.began_at)
         first = 0 if place is None else place.node_rank * self.ranks
         ranks = tuple(
-            RankReport(rank=first + number, beats=beats, step=self.step, watched=beats > 0, longest_s=0.01)
+            RankReport(
+                **{"beats": beats, "step": self.step, "longest_s": 0.01, **self.shows},
+                rank=first + number,
+                watched=beats > 0,
+            )
             for number in range(self.ranks if place is not None else 0)
         )
         self.number += 1

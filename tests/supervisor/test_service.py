@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from resiliency.supervisor.model import StepKind, WorkloadState
-from resiliency.supervisor.server import Supervisor
+import aiohttp
+import pytest
 
-from .fake_monitors import leading, monitors, settings, until, url_of
+from resiliency import faultpoints
+from resiliency.supervisor.messages import (
+    MAX_MESSAGE_BYTES,
+    Desired,
+    Hello,
+    Observed,
+    Refused,
+    Report,
+    pack,
+    unpack,
+)
+from resiliency.supervisor.model import HostState, Observation, ObservationKind, StepKind, WorkloadState
+from resiliency.supervisor.server import Supervisor
+from resiliency.supervisor.settings import HangSettings
+
+from .fake_monitors import TIMEOUT_S, FakeMonitor, asked, job, leading, monitors, settings, until, url_of
 
 
 def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -42,3 +58,279 @@ def test_two_monitors_get_places_and_the_address_of_the_first_and_train(tmp_path
             assert a.desired.place is None
 
     run(work)
+
+
+def states(supervisor: Supervisor) -> dict[str, HostState]:
+    assert supervisor.service is not None
+    return {host.name: host.state for host in supervisor.service.sensor.hosts()}
+
+
+def test_a_lost_rank_leads_to_one_new_epoch(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: is_running(supervisor))
+            await a.saw(ObservationKind.WORKER_LOST, rank=0)
+            await until(lambda: is_running(supervisor, 2))
+            await a.send(unpack(pack(Observed(observations=(lost("a", epoch=1),)))))  # of the epoch before
+            await asyncio.sleep(0.5)
+            assert remedies(supervisor) == ["scale_up", "restart_in_job"] and is_running(supervisor, 2)
+            assert b.desired is not None and b.desired.place.epoch == 2 and b.desired.master == "10.0.0.1:20002"
+            kinds = [event.kind for event in supervisor.store.events()]
+            assert kinds.count("worker_lost") == 1 and kinds.count("restart_requested") == 2
+
+    run(work)
+
+
+def test_a_dead_host_is_swapped_for_a_verified_spare(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with (
+            leading(settings(tmp_path)) as supervisor,
+            monitors(url_of(supervisor), "a", "b", "c") as (a, b, c),
+        ):
+            await until(lambda: is_running(supervisor))
+            placed = {host.name: host for host in (a, b, c) if host.place is not None}
+            (spare,) = {"a", "b", "c"} - placed.keys()
+            dead = sorted(placed)[0]
+            for other in (a, b, c):
+                other.trains = False
+            await placed[dead].die()
+            await until(lambda: spare in supervisor.service.decided.workloads["job"].places)  # type: ignore[union-attr]
+            for other in (a, b, c):
+                other.trains = True
+            await until(lambda: is_running(supervisor, 2))
+            assert remedies(supervisor)[-1] == "hot_swap" and states(supervisor)[dead] is HostState.SILENT
+
+    run(work)
+
+
+def test_a_host_that_fails_its_check_gets_no_place(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor:
+            bad = FakeMonitor(url_of(supervisor), "bad")
+            bad.problem = "the disk is full"
+            async with bad, monitors(url_of(supervisor), "b", "c") as (b, c):
+                await until(lambda: is_running(supervisor))
+                assert bad.place is None and b.place is not None and c.place is not None
+                assert states(supervisor)["bad"] is HostState.QUARANTINED
+
+    run(work)
+
+
+def test_a_check_is_asked_for_once_and_never_again_when_it_was_answered(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path, job(replicas=3, min_replicas=3))) as supervisor:
+            async with monitors(url_of(supervisor), "a") as (a,):
+                await until(lambda: states(supervisor).get("a") is HostState.READY)
+                await asyncio.sleep(0.5)
+                assert len(set(a.asked)) == 1 and a.desired is not None and a.desired.asks == ()
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ("nonsense", "not a message"),
+        (pack(Report(number=1)), "first message is a Hello"),
+        (pack(Hello(version=99, host="a", incarnation="1")), "version 99"),
+        (pack(Hello(version=1, host="../a", incarnation="1")), "not that of a host"),
+        (None, "no Hello within"),
+    ],
+)
+def test_a_connection_that_does_not_greet_is_closed_with_a_reason(tmp_path: Path, first: str | None, said: str) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor, aiohttp.ClientSession() as session:
+            async with session.ws_connect(f"{url_of(supervisor)}/v1/monitor") as socket:
+                if first is not None:
+                    await socket.send_str(first)
+                answer = unpack((await socket.receive(5)).data)
+                assert isinstance(answer, Refused) and said in answer.reason
+                assert (await socket.receive(5)).type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED)
+
+    run(work)
+
+
+@pytest.mark.parametrize("what", ["another host", "a kind", "no workload", "too long", "binary", "desired"])
+def test_a_forged_message_closes_the_connection_and_changes_nothing(tmp_path: Path, what: str) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: is_running(supervisor))
+            assert a.socket is not None
+            if what == "too long":
+                await a.socket.send_str("x" * (MAX_MESSAGE_BYTES + 1))
+            elif what == "binary":
+                await a.socket.send_bytes(b"x")
+            elif what == "desired":
+                await a.send(Desired(term=99))
+            else:
+                one = {
+                    "another host": lost("b", epoch=1),
+                    "a kind": Observation(kind=ObservationKind.HOST_LOST, host="a"),
+                    "no workload": Observation(kind=ObservationKind.WORKER_LOST, host="a"),
+                }[what]
+                await a.send(Observed(observations=(one,)))
+            before = a.socket
+            await until(lambda: before.closed or a.refused)
+            assert is_running(supervisor) and remedies(supervisor) == ["scale_up"]
+
+    run(work)
+
+
+def test_a_second_monitor_of_a_host_is_refused_and_the_same_one_may_come_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: is_running(supervisor))
+            async with FakeMonitor(url_of(supervisor), "a", incarnation="2") as thief:
+                await until(lambda: thief.refused)
+                assert "has one monitor" in thief.refused.replace("\n", " ") and thief.desired is None
+            async with FakeMonitor(url_of(supervisor), "a", incarnation="1") as again:
+                again.place = a.place
+                await until(lambda: again.desired)
+            assert is_running(supervisor)
+
+    run(work)
+
+
+def test_tokens_bind_monitors_to_their_hosts_and_operators_have_one_of_their_own(tmp_path: Path) -> None:
+    for name, text in (("tokens", "a-* " + "a" * 20 + "\n"), ("operator", "o" * 20)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    made = settings(
+        tmp_path,
+        insecure_no_authentication=False,
+        monitor_tokens=str(tmp_path / "tokens"),
+        operator_token=str(tmp_path / "operator"),
+    )
+
+    async def work() -> None:
+        async with leading(made) as supervisor:
+            url = url_of(supervisor)
+            async with (
+                FakeMonitor(url, "a-1", token="a" * 20) as good,
+                FakeMonitor(url, "b-1", token="a" * 20) as forged,
+                FakeMonitor(url, "a-2", token="x" * 20) as wrong,
+            ):
+                await until(lambda: good.desired and forged.refused and wrong.refused)
+                assert "not that of a host" in forged.refused and wrong.refused == "401"
+            for path, method in (
+                ("/", "GET"),
+                ("/v1/status", "GET"),
+                ("/metrics", "GET"),
+                ("/v1/hosts/a-1/drain", "POST"),
+            ):
+                assert (await asked(supervisor, path, method=method))[0] == 401
+                assert (await asked(supervisor, path, method=method, token="a" * 20))[0] == 401
+                assert (await asked(supervisor, path, method=method, token="o" * 20))[0] == 200
+            assert (await asked(supervisor, "/healthz"))[0] == (await asked(supervisor, "/readyz"))[0] == 200
+
+    run(work)
+
+
+def test_a_connection_that_dribbles_is_cut_off_and_garbage_harms_nobody(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            assert supervisor.address is not None
+            slow = [await asyncio.open_connection(*supervisor.address) for _ in range(20)]
+            for _, writer in slow:
+                writer.write(b"GET /v1/status HTTP/1.1\r\nX: ")
+            reader, garbage = await asyncio.open_connection(*supervisor.address)
+            garbage.write(bytes(range(256)) * 300)
+            ends = [asyncio.wait_for(one.read(), 5) for one, _ in [*slow, (reader, garbage)]]
+            await asyncio.gather(*ends, return_exceptions=True)
+            for _, writer in [*slow, (reader, garbage)]:
+                writer.close()
+            await until(lambda: is_running(supervisor))
+
+    run(work)
+
+
+def test_a_slow_disk_makes_no_host_silent_and_holds_back_what_was_decided(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: is_running(supervisor))
+            faultpoints.arm(f"supervisor.store.write:delay={3 * TIMEOUT_S}")
+            try:
+                await a.saw(ObservationKind.WORKER_LOST, rank=0)
+                began = time.monotonic()
+                await until(lambda: a.desired is not None and a.desired.place.epoch == 2)
+                assert time.monotonic() - began > 2 * TIMEOUT_S
+                await until(lambda: is_running(supervisor, 2))
+            finally:
+                faultpoints.arm("")
+            assert remedies(supervisor) == ["scale_up", "restart_in_job"]
+            assert set(states(supervisor).values()) == {HostState.READY}
+
+    run(work)
+
+
+def test_a_disk_that_fails_is_said_and_tried_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: is_running(supervisor))
+            faultpoints.arm("supervisor.store.write:full@*")
+            try:
+                await a.saw(ObservationKind.WORKER_LOST, rank=0)
+                await until(lambda: supervisor.service.store_problem)  # type: ignore[union-attr]
+                assert (await asked(supervisor, "/readyz"))[0] == 503
+                assert a.desired is not None and a.desired.place.epoch == 1
+            finally:
+                faultpoints.arm("")
+            await until(lambda: is_running(supervisor, 2))
+            assert (await asked(supervisor, "/readyz"))[0] == 200
+
+    run(work)
+
+
+def test_a_dry_run_says_what_it_would_do(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path, dry_run=True)) as supervisor, monitors(url_of(supervisor), "a", "b"):
+            await until(lambda: supervisor.service.controller.incidents)  # type: ignore[union-attr]
+            await asyncio.sleep(0.5)
+            _, found = await asked(supervisor, "/v1/explain/last")
+            assert "dry run: would scale_up" in found["outcome"] and found["plans"] == []
+
+    run(work)
+
+
+def test_an_operator_drains_a_host_and_gives_it_back(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with (
+            leading(settings(tmp_path)) as supervisor,
+            monitors(url_of(supervisor), "a", "b", "c") as all_of_them,
+        ):
+            await until(lambda: is_running(supervisor))
+            host = next(one for one in all_of_them if one.place is not None and one.place.node_rank == 1)
+            status, _ = await asked(supervisor, f"/v1/hosts/{host.name}/drain?reason=repairs", method="POST")
+            assert status == 200
+            await until(lambda: is_running(supervisor, 2))
+            assert host.place is None and remedies(supervisor)[-1] == "hot_swap"
+            kept = [one for one in all_of_them if one is not host]
+            assert any(kind is StepKind.CHECKPOINT for one in kept for _, _, kind in one.asked)
+            assert (await asked(supervisor, f"/v1/hosts/{host.name}/uncordon", method="POST"))[0] == 200
+            await until(lambda: states(supervisor)[host.name] is HostState.READY)
+            assert (await asked(supervisor, "/v1/hosts/nobody/drain", method="POST"))[0] == 404
+            status, _ = await asked(supervisor, "/v1/workloads/job/stop?reason=enough", method="POST")
+            await until(lambda: all(one.place is None for one in all_of_them))
+            _, text = await asked(supervisor, "/metrics")
+            assert 'resiliency_supervisor_workload_state{state="stopped",workload="job"} 1.0' in text
+
+    run(work)
+
+
+def test_a_rank_that_hangs_is_found_by_comparing_hosts(tmp_path: Path) -> None:
+    made = settings(tmp_path, hang=HangSettings(hang_floor_s=1.0))
+
+    async def work() -> None:
+        async with leading(made) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: is_running(supervisor))
+            a.shows, b.shows = ({"beats": beats, "quiet_s": 5.0, "longest_s": 0.5} for beats in (9, 8))
+            await until(lambda: "restart_in_job" in remedies(supervisor))
+            found = supervisor.store.events(workload="job")
+            (hang,) = [event for event in found if event.kind == "hang_detected"]
+            assert hang.fields["worker"] == b.place.node_rank and "no progress for 5 s" in hang.text
+
+    run(work)
+
+
+def lost(host: str, *, epoch: int) -> Observation:
+    return Observation(kind=ObservationKind.WORKER_LOST, host=host, workload="job", epoch=epoch, rank=0)

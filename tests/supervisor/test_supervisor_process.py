@@ -1,0 +1,180 @@
+"""The real command: killed at each step, two of them, one stopped and revived."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.supervisor.model import ObservationKind
+from resiliency.supervisor.store import Store
+from tests.ports import free_port
+
+from .fake_monitors import PERIOD_S, TIMEOUT_S, FakeMonitor, until
+
+pytestmark = pytest.mark.long
+
+
+class Command:
+    """``resiliency supervisor run`` in a process group of its own."""
+
+    def __init__(self, folder: Path, port: int, *, faults: str = "", lease_s: float = 2.0) -> None:
+        self.log = folder / f"log-{time.monotonic_ns()}"
+        config = folder / "supervisor.yaml"
+        values = {
+            "insecure_no_authentication": True,
+            "heartbeat_polling_period_s": PERIOD_S,
+            "heartbeat_timeout_s": 4 * TIMEOUT_S,
+            "lease_s": lease_s,
+            "workload": {"name": "job", "replicas": 2, "dwell_s": 0.2, "correlate_s": 0.05},
+        }
+        config.write_text(json.dumps(values))
+        words = [sys.executable, "-m", "resiliency.cli", "supervisor", "run", "-f", str(config)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*words, "--listen", f"127.0.0.1:{port}"],
+                env={**os.environ, "RESILIENCY_FAULTS": faults},
+                stderr=log,
+                start_new_session=True,
+            )
+
+    async def leads(self) -> int:
+        """Its term, when it does."""
+        found = await until(lambda: re.search(r"leads in term (\d+)", self._text()), within_s=30)
+        return int(found[1])
+
+    def _text(self) -> str:
+        assert self.process.poll() in (None, -9), self.log.read_text()
+        return self.log.read_text()
+
+    async def ended(self) -> int:
+        await until(lambda: self.process.poll() is not None, within_s=30)
+        return self.process.returncode
+
+    def send(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+
+@contextlib.asynccontextmanager
+async def commands() -> AsyncIterator[list[Command]]:
+    started: list[Command] = []
+    try:
+        yield started
+    finally:
+        for one in started:
+            with contextlib.suppress(ProcessLookupError):
+                one.send(signal.SIGKILL)
+            one.process.wait(10)
+
+
+def run(work: Any) -> None:
+    asyncio.run(asyncio.wait_for(work(), 100))
+
+
+def stored(folder: Path) -> tuple[Any, list[Any]]:
+    store = Store(str(folder / "supervisor.db"))
+    try:
+        found = store.load()
+        return found.workloads[0], sorted(found.plans, key=lambda plan: plan.number)
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        # Of the writes about a lost rank: the incident, the plan with its place, the place taken, the first step.
+        "supervisor.store.write:kill@{0}",
+        "supervisor.store.committed:kill@{0}",
+        "supervisor.store.committed:kill@{1}",
+        "supervisor.store.committed:kill@{2}",
+        "supervisor.send:kill@{0}",
+    ],
+)
+def test_a_supervisor_that_is_killed_goes_on_and_does_it_once(tmp_path: Path, point: str) -> None:
+    async def work() -> None:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        async with commands() as started, FakeMonitor(url, "a") as a, FakeMonitor(url, "b") as b:
+            started.append(Command(tmp_path, port))
+            await started[0].leads()
+            await until(lambda: a.step > a.began_at and b.step > b.began_at, within_s=30)
+            await until(lambda: stored(tmp_path)[0].state.value == "running")
+            started[0].send(signal.SIGKILL)
+            await started[0].ended()
+            # The one that will be killed begins with a job that runs, so that its writes can be counted.
+            started.append(Command(tmp_path, port, faults=point.format(4, 5, 6)))
+            term = await started[1].leads()
+            await until(lambda: a.desired.term == term or started[1].process.poll() is not None)
+            await asyncio.sleep(3 * PERIOD_S)
+            if started[1].process.poll() is None:
+                await a.saw(ObservationKind.WORKER_LOST, rank=0)
+                with contextlib.suppress(AssertionError):
+                    await until(lambda: started[1].process.poll() is not None, within_s=3)
+            if started[1].process.poll() is None:
+                started[1].send(signal.SIGKILL)
+            await started[1].ended()
+            started.append(Command(tmp_path, port))
+            assert await started[2].leads() == term + 1
+            await until(lambda: a.desired.term == term + 1 and b.desired.term == term + 1)
+            if a.place.epoch == 1:  # a real monitor says it again, as it was not answered
+                await a.saw(ObservationKind.WORKER_LOST, rank=0)
+            await until(lambda: a.place.epoch == b.place.epoch >= 2, within_s=30)
+            await until(lambda: stored(tmp_path)[0].state.value == "running", within_s=30)
+            workload, plans = stored(tmp_path)
+            assert workload.epoch == 2 and workload.places == ("a", "b") and workload.incident is None
+            assert [str(plan.remedy.kind) for plan in plans] == ["scale_up", "restart_in_job"]
+
+    run(work)
+
+
+def test_one_stands_by_and_takes_over_at_once_when_the_other_is_killed(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with commands() as started:
+            started.append(Command(tmp_path, free_port(), lease_s=60.0))
+            term = await started[0].leads()
+            started.append(Command(tmp_path, free_port(), lease_s=60.0))
+            await until(lambda: "this one stands by" in started[1].log.read_text(), within_s=30)
+            began = time.monotonic()
+            started[0].send(signal.SIGKILL)
+            assert await started[1].leads() == term + 1
+            assert time.monotonic() - began < 5
+
+    run(work)
+
+
+def test_a_leader_that_was_stopped_is_replaced_and_says_nothing_when_it_is_revived(tmp_path: Path) -> None:
+    async def work() -> None:
+        ports = free_port(), free_port()
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        async with commands() as started, FakeMonitor(urls[0], "a") as a:
+            started.append(Command(tmp_path, ports[0], lease_s=1.0))
+            term = await started[0].leads()
+            await until(lambda: a.desired is not None)
+            started.append(Command(tmp_path, ports[1], lease_s=1.0))
+            await until(lambda: "this one stands by" in started[1].log.read_text(), within_s=30)
+            started[0].send(signal.SIGSTOP)
+            assert await started[1].leads() == term + 1
+            said = len(a.desires)
+            started[0].send(signal.SIGCONT)
+            await until(lambda: "leads no more" in started[0].log.read_text(), within_s=30)
+            await asyncio.sleep(3 * PERIOD_S)
+            assert len(a.desires) == said
+            started[1].send(signal.SIGTERM)
+            assert await started[1].ended() == 0
+            await until(lambda: f"leads in term {term + 2}" in started[0].log.read_text(), within_s=30)
+            started[0].send(signal.SIGTERM)
+            assert await started[0].ended() == 0
+
+    run(work)
