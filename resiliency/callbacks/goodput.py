@@ -114,7 +114,8 @@ class RunningGoodput(StepHooks):
         self._next_show = 0.0
         self._own_log = log_steps(step_observer(trainer), lambda: self._open_writer(trainer))
         if self._own_log is not None:
-            self._own_log.job_started(world_size=trainer.world_size, pid=os.getpid(), **start_fields())
+            device = trainer.strategy.root_device.type
+            self._own_log.job_started(world_size=trainer.world_size, pid=os.getpid(), device=device, **start_fields())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

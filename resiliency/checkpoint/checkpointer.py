@@ -207,6 +207,7 @@ class Checkpointer:
         session.events.emit(
             EventKind.JOB_STARTED,
             pid=os.getpid(),
+            device="cuda" if torch.cuda.is_available() else "cpu",
             world_size=self.world_size,
             restart=self._environment.restart,
             node_rank=sorted(set(session.nodes)).index(session.node),

@@ -17,7 +17,7 @@ from resiliency.errors import ConfigError
 from resiliency.goodput.lanes import LaneInterval
 from resiliency.goodput.ledger import LaneAccount, Ledger
 from resiliency.goodput.summary import iso, step_series
-from resiliency.goodput.table import duration, figure, precise
+from resiliency.goodput.table import duration, figure, largest_causes, precise, unit_word
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
 
 __all__ = ["render_page", "write_page"]
@@ -27,6 +27,9 @@ MOST_PIECES = 240
 MOST_HOSTS = 24
 MOST_ATTEMPTS = 60
 MOST_INCIDENTS = 100
+#: Those that cost the most are seen at once, the others when they are opened.
+ATTEMPTS_OPEN = 3
+INCIDENTS_OPEN = 3
 PLOT_WIDTH, PLOT_HEIGHT = 1000, 220
 _BY_PHASE = {"absent": Bucket.SCALED_DOWN, "open": Bucket.UNKNOWN, "idle": Bucket.IDLE, "restore": Bucket.RESTORE}
 
@@ -82,6 +85,7 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
     """The data the template needs of one run."""
     start, wall = ledger.start, max(1e-6, ledger.end - ledger.start)
     incidents = sorted(summary["incidents"], key=lambda row: -row["cost_gpu_s"])[:MOST_INCIDENTS]
+    dearest = {row["time"] for row in incidents[:INCIDENTS_OPEN]}
     listed = []
     for number, row in enumerate(sorted(incidents, key=lambda row: row["time"]), start=1):
         parts = sorted(row["gpu_s"].items(), key=lambda item: -item[1])
@@ -90,18 +94,31 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
             for name, seconds in parts
             if seconds
         ]
-        listed.append({**row, "number": number, "left": _percent(row["time"] - start, wall), "costs": costs})
+        listed.append(
+            {
+                **row,
+                "shown": row["time"] in dearest,
+                "number": number,
+                "left": _percent(row["time"] - start, wall),
+                "costs": costs,
+            }
+        )
     badput = [row for row in summary["buckets"] if row["bucket"] != Bucket.PRODUCTIVE.value and row["share"] > 0]
     rows, hidden = _rows(ledger, wall)
     attempts = summary["attempts"]
     shown = (
         attempts if len(attempts) <= MOST_ATTEMPTS else sorted(attempts, key=lambda row: -row["wall_s"])[:MOST_ATTEMPTS]
     )
+    lost = {
+        row["attempt"]: sum(row["gpu_s"].values()) - row["gpu_s"].get(Bucket.PRODUCTIVE.value, 0.0) for row in shown
+    }
+    opened = set(sorted(lost, key=lambda number: -lost[number])[:ATTEMPTS_OPEN])
     worst = max((1.0 - row["shares"].get(Bucket.PRODUCTIVE.value, 0.0) for row in shown), default=0.0)
     return {
         **summary,
-        "units": ("host" if summary["unit"] == "host" else "GPU") + ("" if summary["capacity"] == 1 else "s"),
-        "gpu_word": "host" if summary["unit"] == "host" else "GPU",
+        "units": unit_word(summary) + ("" if summary["capacity"] == 1 else "s"),
+        "gpu_word": unit_word(summary),
+        "causes": largest_causes(summary),
         "incidents": listed,
         "incidents_hidden": len(summary["incidents"]) - len(listed),
         "worst_bucket": max(badput, key=lambda row: row["share"]) if badput else None,
@@ -119,7 +136,10 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
             }
             for row in attempts[:400]
         ],
-        "attempt_bars": [_bar(row, worst) for row in sorted(shown, key=lambda row: row["attempt"])],
+        "attempt_bars": [
+            {**_bar(row, worst), "shown": row["attempt"] in opened}
+            for row in sorted(shown, key=lambda row: row["attempt"])
+        ],
         "attempt_scale": worst,
         "plot": _plot(ledger, start, wall),
     }
@@ -140,7 +160,9 @@ def _ticks(start: float, wall: float) -> list[dict[str, Any]]:
         label = (
             text[5:10] if step >= 86400 else text[5:16] if wall > 86400 else text[11:16] if step >= 60 else text[11:19]
         )
-        ticks.append({"left": _percent(moment - start, wall), "label": label})
+        left = _percent(moment - start, wall)
+        edge = "start" if left < 6 else "end" if left > 94 else "middle"
+        ticks.append({"left": left, "label": label, "edge": edge})
         moment += step
     return ticks
 

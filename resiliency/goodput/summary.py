@@ -20,6 +20,8 @@ __all__ = ["iso", "summarize"]
 SCHEMA_VERSION = 2
 #: At most this many rows in the per-rank tables.
 MOST_RANKS = 20
+#: A straggler costs this many times what a rank does on average.
+UNEQUAL = 1.5
 
 
 def iso(time: float) -> str:
@@ -60,6 +62,7 @@ def summarize(
         "gpu_s": sum(ledger.gpu.values()) / 1e6,
         "capacity": ledger.capacity,
         "unit": ledger.unit,
+        "device": ledger.facts.device,
         "goodput": ledger.goodput,
         "coarse": ledger.coarse,
         "events": ledger.facts.events,
@@ -138,7 +141,9 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
     sums: dict[int, dict[Bucket, int]] = {timing.index: {} for timing in ledger.timings}
     for lane in ledger.lanes:
         for interval in lane.intervals:
-            by_bucket = sums.setdefault(interval.attempt, {})
+            # What goes on once a failure is noticed is the start of the next attempt.
+            begins_next = interval.phase == "restart" and interval.attempt + 1 in sums
+            by_bucket = sums[interval.attempt + 1] if begins_next else sums.setdefault(interval.attempt, {})
             for bucket, amount in interval.parts.items():
                 by_bucket[bucket] = by_bucket.get(bucket, 0) + amount * lane.copies
     rows = []
@@ -177,6 +182,9 @@ def _stragglers(ledger: Ledger) -> list[dict[str, Any]]:
             steps[lane] = steps.get(lane, 0) + late.blamed_steps.get(lane, 0)
             data[lane] = data.get(lane, 0.0) + late.blamed_data.get(lane, 0.0)
     hosts = {lane.lane: lane.host for lane in ledger.lanes}
+    # Ranks that take turns in being the slowest are equal: none of them is to be swapped.
+    mean = sum(cost.values()) / max(1, len(ledger.lanes))
+    cost = {lane: seconds for lane, seconds in cost.items() if seconds > UNEQUAL * mean}
     return [
         {
             "rank": lane,

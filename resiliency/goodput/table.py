@@ -12,7 +12,7 @@ from rich.text import Text
 
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
 
-__all__ = ["compare", "duration", "figure", "precise", "print_report", "render"]
+__all__ = ["compare", "duration", "figure", "largest_causes", "precise", "print_report", "render", "unit_word"]
 
 BAR_CELLS = 24
 INCIDENTS_SHOWN = 20
@@ -77,18 +77,19 @@ def _head(summary: dict[str, Any]) -> Panel:
     text.append("goodput", style="green")
     text.append(f"   {duration(summary['wall_s'])} wall", style="default")
     text.append(
-        f"   {summary['capacity']:,} {_units(summary)}   {duration(summary['gpu_s'])} of {_gpu(summary)} time\n"
+        f"   {summary['capacity']:,} {_units(summary)}   {duration(summary['gpu_s'])} of {unit_word(summary)} time\n"
     )
     text.append(f"{summary['start_utc']} to {summary['end_utc']} UTC, {summary['events']:,} events", style="dim")
     return Panel(text, title=f"goodput of {summary['run']}", title_align="left", border_style="dim", expand=False)
 
 
 def _units(summary: dict[str, Any]) -> str:
-    return _gpu(summary) + ("" if summary["capacity"] == 1 else "s")
+    return unit_word(summary) + ("" if summary["capacity"] == 1 else "s")
 
 
-def _gpu(summary: dict[str, Any]) -> str:
-    return "host" if summary["unit"] == "host" else "GPU"
+def unit_word(summary: dict[str, Any]) -> str:
+    """What the time of one rank is called."""
+    return "host" if summary["unit"] == "host" else "rank" if summary["device"] == "cpu" else "GPU"
 
 
 def _table(title: str) -> Table:
@@ -98,7 +99,7 @@ def _table(title: str) -> Table:
 def _buckets(summary: dict[str, Any], color: str) -> Table:
     table = _table("Where every second went")
     table.add_column("bucket", no_wrap=True)
-    for name in ("share", "wall", f"{_gpu(summary)} time"):
+    for name in ("share", "wall", f"{unit_word(summary)} time"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     largest = max((row["share"] for row in summary["buckets"]), default=0.0) or 1.0
@@ -204,9 +205,9 @@ def _incidents(summary: dict[str, Any]) -> Table:
     for row in sorted(dearest, key=lambda row: row["time"]):
         cost = f"{duration(row['cost_gpu_s'])}" if row["cost_gpu_s"] else "-"
         lost = f"{row['lost_steps']:,}" if row["lost_steps"] else "-"
-        table.add_row(row["time_utc"][5:16], row["what"], row["where"], row["remedy"], lost, cost)
+        table.add_row(row["time_utc"][5:19], row["what"], row["where"], row["remedy"], lost, cost)
     hidden = len(summary["incidents"]) - len(dearest)
-    table.caption = f"cost in {_gpu(summary)} time" + (f"; {hidden} cheaper ones are not shown" if hidden else "")
+    table.caption = f"cost in {unit_word(summary)} time" + (f"; {hidden} cheaper ones are not shown" if hidden else "")
     table.caption_justify = "left"
     return table
 

@@ -321,6 +321,7 @@ class Collector:
             segment.callback = time - since
         if since := _seconds(record.get("opening_s")):
             segment.opening = time - since
+        segment.device = str(record.get("device") or segment.device)[:32]
         since = _seconds(record.get("since_launcher_s"))
         if 0 < since < LONGEST_START_S:
             segment.launched = time - since

@@ -144,6 +144,7 @@ class Segment:
         self.train_ended: float | None = None
         self.terminated: float | None = None
         self.reason = ""
+        self.device = ""
         self.first: float | None = None
         self.last: float | None = None
         self.world: int | None = None
@@ -331,6 +332,12 @@ class RunFacts:
     kinds: Counter[str] = field(default_factory=Counter)
     quality: Counter[str] = field(default_factory=Counter)
     gpus_per_rank: int = 1
+
+    @property
+    def device(self) -> str:
+        """What its ranks compute on: "cuda", "cpu"; "" when they do not tell, or differ."""
+        told = {segment.device for segment in self.segments if segment.device}
+        return told.pop() if len(told) == 1 else ""
 
     def tier(self, name: str) -> CheckpointTier:
         kept = self.tiers.get(name)

@@ -12,12 +12,12 @@ import pytest
 from resiliency.goodput.ledger import account
 from resiliency.goodput.page import MOST_PIECES, render_page, write_page
 from resiliency.goodput.summary import summarize
-from resiliency.goodput.taxonomy import BUCKETS
+from resiliency.goodput.taxonomy import BUCKETS, Bucket
 from resiliency.telemetry.collect import Collector
 
 from .browser import HOW_TO_INSTALL, NAMES, Browser
 from .demo import demo
-from .scripted import Job
+from .scripted import STEP_S, Job
 
 
 def page_of(*jobs: Job) -> str:
@@ -61,6 +61,54 @@ def test_each_piece_of_the_time_line_names_its_attempt(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "{attempt" not in text
     assert re.search(r"Productive [\d. a-z]+, \d\d:\d\d:\d\d, attempt 1\b", text)
+
+
+def long_week() -> Job:
+    """31 attempts that are much alike."""
+    job = Job(ranks=4)
+    for attempt in range(31):
+        job.start(load=job.step if attempt else None, restore=10.0, startup=60)
+        job.steps(40)
+        job.fail(detection=2, signal=9)
+        job.now += 19_000.0
+    return job
+
+
+def test_incidents_have_seconds_and_a_restart_is_the_next_attempts() -> None:
+    collector = Collector()
+    for event in long_week().events:
+        collector.add(event)
+    ledger = account(collector.runs["job"])
+    summary = summarize(ledger)
+    assert re.search(r">10-09 \d\d:\d\d:\d\d<", render_page([(summary, ledger)]))
+    first, second = summary["attempts"][:2]
+    assert "restart" not in first["gpu_s"], "it did not restart"
+    assert second["gpu_s"]["restart"] == pytest.approx(4 * (19_000 + 60), rel=0.01)
+
+
+def test_ranks_on_processors_are_not_called_gpus() -> None:
+    job = Job(ranks=2)
+    job.start()
+    job.steps(20)
+    job.finish()
+    for event in job.events:
+        if event.kind == "job_started":
+            event.fields["device"] = "cpu"  # type: ignore[index]
+    text = page_of(job)
+    assert "2 ranks" in text and "GPU" not in text.partition("<footer>")[0].partition("<h1>")[2]
+
+
+def test_ranks_that_take_turns_in_being_slow_are_no_stragglers() -> None:
+    job = Job(ranks=2)
+    job.start()
+    for step in range(160):
+        job.step += 1
+        job.advance(STEP_S, Bucket.PRODUCTIVE)
+        for rank in range(2):
+            busy = 1.2 if step // 8 % 2 == rank else 1.0
+            job.emit("step", rank, step=job.step, step_s=STEP_S, busy_s=busy, data_wait_s=0.0, stall_s=0.0)
+    job.finish()
+    assert summarize(job.ledger())["stragglers"] == []
 
 
 def test_hostile_names_stay_text() -> None:
@@ -160,7 +208,7 @@ CHECKS = """(() => {
 
 @pytest.mark.browser
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [1440, 1280, 400])
 def test_the_page_is_readable(browser: Browser, page: Path, width: int, dark: bool) -> None:
     browser.errors.clear()
     browser.requests.clear()
@@ -176,6 +224,21 @@ def test_the_page_is_readable(browser: Browser, page: Path, width: int, dark: bo
     assert found["tracks"] == 4
     red = int(re.findall(r"\d+", found["background"])[0])
     assert (red < 40) if dark else (red > 220)
+
+
+@pytest.mark.browser
+def test_a_week_fits_on_a_few_screens_and_the_time_line_on_the_first(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "week.html"
+    path.write_text(page_of(long_week()), encoding="utf-8")
+    browser.open(path, width=1440, dark=False)
+    assert browser.evaluate("document.documentElement.scrollHeight") < 2500
+    assert browser.evaluate("document.querySelector('.chart').getBoundingClientRect().bottom") < 900
+    for place, label in browser.evaluate("""[...document.querySelectorAll('.chart .axis span')].map((e) => {
+        const a = e.parentElement.getBoundingClientRect(), b = e.getBoundingClientRect();
+        const at = a.left + a.width * parseFloat(e.style.left) / 100;
+        return [Math.min(...[b.left, (b.left + b.right) / 2, b.right].map((x) => Math.abs(x - at))), e.textContent];
+    })"""):
+        assert place < 1, f"{label} is {place:.0f} pixels from its time"
 
 
 @pytest.mark.browser
