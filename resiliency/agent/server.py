@@ -48,6 +48,8 @@ class AgentServer:
         self._lock = threading.Condition()
         self._starting = threading.Lock()
         self._clients: dict[int, socket.socket] = {}
+        #: Connections that have ended, of processes of which it is not known yet whether they die.
+        self._ending = 0
         self._agent: HostAgent | None = None
         self._had_client = False
         self._ended = False
@@ -82,7 +84,7 @@ class AgentServer:
                 self._lock.wait(left)
         while True:
             with self._lock:
-                while self._clients:
+                while self._clients or self._ending:
                     self._lock.wait()
                 agent = self._agent
             if agent is not None and not agent.wait(Stage.DURABLE, timeout_s=self.config.drain_s):
@@ -129,8 +131,8 @@ class AgentServer:
                                 return
                         else:
                             self._handle_request(rank, message)
-                if rank is not None and peer.died(within_s=_DEATH_S):
-                    self._tell_lost(rank, peer.pid, connection)
+                if rank is not None:
+                    self._tell_if_lost(rank, peer, connection)
         except (AgentError, ConfigError, OSError) as error:
             # Boundary: a bad message or a broken connection ends this connection only.
             logger.warning("connection of rank %s ended: %s", rank, error)
@@ -232,11 +234,19 @@ class AgentServer:
         except OSError:
             logger.debug("rank %d has disconnected; %s was not sent", rank, type(message).__name__)
 
-    def _tell_lost(self, rank: int, pid: int, connection: socket.socket) -> None:
+    def _tell_if_lost(self, rank: int, peer: Peer, connection: socket.socket) -> None:
+        """A rank has hung up. It is none of the clients from now on: one that goes on in its process connects again."""
         with self._lock:
             agent = self._agent if self._clients.get(rank) is connection else None
-        if agent is not None:
-            agent.tell_lost(rank, pid)
+            self._ending += 1
+        try:
+            self._disconnected(rank, connection)
+            if agent is not None and peer.died(within_s=_DEATH_S):
+                agent.tell_lost(rank, peer.pid)
+        finally:
+            with self._lock:
+                self._ending -= 1
+                self._lock.notify_all()
 
     def _disconnected(self, rank: int | None, connection: socket.socket) -> None:
         with self._lock:

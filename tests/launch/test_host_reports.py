@@ -45,6 +45,7 @@ def test_a_page_of_the_epoch_before_says_nothing_about_this_one() -> None:
         "watched": True,
         "quiet_s": 2.0,
         "longest_s": 0.5,
+        "saved": -1,
         "stopped_s": 0.0,
     }
     assert (none["beats"], none["stopped_s"]) == (0, 1.5)
