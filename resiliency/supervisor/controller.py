@@ -459,7 +459,10 @@ class Controller:
         workload, spec = situation.workload, situation.workload.spec
         ready = len(situation.spares)
         waited_s = now_s - workload.since_s
-        if ready >= spec.hosts or (ready >= spec.min_hosts and waited_s >= spec.dwell_s):
+        settled = waited_s >= spec.dwell_s and len(self._spares(now_s, dwell_s=spec.dwell_s)) == ready
+        if ready >= spec.hosts or (
+            ready >= spec.min_hosts and settled
+        ):  # hosts that start together are not all as fast
             self._carry_out(self._ask(situation), situation, now_s, wall)
         elif waited_s >= spec.wait_timeout_s:
             reason = f"{ready} of {spec.min_hosts} hosts are ready after {waited_s:.0f} s"

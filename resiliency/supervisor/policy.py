@@ -106,10 +106,11 @@ class DefaultPolicy:
             return Remedy(kind=RemedyKind.RESET_DEVICES, out=tuple(sorted(hosts)), reason="a device asks for a reset")
         if spec.max_workload_restarts == 0 and workload.in_job_restarts >= spec.max_in_job_restarts:
             return self._replace_culprit(situation)
-        if workload.in_job_restarts < spec.max_in_job_restarts and not situation.failed:
+        replaced = any(_is(plan, RemedyKind.RESTART_IN_JOB) for plan in situation.failed)
+        if workload.in_job_restarts < spec.max_in_job_restarts and not replaced:
             return Remedy(kind=RemedyKind.RESTART_IN_JOB, reason="ranks are lost, and their hosts are well")
         if workload.workload_restarts < spec.max_workload_restarts:
-            reason = "replacing ranks did not help" if situation.failed else "ranks were replaced too often in a row"
+            reason = "replacing ranks did not help" if replaced else "ranks were replaced too often in a row"
             return Remedy(kind=RemedyKind.RESTART_WORKLOAD, reason=reason)
         return self._replace_culprit(situation)
 

@@ -62,6 +62,18 @@ def test_a_job_starts_smaller_when_the_other_hosts_do_not_come() -> None:
     assert job.workload.places == ("host-0", "host-1")
 
 
+def test_a_job_does_not_start_smaller_because_one_host_was_faster_than_another() -> None:
+    made = Simulation(job(dwell_s=4.0), 3)
+    for host in made.hosts.values():
+        host.up = False
+    made.pass_time(10)
+    for name in made.hosts:
+        made.revive(name)
+        made.pass_time(3)
+    made.until(lambda: made.workload.state is RUNNING)
+    assert len(made.workload.places) == 3 and made.workload.epoch == 1
+
+
 def test_a_lost_rank_is_replaced_in_the_job() -> None:
     job = started()
     job.lose_worker("host-1")
@@ -363,6 +375,19 @@ def test_a_rank_lost_right_after_a_remedy_is_a_remedy_that_failed() -> None:
         host.trains = True
     job.until(lambda: job.workload.state is RUNNING)
     assert remedies(job) == [RemedyKind.RESTART_IN_JOB, RemedyKind.RESTART_WORKLOAD] and job.workload.fresh
+
+
+def test_a_rank_that_dies_before_the_first_step_of_all_is_replaced_as_any_other() -> None:
+    made = Simulation(job(), 3)
+    for host in made.hosts.values():
+        host.trains = False
+    made.until(lambda: made.workload.epoch == 1)
+    made.pass_time(1)
+    made.lose_worker("host-1")
+    for host in made.hosts.values():
+        host.trains = True
+    made.until(lambda: made.workload.state is RUNNING)
+    assert remedies(made) == [RemedyKind.RESTART_IN_JOB]
 
 
 def test_a_start_that_makes_no_step_is_given_up() -> None:
