@@ -323,10 +323,13 @@ def test_what_is_not_understood_is_refused_and_ends_nothing(cluster: Cluster) ->
     _say_nonsense(host)
     host.tell({"kind": "place", "epoch": 9}, {"kind": "stacks"}, {"kind": "save", "step": 7})
     assert "saves when it is asked to" in host.wait("saved", epoch=1)[1]["problem"]
+    deadline = time.monotonic() + 30
+    while "Thread 0x" not in cluster.jobs[host].text:  # the rank writes its stacks when it gets to it
+        assert time.monotonic() < deadline, cluster.jobs[host].text
+        time.sleep(0.02)
     text = cluster.jobs[host].text
     assert text.count("is not understood") == 9, text
     assert "node_rank=None is no whole number" in text
-    assert "Thread 0x" in text, "it has written its stacks"
     cluster.supervisor.place(host)
     assert cluster.there(2, 0)["pid"] == pid
     cluster.finish(host)
