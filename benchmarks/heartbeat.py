@@ -68,11 +68,23 @@ class _Trainer(SimpleNamespace):
     __hash__ = object.__hash__
 
 
+def _nothing() -> None: ...
+
+
 def _hooks(callback: Any) -> Callable[[int], None]:
-    trainer = _Trainer(global_step=0, world_size=1, is_last_batch=False, sanity_checking=False)
+    loop = SimpleNamespace(_on_before_fetch=_nothing, _on_after_fetch=_nothing)
+    trainer = _Trainer(
+        global_step=0,
+        world_size=1,
+        is_last_batch=False,
+        sanity_checking=False,
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+    )
     callback.on_train_start(trainer, None)
 
     def batch(number: int) -> None:
+        loop._on_before_fetch()
+        loop._on_after_fetch()
         callback.on_train_batch_start(trainer, None, None, number)
         callback.on_before_backward(trainer, None, None)
         trainer.global_step = number + 1
