@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from resiliency.storage.typed_json import to_jsonable
 from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.messages import Ask
 from resiliency.supervisor.model import Plan, StepKind, Workload, WorkloadState
@@ -64,22 +65,18 @@ class Decided:
         return None if found is None else (self.workloads[found[0]], found[1])
 
     def place_text(self, host: str) -> str:
-        """The host's place as JSON. All hosts of a workload share all but one number of it."""
+        """The host's place as JSON. All hosts of a workload share all but one number of it, its node rank."""
         found = self._places.get(host)
         if found is None:
             return "null"
         name, node_rank = found
         texts = self._texts.get(name)
         if texts is None:
-            workload = self.workloads[name]
-            head = json.dumps({"workload": name, "epoch": workload.epoch}, separators=(",", ":"))[:-1] + ',"node_rank":'
-            rest = {
-                "hosts": workload.places,
-                "fresh": workload.fresh,
-                "replicas": workload.replicas,
-                "replicas_before": workload.replicas_before,
-            }
-            texts = self._texts[name] = head, "," + json.dumps(rest, separators=(",", ":"))[1:]
+            place = self.workloads[name].place_of(host)
+            assert place is not None
+            fields = to_jsonable(place)
+            del fields["node_rank"]
+            texts = self._texts[name] = '{"node_rank":', "," + json.dumps(fields, separators=(",", ":"))[1:]
         return f"{texts[0]}{node_rank}{texts[1]}"
 
     def has_completed(self, host: str) -> bool:

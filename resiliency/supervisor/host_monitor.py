@@ -371,9 +371,7 @@ class HostMonitor:
             self._save()
             self._see_anew(_Seen(workload=place.workload, epoch=place.epoch))
             self._outbox.epoch_is(place.workload, place.epoch)
-            logger.info(
-                "epoch %d of %s: node rank %d of %d", place.epoch, place.workload, place.node_rank, len(place.hosts)
-            )
+            logger.info("epoch %d of %s: node rank %d of %d", place.epoch, place.workload, place.node_rank, place.nodes)
             self._connection.say_soon()
         elif given.launcher != launcher.identity or given.withdrawn:
             self._notice_lost_epoch()
@@ -384,7 +382,7 @@ class HostMonitor:
                 "kind": "place",
                 "epoch": place.epoch,
                 "node_rank": place.node_rank,
-                "nodes": len(place.hosts),
+                "nodes": place.nodes,
                 "master": self._want.master or (self._seen.master if place.node_rank == 0 else ""),
                 "workload": place.workload,
                 "replicas": place.replicas,

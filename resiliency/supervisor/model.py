@@ -161,8 +161,8 @@ class Place:
 
     Attributes:
         epoch: of the workload; ranks of another epoch are ended.
-        node_rank: index of the host in ``hosts``.
-        hosts: of all node ranks.
+        node_rank: of the host, below ``nodes``.
+        nodes: hosts of the workload. Not their names: each of thousands of hosts would be told thousands.
         fresh: interpreters and launchers are started anew as well, not ranks alone.
         replace: global ranks of the epoch before that are not asked to leave it, because they hang: their processes are
             ended.
@@ -173,7 +173,7 @@ class Place:
     workload: str
     epoch: int
     node_rank: int
-    hosts: tuple[str, ...]
+    nodes: int
     fresh: bool = False
     replace: tuple[int, ...] = ()
     replicas: int = 1
@@ -437,7 +437,7 @@ class Workload:
             workload=self.name,
             epoch=self.epoch,
             node_rank=self.places.index(host),
-            hosts=self.places,
+            nodes=len(self.places),
             fresh=self.fresh,
             replace=self.replace,
             replicas=self.replicas,

@@ -213,8 +213,8 @@ class Launchers:
                 os.kill(pid, signal.SIGKILL)
 
 
-def place(epoch: int, *, node_rank: int = 0, hosts: tuple[str, ...] = ("host-a", "host-b"), **fields: Any) -> Place:
-    return Place(**{"workload": "job", "epoch": epoch, "node_rank": node_rank, "hosts": hosts, **fields})
+def place(epoch: int, *, node_rank: int = 0, nodes: int = 2, **fields: Any) -> Place:
+    return Place(**{"workload": "job", "epoch": epoch, "node_rank": node_rank, "nodes": nodes, **fields})
 
 
 class Host:

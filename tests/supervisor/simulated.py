@@ -132,8 +132,7 @@ class Simulation:
         epochs = {host.place.epoch for host in self.hosts.values() if host.place is not None}
         for epoch in epochs:
             having = [host for host in self.hosts.values() if host.place is not None and host.place.epoch == epoch]
-            wanted = having[0].place.hosts
-            if {host.name for host in having if host.up and host.trains} >= set(wanted):
+            if sum(host.up and host.trains for host in having) == having[0].place.nodes:
                 self.step += 1
 
     def _report(self) -> None:

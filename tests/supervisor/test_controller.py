@@ -608,7 +608,7 @@ def test_two_workloads_do_not_take_the_same_spare() -> None:
                 if host not in dead:
                     sensor.heard(host, "x", now)
                     place = controller.place_of(host)
-                    if place is not None and not dead & set(place.hosts):
+                    if place is not None and not dead & set(controller.workloads[place.workload].places):
                         controller.reported(host, place.workload, place.epoch, now, step=int(now * 4))
             for host in sensor.to_check(now):
                 sensor.checked(host, "", now)
