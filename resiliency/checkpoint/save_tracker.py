@@ -111,7 +111,7 @@ class SaveTracker:
         """Tells the training thread, which reports it, and may be waiting for this save. Thread: any. Blocks: no."""
         in_flight.failure = failure
         if in_flight.trace is not None:
-            in_flight.trace.end(f"the copy failed: {failure}")
+            in_flight.trace.end(_why(failure))
         self._session.client.wake()
 
     def fail(self, in_flight: InFlightSave, reason: str, *, kind: str = "") -> None:
@@ -184,8 +184,7 @@ class SaveTracker:
             failure = self.in_flight.failure
             self.torn += isinstance(failure, TornSnapshot)
             self.skipped += isinstance(failure, TierError)  # no file could be made, so nothing was copied
-            reason = str(failure) if isinstance(failure, TierError) else f"copy failed: {failure}"
-            self.fail(self.in_flight, reason, kind=type(failure).__name__)
+            self.fail(self.in_flight, _why(failure), kind=type(failure).__name__)
         for message in self._session.client.poll():
             self._process(message)
         self._ask()
@@ -329,3 +328,8 @@ class SaveTracker:
                 retrying=message.retrying,
             )
         )
+
+
+def _why(failure: BaseException) -> str:
+    """One sentence for the log, the outcome and the trace, whichever of them is written first."""
+    return str(failure) if isinstance(failure, TierError) else f"the copy failed: {failure}"

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 
 from resiliency.callbacks.model_checkpoint import build
-from tests.callbacks.harness import loader, make_net, make_trainer, names, ours, stock
+from tests.callbacks.harness import below, loader, make_net, make_trainer, names, ours, stock
 
 warnings.filterwarnings("ignore")
 PL = "lightning.pytorch"
@@ -124,6 +124,6 @@ def train(
         "best_k": sorted(callback.best_k_models),
         "last": callback.last_model_path,
         "names": sorted(names(Path(directory))),
-        "files": sorted(str(path.relative_to(directory)) for path in Path(directory).rglob("*")),
+        "files": below(Path(directory)),
     }
     Path(f"{result}.{rank}").write_text(json.dumps(answer))

@@ -118,6 +118,12 @@ def names(directory: Path) -> set[str]:
     return found
 
 
+def below(directory: Path) -> list[str]:
+    """All files and folders below a directory; another rank may delete some meanwhile, at which ``rglob`` raises."""
+    walk = os.walk(directory)
+    return sorted(os.path.relpath(os.path.join(at, name), directory) for at, *within in walk for name in sum(within, []))
+
+
 def content(path: Path, *, rank: int = 0) -> dict[str, Any]:
     """A checkpoint's content, ours or stock."""
     located = locate(str(path))

@@ -33,7 +33,9 @@ SCRIPT = """
     class Says(Callback):
         def on_train_start(self, trainer, module):
             epoch = os.environ.get("RESILIENCY_ATTEMPT", "1")
-            (folder / f"began-{epoch}-{trainer.global_rank}").write_text(f"{os.getpid()} {trainer.global_step}")
+            draft = folder / f"draft-{os.getpid()}"  # who reads the other name finds all of it
+            draft.write_text(f"{os.getpid()} {trainer.global_step}")
+            draft.rename(folder / f"began-{epoch}-{trainer.global_rank}")
 
         def on_train_batch_end(self, trainer, *_):
             epoch = os.environ.get("RESILIENCY_ATTEMPT", "0")
