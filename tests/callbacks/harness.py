@@ -121,7 +121,9 @@ def names(directory: Path) -> set[str]:
 def below(directory: Path) -> list[str]:
     """All files and folders below a directory; another rank may delete some meanwhile, at which ``rglob`` raises."""
     walk = os.walk(directory)
-    return sorted(os.path.relpath(os.path.join(at, name), directory) for at, *within in walk for name in sum(within, []))
+    return sorted(
+        os.path.relpath(os.path.join(at, name), directory) for at, *within in walk for name in sum(within, [])
+    )
 
 
 def content(path: Path, *, rank: int = 0) -> dict[str, Any]:
