@@ -1,9 +1,10 @@
 """How fast event logs are read, and in how much memory.
 
-``python benchmarks/goodput_reader.py [--events 10000000] [--ranks 8] [--shape rank|one] [--keep DIR]`` writes a log
-like that of the step observer and the checkpoint engine, reads it in a fresh process and prints a table. ``--shape
+``python benchmarks/goodput_reader.py [--events 10000000] [--ranks 8] [--shape rank|one|wrapped] [--keep DIR]`` writes a
+log like that of the step observer and the checkpoint engine, reads it in a fresh process and prints a table. ``--shape
 rank`` is one file a rank, as our writers make them; ``--shape one`` is a single file with all ranks interleaved line by
-line, the slowest case. "x json" is the processor time in units of a bare ``json.loads`` of each line.
+line, the slowest case; ``--shape wrapped`` is that as Cloud Logging exports it, a line an entry with ``jsonPayload``.
+"x json" is the processor time in units of a bare ``json.loads`` of each line.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ print(json.dumps({"lines": lines, "read_s": read_s, "cpu_s": cpu_s, "account_s":
 def write(folder: Path, events: int, ranks: int, shape: str) -> int:
     """Writes the log; returns its size in bytes. About 9 of 10 lines are steps, the rest checkpoint events."""
     files = [open(folder / (f"rank-{r:05d}.jsonl" if shape == "rank" else "all.jsonl"), "w") for r in range(ranks)]  # noqa: SIM115
-    if shape == "one":
+    if shape != "rank":
         files = [files[0]] * ranks
     seconds = 1_760_000_000.0
     written = step = 0
@@ -81,7 +82,28 @@ def write(folder: Path, events: int, ranks: int, shape: str) -> int:
                     written += 1
     for file in set(files):
         file.close()
+    if shape == "wrapped":
+        wrap(folder / "all.jsonl")
     return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def wrap(path: Path) -> None:
+    """Makes entries of Cloud Logging of a log's lines; keys of ``jsonPayload`` come in the order of the alphabet."""
+    draft = path.with_suffix(".draft")
+    with open(path) as lines, open(draft, "w") as file:
+        for number, line in enumerate(lines):
+            payload = json.loads(line)
+            entry = {
+                "insertId": f"{number:012x}",
+                "jsonPayload": dict(sorted(payload.items())),
+                "logName": "projects/a-project/logs/bench-goodput",
+                "receiveTimestamp": payload["timestamp"],
+                "resource": {"labels": {"project_id": "a-project"}, "type": "global"},
+                "severity": "INFO",
+                "timestamp": payload["timestamp"],
+            }
+            file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+    draft.replace(path)
 
 
 _MINUTES: dict[int, str] = {}
@@ -101,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--shape", choices=["rank", "one"], default="rank")
+    parser.add_argument("--shape", choices=["rank", "one", "wrapped"], default="rank")
     parser.add_argument("--keep", type=Path, help="folder for the log, kept; an existing log there is read again")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -8,6 +8,7 @@ a block of lines; everything else (other events, the older library's lines, othe
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.facts import RunFacts, Segment
 from resiliency.telemetry.log_files import find, find_logs, is_array, open_log
 from resiliency.telemetry.stepstats import StepStats
+from resiliency.telemetry.wrapped_steps import ENTRY_BREAK, WrappedStep, find_step
 
 __all__ = ["LogReader", "find_logs", "read_logs"]
 
@@ -55,6 +57,7 @@ _STEP = re.compile(
     + _N
     + rb")?\}\n|([^\n]*)\n"
 )
+_WRAPPED = b'"jsonPayload"'
 _WHO = re.compile(rb'"attempt":(\d+),"rank":(\d+),"host":"(.*)"')
 
 
@@ -72,6 +75,9 @@ class LogReader:
         #: Lines of Google's ml-goodput-measurement, which has other events.
         self.measurement_lines = 0
         self._offsets: dict[str, int] = {}
+        #: Of wrapped steps: where each rank's go, and of which generation of the collector that is.
+        self._known: dict[tuple[bytes, ...], tuple[RunFacts, Segment]] = {}
+        self._known_of = -1
 
     def read(self, files: Sequence[str | os.PathLike[str]], *, final: bool = True) -> int:
         """Reads what was added to ``files``.
@@ -159,7 +165,7 @@ class LogReader:
             ) = match.groups()
             lines += 1
             if other is not None:
-                if other:
+                if other and not (_WRAPPED in other and other.endswith(b"}") and self._wrapped(other)):
                     self._other(other)
                 continue
             if who != last_who or name != last_name or generation != collector.generation:
@@ -216,6 +222,51 @@ class LogReader:
             run.events += steps
         self.lines += lines
 
+    def _wrapped(self, entry: bytes) -> bool:
+        """An entry of Cloud Logging with a step; False when it is none."""
+        found = find_step(entry)
+        return found is not None and self._add_wrapped(found)
+
+    def _add_wrapped(self, found: WrappedStep) -> bool:
+        """False when it is no step of ours after all."""
+        attempt, busy, count_b, data, evals, host, name, loop, mono, rank, flight, stall, step_b, most, whole, stamp = (
+            found
+        )
+        step, step_s = int(step_b), float(whole)
+        count = 1 if count_b is None else int(count_b)
+        if not 0 < count <= step + 1 or not name or not stamp:
+            return False
+        collector = self.collector
+        if self._known_of != collector.generation:
+            self._known.clear()
+            self._known_of = collector.generation
+        key = (name, attempt, rank, host)
+        known = self._known.get(key)
+        if known is None:
+            who = b'"attempt":%b,"rank":%b,"host":"%b"' % (attempt, rank, host)
+            known = self._known[key] = self._resolve(name, who)
+            self._known_of = collector.generation
+        run, segment = known
+        run.events += 1
+        values = (
+            step,
+            count,
+            step_s,
+            float(data),
+            float(stall),
+            0.0 if evals is None else float(evals),
+            0.0 if busy is None else float(busy),
+            flight is not None,
+            step_s / count if most is None else float(most),
+            stamp,
+        )
+        loop_s = 0.0 if loop is None else float(loop)
+        if step > segment.steps.high:
+            segment.steps.add(*values, mono, loop_s)
+        else:
+            collector.add_step(run, segment, *values, float(mono), loop_s)
+        return True
+
     def _resolve(self, name: bytes, who: bytes) -> tuple[RunFacts, Segment]:
         run = self.collector.run(name.decode("utf-8", "replace"))
         match = _WHO.fullmatch(who)
@@ -241,6 +292,8 @@ class LogReader:
         when it is no array."""
         file.seek(0)
         content = file.read()
+        if self._entries(content):
+            return True
         try:
             records = _loads(_text(content))
         except (ValueError, RecursionError):
@@ -248,6 +301,32 @@ class LogReader:
         self.lines += len(records)
         for record in sorted(records, key=_stamp):
             self._record(record, None)
+        return True
+
+    def _entries(self, content: bytes) -> bool:
+        """The array as ``gcloud`` prints it, entry by entry; False when it looks otherwise. Nothing is read then."""
+        parts = ENTRY_BREAK.split(content)
+        if len(parts) < 2 or not content.lstrip().startswith(b"[\n  {"):
+            return False
+        parts[0] = parts[0].partition(b"{")[2]
+        parts[-1] = parts[-1].rpartition(b"}")[0]
+        found: list[tuple[str, WrappedStep | dict[str, Any]]] = []
+        try:
+            for part in parts:
+                step = find_step(part) if _WRAPPED in part else None
+                if step is not None:
+                    found.append((step[-1].decode(), step))
+                else:
+                    record = _loads("{" + _text(part) + "}")
+                    found.append((_stamp(record), record))
+        except (ValueError, RecursionError):
+            return False
+        self.lines += len(found)
+        for _, one in sorted(found, key=_first):
+            if isinstance(one, dict):
+                self._record(one, None)
+            elif not self._add_wrapped(one):
+                self.torn_lines += 1
         return True
 
     def _record(self, record: Any, raw: bytes | None) -> None:
@@ -264,6 +343,10 @@ class LogReader:
         self.collector.add(event, raw=raw)
 
 
+def _first(pair: tuple[str, object]) -> str:
+    return pair[0]
+
+
 def _text(line: bytes) -> str:
     """UTF-8, with or without a byte-order mark; what is no UTF-8 is taken as Latin-1, as some shippers write it.
 
@@ -271,7 +354,7 @@ def _text(line: bytes) -> str:
         ValueError: it holds bytes that are no text at all.
     """
     try:
-        return line.decode("utf-8-sig")
+        return (line[3:] if line.startswith(codecs.BOM_UTF8) else line).decode()
     except UnicodeDecodeError:
         if b"\0" in line:
             raise

@@ -1,0 +1,105 @@
+"""Step lines that a log shipper has wrapped, found in the text without parsing all of it: Cloud Logging's entries, with
+the event as ``jsonPayload``, its keys as we write them or in the order of the alphabet. Pure."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["ENTRY_BREAK", "WrappedStep", "find_step"]
+
+#: Between two entries of an array as ``gcloud logging read --format=json`` prints it.
+ENTRY_BREAK = re.compile(rb"\n  \},\s*\n  \{\r?\n")
+
+#: Well formed and below 1e9, as in the reader; whole numbers may be written as ``40.0``.
+_N = rb"(\d{1,9}(?:\.\d{1,20})?(?:e-\d{1,3})?)"
+_INT = rb"(\d{1,18})(?:\.0)?"
+_TEXT = rb'"([^"\\\n]*)"'
+
+
+def _pair(name: str, value: bytes, *, optional: bool = False) -> bytes:
+    found = rb'"' + name.encode() + rb'":\s?' + value + rb",?\s*"
+    return rb"(?:" + found + rb")?" if optional else found
+
+
+_STEP = rb'"step"'
+_FLAG = rb"(?:(true)|false)"
+_OPEN = rb'"jsonPayload":\s?\{\s*'
+_SORTED = re.compile(
+    _OPEN
+    + _pair("attempt", _INT)
+    + _pair("busy_s", _N, optional=True)
+    + _pair("count", _INT, optional=True)
+    + _pair("data_wait_s", _N)
+    + _pair("eval_s", _N, optional=True)
+    + _pair("event_type", _STEP)
+    + _pair("host", _TEXT)
+    + _pair("job_name", _TEXT)
+    + _pair("loop_s", _N, optional=True)
+    + _pair("monotonic_s", _N)
+    + _pair("rank", _INT)
+    + _pair("save_in_flight", _FLAG)
+    + _pair("stall_s", _N)
+    + _pair("step", _INT)
+    + _pair("step_max_s", _N, optional=True)
+    + _pair("step_s", _N)
+    + _pair("timestamp", _TEXT)
+    + _pair("v", rb"1(?:\.0)?")
+    + rb"\}"
+)
+_AS_WRITTEN = re.compile(
+    _OPEN
+    + _pair("timestamp", _TEXT)
+    + _pair("job_name", _TEXT)
+    + _pair("event_type", _STEP)
+    + _pair("v", rb"1(?:\.0)?")
+    + _pair("monotonic_s", _N)
+    + _pair("attempt", _INT)
+    + _pair("rank", _INT)
+    + _pair("host", _TEXT)
+    + _pair("step", _INT)
+    + _pair("step_s", _N)
+    + _pair("data_wait_s", _N)
+    + _pair("stall_s", _N)
+    + _pair("save_in_flight", _FLAG)
+    + _pair("busy_s", _N, optional=True)
+    + _pair("eval_s", _N, optional=True)
+    + _pair("loop_s", _N, optional=True)
+    + _pair("count", _INT, optional=True)
+    + _pair("step_max_s", _N, optional=True)
+    + rb"\}"
+)
+_Found = bytes | None
+#: In this order: attempt, busy, count, data, eval, host, name, loop, monotonic, rank, in flight, stall, step, longest,
+#: step time, stamp.
+WrappedStep = tuple[
+    bytes,
+    _Found,
+    _Found,
+    bytes,
+    _Found,
+    bytes,
+    bytes,
+    _Found,
+    bytes,
+    bytes,
+    _Found,
+    bytes,
+    bytes,
+    _Found,
+    bytes,
+    bytes,
+]
+
+
+def find_step(entry: bytes) -> WrappedStep | None:
+    """The step in an entry; None when it has none, or not in one of the two forms."""
+    match = _SORTED.search(entry)
+    if match is not None:
+        return match.groups()  # type: ignore[return-value]
+    match = _AS_WRITTEN.search(entry)
+    if match is None:
+        return None
+    stamp, name, mono, attempt, rank, host, step, step_s, data, stall, flight, busy, evals, loop, count, most = (
+        match.groups()
+    )
+    return attempt, busy, count, data, evals, host, name, loop, mono, rank, flight, stall, step, most, step_s, stamp
