@@ -38,8 +38,9 @@ class EventKind:
 
     USER_SCHEDULED = "user_scheduled"
     USER_TERMINATED = "user_terminated"
-    #: One per rank and attempt, when training has its checkpointer; since_process_s, since_callback_s, opening_s and
-    #: since_launcher_s say how long ago the process, the callback, the checkpointer and the launcher began.
+    #: One per rank and attempt, when training has its checkpointer; since_process_s, since_callback_s, since_group_s,
+    #: opening_s and since_launcher_s say how long ago the process, the callback, the process group, the checkpointer
+    #: and the launcher began; imports_s and group_s how long imports and the process group took.
     JOB_STARTED = "job_started"
     JOB_TERMINATED = "job_terminated"  # reason: "finished" | "exception" | "signal"
     CHECKPOINT_LOADED = "checkpoint_loaded"  # step, duration_s, source tier, bytes
@@ -52,6 +53,8 @@ class EventKind:
     #: for data and the above). With `count` the line holds that many steps, the last of them `step`: seconds are then
     #: sums, and step_max_s is the longest.
     STEP = "step"
+    SPAN_STARTED = "span_started"  # span: a name that the script gives to a piece of its work
+    SPAN_ENDED = "span_ended"  # span, span_s: how long it took
     CHECKPOINT_STARTED = "checkpoint_started"  # step, stall_s of the eager part, bytes of this rank's shard
     CHECKPOINT_FENCED = "checkpoint_fenced"  # fence before the optimizer step: stall_s it waited
     CHECKPOINT_DURABLE = "checkpoint_durable"  # fsync done / object stored: tier, stage, duration_s
@@ -71,7 +74,8 @@ class EventKind:
     LAUNCHER_STARTED = "launcher_started"  # since_process_s
     RANKS_STARTED = "ranks_started"  # it starts its host's ranks: count, kept (those that stay in their process)
     LAUNCHER_ENDED = "launcher_ended"
-    PROCESS_ENDED = "process_ended"  # the interpreter of a rank ends; only where a launcher has started it
+    #: The interpreter of a rank ends, where a launcher has started it; or (rank -1) that of a launcher of ours.
+    PROCESS_ENDED = "process_ended"
     PREEMPTION_NOTICE = "preemption_notice"  # lost_host, deadline_s
     RESTART_REQUESTED = "restart_requested"  # remedy, reason
     HOST_LOST = "host_lost"  # lost_host, reason

@@ -17,6 +17,7 @@ from resiliency.launch.job_log import tell_launcher
 from resiliency.launch.start_times import callback_made, start_fields
 from resiliency.plugins.namespaces import AdapterClass
 from resiliency.settings import environment
+from resiliency.telemetry.custom_spans import spans_go_to
 from resiliency.telemetry.process_end import tell_end
 from resiliency.telemetry.step_events import StepEvents, log_steps
 from resiliency.telemetry.step_totals import StepTotals
@@ -92,6 +93,7 @@ class RunningGoodput(StepHooks):
             sinks=(sink, *self._sinks),
         )
         tell_end(sink.path, writer)
+        spans_go_to(sink.path, writer)
         return writer
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

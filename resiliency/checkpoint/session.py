@@ -32,6 +32,7 @@ from resiliency.storage.single_files import restore_folders
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.local import LocalTier
+from resiliency.telemetry.custom_spans import spans_go_to
 from resiliency.telemetry.process_end import tell_end
 
 __all__ = ["Session", "open_session"]
@@ -179,6 +180,7 @@ def open_session(
     events = EventWriter(run=run, attempt=attempt, rank=rank, host=node, sinks=(sink, *sinks))
     tell_launcher(events_dir, run=run, attempt=attempt)
     tell_end(log, events)
+    spans_go_to(log, events)
     config = AgentConfig(
         run=run,
         node=node,

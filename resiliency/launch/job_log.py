@@ -6,6 +6,7 @@ kept until then.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import os
@@ -25,12 +26,20 @@ logger = logging.getLogger(__name__)
 
 #: A job whose ranks never tell is one without a log.
 _MOST_KEPT = 1000
+#: Logs of launchers of this process that have ended, with what their last event says.
+_ends: dict[str, Event] = {}
+_pid = 0
 
 
 class JobLog:
-    """Writes ``launcher-HOST.jsonl``. Thread: one. Never raises."""
+    """Writes ``launcher-HOST.jsonl``. Thread: one. Never raises.
+
+    After ``launcher_ended`` the interpreter goes on for a second or so, to let go of torch: ``process_ended`` is the
+    last that it does.
+    """
 
     def __init__(self) -> None:
+        _tell_end_of_process()
         self._host = environment().node
         self._sink: JsonlSink | None = None
         self._run, self._attempt = "", 0
@@ -63,6 +72,8 @@ class JobLog:
         )
         if self._sink is not None:
             self._sink.emit(event)
+            if kind == EventKind.LAUNCHER_ENDED:
+                _ends[self._sink.path] = dataclasses.replace(event, kind=EventKind.PROCESS_ENDED, fields={})
         elif len(self._kept) < _MOST_KEPT:
             self._kept.append(event)
 
@@ -71,6 +82,27 @@ class JobLog:
         if self._sink is not None:
             self._sink.close()
             self._sink = None
+
+
+def _tell_end_of_process() -> None:
+    """At the end of this process, as late as Python allows: what was registered first is called last."""
+    global _pid
+    if _pid != os.getpid():  # a forked child has the functions of its parent, too
+        _ends.clear()
+        _pid = os.getpid()
+        atexit.register(_write_ends)
+
+
+def _write_ends() -> None:
+    if _pid != os.getpid():
+        return
+    ends = dict(_ends)
+    _ends.clear()
+    for path, event in ends.items():
+        if os.path.exists(path):  # else the folder was deleted, and stays so
+            sink = JsonlSink(path)
+            sink.emit(event.at_once())
+            sink.close()
 
 
 def tell_launcher(folder: str, *, run: str, attempt: int) -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
+import stat
+import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from resiliency.settings import LAUNCHER_VARIABLE, all_variables, environment
+from resiliency.settings import JOB_VARIABLE, LAUNCHER_VARIABLE, all_variables, environment
 
 __all__ = ["callback_made", "process_age_s", "script_begins", "start_fields"]
 
 #: One of these is in the command line of torchrun.
 _TORCHRUN = (b"torchrun", b"torch.distributed", b"torch/distributed")
+#: A fresh process comes to this import after most of its others: torch, Lightning and this library.
+_IMPORTED_S = time.monotonic()
 
 
 @dataclass
@@ -21,6 +30,11 @@ class _Times:
     pid: int
     began: float | None = None
     callback: float | None = None
+    #: What imports have taken since ``began``; None: they are not timed.
+    imports_s: float | None = None
+    #: When init_process_group was called, and when it returned.
+    group: tuple[float, float] | None = None
+    watches_group: bool = False
     told: bool = False
 
 
@@ -38,16 +52,23 @@ def script_begins() -> None:
     """Begins the times anew, in a process that is older than its attempt: a rank that was forked, or that stays."""
     global _times
     _times = _Times(pid=os.getpid(), began=time.monotonic())
+    _time_imports(_times)
 
 
 def callback_made() -> None:
     """The script has made a callback: its imports are over."""
-    _own().callback = time.monotonic()
+    times = _own()
+    times.callback = time.monotonic()
+    _time_imports(None)
+    if not times.told and environment().launch.job:
+        _time_group(times)
 
 
-def start_fields() -> dict[str, float]:
-    """For the first ``job_started`` of an attempt: ``since_process_s``, ``since_callback_s`` and, where torchrun has
-    started the process, ``since_launcher_s``, seconds.
+def start_fields() -> dict[str, Any]:
+    """For the first ``job_started`` of an attempt, all in seconds: ``since_process_s``, ``since_callback_s``,
+    ``imports_s`` (before the callback), ``since_group_s`` and ``group_s`` (when init_process_group was called, and how
+    long it took) and, where torchrun has started the process, ``since_launcher_s``; and ``logs``, files that its output
+    goes to, and ``workload``, a supervisor's name for the job.
 
     Nothing where no launcher has started the process: in a notebook the start of the process is not that of the job.
     """
@@ -57,13 +78,100 @@ def start_fields() -> dict[str, float]:
     times.told = True
     now = time.monotonic()
     began = times.began if times.began is not None else now - process_age_s()
-    fields = {"since_process_s": round(now - began, 6)}
+    fields: dict[str, Any] = {"since_process_s": round(now - began, 6)}
     launcher_s = _torchrun_age_s()
     if launcher_s is not None:
         fields["since_launcher_s"] = round(launcher_s, 6)
     if times.callback is not None and times.callback >= began:
         fields["since_callback_s"] = round(now - times.callback, 6)
+        imports_s = times.imports_s if times.began is not None else min(_IMPORTED_S, times.callback) - began
+        if imports_s is not None and imports_s >= 0:
+            fields["imports_s"] = round(imports_s, 6)
+    if times.group is not None:
+        called, returned = times.group
+        fields.update(since_group_s=round(now - called, 6), group_s=round(returned - called, 6))
+    if workload := all_variables().get(JOB_VARIABLE):
+        fields["workload"] = workload
+    if logs := _output_files():
+        fields["logs"] = logs
     return fields
+
+
+def _output_files() -> list[str]:
+    """The files that standard output and error of this process are, if they are files."""
+    found = []
+    for fd in (1, 2):
+        try:
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode) and os.path.samestat(os.stat(path), os.fstat(fd))
+        except OSError:
+            continue  # closed, or a file that is gone
+        if is_file and path not in found:
+            found.append(path)
+    return found
+
+
+# -- imports ----------------------------------------------------------------------------------------------------------
+
+#: Python leaves out frames of its own import system from a traceback, and so those of the function below.
+_IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
+#: The function that is replaced while imports are timed.
+_find: Callable[[str, Any], Any] | None = None
+
+
+def _time_imports(times: _Times | None) -> None:
+    """From here on, what imports take on this thread is added up; None: no longer.
+
+    The interpreter calls the function that is replaced here for a module that is not there yet, and only then: half a
+    microsecond for each of them.
+    """
+    global _find
+    system: Any = importlib.__dict__["_bootstrap"]
+    if _find is not None:
+        system._find_and_load, _find = _find, None
+    if times is None:
+        return
+    find: Callable[[str, Any], Any] = system._find_and_load
+    thread, deep = threading.get_ident(), False
+
+    def find_and_load(name: str, import_: Any) -> Any:
+        nonlocal deep
+        if deep or threading.get_ident() != thread:
+            return find(name, import_)
+        deep, began = True, time.perf_counter()
+        try:
+            return find(name, import_)
+        finally:
+            deep = False
+            times.imports_s = (times.imports_s or 0.0) + time.perf_counter() - began
+
+    find_and_load.__code__ = find_and_load.__code__.replace(co_filename=_IMPORT_SYSTEM)
+    _find, times.imports_s = find, 0.0
+    system._find_and_load = find_and_load
+
+
+# -- the process group ------------------------------------------------------------------------------------------------
+
+
+def _time_group(times: _Times) -> None:
+    """Times the next init_process_group; does nothing where torch has none, or it is timed already."""
+    torch: Any = sys.modules.get("torch.distributed")
+    initialise = getattr(torch, "init_process_group", None)
+    if initialise is None or times.watches_group:
+        return
+    times.watches_group = True
+
+    @functools.wraps(initialise)
+    def init_process_group(*arguments: Any, **named: Any) -> Any:
+        if torch.init_process_group is init_process_group:
+            torch.init_process_group = initialise
+        called = time.monotonic()
+        try:
+            return initialise(*arguments, **named)
+        finally:
+            times.group = (called, time.monotonic())
+
+    torch.init_process_group = init_process_group
 
 
 def _torchrun_age_s() -> float | None:

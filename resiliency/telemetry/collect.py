@@ -32,6 +32,8 @@ _MARKED = frozenset(
         EventKind.WORLD_RESIZED,
         EventKind.HANG_DETECTED,
         EventKind.HOST_SWAPPED,
+        EventKind.PLAN_ENDED,
+        EventKind.OBSERVED,
         EventKind.PREEMPTION_NOTICE,
         EventKind.CHECKPOINT_FAILED,
         EventKind.CHECKPOINT_CORRUPT,
@@ -42,6 +44,10 @@ _MARKED = frozenset(
 _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
 MAX_SECONDS = 1e9
 MAX_CLOCKS = 65_536
+#: Characters of the name of a span.
+MOST_NAME = 80
+#: Files of a rank's output, and characters of their paths.
+MOST_LOGS, MOST_PATH = 4, 1024
 #: A launcher that ran for longer before the first attempt has not been starting it.
 LONGEST_START_S = 86_400.0
 
@@ -81,6 +87,11 @@ def _seconds(value: object) -> float:
     return number if number is not None and 0.0 < number < MAX_SECONDS else 0.0
 
 
+def _name(value: object) -> str:
+    """Of a span, as a report shows it."""
+    return str(value or "unnamed")[:MOST_NAME]
+
+
 def _monotonic(value: object) -> float | None:
     """Seconds since a host was started; None when that is missing, negative or more than it can be."""
     number = _number(value)
@@ -108,6 +119,8 @@ class Collector:
             EventKind.TRAIN_ENDED: self._train_ended,
             EventKind.JOB_TERMINATED: self._job_terminated,
             EventKind.PROCESS_ENDED: self._process_ended,
+            EventKind.SPAN_STARTED: self._span_started,
+            EventKind.SPAN_ENDED: self._span_ended,
             EventKind.CHECKPOINT_STARTED: self._stalled,
             EventKind.CHECKPOINT_FENCED: self._stalled,
         }
@@ -319,8 +332,18 @@ class Collector:
             segment.process = time - since
         if since := _seconds(record.get("since_callback_s")):
             segment.callback = time - since
+            if record.get("imports_s") is not None:
+                segment.imports_s = _seconds(record.get("imports_s"))
+        if since := _seconds(record.get("since_group_s")):
+            segment.group = time - since
+            segment.grouped = min(time, segment.group + _seconds(record.get("group_s")))
         if since := _seconds(record.get("opening_s")):
             segment.opening = time - since
+        if (workload := record.get("workload")) and isinstance(workload, str) and len(run.workloads) < MOST_LOGS:
+            run.workloads.add(workload)
+        logs = record.get("logs")
+        if isinstance(logs, list):
+            segment.logs = tuple(str(path)[:MOST_PATH] for path in logs[:MOST_LOGS])
         segment.device = str(record.get("device") or segment.device)[:32]
         since = _seconds(record.get("since_launcher_s"))
         if 0 < since < LONGEST_START_S:
@@ -355,6 +378,12 @@ class Collector:
     def _process_ended(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         """Nothing but its time counts, which the segment has seen."""
 
+    def _span_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
+        segment.span_began(_name(record.get("span")), time)
+
+    def _span_ended(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
+        segment.span_ended(_name(record.get("span")), time, _seconds(record.get("span_s")))
+
     def _stalled(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         stall = _seconds(record.get("stall_s"))
         if record.get("event_type") == EventKind.CHECKPOINT_STARTED:
@@ -381,7 +410,7 @@ class Collector:
         step = _count(record.get("step"))
         if kind == EventKind.LAUNCHER_STARTED and (since := _seconds(record.get("since_process_s"))) < LONGEST_START_S:
             time -= since
-        if kind in _MARKED:
+        if kind in _MARKED or (kind == EventKind.PROCESS_ENDED and rank is None):
             subject = next((n for n in (_count(record.get(key)) for key in _SUBJECT) if n is not None), None)
             about = str(record.get("lost_host") or record.get("node") or host)
             fields = {k: v for k, v in record.items() if k not in _COMMON and isinstance(v, (str, int, float, bool))}

@@ -21,6 +21,8 @@ CLOCK_JUMP_S = 0.5
 WRONG_S = 5.0
 _MOST_BASES = 16
 MAX_MARKS = 20_000
+MAX_SPANS = 256
+MAX_SPAN_NAMES = 32
 MAX_SAVES = 4_096
 DAY_S = 86_400.0
 MAX_DAYS = 8_192
@@ -104,6 +106,8 @@ _TIMES = (
     "started",
     "process",
     "callback",
+    "group",
+    "grouped",
     "opening",
     "launched",
     "restore",
@@ -128,10 +132,15 @@ class Segment:
         self.host = host
         self.serial = serial
         self.started: float | None = None
-        #: Of the attempt in this process, when the script has made our callback, and when it opened its checkpointer.
+        #: Of the attempt in this process, when the script has made our callback, when the process group was asked for
+        #: and there, and when the checkpointer was asked for.
         self.process: float | None = None
         self.callback: float | None = None
+        self.group: float | None = None
+        self.grouped: float | None = None
         self.opening: float | None = None
+        #: What imports took between process and callback, seconds; None: not told.
+        self.imports_s: float | None = None
         #: When the launcher of this process began, where the process can tell.
         self.launched: float | None = None
         self.restore: float | None = None
@@ -157,6 +166,12 @@ class Segment:
         self.saves = 0
         #: The latest stalls, (time, seconds): those after the last step belong to the final save.
         self.stalls: list[tuple[float, float]] = []
+        #: Work that the script named, (name, begin, seconds), None: it had not ended; the first MAX_SPANS of them.
+        self.spans: list[tuple[str, float, float | None]] = []
+        #: All that have ended, by name: how many, and seconds.
+        self.span_sums: dict[str, list[float]] = {}
+        #: Where this rank's output goes.
+        self.logs: tuple[str, ...] = ()
         self.jumps = 0
         self._base: float | None = None
         #: What events tell of when the host's other clock began: [UTC seconds, events]; those that agree are one.
@@ -198,6 +213,7 @@ class Segment:
             if time is not None:
                 setattr(self, name, time + delta)
         self.stalls = [(time + delta, seconds) for time, seconds in self.stalls]
+        self.spans = [(name, time + delta, seconds) for name, time, seconds in self.spans]
         return delta
 
     def _step_bases(self) -> list[list[float]]:
@@ -230,6 +246,7 @@ class Segment:
             setattr(self, name, None)
         before = len(self.stalls)
         self.stalls = [(time, seconds) for time, seconds in self.stalls if within(time)]
+        self.spans = [one for one in self.spans if within(one[1])]
         if gone:
             left = [time for name in _TIMES if (time := getattr(self, name)) is not None]
             self.first, self.last = min(left, default=None), max(left, default=None)
@@ -251,6 +268,21 @@ class Segment:
             self.first = time
         if self.last is None or time > self.last:
             self.last = time
+
+    def span_began(self, name: str, time: float) -> None:
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append((name, time, None))
+
+    def span_ended(self, name: str, time: float, seconds: float) -> None:
+        sums = self.span_sums.setdefault(name if len(self.span_sums) < MAX_SPAN_NAMES else "other", [0, 0.0])
+        sums[0] += 1
+        sums[1] += seconds
+        for place in range(len(self.spans) - 1, -1, -1):
+            if self.spans[place][0] == name and self.spans[place][2] is None:
+                self.spans[place] = (name, time - seconds, seconds)
+                return
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append((name, time - seconds, seconds))
 
     def last_step_time(self) -> float | None:
         """When the last step ended; None without steps."""
@@ -332,6 +364,8 @@ class RunFacts:
     kinds: Counter[str] = field(default_factory=Counter)
     quality: Counter[str] = field(default_factory=Counter)
     gpus_per_rank: int = 1
+    #: What a supervisor calls it.
+    workloads: set[str] = field(default_factory=set)
 
     @property
     def device(self) -> str:

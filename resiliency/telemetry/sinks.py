@@ -23,7 +23,14 @@ from typing import Any
 
 from resiliency.events import Event, EventKind
 
-__all__ = ["CloudLoggingSink", "PrometheusTextSink", "TensorBoardSink", "cloud_logging_available"]
+__all__ = [
+    "CloudLoggingSink",
+    "PrometheusTextSink",
+    "ScalarFile",
+    "TensorBoardSink",
+    "cloud_logging_available",
+    "escape_label",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +159,12 @@ class CloudLoggingSink:
             thread.join(self._close_s)
 
 
-class _ScalarFile:
-    """The part of ``SummaryWriter`` that is needed here, without torch."""
+class ScalarFile:
+    """The part of ``SummaryWriter`` that is needed here, without torch. Thread: any.
+
+    Raises:
+        ImportError: tensorboard is not installed.
+    """
 
     def __init__(self, folder: str) -> None:
         # import_module, because tensorboard ships no types.
@@ -197,7 +208,7 @@ class TensorBoardSink:
             return
         try:
             if self._writer is None:
-                self._writer = _ScalarFile(self._folder)
+                self._writer = ScalarFile(self._folder)
             count = event.fields.get("count", 1)
             for name in ("step_s", "data_wait_s", "loop_s", "stall_s", "busy_s", "eval_s"):
                 if name in event.fields:
@@ -239,7 +250,7 @@ class PrometheusTextSink:
 
     def emit(self, event: Event) -> None:
         with self._lock:
-            self._labels = f'run="{_escape(event.run)}",rank="{event.rank}",host="{_escape(event.host)}"'
+            self._labels = f'run="{escape_label(event.run)}",rank="{event.rank}",host="{escape_label(event.host)}"'
             self._events[event.kind] += 1
             if event.kind == EventKind.STEP:
                 self._steps += int(event.fields.get("count", 1))
@@ -264,7 +275,7 @@ class PrometheusTextSink:
         metric("steps_total", "counter", "Steps run by this process.", [("", self._steps)])
         phases = [(f',phase="{name[:-2]}"', seconds) for name, seconds in self._sums.items()]
         metric("train_seconds_total", "counter", "Seconds of training; phase step holds the others.", phases)
-        kinds = [(f',event="{_escape(kind)}"', count) for kind, count in sorted(self._events.items())]
+        kinds = [(f',event="{escape_label(kind)}"', count) for kind, count in sorted(self._events.items())]
         metric("events_total", "counter", "Events by name.", [(labels, float(count)) for labels, count in kinds])
         return "\n".join(lines) + "\n"
 
@@ -286,5 +297,6 @@ class PrometheusTextSink:
                 self._write()
 
 
-def _escape(text: str) -> str:
+def escape_label(text: str) -> str:
+    """Of Prometheus' text format."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -114,6 +116,37 @@ def test_what_happens_before_a_rank_tells_where_the_log_is_is_kept(tmp_path: Pat
     assert all(line["job_name"] == "mine" and line["rank"] == -1 for lines in found.values() for line in lines)
 
 
+LAUNCHER = """
+import atexit, sys, time
+atexit.register(time.sleep, 0.2)  # of torch, say: registered before
+from resiliency.events import EventKind
+from resiliency.launch.job_log import JobLog
+
+log = JobLog()
+log.emit(EventKind.LAUNCHER_STARTED)
+log.is_at(sys.argv[1], run="mine", attempt=1)
+atexit.register(time.sleep, 0.2)  # registered later, so called before ours
+log.emit(EventKind.LAUNCHER_ENDED)
+log.close()
+time.sleep(0.2)
+"""
+
+
+def test_the_launchers_last_line_is_as_late_as_python_allows(tmp_path: Path) -> None:
+    began = time.time()
+    subprocess.run([sys.executable, "-c", LAUNCHER, tmp_path], check=True, timeout=60)
+    took = time.time() - began
+    (log,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    kinds = [line["event_type"] for line in lines]
+    assert kinds == [EventKind.LAUNCHER_STARTED, EventKind.LAUNCHER_ENDED, EventKind.PROCESS_ENDED]
+    assert lines[2]["monotonic_s"] - lines[1]["monotonic_s"] >= 0.4
+    ledger = account(read_logs([tmp_path]).collector.runs["mine"])
+    # What is left is what was registered before, and the interpreter's own end.
+    ended = datetime.fromisoformat(lines[1]["timestamp"]).timestamp()
+    assert ended + 0.4 <= ledger.end < began + took
+
+
 def test_times_are_told_once_an_attempt_and_only_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     start_times.script_begins()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -127,6 +160,64 @@ def test_times_are_told_once_an_attempt_and_only_under_a_launcher(monkeypatch: p
     again = start_times.start_fields()
     assert "since_callback_s" not in again, "the callback is of the attempt before"
     assert again["since_process_s"] <= told["since_process_s"] + 60
+
+
+def test_imports_are_timed_and_tracebacks_stay_those_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib
+
+    (tmp_path / "slow_one.py").write_text("import time; time.sleep(0.05); import within_it")
+    (tmp_path / "within_it.py").write_text("import time; time.sleep(0.05)")
+    (tmp_path / "broken_one.py").write_text("import there_is_no_such_module")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    start_times.callback_made()  # whatever an earlier test has begun
+    before = importlib.__dict__["_bootstrap"]._find_and_load
+    start_times.script_begins()
+    assert importlib.__dict__["_bootstrap"]._find_and_load is not before
+    with pytest.raises(ModuleNotFoundError) as raised:
+        import broken_one  # noqa: F401
+    frames = [frame.path.name for frame in raised.traceback if hasattr(frame.path, "name")]
+    assert frames == ["test_job_log.py", "broken_one.py"]
+    import slow_one  # noqa: F401
+
+    time.sleep(0.05)
+    start_times.callback_made()
+    assert importlib.__dict__["_bootstrap"]._find_and_load is before
+    told = start_times.start_fields()
+    for name in ("slow_one", "within_it"):
+        sys.modules.pop(name)
+    assert 0.1 <= told["imports_s"] < told["since_process_s"] - 0.05, "each import once, and no more than imports"
+
+
+def test_the_process_group_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    def init_process_group(backend: str) -> str:
+        time.sleep(0.05)
+        return backend
+
+    torch = types.ModuleType("torch.distributed")
+    torch.init_process_group = init_process_group  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.distributed", torch)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    start_times.script_begins()
+    start_times.callback_made()
+    start_times.callback_made()
+    assert torch.init_process_group("gloo") == "gloo"
+    assert torch.init_process_group is init_process_group, "what the script has is torch's again"
+    told = start_times.start_fields()
+    assert 0.05 <= told["group_s"] <= told["since_group_s"] < told["since_process_s"]
+
+
+def test_a_rank_tells_the_files_of_its_output(tmp_path: Path) -> None:
+    script = "from resiliency.launch import start_times; print(start_times.start_fields().get('logs'), flush=True)"
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job"}
+    with open(tmp_path / "out.log", "w") as out:
+        command = [sys.executable, "-c", script]
+        subprocess.run(command, stdout=out, stderr=subprocess.PIPE, env=environment, check=True, timeout=60)
+    assert (tmp_path / "out.log").read_text().strip() == f"['{tmp_path}/out.log']"
 
 
 def test_a_new_process_tells_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
