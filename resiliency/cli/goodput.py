@@ -6,7 +6,6 @@ import json
 import sys
 import threading
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -16,7 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from resiliency.goodput.ledger import Ledger
+    from resiliency.goodput.windows import Windows
     from resiliency.telemetry.reader import LogReader
+    from resiliency.telemetry.sinks import ScalarFile
 
 __all__ = ["app"]
 
@@ -35,11 +36,36 @@ MoreLogs = Annotated[
 RunOption = Annotated[str | None, typer.Option("--run", "--job-name", help="Only this run.")]
 ReferenceOption = Annotated[
     float | None,
-    typer.Option("--reference-step-time", min=0.0, help="Seconds a step should take, for the older figure."),
+    typer.Option(
+        "--reference-step-time",
+        min=0.0,
+        help="Seconds a step should take: what takes longer is slowdown; also for the older figure.",
+    ),
 ]
 CapacityOption = Annotated[int | None, typer.Option("--capacity", min=1, help="Ranks the whole job has.")]
 GpusOption = Annotated[int, typer.Option("--gpus-per-rank", min=1, help="GPUs each rank (or logging host) stands for.")]
-UntilOption = Annotated[str, typer.Option("--until", help="End of the account: last (event), now, or an ISO time.")]
+UntilOption = Annotated[
+    str, typer.Option("--until", help="End of the account: last (event), now, an ISO time, or an offset.")
+]
+SinceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--since",
+        help="Start of the account: an ISO time, or an offset from the start (90s, 1h30m; -2h: from the end).",
+    ),
+]
+ExcludeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--exclude", metavar="A..B", help="Leave this stretch out; times or offsets, as of --since; repeatable."
+    ),
+]
+PrometheusOption = Annotated[
+    Path | None, typer.Option("--prometheus", help="Also write gauges here, *.prom for the textfile collector.")
+]
+TensorBoardOption = Annotated[
+    Path | None, typer.Option("--tensorboard", help="Also add scalars to TensorBoard's folder (one per run below it).")
+]
 
 
 #: As of the other commands: wrong arguments, or a path where there is no log.
@@ -58,16 +84,28 @@ def _console() -> Console:
     return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def _until(text: str) -> float | None:
-    if text == "last":
-        return None
-    if text == "now":
-        return time.time()
+def _windows(since: str | None, until: str, exclude: list[str] | None) -> tuple[Windows, float | None]:
+    """The part of the time that is looked at, and up to when the time counts that has no event (None: no longer)."""
+    from resiliency.goodput.windows import Windows, parse_moment, parse_span
+
+    counted, last = None, None
+    if until == "now":
+        counted = time.time()
+    elif until != "last":
+        try:
+            moment = parse_moment(until)
+        except ValueError:
+            _fail(
+                f"--until {until!r} is neither last, now nor an ISO time like 2026-01-31T12:00:00Z, nor an offset like"
+                " 90s, 1h30m or -30m"
+            )
+        counted, last = (None, moment) if moment.is_offset else (moment.seconds, None)
     try:
-        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
-    except ValueError:
-        _fail(f"--until {text!r} is neither last, now nor an ISO time like 2026-01-31T12:00:00Z")
-    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+        first = None if since is None else parse_moment(since)
+        left_out = tuple(parse_span(text) for text in exclude or ())
+    except ValueError as error:
+        _fail(f"--since or --exclude: {error}")
+    return Windows(since=first, until=last, exclude=left_out), counted
 
 
 def _read(paths: list[Path]) -> LogReader:
@@ -82,10 +120,20 @@ def _read(paths: list[Path]) -> LogReader:
         _fail(str(error))
 
 
-def _ledgers(reader: LogReader, run: str | None, until: float | None, capacity: int | None, gpus: int) -> list[Ledger]:
+def _ledgers(
+    reader: LogReader,
+    run: str | None,
+    until: float | None,
+    capacity: int | None,
+    gpus: int,
+    windows: Windows | None = None,
+    reference: float | None = None,
+) -> list[Ledger]:
     from resiliency.goodput.ledger import account
+    from resiliency.goodput.windows import ALL_TIME
+    from resiliency.telemetry.supervised import join_supervisors
 
-    runs = reader.collector.runs
+    runs = join_supervisors(reader.collector.runs)
     if run is not None and run not in runs:
         _fail(f"no run named {run!r} in these logs; there are: {', '.join(sorted(runs)) or 'none'}")
     chosen = [runs[run]] if run is not None else [runs[name] for name in sorted(runs)]
@@ -93,7 +141,21 @@ def _ledgers(reader: LogReader, run: str | None, until: float | None, capacity: 
         _fail("these are logs of ml-goodput-measurement, which has other events; its own library reads them")
     if not chosen:
         _fail("there is no event in these logs; does this job use ModelCheckpoint or GoodputCallback?")
-    return [account(facts, until=until, capacity=capacity, gpus_per_rank=gpus) for facts in chosen]
+    looked_at = windows or ALL_TIME
+    ledgers = [
+        account(
+            facts,
+            until=until,
+            capacity=capacity,
+            gpus_per_rank=gpus,
+            windows=looked_at,
+            reference_step_s=reference or None,
+        )
+        for facts in chosen
+    ]
+    if looked_at and not any(ledger.wall_us for ledger in ledgers):
+        _fail("--since, --until and --exclude leave nothing of the run")
+    return ledgers
 
 
 def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None) -> list[dict[str, Any]]:
@@ -123,16 +185,23 @@ def report(
     html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained page here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     reference_step_time: ReferenceOption = None,
+    since: SinceOption = None,
     until: UntilOption = "last",
+    exclude: ExcludeOption = None,
     capacity: CapacityOption = None,
     gpus_per_rank: GpusOption = 1,
+    prometheus: PrometheusOption = None,
+    tensorboard: TensorBoardOption = None,
 ) -> None:
     """Print where the time of each run went."""
+    windows, end = _windows(since, until, exclude)
     reader = _read([*(log or []), *(more or [])])
-    ledgers = _ledgers(reader, run, _until(until), capacity, gpus_per_rank)
+    ledgers = _ledgers(reader, run, end, capacity, gpus_per_rank, windows, reference_step_time)
     summaries = _summaries(reader, ledgers, reference_step_time)
     if html is not None:
         _write_page(html, list(zip(summaries, ledgers, strict=True)))
+    with _Gauges(prometheus, tensorboard) as gauges:
+        gauges.write(summaries)
     if as_json:
         typer.echo(_json({"runs": summaries}))
         return
@@ -141,6 +210,39 @@ def report(
     print_report(summaries, _console())
     if html is not None:
         typer.echo(f"page written to {html}")
+
+
+class _Gauges:
+    """Writes what is wanted of ``--prometheus`` and ``--tensorboard``; fails with one line. A context manager."""
+
+    def __init__(self, prometheus: Path | None, tensorboard: Path | None) -> None:
+        self._prometheus, self._tensorboard = prometheus, tensorboard
+        self._files: dict[str, ScalarFile] = {}
+
+    def __enter__(self) -> _Gauges:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def write(self, summaries: list[dict[str, Any]]) -> None:
+        from resiliency.goodput.gauges import write_prometheus, write_tensorboard
+        from resiliency.telemetry.sinks import ScalarFile
+
+        try:
+            if self._prometheus is not None:
+                write_prometheus(self._prometheus, summaries)
+            if self._tensorboard is not None:
+                for summary in summaries:
+                    name = str(summary["run"]).replace("/", "_")
+                    if name not in self._files:
+                        self._files[name] = ScalarFile(str(self._tensorboard / name))
+                    write_tensorboard(self._files[name], summary)
+        except ImportError:
+            _fail("--tensorboard needs tensorboard; install resiliency[tensorboard]")
+        except OSError as error:
+            _fail(f"the gauges cannot be written: {error.strerror or error} ({error.filename})")
 
 
 def _write_page(path: Path, runs: list[tuple[dict[str, Any], Ledger]]) -> None:
@@ -169,15 +271,18 @@ def compare(
     run_b: Annotated[str | None, typer.Option("--run-b", help="Which run in B.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     reference_step_time: ReferenceOption = None,
+    since: SinceOption = None,
     until: UntilOption = "last",
+    exclude: ExcludeOption = None,
     capacity: CapacityOption = None,
     gpus_per_rank: GpusOption = 1,
 ) -> None:
     """Print two runs side by side."""
+    windows, end = _windows(since, until, exclude)
     both = []
     for path, run in ((a, run_a), (b, run_b)):
         reader = _read([path])
-        ledgers = _ledgers(reader, run, _until(until), capacity, gpus_per_rank)
+        ledgers = _ledgers(reader, run, end, capacity, gpus_per_rank, windows, reference_step_time)
         if len(ledgers) > 1:
             _fail(
                 f"{path} holds several runs ({', '.join(ledger.run for ledger in ledgers)}); choose with --run-a or"
@@ -203,6 +308,8 @@ def watch(
     ] = 0,
     capacity: CapacityOption = None,
     gpus_per_rank: GpusOption = 1,
+    prometheus: PrometheusOption = None,
+    tensorboard: TensorBoardOption = None,
 ) -> None:
     """Show the account of a running job and refresh it."""
     from rich.console import Group
@@ -218,7 +325,10 @@ def watch(
         _fail(f"there is no {missing[0]}; give a folder, in which a log may begin later, or a log file")
     reader = _read(paths) if not paths else LogReader()
     stop = threading.Event()
-    with Live(console=_console(), auto_refresh=False, vertical_overflow="crop") as live:
+    with (
+        _Gauges(prometheus, tensorboard) as gauges,
+        Live(console=_console(), auto_refresh=False, vertical_overflow="crop") as live,
+    ):
         looked = 0
         while True:
             try:
@@ -230,7 +340,9 @@ def watch(
                 if any(ledger.timings and ledger.timings[-1].outcome == "open" for ledger in ledgers):
                     # The job runs, so the time since its last event counts too.
                     ledgers = _ledgers(reader, run, time.time(), capacity, gpus_per_rank)
-                live.update(Group(*(render(summary) for summary in _summaries(reader, ledgers, None))), refresh=True)
+                summaries = _summaries(reader, ledgers, None)
+                live.update(Group(*(render(summary) for summary in summaries)), refresh=True)
+                gauges.write(summaries)
             looked += 1
             if rounds and looked >= rounds:
                 return
@@ -238,6 +350,22 @@ def watch(
                 stop.wait(interval)
             except KeyboardInterrupt:
                 return
+
+
+@app.command()
+def dashboard() -> None:
+    """Print a Grafana dashboard for the gauges of --prometheus, to be imported there."""
+    from resiliency.goodput.gauges import dashboard as text
+
+    typer.echo(text(), nl=False)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of what report --json and compare --json print."""
+    from resiliency.goodput.summary import schema as text
+
+    typer.echo(text(), nl=False)
 
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

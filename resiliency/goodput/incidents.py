@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 from resiliency.events import EventKind
 from resiliency.goodput.ledger import Ledger
+from resiliency.goodput.remedies import OBSERVATIONS, marks_of_incident, supervised_remedy
 from resiliency.goodput.split import SLOW_STEP
 from resiliency.goodput.taxonomy import Bucket
-from resiliency.goodput.timing import NOTICES, Timing
+from resiliency.goodput.timing import Timing
 from resiliency.telemetry.facts import Mark, parse_stamp
 
 __all__ = ["Incident", "incidents"]
 
 #: At most this many incidents of each kind are listed, so that a report stays readable.
 MOST = 100
+#: Files of output that are named for one incident.
+MOST_LOGS = 4
 #: Slow steps shorter than this are not incidents.
 STALL_S = 10.0
 #: Notices of the ranks of one host within this time are one incident.
@@ -24,6 +27,7 @@ SAME_S = 5.0
 #: Notices, the most specific first.
 _TELLING = (
     EventKind.HOST_LOST,
+    EventKind.OBSERVED,
     EventKind.HANG_DETECTED,
     EventKind.PREEMPTION_NOTICE,
     EventKind.WORKER_LOST,
@@ -34,6 +38,9 @@ _TELLING = (
 
 
 _HOW = ("signal", "exit_code")
+#: Marks this much before the last progress may be about the same failure.
+NEAR_S = 300.0
+_CHANGES = frozenset({EventKind.HOST_SWAPPED, EventKind.WORLD_RESIZED})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,8 @@ class Incident:
     gpu_s: dict[Bucket, float]
     lost_steps: int = 0
     ended_attempt: bool = True
+    #: Files with the output of the ranks it is about: of the one that is named, else of all.
+    logs: tuple[str, ...] = ()
 
     @property
     def cost_gpu_s(self) -> float:
@@ -70,6 +79,8 @@ def incidents(ledger: Ledger) -> list[Incident]:
     found = [_ended(ledger, timing) for timing in ledger.timings if _went_wrong(timing)][:MOST]
     found += _survived(ledger)[:MOST]
     found += _stalls(ledger)[:MOST]
+    if not ledger.is_whole:
+        found = [incident for incident in found if ledger.holds(incident.time) or incident.cost_gpu_s > 0]
     return sorted(found, key=lambda incident: incident.time)
 
 
@@ -102,21 +113,32 @@ def _ended(ledger: Ledger, timing: Timing) -> Incident:
                     if interval.phase in ("start", "restore") or bucket is Bucket.WARM_UP:
                         add(bucket, interval.parts.get(bucket, 0) * lane.copies)
     lost = sum((t.top or 0) - (t.lost_above or 0) for t in ledger.timings if t.index in thrown)
-    what, where = _describe(timing)
+    what, where, rank = _describe(timing)
+    near = [mark for mark in timing.marks if mark.time >= timing.progress - NEAR_S]
+    about = marks_of_incident(near, ledger.facts.marks)
+    told = supervised_remedy(about, [mark for mark in ledger.facts.marks if mark.kind in _CHANGES])
     return Incident(
         time=timing.progress,
         attempt=timing.index,
         what=what,
         where=where,
-        remedy=_remedy(timing, following),
+        remedy=_remedy(timing, following, told),
         gpu_s=costs,
         lost_steps=max(0, lost),
+        logs=_logs(timing, rank),
     )
 
 
-def _describe(timing: Timing) -> tuple[str, str]:
-    """What happened and where, from the most specific notice."""
-    near = [m for m in timing.marks if m.kind in NOTICES and m.time >= timing.progress - 300.0]
+def _logs(timing: Timing, rank: int | None) -> tuple[str, ...]:
+    lanes = timing.attempt.lanes
+    about = lanes.get(rank, []) if rank is not None else [piece for pieces in lanes.values() for piece in pieces]
+    return tuple(dict.fromkeys(path for segment in about for path in segment.logs))[:MOST_LOGS]
+
+
+def _describe(timing: Timing) -> tuple[str, str, int | None]:
+    """What happened, where, and to which rank, from the most specific notice."""
+    near = [m for m in timing.marks if m.kind in _TELLING and m.time >= timing.progress - NEAR_S]
+    near = [m for m in near if m.kind != EventKind.OBSERVED or m.fields.get("observation") in OBSERVATIONS]
     mark = next((m for kind in _TELLING for m in near if m.kind == kind), None)
     if mark is not None and mark.kind == EventKind.WORKER_LOST:
         # An agent sees that a rank has died, its launcher also how.
@@ -125,24 +147,32 @@ def _describe(timing: Timing) -> tuple[str, str]:
     if mark is None:
         reasons = sorted({s.reason for s in timing.attempt.segments if s.reason and s.reason != "finished"})
         if timing.outcome == "rolled back":
-            return "Went back to an older checkpoint", ""
+            return "Went back to an older checkpoint", "", None
         if timing.outcome == "planned":
-            return f"Stopped by {reasons[0] if reasons else 'request'}", ""
+            return f"Stopped by {reasons[0] if reasons else 'request'}", "", None
         if reasons:
-            return f"Ended by {reasons[0]}", ""
+            return f"Ended by {reasons[0]}", "", None
         told = any(segment.terminated is not None for segment in timing.attempt.segments)
-        return ("Ended, without a reason in the log" if told else "Ended without a word"), ""
+        return ("Ended, without a reason in the log" if told else "Ended without a word"), "", None
     fields = mark.fields
     where = str(fields.get("lost_host") or (f"rank {mark.rank}" if mark.rank is not None else mark.host))
+    if mark.kind == EventKind.HOST_SWAPPED and fields.get("old"):
+        where = str(fields["old"])
+    elif "incident" in fields and mark.rank is None and "lost_host" not in fields:
+        where = ""  # its host is the supervisor's
     if mark.kind == EventKind.WORKER_LOST:
         if fields.get("signal") not in (None, ""):
-            return f"Worker killed by signal {fields['signal']}", where
+            return f"Worker killed by signal {fields['signal']}", where, mark.rank
         if fields.get("exit_code") not in (None, ""):
-            return f"Worker exited with code {fields['exit_code']}", where
-        return "Worker lost", where
+            return f"Worker exited with code {fields['exit_code']}", where, mark.rank
+        return "Worker lost", where, mark.rank
     if mark.kind == EventKind.HANG_DETECTED:
         quiet = fields.get("quiet_s")
-        return ("Hang" + (f", no progress for {quiet:.0f} s" if isinstance(quiet, (int, float)) else "")), where
+        return (
+            ("Hang" + (f", no progress for {quiet:.0f} s" if isinstance(quiet, (int, float)) else "")),
+            where,
+            mark.rank,
+        )
     names = {
         EventKind.HOST_LOST: "Host lost",
         EventKind.PREEMPTION_NOTICE: "Preempted",
@@ -151,16 +181,19 @@ def _describe(timing: Timing) -> tuple[str, str]:
         EventKind.RESTART_REQUESTED: "Restart requested",
     }
     reason = str(fields.get("reason") or "")
-    return names[mark.kind] + (f": {reason}" if reason else ""), where
+    if mark.kind == EventKind.OBSERVED:
+        kind = str(fields.get("observation"))
+        return OBSERVATIONS[kind] + (f": {reason}" if reason and reason != kind else ""), where, mark.rank
+    return names[mark.kind] + (f": {reason}" if reason else ""), where, mark.rank
 
 
 def _hosts(timing: Timing) -> dict[int, str]:
     return {lane: pieces[-1].host for lane, pieces in timing.attempt.lanes.items()}
 
 
-def _remedy(timing: Timing, following: Timing | None) -> str:
-    """What was done, from a notice or else from the next attempt."""
-    told = next((str(m.fields["remedy"]) for m in timing.marks if m.fields.get("remedy")), "")
+def _remedy(timing: Timing, following: Timing | None, supervised: str) -> str:
+    """What was done, from a supervisor's plans or a notice, and from the next attempt."""
+    told = supervised or next((str(m.fields["remedy"]) for m in timing.marks if m.fields.get("remedy")), "")
     if following is None:
         return told or "none: the job ended"
     before, after = _hosts(timing), _hosts(following)

@@ -7,9 +7,10 @@ interval begins where the one before ends, and its parts are rounded so that the
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from resiliency.goodput.finer import Trained, finer
 from resiliency.goodput.start_parts import StartPart
 from resiliency.goodput.taxonomy import Bucket
 
@@ -27,7 +28,8 @@ def us(seconds: float) -> int:
 class LaneInterval:
     """``[start_us, end_us)`` of one rank. ``parts`` are microseconds by bucket and sum to its length.
 
-    ``start_part`` says what of a start or restart it is; it means nothing in other buckets.
+    ``start_part`` says what of a start or restart it is; it means nothing in other buckets. ``trained`` holds the steps
+    of an interval of training.
     """
 
     start_us: int
@@ -36,10 +38,34 @@ class LaneInterval:
     phase: str
     parts: dict[Bucket, int]
     start_part: StartPart = StartPart.OTHER
+    trained: Trained | None = field(default=None, compare=False)
 
     @property
     def length_us(self) -> int:
         return self.end_us - self.start_us
+
+    def pieces(self) -> list[LaneInterval]:
+        """An interval of training as its steps tell; any other as it is. They sum to it, bucket by bucket."""
+        if self.trained is None:
+            return [self]
+        found, start = [], self.start_us
+        for parts in finer(self.parts, self.trained):
+            end = start + sum(parts.values())
+            found.append(LaneInterval(start, end, self.attempt, self.phase, parts))
+            start = end
+        return found
+
+    def within(self, start_us: int, end_us: int) -> list[LaneInterval]:
+        """What of it lies between two moments; of a piece that they cut, its share."""
+        if start_us <= self.start_us and self.end_us <= end_us:
+            return [self]
+        found = []
+        for piece in self.pieces():
+            low, high = max(start_us, piece.start_us), min(end_us, piece.end_us)
+            if low < high:
+                parts = apportion(piece.parts, high - low)
+                found.append(LaneInterval(low, high, self.attempt, self.phase, parts, self.start_part))
+        return found
 
 
 def apportion(amounts: dict[Name, int], total: int) -> dict[Name, int]:
@@ -76,13 +102,21 @@ class Lane:
             self.cursor = stop
 
     def mixed(
-        self, time_us: int, claims: Iterable[tuple[Bucket, float]], rest: Bucket, phase: str, *, whole_us: int = 0
+        self,
+        time_us: int,
+        claims: Iterable[tuple[Bucket, float]],
+        rest: Bucket,
+        phase: str,
+        *,
+        whole_us: int = 0,
+        trained: Trained | None = None,
     ) -> None:
         """Splits the time up to ``time_us`` among ``claims`` (seconds by bucket); what is left goes to ``rest``.
 
         Args:
             whole_us: the length that the claims cover; when a newer attempt cut the interval shorter, they are scaled
                 down with it. 0: the interval's own length.
+            trained: the steps of the interval.
         """
         stop = min(time_us, self.limit_us)
         length = stop - self.cursor
@@ -100,5 +134,5 @@ class Lane:
         elif claimed < length:
             amounts[rest] = amounts.get(rest, 0) + length - claimed
         parts = {bucket: amount for bucket, amount in amounts.items() if amount}
-        self.intervals.append(LaneInterval(self.cursor, stop, self.attempt, phase, parts))
+        self.intervals.append(LaneInterval(self.cursor, stop, self.attempt, phase, parts, trained=trained))
         self.cursor = stop

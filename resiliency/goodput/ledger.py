@@ -9,18 +9,23 @@ exactly to its total.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from resiliency.goodput.attempts import NO_OFFSETS, Attempt, Offsets, cluster, host_offsets
 from resiliency.goodput.coarse import fill_coarse
 from resiliency.goodput.cut import cut_attempts
+from resiliency.goodput.finer import Trained
 from resiliency.goodput.lanes import Lane, LaneInterval, apportion, us
+from resiliency.goodput.slowdown import NO_BEST, Best, best_stable
 from resiliency.goodput.split import Stragglers, TrainingSplit, merged_typical, split_training, stragglers
 from resiliency.goodput.stamps import FAR_S, straighten
 from resiliency.goodput.start_parts import StartPart
 from resiliency.goodput.taxonomy import Bucket, empty
 from resiliency.goodput.timing import Timing, save_pace, time_attempts
+from resiliency.goodput.windows import ALL_TIME, Span, Windows, clip, kept_windows
 from resiliency.telemetry.facts import DAY_S, RunFacts, Segment
 from resiliency.telemetry.stepstats import StepStats
 
@@ -53,7 +58,7 @@ class Ledger:
         run: its name.
         start: first moment, UTC seconds.
         end: last moment.
-        wall: microseconds by bucket; sums to ``end - start`` exactly.
+        wall: microseconds by bucket; sums to ``end - start`` exactly, without what is left out.
         gpu: GPU-microseconds by bucket; sums to ``capacity`` times the wall time exactly.
         capacity: GPUs (ranks x GPUs per rank) the job holds when no rank is missing.
         unit: "rank", or "host" when only launchers logged.
@@ -66,6 +71,10 @@ class Ledger:
         usual_step_s: usual step time over the whole run, None without steps.
         facts: what was read.
         coarse: True when the log has no steps, so that progress is known from checkpoints only.
+        best_step_s: what a step should take to compute: the best stable step time, or the one that was given.
+        kept: what is left of the time, ``[first, last)`` in microseconds; the first begins at ``start``, the last one
+            ends at ``end``.
+        is_whole: nothing of the run's time was left out.
     """
 
     run: str
@@ -84,11 +93,23 @@ class Ledger:
     usual_step_s: float | None
     facts: RunFacts
     coarse: bool
+    best_step_s: float | None = None
+    kept: tuple[Span, ...] = ()
+    is_whole: bool = True
     notes: tuple[str, ...] = field(default=())
 
     @property
     def wall_us(self) -> int:
-        return us(self.end) - us(self.start)
+        return sum(last - first for first, last in self.kept)
+
+    def kept_us(self, start: float, end: float) -> int:
+        """How much of a stretch of time, in UTC seconds, the account holds."""
+        low, high = us(start), us(end)
+        return sum(max(0, min(high, last) - max(low, first)) for first, last in self.kept)
+
+    def holds(self, time: float) -> bool:
+        """A moment, in UTC seconds, is in the account; its very end is, too."""
+        return any(first <= us(time) <= last for first, last in self.kept)
 
     @property
     def goodput(self) -> float:
@@ -118,7 +139,13 @@ class Ledger:
 
 
 def account(
-    run: RunFacts, *, until: float | None = None, capacity: int | None = None, gpus_per_rank: int = 1
+    run: RunFacts,
+    *,
+    until: float | None = None,
+    capacity: int | None = None,
+    gpus_per_rank: int = 1,
+    windows: Windows = ALL_TIME,
+    reference_step_s: float | None = None,
 ) -> Ledger:
     """Accounts for the time of one run.
 
@@ -127,6 +154,8 @@ def account(
         until: end of the account in UTC seconds (a running job: now); None: the last event.
         capacity: ranks the job should have; None: the most that any attempt had.
         gpus_per_rank: GPUs each rank (or host, when only launchers logged) stands for.
+        windows: the part of the time that is looked at.
+        reference_step_s: what a step should take to compute; None: the best stable step time of the run.
     """
     straighten(run)
     segments = run.segments if _ranks_logged(run.segments) or not run.nodes else run.nodes
@@ -141,6 +170,9 @@ def account(
     timings = time_attempts(run, attempts, offsets, start, end, usual, coarse=coarse)
     late = {timing.index: stragglers(_stepping(timing.attempt)) for timing in timings}
 
+    given = None if reference_step_s is None else Best(step_s=reference_step_s, tolerance=0.0)
+    bests = {} if given is not None or coarse else _bests(attempts, overall)
+
     lanes: list[LaneAccount] = []
     splits: dict[tuple[int, int], list[TrainingSplit]] = {}
     pace = save_pace(timings)
@@ -154,7 +186,8 @@ def account(
             if coarse:
                 fill_coarse(lane, timing, present=bool(pieces), pace=pace, last=timing is timings[-1])
                 continue
-            filler = _LaneFiller(lane, timing, offsets, late[timing.index], over=run.terminated is not None)
+            best = given or bests.get((pieces[0].lane, timing.attempt.world), NO_BEST) if pieces else NO_BEST
+            filler = _LaneFiller(lane, timing, offsets, late[timing.index], best, over=run.terminated is not None)
             parts = filler.fill(pieces)
             if number in timing.attempt.lanes:
                 splits[timing.index, number] = parts
@@ -162,12 +195,20 @@ def account(
         lane.until(us(end), Bucket.IDLE if not timings else Bucket.UNKNOWN, "after")
         lanes.append(LaneAccount(lane=number, host=host, copies=copies, intervals=tuple(lane.intervals)))
 
+    kept: tuple[Span, ...] = ((us(start), us(end)),)
+    is_whole = not windows and (until is None or until >= end)
+    if not is_whole:
+        kept = kept_windows(windows, start, end if until is None else max(start, min(until, end)))
+        lanes = [dataclasses.replace(one, intervals=clip(one.intervals, kept)) for one in lanes]
+        start, end = (kept[0][0] / 1e6, kept[-1][1] / 1e6) if kept else (start, start)
+    wall_us = sum(last - first for first, last in kept)
+
     gpu = empty()
     for one in lanes:
         for bucket, amount in one.totals().items():
             gpu[bucket] += amount * one.copies * gpus_per_rank
     wall = empty()
-    wall.update(apportion(gpu, us(end) - us(start)))
+    wall.update(apportion(gpu, wall_us))
     return Ledger(
         run=run.name,
         start=start,
@@ -183,9 +224,12 @@ def account(
         offsets=offsets.hosts,
         clocks=offsets,
         usual_step_s=overall,
+        best_step_s=reference_step_s if given is not None else _best_of_all(bests),
+        kept=kept,
+        is_whole=is_whole,
         facts=run,
         coarse=coarse,
-        notes=tuple(_notes(run, timings, offsets, coarse, lanes)),
+        notes=tuple(_notes(run, timings, offsets, coarse, lanes, is_whole=is_whole)),
     )
 
 
@@ -209,7 +253,7 @@ def _bounds(run: RunFacts, attempts: Sequence[Attempt], offsets: Offsets, until:
         return 0.0, 0.0
     start, end = min(times), max(times)
     if until is not None:
-        end = max(start, until)
+        end = max(end, until)
     return start, end
 
 
@@ -222,6 +266,20 @@ def _usual(attempt: Attempt, overall: float | None) -> float | None:
     if sum(n for one in stats for n, _ in one.clean.values()) >= 20:
         return merged_typical(stats)
     return overall
+
+
+def _bests(attempts: Sequence[Attempt], overall: float | None) -> dict[tuple[int, int], Best]:
+    """By rank and size of the job: another number of ranks may have other steps."""
+    stats: dict[tuple[int, int], list[StepStats]] = {}
+    for attempt in attempts:
+        for lane, pieces in attempt.lanes.items():
+            stats.setdefault((lane, attempt.world), []).extend(piece.steps for piece in pieces if piece.steps.high >= 0)
+    return {key: Best(step_s=best_stable(one, overall)) for key, one in stats.items()}
+
+
+def _best_of_all(bests: Mapping[tuple[int, int], Best]) -> float | None:
+    known = [best.step_s for best in bests.values() if best.step_s is not None]
+    return median(known) if known else None
 
 
 def _lane_groups(attempts: Sequence[Attempt], capacity: int | None) -> list[tuple[int, int]]:
@@ -248,11 +306,14 @@ def _pieces(attempt: Attempt, lane: int) -> list[Segment]:
 class _LaneFiller:
     """Adds one attempt that has steps to one rank's time line."""
 
-    def __init__(self, lane: Lane, timing: Timing, offsets: Offsets, late: Stragglers, *, over: bool) -> None:
+    def __init__(
+        self, lane: Lane, timing: Timing, offsets: Offsets, late: Stragglers, best: Best, *, over: bool
+    ) -> None:
         self.lane = lane
         self.timing = timing
         self.offsets = offsets
         self.late = late
+        self.best = best
         self.over = over
         self.start_bucket = Bucket.FIRST_START if timing.index == 0 else Bucket.RESTART
 
@@ -296,7 +357,7 @@ class _LaneFiller:
             )
         if last is None or train is None:
             return None
-        part = split_training(segment, timing.usual_step_s, self.late, pieces)
+        part = split_training(segment, timing.usual_step_s, self.late, pieces, self.best)
         lost = segment.steps.share_after(timing.lost_above) if timing.lost_above is not None else 0.0
         kept = part.productive_s * (1.0 - lost)
         began = min(train, last)
@@ -311,22 +372,31 @@ class _LaneFiller:
                 (Bucket.INTERFERENCE, part.interference_s),
                 (Bucket.WARM_UP, part.warm_up_s),
                 (Bucket.UNKNOWN, part.slow_s),
+                (Bucket.SLOWDOWN, part.slowdown_s),
                 (Bucket.STRAGGLER, part.straggler_s),
                 (Bucket.STRAGGLER, min(part.straggler_gap_s, max(0.0, last - began - part.step_s))),
             ],
             Bucket.UNKNOWN,
             "train",
             whole_us=us(last) - us(began),
+            trained=Trained(segment.steps, began, self.offsets.of(segment), timing.lost_above, tuple(part.slow)),
         )
         return part
 
     def _start(self, segment: Segment, train: float) -> None:
         """From the start of the attempt to the first batch."""
         lane = self.lane
+        imported = None
+        if segment.process is not None and segment.callback is not None and segment.imports_s is not None:
+            imported = min(segment.process + segment.imports_s, segment.callback)
         marks = [
             (StartPart.PROCESSES, segment.process),
-            (StartPart.IMPORTS, segment.callback),
+            (StartPart.IMPORTS, imported),
+            (StartPart.IMPORTS if imported is None else StartPart.SCRIPT, segment.callback),
+            (StartPart.GROUP, segment.group),
+            (StartPart.RENDEZVOUS, segment.grouped),
             (StartPart.GROUP, segment.opening),
+            (StartPart.AGENT, segment.started if segment.opening is not None else None),
         ]
         rest = StartPart.OTHER
         for part, mark in marks:
@@ -383,10 +453,21 @@ def lane_of(pieces: Sequence[Segment]) -> int:
 
 
 def _notes(
-    run: RunFacts, timings: Sequence[Timing], offsets: Offsets, coarse: bool, lanes: Sequence[LaneAccount]
+    run: RunFacts,
+    timings: Sequence[Timing],
+    offsets: Offsets,
+    coarse: bool,
+    lanes: Sequence[LaneAccount],
+    *,
+    is_whole: bool,
 ) -> list[str]:
     """Sentences for the reader of the report: what the log could not show."""
     notes = []
+    if not is_whole:
+        notes.append(
+            "A part of the run's time is left out. Buckets, attempts, incidents and spans are of what is left;"
+            " stragglers, ranks, checkpoints and the older library's figure are of the whole run."
+        )
     if coarse and timings:
         notes.append(
             "The log has no step events: only checkpoints show progress, so data wait, stalls, interference and "

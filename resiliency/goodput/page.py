@@ -7,6 +7,7 @@ read and fits any width; the small script in the template only switches the them
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from importlib import resources
@@ -16,6 +17,8 @@ from typing import Any
 from resiliency.errors import ConfigError
 from resiliency.goodput.lanes import LaneInterval
 from resiliency.goodput.ledger import LaneAccount, Ledger
+from resiliency.goodput.named_spans import spans_of
+from resiliency.goodput.over_time import COLUMNS, ROLLING
 from resiliency.goodput.summary import iso, step_series
 from resiliency.goodput.table import duration, figure, largest_causes, precise, unit_word
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
@@ -30,7 +33,10 @@ MOST_INCIDENTS = 100
 #: Those that cost the most are seen at once, the others when they are opened.
 ATTEMPTS_OPEN = 3
 INCIDENTS_OPEN = 3
-PLOT_WIDTH, PLOT_HEIGHT = 1000, 220
+#: Spans on the time line, the longest ones.
+MOST_SPANS = 200
+PLOT_WIDTH, PLOT_HEIGHT = 1000, 160
+CURVE_WIDTH, CURVE_HEIGHT = 1000, 100
 _BY_PHASE = {"absent": Bucket.SCALED_DOWN, "open": Bucket.UNKNOWN, "idle": Bucket.IDLE, "restore": Bucket.RESTORE}
 
 
@@ -45,6 +51,7 @@ def render_page(runs: Sequence[tuple[dict[str, Any], Ledger]]) -> str:
     """
     try:
         import jinja2
+        from markupsafe import Markup, escape
     except ImportError as error:
         raise ConfigError("the HTML page needs jinja2; install resiliency[goodput] or use --json") from error
     home = resources.files("resiliency.goodput")
@@ -52,6 +59,7 @@ def render_page(runs: Sequence[tuple[dict[str, Any], Ledger]]) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters.update(duration=duration, precise=precise, figure=figure, clock=lambda time: iso(time)[11:16])
+    environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
     template = environment.from_string((home / "page.html.j2").read_text(encoding="utf-8"))
     buckets = [{"name": bucket.value, **vars(info)} for bucket, info in BUCKETS.items()]
     views = [_view(summary, ledger) for summary, ledger in runs]
@@ -101,6 +109,7 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
                 "number": number,
                 "left": _percent(row["time"] - start, wall),
                 "costs": costs,
+                "files": [{"name": Path(path).name, "path": path, "uri": _uri(path)} for path in row["logs"]],
             }
         )
     badput = [row for row in summary["buckets"] if row["bucket"] != Bucket.PRODUCTIVE.value and row["share"] > 0]
@@ -126,6 +135,9 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
         "lost_gpu_s": summary["gpu_s"] * (1.0 - summary["goodput"]),
         "ticks": _ticks(start, wall),
         "rows": rows,
+        "holes": _holes(ledger, start, wall),
+        "curve": _curve(summary, start, wall),
+        "span_pieces": _span_pieces(ledger, start, wall),
         "rows_hidden": hidden,
         "attempt_row": [
             {
@@ -143,6 +155,80 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
         "attempt_scale": worst,
         "plot": _plot(ledger, start, wall),
     }
+
+
+def _uri(path: str) -> str:
+    """Opens the file where the page is read on a machine that has it; "" for a path that is none."""
+    return Path(path).as_uri() if path.startswith("/") else ""
+
+
+def _holes(ledger: Ledger, start: float, wall: float) -> list[dict[str, Any]]:
+    """Stretches between the first and the last moment that are left out."""
+    gaps = [(before[1], after[0]) for before, after in zip(ledger.kept, ledger.kept[1:], strict=False)]
+    return [
+        {
+            "left": _percent(first / 1e6 - start, wall),
+            "width": _percent((last - first) / 1e6, wall),
+            "title": f"Left out: {duration((last - first) / 1e6)}",
+        }
+        for first, last in gaps
+    ]
+
+
+def _curve(summary: dict[str, Any], start: float, wall: float) -> dict[str, Any] | None:
+    """Rolling goodput, and that of the run so far, over time."""
+    points = summary["over_time"]
+    if len(points) < 2:
+        return None
+
+    def x(time: float) -> float:
+        return round((time - start) / wall * CURVE_WIDTH, 2)
+
+    def y(share: float) -> float:
+        return round(CURVE_HEIGHT * (1 - share), 2)
+
+    line = [(x(point["time"]), y(point["goodput"])) for point in points]
+    so_far = " ".join(f"{x(point['time'])},{y(point['so_far'])}" for point in points)
+    first = [(0.0, line[0][1])]
+    path = " ".join(f"{a},{b}" for a, b in first + line)
+    tips = []
+    before = start
+    for point in points:
+        cause = f"; most lost to {BUCKETS[Bucket(point['worst'])].label.lower()}" if point["worst"] else ""
+        tips.append(
+            {
+                "left": _percent(before - start, wall),
+                "width": _percent(point["time"] - before, wall),
+                "title": f"Until {iso(point['time'])[11:]}: {figure(point['goodput'])}, of the run so far"
+                f" {figure(point['so_far'])}{cause}",
+            }
+        )
+        before = point["time"]
+    return {
+        "width": CURVE_WIDTH,
+        "height": CURVE_HEIGHT,
+        "line": path,
+        "area": f"0,{CURVE_HEIGHT} {path} {line[-1][0]},{CURVE_HEIGHT}",
+        "so_far": so_far,
+        "tips": tips,
+        "every": duration(wall / COLUMNS * ROLLING),
+    }
+
+
+def _span_pieces(ledger: Ledger, start: float, wall: float) -> list[dict[str, Any]]:
+    """Those of the lowest rank that has any."""
+    found = spans_of(ledger)
+    lowest = min((one.rank for one in found), default=0)
+    found = sorted((one for one in found if one.rank == lowest), key=lambda one: one.start - one.end)[:MOST_SPANS]
+    return [
+        {
+            "left": _percent(one.start - start, wall),
+            "width": _percent(one.end - max(start, one.start), wall),
+            "title": f"{one.name} {duration(one.end - one.start)}, {iso(one.start)[11:]}, rank {one.rank},"
+            f" attempt {one.attempt + 1}" + ("" if one.ended else ", did not end"),
+        }
+        for one in sorted(found, key=lambda one: one.start)
+    ]
 
 
 def _percent(part: float, whole: float) -> float:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from statistics import median, median_low
 
+from resiliency.goodput.slowdown import NO_BEST, Best, SlowStretch, slow_stretches
 from resiliency.telemetry.facts import Segment
 from resiliency.telemetry.stepstats import Histogram, StepStats, middle, typical
 
-__all__ = ["Stragglers", "TrainingSplit", "merged_typical", "split_training", "stragglers"]
+__all__ = ["Stragglers", "TrainingSplit", "deviation", "merged_typical", "split_training", "stragglers"]
 
 #: A step this many times the usual one is an outlier: its excess is not productive.
 SLOW_STEP = 5.0
@@ -37,6 +39,9 @@ class TrainingSplit:
     warm_up_s: float = 0.0
     straggler_s: float = 0.0
     slow_s: float = 0.0
+    #: What steps took longer than the best stable ones for long, and where.
+    slowdown_s: float = 0.0
+    slow: list[SlowStretch] = field(default_factory=list)
     eval_s: float = 0.0
     #: Time spent between steps, not inside them, waiting for slower ranks.
     straggler_gap_s: float = 0.0
@@ -88,7 +93,24 @@ def merged_typical(stats: list[StepStats]) -> float | None:
     return median(heads) if heads else None
 
 
-def split_training(segment: Segment, usual_s: float | None, late: Stragglers, pieces: int = 1) -> TrainingSplit:
+def deviation(stats: Sequence[StepStats]) -> float | None:
+    """Standard deviation of the computing time of steps in seconds, without outliers (more than five times the usual)
+    and the first steps of an attempt; None with fewer than two steps."""
+    usual = merged_typical(list(stats))
+    if not usual:
+        return None
+    known = [cell for one in stats for cells in (one.clean, one.flight) for cell in cells.values()]
+    cells = [(n, seconds) for n, seconds in known if n > 0 and seconds <= SLOW_STEP * usual * n]
+    count = sum(n for n, _ in cells)
+    if count < 2:
+        return None
+    mean = sum(seconds for _, seconds in cells) / count
+    return sqrt(sum(n * (seconds / n - mean) ** 2 for n, seconds in cells) / count)
+
+
+def split_training(
+    segment: Segment, usual_s: float | None, late: Stragglers, pieces: int = 1, best: Best = NO_BEST
+) -> TrainingSplit:
     """Divides the steps of one segment.
 
     Args:
@@ -96,6 +118,7 @@ def split_training(segment: Segment, usual_s: float | None, late: Stragglers, pi
         usual_s: usual step time of the attempt in seconds, for ranks with too few steps of their own.
         late: stragglers of the attempt.
         pieces: segments this lane has in the attempt; its straggler time is shared among them.
+        best: what a step of this rank should take.
     """
     stats = segment.steps
     total = stats.total()
@@ -149,7 +172,12 @@ def split_training(segment: Segment, usual_s: float | None, late: Stragglers, pi
     base = max(0.0, late.base.get(lane, usual) - part.interference_s / max(1, total.n))
     part.straggler_s = min(late.waits.get(lane, 0.0) / pieces, max(0.0, left - total.n * base))
     part.straggler_gap_s = late.gaps.get(lane, 0.0) / pieces
-    part.productive_s = left - part.straggler_s
+    in_flight = part.interference_s / flight_n if flight_n else 0.0
+    part.slow = slow_stretches(stats, best, usual, in_flight)
+    # Straggler excess and stalls within the steps are in the times that were compared, too.
+    slower = sum(stretch.excess_s for stretch in part.slow) - part.straggler_s - hidden
+    part.slowdown_s = max(0.0, min(slower, left - part.straggler_s))
+    part.productive_s = left - part.straggler_s - part.slowdown_s
     return part
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from enum import Enum
 
-__all__ = ["PART_LABELS", "StartPart"]
+__all__ = ["StartPart", "part_label"]
 
 
 class StartPart(str, Enum):
@@ -13,19 +14,40 @@ class StartPart(str, Enum):
     RANKS_END = "ranks_end"
     PROCESSES = "processes"
     IMPORTS = "imports"
+    SCRIPT = "script"
     GROUP = "group"
+    RENDEZVOUS = "rendezvous"
+    AGENT = "agent"
     MODEL = "model"
     FIRST_BATCH = "first_batch"
     OTHER = "other"
 
 
 #: For tables. A part ends where the next one begins; OTHER is what the log does not split.
-PART_LABELS = {
+_LABELS = {
     StartPart.RANKS_END: "other ranks end",  # noticed, until the launcher starts ranks; crash loops wait
     StartPart.PROCESSES: "processes up",  # until the script begins
-    StartPart.IMPORTS: "imports and script",  # until it makes our callback
-    StartPart.GROUP: "trainer and process group",  # until the checkpointer is opened
-    StartPart.MODEL: "checkpointer and model",  # until a checkpoint is loaded, or the first batch
+    StartPart.IMPORTS: "imports",
+    StartPart.SCRIPT: "script",  # until it makes our callback, without the imports
+    StartPart.GROUP: "trainer",  # until the checkpointer is opened, without the process group
+    StartPart.RENDEZVOUS: "process group",  # init_process_group, which waits for all ranks
+    StartPart.AGENT: "checkpointer and agent",  # until the checkpointer is open
+    StartPart.MODEL: "model set-up",  # until a checkpoint is loaded, or the first batch
     StartPart.FIRST_BATCH: "first batch",  # after the load, until the first batch
     StartPart.OTHER: "not split",
 }
+#: The label of a part that holds another one, too, which the log does not tell.
+_WITH_ANOTHER = {
+    StartPart.IMPORTS: (StartPart.SCRIPT, "imports and script"),
+    StartPart.GROUP: (StartPart.RENDEZVOUS, "trainer and process group"),
+}
+
+
+def part_label(part: StartPart, parts: Container[StartPart]) -> str:
+    """For tables.
+
+    Args:
+        parts: all that are shown beside it.
+    """
+    another = _WITH_ANOTHER.get(part)
+    return another[1] if another is not None and another[0] not in parts else _LABELS[part]

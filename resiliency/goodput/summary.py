@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from importlib import resources
 from math import isfinite
 from typing import Any
 
+from resiliency.goodput.advice import Advice, advise
 from resiliency.goodput.incidents import incidents
+from resiliency.goodput.lanes import us
 from resiliency.goodput.ledger import Ledger
+from resiliency.goodput.named_spans import span_rows
 from resiliency.goodput.older import older_figure
-from resiliency.goodput.split import merged_typical
-from resiliency.goodput.start_parts import PART_LABELS
+from resiliency.goodput.over_time import over_time
+from resiliency.goodput.split import deviation, merged_typical
+from resiliency.goodput.start_parts import StartPart, part_label
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
-from resiliency.telemetry.facts import parse_stamp
+from resiliency.goodput.timing import Timing
+from resiliency.telemetry.facts import Segment, parse_stamp
 
-__all__ = ["iso", "summarize"]
+__all__ = ["iso", "schema", "step_series", "summarize"]
 
 SCHEMA_VERSION = 2
 #: At most this many rows in the per-rank tables.
@@ -27,6 +33,11 @@ UNEQUAL = 1.5
 def iso(time: float) -> str:
     """UTC to the second, as reports show it."""
     return datetime.fromtimestamp(time, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def schema() -> str:
+    """The JSON Schema of ``--json``."""
+    return (resources.files("resiliency.goodput") / "report.schema.json").read_text(encoding="utf-8")
 
 
 def summarize(
@@ -52,12 +63,15 @@ def summarize(
     for name, count in (("torn_lines", torn_lines), ("foreign_lines", foreign_lines), ("clock_jumps", jumps)):
         if count:
             quality[name] = count
+    advised = advise(ledger)
     return {
         "run": ledger.run,
         "start": ledger.start,
         "end": ledger.end,
         "start_utc": iso(ledger.start),
         "end_utc": iso(ledger.end),
+        "left_out_s": (us(ledger.end) - us(ledger.start) - ledger.wall_us) / 1e6,
+        "whole_run": ledger.is_whole,
         "wall_s": ledger.wall_us / 1e6,
         "gpu_s": sum(ledger.gpu.values()) / 1e6,
         "capacity": ledger.capacity,
@@ -74,16 +88,23 @@ def summarize(
                 "wall_s": ledger.wall[bucket] / 1e6,
                 "gpu_s": ledger.gpu[bucket] / 1e6,
                 "share": ledger.share(bucket),
-                "parts": [
-                    {"part": part.value, "label": PART_LABELS[part], "wall_s": wall / 1e6, "gpu_s": gpu / 1e6}
-                    for part, (wall, gpu) in ledger.start_parts(bucket).items()
-                ]
-                if bucket in (Bucket.FIRST_START, Bucket.RESTART)
-                else [],
+                "parts": _parts(ledger.start_parts(bucket)) if bucket in (Bucket.FIRST_START, Bucket.RESTART) else [],
+                "advice": _advice(advised.get(bucket), ledger),
             }
             for bucket in BUCKETS
         ],
         "steps": _steps(ledger),
+        "step_times": _step_times(ledger),
+        "over_time": [
+            {
+                "time": point.time,
+                "goodput": point.goodput,
+                "so_far": point.so_far,
+                "worst": None if point.worst is None else point.worst.value,
+            }
+            for point in over_time(ledger)
+        ],
+        "spans": span_rows(ledger),
         "attempts": _attempts(ledger),
         "incidents": [
             {
@@ -95,6 +116,7 @@ def summarize(
                 "remedy": incident.remedy,
                 "lost_steps": incident.lost_steps,
                 "ended_attempt": incident.ended_attempt,
+                "logs": list(incident.logs),
                 "cost_gpu_s": incident.cost_gpu_s,
                 "gpu_s": {bucket.value: seconds for bucket, seconds in incident.gpu_s.items()},
             }
@@ -116,12 +138,31 @@ def summarize(
     }
 
 
+def _advice(said: Advice | None, ledger: Ledger) -> dict[str, Any] | None:
+    if said is None:
+        return None
+    share = said.returns_s / (ledger.wall_us / 1e6) if ledger.wall_us else 0.0
+    return {"text": said.text, "returns_s": said.returns_s, "returns_share": share}
+
+
+def _parts(parts: Mapping[StartPart, tuple[int, int]]) -> list[dict[str, Any]]:
+    return [
+        {"part": part.value, "label": part_label(part, parts), "wall_s": wall / 1e6, "gpu_s": gpu / 1e6}
+        for part, (wall, gpu) in parts.items()
+    ]
+
+
 def _steps(ledger: Ledger) -> dict[str, Any]:
     """Steps counted from the lowest rank's log."""
     run = kept = 0
     for timing in ledger.timings:
         lanes = sorted(timing.attempt.lanes)
-        done = sum(segment.steps.n for segment in timing.attempt.lanes[lanes[0]]) if lanes else 0
+        pieces = timing.attempt.lanes[lanes[0]] if lanes else []
+        if not ledger.is_whole:
+            done, lost = _steps_left(ledger, timing, pieces)
+            run, kept = run + done, kept + done - lost
+            continue
+        done = sum(segment.steps.n for segment in pieces)
         run += done
         lost = 0
         if timing.lost_above is not None and timing.top is not None:
@@ -137,6 +178,35 @@ def _steps(ledger: Ledger) -> dict[str, Any]:
     }
 
 
+def _steps_left(ledger: Ledger, timing: Timing, pieces: Sequence[Segment]) -> tuple[int, int]:
+    """Steps in the time that is looked at, and how many of them were lost; those of one window are taken as even."""
+    done = lost = 0.0
+    for segment in pieces:
+        offset, before = ledger.clocks.of(segment), segment.first_step_start()
+        begin = timing.window[0] if before is None else before - offset
+        for _, window in sorted(segment.steps.windows.items()):
+            end = parse_stamp(window.last_stamp)
+            if end is None or not window.n:
+                continue
+            end = max(begin, end - offset)
+            share = ledger.kept_us(begin, end) / max(1, us(end) - us(begin))
+            done += window.n * share
+            if timing.lost_above is not None:
+                lost += min(window.n, max(0, window.last_step - timing.lost_above)) * share
+            begin = end
+    return round(done), min(round(done), round(lost))
+
+
+def _step_times(ledger: Ledger) -> dict[str, Any]:
+    """Computing times of steps over all ranks: usual, best stable, and how far they vary."""
+    stats = [segment.steps for timing in ledger.timings for segment in timing.attempt.segments]
+    return {
+        "usual_s": ledger.usual_step_s,
+        "best_s": ledger.best_step_s,
+        "deviation_s": deviation(stats),
+    }
+
+
 def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
     sums: dict[int, dict[Bucket, int]] = {timing.index: {} for timing in ledger.timings}
     for lane in ledger.lanes:
@@ -149,6 +219,8 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
     rows = []
     for timing in ledger.timings:
         whole = sum(sums[timing.index].values())
+        if not whole and not ledger.is_whole:
+            continue
         rows.append(
             {
                 "attempt": timing.index + 1,
@@ -156,7 +228,7 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
                 "start": timing.window[0],
                 "start_utc": iso(timing.window[0]),
                 "end": timing.window[1],
-                "wall_s": timing.window[1] - timing.window[0],
+                "wall_s": _length(ledger, timing),
                 "ranks": max(timing.attempt.world, len(timing.attempt.lanes)),
                 "from_step": timing.position,
                 "to_step": timing.top,
@@ -169,6 +241,11 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _length(ledger: Ledger, timing: Timing) -> float:
+    begin, end = timing.window
+    return end - begin if ledger.is_whole else ledger.kept_us(begin, end) / 1e6
 
 
 def _stragglers(ledger: Ledger) -> list[dict[str, Any]]:
@@ -218,6 +295,7 @@ def _ranks(ledger: Ledger) -> list[dict[str, Any]]:
                 "steps": n,
                 "usual_step_s": usual,
                 "own_work_s": busy_s / busy_n if busy_n else None,
+                "deviation_s": deviation([segment.steps for segment in segments]),
                 "data_wait_s": data / n if n else 0.0,
             }
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,52 +12,29 @@ from rich.table import Table
 from rich.text import Text
 
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
+from resiliency.goodput.words import duration, figure, precise
 
 __all__ = ["compare", "duration", "figure", "largest_causes", "precise", "print_report", "render", "unit_word"]
 
 BAR_CELLS = 24
 INCIDENTS_SHOWN = 20
 ATTEMPTS_SHOWN = 12
-
-
-def duration(seconds: float) -> str:
-    """A readable length of time: ``3 d 04 h``, ``2 h 05 m``, ``4 m 10 s``, ``8.2 s``, ``120 ms``."""
-    sign = "-" if seconds < 0 else ""
-    seconds = abs(seconds)
-    if seconds < 0.9995:
-        return f"{sign}{seconds * 1e3:.0f} ms" if seconds >= 0.0005 else "<1 ms" if seconds else "0 s"
-    if seconds < 59.95:
-        return f"{sign}{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{sign}{whole // 60} m {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{sign}{whole // 3600} h {whole % 3600 // 60:02d} m"
-    return f"{sign}{whole // 86400} d {whole % 86400 // 3600:02d} h"
-
-
-def precise(seconds: float) -> str:
-    """A step time with three digits."""
-    if seconds >= 100 or seconds <= 0:
-        return duration(seconds)
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def figure(share: float) -> str:
-    """A share in percent; small shares get more digits, so that only zero is printed as 0 %."""
-    percent = share * 100
-    if percent == 0 or abs(percent) >= 0.095:
-        return f"{percent:.1f} %"
-    return f"{percent:.3f} %" if abs(percent) >= 0.0005 else "<0.001 %"
+SPANS_SHOWN = 10
+CURVE_CELLS = 48
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def render(summary: dict[str, Any], *, color: str = "dark") -> RenderableType:
     """The whole report of one run."""
     blocks: list[RenderableType] = [_head(summary), _buckets(summary, color), _levers(summary), _lines(summary)]
+    if summary["over_time"]:
+        blocks.append(_over_time(summary))
     if len(summary["attempts"]) > 1:
         blocks.append(_attempts(summary))
     if summary["incidents"]:
         blocks.append(_incidents(summary))
+    if summary["spans"]:
+        blocks.append(_spans(summary))
     if summary["stragglers"]:
         blocks.append(_stragglers(summary))
     if summary["checkpoints"]:
@@ -126,11 +104,11 @@ def _buckets(summary: dict[str, Any], color: str) -> Table:
 
 
 def _levers(summary: dict[str, Any]) -> Text:
-    """What makes the largest causes smaller."""
+    """What makes the largest causes smaller: from what was measured, where that shows enough."""
     text = Text()
     for row in largest_causes(summary):
         text.append(f"{row['label']}, {figure(row['share'])}: ", style="bold")
-        text.append(row["lever"] + "\n")
+        text.append((f"{row['advice']['text']}." if row["advice"] else row["lever"]) + "\n")
     return text
 
 
@@ -147,6 +125,11 @@ def _lines(summary: dict[str, Any]) -> Text:
         text.append(f"Steps: {steps['run']:,} run, {steps['kept']:,} kept, {steps['thrown_away']:,} thrown away")
         if steps["usual_s"]:
             text.append(f"; usual step {precise(steps['usual_s'])}")
+            times = summary["step_times"]
+            if times["best_s"]:
+                text.append(f", best stable {precise(times['best_s'])}")
+            if times["deviation_s"]:
+                text.append(f", deviation {precise(times['deviation_s'])}")
         text.append("\n")
     older = summary["older"]
     if older["share"] is None:
@@ -160,6 +143,34 @@ def _lines(summary: dict[str, Any]) -> Text:
         )
         text.append("; ".join(older["reasons"]) + "\n", style="dim")
     return text
+
+
+def _over_time(summary: dict[str, Any]) -> Text:
+    """Rolling goodput as a row of blocks, by time; a gap is time that was left out."""
+    points, wall = summary["over_time"], max(1e-9, summary["end"] - summary["start"])
+    cells: list[list[float]] = [[] for _ in range(CURVE_CELLS)]
+    for point in points:
+        place = (point["time"] - summary["start"]) / wall * CURVE_CELLS
+        cells[min(CURVE_CELLS - 1, max(0, math.ceil(place) - 1))].append(point["goodput"])
+    means = [sum(cell) / len(cell) if cell else None for cell in cells]
+    text = Text("Goodput over time  ", style="default")
+    blocks = (" " if mean is None else _BLOCKS[min(len(_BLOCKS) - 1, int(mean * len(_BLOCKS)))] for mean in means)
+    text.append("".join(blocks), style="green")
+    text.append(
+        f"  {figure(points[-1]['goodput'])} at the end, a cell is {duration(wall / CURVE_CELLS)}\n", style="dim"
+    )
+    return text
+
+
+def _spans(summary: dict[str, Any]) -> Table:
+    table = _table("Spans that the script names")
+    table.add_column("span", no_wrap=True)
+    for name in ("times", "ranks", "mean", "longest", "sum"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in summary["spans"][:SPANS_SHOWN]:
+        lengths = (duration(row[key]) for key in ("mean_s", "longest_s", "total_s"))
+        table.add_row(Text(row["span"]), f"{row['count']:,}", f"{row['ranks']:,}", *lengths)
+    return table
 
 
 def _attempts(summary: dict[str, Any]) -> Table:

@@ -26,6 +26,7 @@ class Bucket(str, Enum):
     RESTART = "restart"
     RESTORE = "restore"
     WARM_UP = "warm_up"
+    SLOWDOWN = "slowdown"
     STRAGGLER = "straggler"
     SCALED_DOWN = "scaled_down"
     IDLE = "idle"
@@ -128,6 +129,13 @@ BUCKETS: dict[Bucket, BucketInfo] = {
         lever="Compilation caches, pre-opened data, warmed allocators.",
         light="#d97f4e",
         dark="#ffb38a",
+    ),
+    Bucket.SLOWDOWN: BucketInfo(
+        label="Slowdown",
+        meaning="Steps that were slower for long than the best stable ones of the same rank and size.",
+        lever="Compare clocks, temperatures and neighbours of the hosts before and after.",
+        light="#8f5a78",
+        dark="#d3a0bf",
     ),
     Bucket.STRAGGLER: BucketInfo(
         label="Straggler excess",

@@ -10,12 +10,17 @@ from hypothesis import strategies as st
 
 from resiliency.events import EventKind
 from resiliency.goodput.ledger import Ledger, account
-from resiliency.goodput.summary import summarize
+from resiliency.goodput.summary import schema, summarize
+from resiliency.goodput.windows import Moment, Windows
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.reader import LogReader
 
+from .json_schema import problems
 from .scripted import START
 from .test_ledger_truth import crash, scale_down
+
+SCHEMA: dict[str, Any] = json.loads(schema())
+RUN: dict[str, Any] = SCHEMA["properties"]["runs"]["items"]
 
 KINDS = sorted(value for name, value in vars(EventKind).items() if name.isupper())
 
@@ -34,6 +39,19 @@ times = st.one_of(
 )
 
 
+#: Few, because each field that is drawn costs time.
+EXTRAS: list[dict[str, Any]] = [
+    {},
+    {"since_callback_s": 3.0, "imports_s": 2.0, "since_group_s": 2.0, "group_s": 1.0, "opening_s": 0.5},
+    {"since_callback_s": -1, "imports_s": 1e12, "since_group_s": 1e-9, "group_s": 1e12, "opening_s": float("nan")},
+    {"span": "evaluation", "span_s": 7.0, "logs": ["/tmp/a.log", 3], "workload": "b"},
+    {"span": None, "span_s": float("inf"), "logs": "x", "workload": 3},
+    {"span": "x" * 200, "span_s": -2.0, "logs": {}},
+    {"incident": 1, "plan": 1, "remedy": "hot_swap", "observation": "device_fault", "old": "h0", "new": 3},
+    {"incident": "x", "plan": None, "remedy": "", "outcome": "done", "old": None, "lost_host": 5},
+]
+
+
 @st.composite
 def records(draw: st.DrawFn) -> dict[str, Any]:
     record: dict[str, Any] = {"event_type": draw(st.sampled_from([*KINDS, "step", "step", "step", "made_up"]))}
@@ -42,7 +60,6 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
         "monotonic_s": st.one_of(st.floats(min_value=0, max_value=600), st.sampled_from([None, -1e9, 1e17, -0.0])),
         "since_process_s": seconds,
         "since_launcher_s": seconds,
-        "loop_s": seconds,
         "job_name": st.sampled_from(["a"] * 8 + ["b", "", None, 3]),
         "attempt": st.one_of(small, small, small, st.none(), st.just(-1)),
         "rank": st.one_of(small, small, small, st.sampled_from([-1, 1e18, 2.5, "1"])),
@@ -63,6 +80,7 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
         "tier": st.sampled_from(["local", "peer", None]),
         "worker": small,
     }
+    record.update(draw(st.sampled_from(EXTRAS)))
     for name, strategy in optional.items():
         if draw(st.integers(0, 9)) < 8:
             record[name] = draw(strategy)
@@ -79,13 +97,16 @@ def check(ledger: Ledger) -> None:
     for lane in ledger.lanes:
         cursor = None
         for interval in lane.intervals:
-            assert cursor is None or interval.start_us == cursor, "intervals leave no hole and do not overlap"
+            hole = cursor is not None and any(first == interval.start_us for first, _ in ledger.kept[1:])
+            assert cursor is None or interval.start_us == cursor or hole, "no hole but what is left out, no overlap"
+            assert cursor is None or interval.start_us >= cursor
             assert interval.length_us > 0
             assert sum(interval.parts.values()) == interval.length_us
             assert all(amount > 0 for amount in interval.parts.values())
             cursor = interval.end_us
         assert sum(interval.length_us for interval in lane.intervals) == wall
-    json.dumps(summarize(ledger), allow_nan=False)
+    summary = json.loads(json.dumps(summarize(ledger), allow_nan=False))
+    assert not list(problems(summary, RUN, SCHEMA))
 
 
 @settings(max_examples=120, deadline=None)
@@ -96,6 +117,39 @@ def test_any_events_in_any_order_give_an_account_that_sums(events: list[dict[str
         collector.add(event)
     for run in collector.runs.values():
         check(account(run))
+
+
+moments = st.one_of(
+    st.floats(min_value=-300, max_value=300).map(lambda seconds: Moment(seconds, is_offset=True)),
+    st.floats(min_value=0, max_value=500).map(lambda seconds: Moment(START + seconds)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(records(), max_size=20),
+    st.one_of(st.none(), moments),
+    st.one_of(st.none(), moments),
+    st.lists(st.tuples(moments, moments), max_size=3),
+    st.sampled_from([None, 1.0, 1e-9]),
+)
+def test_any_part_of_the_time_gives_an_account_that_sums(
+    events: list[dict[str, Any]],
+    since: Moment | None,
+    until: Moment | None,
+    exclude: list[tuple[Moment, Moment]],
+    reference: float | None,
+) -> None:
+    collector = Collector()
+    for event in [*events, *({**event, "timestamp": START + 400.0} for event in events[:3])]:
+        collector.add(event)
+    windows = Windows(since=since, until=until, exclude=tuple(exclude))
+    for run in collector.runs.values():
+        whole = account(run, reference_step_s=reference)
+        part = account(run, windows=windows, reference_step_s=reference)
+        check(part)
+        assert part.wall_us <= whole.wall_us
+        assert all(amount <= whole.gpu[bucket] for bucket, amount in part.gpu.items())
 
 
 @settings(max_examples=50, deadline=None)

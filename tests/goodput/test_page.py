@@ -241,6 +241,47 @@ def test_a_week_fits_on_a_few_screens_and_the_time_line_on_the_first(browser: Br
         assert place < 1, f"{label} is {place:.0f} pixels from its time"
 
 
+#: Where the third attempt's mark and the axis' labels are, as shares of the visible width.
+PLACES = """(() => {
+  const box = document.querySelector(".chart .clip").getBoundingClientRect();
+  const at = (e) => (e.getBoundingClientRect().left - box.left) / box.width;
+  return {
+    third: at(document.querySelectorAll(".attempts i")[2]),
+    labels: [...document.querySelectorAll(".chart .axis span")].map((e) => e.textContent),
+    scroll: document.documentElement.scrollWidth,
+  };
+})()"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_time_line_zooms_to_what_is_dragged_over(browser: Browser, page: Path, width: int) -> None:
+    browser.errors.clear()
+    browser.open(page, width=width, dark=False)
+    whole = browser.evaluate(PLACES)
+    box = browser.evaluate(
+        "(({ x, y, width }) => [x, y, width])(document.querySelector('.track').getBoundingClientRect())"
+    )
+    third, y = box[0] + box[2] * whole["third"], box[1] + 5
+    half = box[2] * 0.05
+    mouse = {"button": "left", "buttons": 1, "clickCount": 1}
+    browser.call("Input.dispatchMouseEvent", type="mousePressed", x=third - half, y=y, **mouse)
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=third + half / 2, y=y, button="left", buttons=1)
+    assert browser.evaluate("document.querySelector('.chart').classList.contains('drags')")
+    browser.call("Input.dispatchMouseEvent", type="mouseReleased", x=third + half, y=y, **mouse)
+    zoomed = browser.evaluate(PLACES)
+    assert abs(zoomed["third"] - 0.5) < 0.05, "what was in the middle is in the middle"
+    assert zoomed["labels"] != whole["labels"] and 1 <= len(zoomed["labels"]) <= 9
+    assert zoomed["scroll"] <= width
+    found = browser.evaluate(CHECKS)
+    assert (found["overlaps"], found["faint"]) == ([], [])
+    browser.evaluate("document.querySelectorAll('[data-zoom]')[1].click()")
+    assert abs(browser.evaluate(PLACES)["third"] - 0.5) < 0.1
+    browser.evaluate("document.querySelectorAll('[data-zoom]')[2].click()")
+    assert browser.evaluate(PLACES) == whole
+    assert browser.errors == []
+
+
 @pytest.mark.browser
 def test_the_theme_switch_and_the_tooltip_work(browser: Browser, page: Path) -> None:
     browser.errors.clear()

@@ -21,7 +21,8 @@ TRUTH = {
     StartPart.PROCESSES: 2.0,
     StartPart.IMPORTS: 5.0,
     StartPart.GROUP: 4.0,
-    StartPart.MODEL: 6.0,
+    StartPart.AGENT: 4.0,
+    StartPart.MODEL: 2.0,
     StartPart.FIRST_BATCH: 1.5,
 }
 
@@ -40,7 +41,7 @@ def _launcher(job: Job, kind: str, **fields: Any) -> None:
     job.events.append(event)
 
 
-def _start(job: Job, *, load: int | None, marks: bool = True) -> None:
+def _start(job: Job, *, load: int | None, marks: bool = True, told_apart: bool = False) -> None:
     """A start by a launcher, whose ranks take the times of TRUTH from there on."""
     bucket = Bucket.FIRST_START if job.attempt < 0 else Bucket.RESTART
     _launcher(job, EventKind.RANKS_STARTED, count=4, kept=0)
@@ -48,17 +49,19 @@ def _start(job: Job, *, load: int | None, marks: bool = True) -> None:
     spent = {part: TRUTH[part] for part in (StartPart.PROCESSES, StartPart.IMPORTS, StartPart.GROUP)}
     for seconds in spent.values():
         job.advance(seconds, bucket)
-    job.advance(TRUTH[StartPart.MODEL] - 2.0, bucket)
+    job.advance(TRUTH[StartPart.AGENT], bucket)
     job.attempt += 1
-    opening = TRUTH[StartPart.MODEL] - 2.0
+    opening = TRUTH[StartPart.AGENT]
     ages = {
         "opening_s": opening,
         "since_callback_s": opening + TRUTH[StartPart.GROUP],
         "since_process_s": opening + TRUTH[StartPart.GROUP] + TRUTH[StartPart.IMPORTS],
     }
+    if told_apart:
+        ages |= {"imports_s": 3.5, "since_group_s": opening + 2.5, "group_s": 1.5}
     for rank in range(job.ranks):
         job.emit(EventKind.JOB_STARTED, rank, world_size=job.ranks, **(ages if marks else {}))
-    job.advance(2.0, bucket)
+    job.advance(TRUTH[StartPart.MODEL], bucket)
     if load is not None:
         for rank in range(job.ranks):
             job.emit(EventKind.RESTORE_STARTED, rank)
@@ -72,17 +75,17 @@ def _start(job: Job, *, load: int | None, marks: bool = True) -> None:
     job.training = True
 
 
-def _job(*, marks: bool = True) -> Job:
+def _job(*, marks: bool = True, told_apart: bool = False) -> Job:
     job = Job()
     _launcher(job, EventKind.LAUNCHER_STARTED)
     job.advance(9.0, Bucket.FIRST_START)
-    _start(job, load=None, marks=marks)
+    _start(job, load=None, marks=marks, told_apart=told_apart)
     job.steps(50)
     job.save()
     job.steps(5, lost=True)
     job.fail(detection=2.0)
     job.advance(TRUTH[StartPart.RANKS_END], Bucket.RESTART)
-    _start(job, load=50, marks=marks)
+    _start(job, load=50, marks=marks, told_apart=told_apart)
     job.steps(50)
     job.finish()
     return job
@@ -94,6 +97,29 @@ def test_a_restart_is_split_into_its_parts_which_sum_to_it() -> None:
     assert {part: wall / 1e6 for part, (wall, _) in parts.items()} == TRUTH
     assert sum(wall for wall, _ in parts.values()) == ledger.wall[Bucket.RESTART]
     assert sum(gpu for _, gpu in parts.values()) == ledger.gpu[Bucket.RESTART]
+
+
+def test_imports_are_told_from_the_script_and_the_process_group_from_the_trainer() -> None:
+    ledger = _job(told_apart=True).ledger()
+    parts = {part: wall / 1e6 for part, (wall, _) in ledger.start_parts(Bucket.RESTART).items()}
+    finer = {StartPart.IMPORTS: 3.5, StartPart.SCRIPT: 1.5, StartPart.GROUP: 2.5, StartPart.RENDEZVOUS: 1.5}
+    assert parts == {**TRUTH, **finer}
+    labels = {row["part"]: row["label"] for row in _restart_row(summarize(ledger))["parts"]}
+    assert (labels["imports"], labels["script"]) == ("imports", "script")
+    assert (labels["group"], labels["rendezvous"]) == ("trainer", "process group")
+
+
+def _restart_row(summary: dict[str, Any]) -> dict[str, Any]:
+    return next(row for row in summary["buckets"] if row["bucket"] == "restart")
+
+
+def test_an_absurd_time_of_imports_stays_within_the_start() -> None:
+    job = _job(told_apart=True)
+    for event in job.events:
+        if event.kind == EventKind.JOB_STARTED:
+            event.fields["imports_s"] = 1e6  # type: ignore[index]
+    parts = job.ledger().start_parts(Bucket.RESTART)
+    assert parts[StartPart.IMPORTS][0] == 5_000_000 and StartPart.SCRIPT not in parts
 
 
 def test_the_account_begins_with_the_launcher() -> None:

@@ -1,0 +1,117 @@
+"""The part of a run's time that an account is of: from one moment to another, without some stretches. Pure.
+
+All times are whole microseconds, so that what is left sums exactly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from resiliency.goodput.lanes import LaneInterval, us
+
+__all__ = ["ALL_TIME", "Moment", "Span", "Windows", "clip", "kept_windows", "parse_moment", "parse_span"]
+
+#: ``[start, end)`` in microseconds.
+Span = tuple[int, int]
+
+_PARTS = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A time, or an offset in seconds from the start of the run (negative: back from its end)."""
+
+    seconds: float
+    is_offset: bool = False
+
+    def at(self, start: float, end: float) -> float:
+        """UTC seconds, in a run from ``start`` to ``end``."""
+        if not self.is_offset:
+            return self.seconds
+        return start + self.seconds if self.seconds >= 0 else end + self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """What is looked at: all, but for what is before ``since``, after ``until`` or in ``exclude``."""
+
+    since: Moment | None = None
+    until: Moment | None = None
+    exclude: tuple[tuple[Moment, Moment], ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.since is not None or self.until is not None or bool(self.exclude)
+
+
+ALL_TIME = Windows()
+
+
+def parse_moment(text: str) -> Moment:
+    """An ISO time (UTC without a zone) or an offset: ``90``, ``90s``, ``1h30m``, ``2d``, ``-30m`` (before the end).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    words = text.strip()
+    sign = -1.0 if words.startswith("-") else 1.0
+    found = _PARTS.fullmatch(words.lstrip("+-"))
+    if found and any(found.groups()):
+        days, hours, minutes, seconds = (float(part or 0.0) for part in found.groups())
+        return Moment(sign * (days * 86400 + hours * 3600 + minutes * 60 + seconds), is_offset=True)
+    try:
+        moment = datetime.fromisoformat(words.replace("Z", "+00:00"))
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is neither an ISO time like 2026-01-31T12:00:00Z nor an offset like 90s, 1h30m or -30m"
+        ) from None
+    return Moment((moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp())
+
+
+def parse_span(text: str) -> tuple[Moment, Moment]:
+    """``A..B``, each as in :func:`parse_moment`; without A from the start, without B to the end.
+
+    Raises:
+        ValueError: it is not.
+    """
+    first, dots, last = text.partition("..")
+    if not dots:
+        raise ValueError(f"{text!r} is no stretch of time; write A..B, for example 1h..1h30m")
+    begin = parse_moment(first) if first.strip() else Moment(0.0, is_offset=True)
+    end = parse_moment(last) if last.strip() else Moment(float("inf"))
+    return begin, end
+
+
+def kept_windows(windows: Windows, start: float, end: float) -> tuple[Span, ...]:
+    """What is left of a run from ``start`` to ``end``, in order, without gaps between neighbours."""
+    kept: list[Span] = [(us(start), us(end))]
+
+    def drop(first: float, last: float) -> None:
+        low = us(min(max(first, start), end))
+        high = us(min(max(last, start), end))
+        if low < high:
+            kept[:] = [part for a, b in kept for part in ((a, min(b, low)), (max(a, high), b)) if part[0] < part[1]]
+
+    if windows.since is not None:
+        drop(start, windows.since.at(start, end))
+    if windows.until is not None:
+        drop(windows.until.at(start, end), end)
+    for first, last in windows.exclude:
+        drop(first.at(start, end), last.at(start, end))
+    return tuple(kept)
+
+
+def clip(intervals: Iterable[LaneInterval], kept: Sequence[Span]) -> tuple[LaneInterval, ...]:
+    """What of the intervals lies in the time that is kept."""
+    found: list[LaneInterval] = []
+    place = 0
+    for interval in intervals:
+        while place < len(kept) and kept[place][1] <= interval.start_us:
+            place += 1
+        at = place
+        while at < len(kept) and kept[at][0] < interval.end_us:
+            found.extend(interval.within(*kept[at]))
+            at += 1
+    return tuple(found)

@@ -1,0 +1,153 @@
+"""What a supervisor logs is in the report: incidents name what was observed, and what was done about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from resiliency.cli.goodput import app
+from resiliency.events import Event, EventKind
+from resiliency.goodput.incidents import Incident, incidents
+from resiliency.goodput.ledger import account
+from resiliency.supervisor.event_log import EventLog
+from resiliency.supervisor.store import HistoryEvent
+from resiliency.telemetry.collect import Collector
+from resiliency.telemetry.supervised import join_supervisors
+
+from .scripted import START, Job, assert_matches
+from .test_ledger_truth import crash, hot_swap
+
+
+def told(job: Job, kind: str, at: float, **fields: Any) -> None:
+    """A line of the supervisor, as resiliency/supervisor/event_log.py writes it."""
+    job.events.append(
+        Event(
+            kind=kind,
+            time=at,
+            monotonic_s=at - START + 7000.0,
+            run="workload-a",
+            attempt=1,
+            rank=-1,
+            host="sup-0",
+            fields={"text": "for people", **fields},
+        )
+    )
+
+
+def swapped(*, observed: bool = True) -> Job:
+    """hot_swap, as a supervisor saw it: a restart in the job came to nothing, a spare took the place."""
+    job = hot_swap()
+    (lost,) = [event.time for event in job.events if event.kind == EventKind.HOST_LOST]
+    job.events = [event for event in job.events if event.kind != EventKind.HOST_LOST]
+    told(job, EventKind.SUPERVISOR_LEADS, START, term=4)
+    told(job, EventKind.INCIDENT_OPENED, lost, incident=3)
+    if observed:
+        fields = {"incident": 3, "observation": "host_silent", "lost_host": "host-2"}
+        told(job, EventKind.HOST_LOST, lost, reason="no report for 2 s", **fields)
+    told(
+        job,
+        EventKind.RESTART_REQUESTED,
+        lost + 0.1,
+        incident=3,
+        plan=9,
+        remedy="restart_in_job",
+        reason="",
+        next_epoch=2,
+    )
+    plan = {"incident": 3, "plan": 9, "remedy": "restart_in_job"}
+    told(job, EventKind.PLAN_ENDED, lost + 1.1, **plan, outcome="overtaken", reason="host-2 is silent")
+    told(job, EventKind.RESTART_REQUESTED, lost + 1.2, incident=3, plan=10, remedy="hot_swap", reason="", next_epoch=3)
+    told(job, EventKind.HOST_SWAPPED, lost + 1.2, old="host-2", new="spare-0")
+    told(job, EventKind.PLAN_ENDED, lost + 19.2, incident=3, plan=10, remedy="hot_swap", outcome="done", reason="")
+    told(job, EventKind.INCIDENT_CLOSED, lost + 19.2, incident=3)
+    return job
+
+
+def only_incident(job: Job) -> Incident:
+    collector = Collector()
+    for event in job.events:
+        collector.add(event)
+    (run,) = join_supervisors(collector.runs).values()
+    ledger = account(run)
+    assert_matches(ledger, job)
+    (incident,) = incidents(ledger)
+    return incident
+
+
+def test_a_swap_is_named_with_the_plan_before_it_and_how_long_it_took() -> None:
+    incident = only_incident(swapped())
+    assert (incident.what, incident.where) == ("Host lost: no report for 2 s", "host-2")
+    assert incident.remedy == (
+        "ranks replaced in the job, overtaken after 1.0 s (host-2 is silent), then hot swap of host-2 for spare-0,"
+        " done after 18.0 s: swapped host-2 for spare-0 at step 100 from local"
+    )
+
+
+def test_a_fault_of_a_device_tells_more_than_a_lost_worker() -> None:
+    job = crash()
+    (lost,) = [event.time for event in job.events if event.kind == EventKind.WORKER_LOST]
+    observed = {"incident": 1, "observation": "device_fault", "reason": "XID 79: the GPU has fallen off the bus"}
+    told(job, EventKind.OBSERVED, lost, **observed)
+    told(job, EventKind.OBSERVED, lost, incident=1, observation="straggler", reason="slow")
+    told(job, EventKind.RESTART_REQUESTED, lost, incident=1, plan=2, remedy="scale_down", reason="", next_epoch=2)
+    told(job, EventKind.WORLD_RESIZED, lost, old=4, new=3)
+    incident = only_incident(job)
+    assert (incident.what, incident.where) == ("Device fault: XID 79: the GPU has fallen off the bus", "")
+    assert incident.remedy.startswith("scaled down from 4 to 3 hosts (not ended in the log): restarted at step 100")
+
+
+def test_without_an_observation_the_swap_itself_tells_where() -> None:
+    incident = only_incident(swapped(observed=False))
+    assert (incident.what, incident.where) == ("Host swapped", "host-2")
+
+
+def test_the_supervisors_lines_belong_to_the_run_whose_ranks_name_the_workload() -> None:
+    collector = Collector()
+    other = Job(run="other", ranks=1)
+    other.start()
+    other.steps(5)
+    job = swapped()
+    for event in [*other.events, *job.events]:
+        collector.add(event)
+    assert set(join_supervisors(collector.runs)) == {"job", "other", "workload-a"}, "it cannot be known whose they are"
+    for event in job.events:
+        if event.kind == EventKind.JOB_STARTED:
+            event.fields["workload"] = "workload-a"  # type: ignore[index]
+            collector.add(event)
+    joined = join_supervisors(collector.runs)
+    assert set(joined) == {"job", "other"}
+    assert len(joined["job"].marks) > len(collector.runs["job"].marks), "a copy: what was read stays as it was"
+    assert set(join_supervisors(collector.runs)) == {"job", "other"}
+
+
+def test_lines_as_the_supervisor_writes_them_are_read(tmp_path: Path) -> None:
+    job = crash()
+    job.write(tmp_path)
+    (lost,) = [event.time for event in job.events if event.kind == EventKind.WORKER_LOST]
+    log = EventLog(str(tmp_path))
+    fields = {"incident": 1, "plan": 2, "remedy": "restart_workload", "reason": "a rank was lost", "next_epoch": 2}
+    event = HistoryEvent(at=lost, kind=EventKind.RESTART_REQUESTED, workload="wl", text="plan 2", fields=fields)
+    log.write(event, 1)
+    log.close()
+    (written,) = tmp_path.glob("supervisor-*.jsonl")
+    line = json.loads(written.read_text())
+    assert (line["job_name"], line["event_type"], line["remedy"]) == ("wl", "restart_requested", "restart_workload")
+    line["timestamp"] = lost  # it is written as of now, years after this script
+    written.write_text(json.dumps(line) + "\n")
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(result.output)["runs"]
+    (incident,) = run["incidents"]
+    assert incident["remedy"].startswith("restart of every process (not ended in the log): restarted at step 100")
+
+
+@pytest.mark.parametrize("word", ["hot_swap", "made_up_remedy", ""])
+def test_any_remedy_has_words(word: str) -> None:
+    job = crash()
+    (lost,) = [event.time for event in job.events if event.kind == EventKind.WORKER_LOST]
+    told(job, EventKind.RESTART_REQUESTED, lost, incident=1, plan=2, remedy=word, reason="")
+    assert only_incident(job).remedy.split(" (not")[0] in ("hot swap", "made up remedy", "restart")
