@@ -79,18 +79,27 @@ def _stretches(steps: StepStats, usual_s: float, in_flight_s: float = 0.0) -> li
         key = head.step >> shift
         warm[key] = warm.get(key, 0.0) + max(0.0, head.compute_s - head.n * usual_s)
     found: list[_Stretch] = []
-    for key, window in sorted(steps.at_shift(shift).items()):
-        if not window.n:
-            continue
-        seconds = window.compute_s - warm.get(key, 0.0) - window.flight_n * in_flight_s
+    for key, (n, compute_s, flight_n) in sorted(_sums(steps, shift).items()):
+        seconds = compute_s - warm.get(key, 0.0) - flight_n * in_flight_s
         last = ((key + 1) << shift) - 1
-        if found and min(window.n, found[-1].n) < LEAST_STEPS:
+        if found and min(n, found[-1].n) < LEAST_STEPS:
             found[-1].last = last
-            found[-1].n += window.n
+            found[-1].n += n
             found[-1].seconds += seconds
         else:
-            found.append(_Stretch(key << shift, last, window.n, seconds))
+            found.append(_Stretch(key << shift, last, n, seconds))
     return found if found and found[0].n >= LEAST_STEPS else []
+
+
+def _sums(steps: StepStats, shift: int) -> dict[int, tuple[int, float, int]]:
+    """Steps, computing time and steps with a save in flight, by step number shifted so."""
+    wider = shift - steps.shift
+    found: dict[int, tuple[int, float, int]] = {}
+    for key, window in steps.windows.items():
+        if window.n:
+            n, seconds, flight_n = found.get(key >> wider, (0, 0.0, 0))
+            found[key >> wider] = (n + window.n, seconds + window.compute_s, flight_n + window.flight_n)
+    return found
 
 
 def _smooth(means: Sequence[float]) -> list[float]:
