@@ -139,7 +139,7 @@ def _describe(timing: Timing) -> tuple[str, str, int | None]:
     """What happened, where, and to which rank, from the most specific notice."""
     near = [m for m in timing.marks if m.kind in _TELLING and m.time >= timing.progress - NEAR_S]
     near = [m for m in near if m.kind != EventKind.OBSERVED or m.fields.get("observation") in OBSERVATIONS]
-    mark = next((m for kind in _TELLING for m in near if m.kind == kind), None)
+    mark = min(near, key=_telling, default=None)
     if mark is not None and mark.kind == EventKind.WORKER_LOST:
         # An agent sees that a rank has died, its launcher also how.
         same = (m for m in near if m.kind == mark.kind and m.rank == mark.rank and not m.fields.keys().isdisjoint(_HOW))
@@ -185,6 +185,12 @@ def _describe(timing: Timing) -> tuple[str, str, int | None]:
         kind = str(fields.get("observation"))
         return OBSERVATIONS[kind] + (f": {reason}" if reason and reason != kind else ""), where, mark.rank
     return names[mark.kind] + (f": {reason}" if reason else ""), where, mark.rank
+
+
+def _telling(mark: Mark) -> float:
+    """Less for what tells more. That a rank is slow explains what is done about it, and no death."""
+    after = EventKind.WORKER_LOST if mark.fields.get("observation") == "straggler" else None
+    return _TELLING.index(mark.kind) if after is None else _TELLING.index(after) + 0.5
 
 
 def _hosts(timing: Timing) -> dict[int, str]:

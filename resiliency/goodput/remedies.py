@@ -26,6 +26,7 @@ OBSERVATIONS = {
     "device_fault": "Device fault",
     "host_unhealthy": "Host unhealthy",
     "drain": "Host drained",
+    "straggler": "Straggler",
     "capacity": "Hosts became free",
     "no_progress": "No progress",
 }

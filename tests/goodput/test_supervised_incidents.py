@@ -92,12 +92,25 @@ def test_a_fault_of_a_device_tells_more_than_a_lost_worker() -> None:
     (lost,) = [event.time for event in job.events if event.kind == EventKind.WORKER_LOST]
     observed = {"incident": 1, "observation": "device_fault", "reason": "XID 79: the GPU has fallen off the bus"}
     told(job, EventKind.OBSERVED, lost, **observed)
-    told(job, EventKind.OBSERVED, lost, incident=1, observation="straggler", reason="slow")
+    told(job, EventKind.OBSERVED, lost - 1.0, incident=1, observation="straggler", reason="slow")
     told(job, EventKind.RESTART_REQUESTED, lost, incident=1, plan=2, remedy="scale_down", reason="", next_epoch=2)
     told(job, EventKind.WORLD_RESIZED, lost, old=4, new=3)
     incident = only_incident(job)
     assert (incident.what, incident.where) == ("Device fault: XID 79: the GPU has fallen off the bus", "")
     assert incident.remedy.startswith("scaled down from 4 to 3 hosts (not ended in the log): restarted at step 100")
+
+
+def test_a_straggler_explains_a_swap_and_no_death() -> None:
+    slow = {"incident": 3, "observation": "straggler", "reason": "rank 2 works 1.4 times as long", "worker": 2}
+    job = swapped(observed=False)
+    (lost,) = [event.time for event in job.events if event.kind == EventKind.HOST_SWAPPED]
+    told(job, EventKind.OBSERVED, lost - 2.0, **slow)
+    incident = only_incident(job)
+    assert (incident.what, incident.where) == ("Straggler: rank 2 works 1.4 times as long", "rank 2")
+    job = crash()
+    (lost,) = [event.time for event in job.events if event.kind == EventKind.WORKER_LOST]
+    told(job, EventKind.OBSERVED, lost, **slow)
+    assert only_incident(job).what == "Worker lost"
 
 
 def test_without_an_observation_the_swap_itself_tells_where() -> None:
