@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from resiliency.events import EventKind
 from resiliency.goodput.ledger import Ledger
-from resiliency.goodput.remedies import OBSERVATIONS, marks_of_incident, supervised_remedy
+from resiliency.goodput.remedies import OBSERVATIONS, incidents_over, marks_of_incident, supervised_remedy
 from resiliency.goodput.split import SLOW_STEP
 from resiliency.goodput.taxonomy import Bucket
 from resiliency.goodput.timing import Timing
@@ -113,8 +113,10 @@ def _ended(ledger: Ledger, timing: Timing) -> Incident:
                     if interval.phase in ("start", "restore") or bucket is Bucket.WARM_UP:
                         add(bucket, interval.parts.get(bucket, 0) * lane.copies)
     lost = sum((t.top or 0) - (t.lost_above or 0) for t in ledger.timings if t.index in thrown)
-    what, where, rank = _describe(timing)
+    over = incidents_over(ledger.facts.marks, timing.progress - SAME_S)
     near = [mark for mark in timing.marks if mark.time >= timing.progress - NEAR_S]
+    near = [mark for mark in near if mark.fields.get("incident") not in over]
+    what, where, rank = _describe(timing, near)
     about = marks_of_incident(near, ledger.facts.marks)
     told = supervised_remedy(about, [mark for mark in ledger.facts.marks if mark.kind in _CHANGES])
     return Incident(
@@ -135,9 +137,9 @@ def _logs(timing: Timing, rank: int | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for segment in about for path in segment.logs))[:MOST_LOGS]
 
 
-def _describe(timing: Timing) -> tuple[str, str, int | None]:
-    """What happened, where, and to which rank, from the most specific notice."""
-    near = [m for m in timing.marks if m.kind in _TELLING and m.time >= timing.progress - NEAR_S]
+def _describe(timing: Timing, near: Sequence[Mark]) -> tuple[str, str, int | None]:
+    """What happened, where, and to which rank, from the most specific notice ``near`` the end."""
+    near = [m for m in near if m.kind in _TELLING]
     near = [m for m in near if m.kind != EventKind.OBSERVED or m.fields.get("observation") in OBSERVATIONS]
     mark = min(near, key=_telling, default=None)
     if mark is not None and mark.kind == EventKind.WORKER_LOST:
@@ -199,7 +201,13 @@ def _hosts(timing: Timing) -> dict[int, str]:
 
 def _remedy(timing: Timing, following: Timing | None, supervised: str) -> str:
     """What was done, from a supervisor's plans or a notice, and from the next attempt."""
-    told = supervised or next((str(m.fields["remedy"]) for m in timing.marks if m.fields.get("remedy")), "")
+    at = ""
+    if following is not None and following.position is not None:
+        source = next((s.loaded_from for s in following.attempt.segments if s.loaded_from), "")
+        at = f" at step {following.position:,}" + (f" from {source}" if source else "")
+    if supervised:
+        return supervised + (f"; resumed{at}" if at else "")
+    told = next((str(m.fields["remedy"]) for m in timing.marks if m.fields.get("remedy")), "")
     if following is None:
         return told or "none: the job ended"
     before, after = _hosts(timing), _hosts(following)
@@ -217,9 +225,7 @@ def _remedy(timing: Timing, following: Timing | None, supervised: str) -> str:
             seen = "reloaded in the same process"
         else:
             seen = "restarted"
-    if following.position is not None:
-        source = next((s.loaded_from for s in following.attempt.segments if s.loaded_from), "")
-        seen += f" at step {following.position:,}" + (f" from {source}" if source else "")
+    seen += at
     return f"{told}: {seen}" if told and told not in seen else seen
 
 

@@ -8,7 +8,7 @@ from resiliency.events import EventKind
 from resiliency.goodput.words import duration
 from resiliency.telemetry.facts import Mark
 
-__all__ = ["OBSERVATIONS", "marks_of_incident", "supervised_remedy"]
+__all__ = ["OBSERVATIONS", "incidents_over", "marks_of_incident", "supervised_remedy"]
 
 _REMEDIES = {
     "nothing": "nothing",
@@ -30,6 +30,16 @@ OBSERVATIONS = {
     "capacity": "Hosts became free",
     "no_progress": "No progress",
 }
+
+
+def incidents_over(known: Sequence[Mark], time: float) -> set[object]:
+    """Numbers of the incidents of which the supervisor has said the last before ``time``."""
+    last: dict[object, float] = {}
+    for mark in known:
+        number = mark.fields.get("incident")
+        if number is not None:
+            last[number] = max(last.get(number, mark.time), mark.time)
+    return {number for number, at in last.items() if at < time}
 
 
 def marks_of_incident(near: Sequence[Mark], known: Sequence[Mark]) -> list[Mark]:

@@ -83,7 +83,7 @@ def test_a_swap_is_named_with_the_plan_before_it_and_how_long_it_took() -> None:
     assert (incident.what, incident.where) == ("Host lost: no report for 2 s", "host-2")
     assert incident.remedy == (
         "ranks replaced in the job, overtaken after 1.0 s (host-2 is silent), then hot swap of host-2 for spare-0,"
-        " done after 18.0 s: swapped host-2 for spare-0 at step 100 from local"
+        " done after 18.0 s; resumed at step 100 from local"
     )
 
 
@@ -97,7 +97,7 @@ def test_a_fault_of_a_device_tells_more_than_a_lost_worker() -> None:
     told(job, EventKind.WORLD_RESIZED, lost, old=4, new=3)
     incident = only_incident(job)
     assert (incident.what, incident.where) == ("Device fault: XID 79: the GPU has fallen off the bus", "")
-    assert incident.remedy.startswith("scaled down from 4 to 3 hosts (not ended in the log): restarted at step 100")
+    assert incident.remedy.startswith("scaled down from 4 to 3 hosts (not ended in the log); resumed at step 100")
 
 
 def test_a_straggler_explains_a_swap_and_no_death() -> None:
@@ -110,6 +110,18 @@ def test_a_straggler_explains_a_swap_and_no_death() -> None:
     job = crash()
     (lost,) = [event.time for event in job.events if event.kind == EventKind.WORKER_LOST]
     told(job, EventKind.OBSERVED, lost, **slow)
+    assert only_incident(job).what == "Worker lost"
+
+
+def test_an_incident_that_was_over_before_has_no_part_in_the_next() -> None:
+    job = swapped()
+    begun = START + 50
+    told(job, EventKind.OBSERVED, begun, incident=1, observation="capacity", reason="capacity")
+    told(job, EventKind.RESTART_REQUESTED, begun, incident=1, plan=1, remedy="scale_up", reason="hosts are there")
+    told(job, EventKind.PLAN_ENDED, begun + 1, incident=1, plan=1, remedy="scale_up", outcome="done", reason="")
+    assert only_incident(job) == only_incident(swapped())
+    job = crash()
+    told(job, EventKind.OBSERVED, begun, incident=1, observation="capacity", reason="capacity")
     assert only_incident(job).what == "Worker lost"
 
 
@@ -155,7 +167,7 @@ def test_lines_as_the_supervisor_writes_them_are_read(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     (run,) = json.loads(result.output)["runs"]
     (incident,) = run["incidents"]
-    assert incident["remedy"].startswith("restart of every process (not ended in the log): restarted at step 100")
+    assert incident["remedy"].startswith("restart of every process (not ended in the log); resumed at step 100")
 
 
 @pytest.mark.parametrize("word", ["hot_swap", "made_up_remedy", ""])
