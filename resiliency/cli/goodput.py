@@ -338,8 +338,9 @@ def watch(
             if reader.collector.runs:
                 ledgers = _ledgers(reader, run, None, capacity, gpus_per_rank)
                 if any(ledger.timings and ledger.timings[-1].outcome == "open" for ledger in ledgers):
-                    # The job runs, so the time since its last event counts too.
-                    ledgers = _ledgers(reader, run, time.time(), capacity, gpus_per_rank)
+                    # The job runs, so the time since its last event counts too; a host's clock may be ahead of ours.
+                    now = max(time.time(), *(ledger.end for ledger in ledgers))
+                    ledgers = _ledgers(reader, run, now, capacity, gpus_per_rank)
                 summaries = _summaries(reader, ledgers, None)
                 live.update(Group(*(render(summary) for summary in summaries)), refresh=True)
                 gauges.write(summaries)

@@ -28,6 +28,8 @@ PART_S, PART_SHARE = 0.5, 0.15
 STEP_SHARE = 0.05
 #: Another interval between saves is advised only when it is this much longer or shorter.
 INTERVAL_FACTOR = 1.5
+#: Of the steps after the first slow one, this share is slow where it lasts.
+LASTING = 0.9
 #: For a hang: the least that a watchdog should wait, and how many times the longest usual step.
 HANG_S, HANG_STEPS = 60.0, 10.0
 
@@ -333,11 +335,13 @@ def _slowdown(ledger: Ledger) -> _Said | None:
         return None
     lanes = {lane for (_, lane), parts in ledger.splits.items() if any(part.slow for part in parts)}
     per_step = sum(one.excess_s for one in found) / sum(one.n for one in found)
-    who = f"rank {min(lanes)}" if len(lanes) == 1 and len(ledger.lanes) > 1 else "steps"
-    words = (
-        f"{who} from step {min(one.first for one in found):,} on: {sum(one.n for one in found) // len(lanes):,} steps"
-    )
-    words += f" take {precise(best + per_step)} to compute instead of {precise(best)}: what changed there, mended,"
+    slow, first = sum(one.n for one in found) // len(lanes), max(1, min(one.first for one in found))
+    top = max((timing.top or 0 for timing in ledger.timings), default=0)
+    who = f"of rank {min(lanes)} " if len(lanes) == 1 and len(ledger.lanes) > 1 else ""
+    words = f"{slow:,} steps {who}take {precise(best + per_step)} to compute instead of {precise(best)}"
+    if slow >= LASTING * (top - first):
+        words += f", from step {first:,} on"
+    words += ": what changed there, mended,"
     return words, _wall(ledger, Bucket.SLOWDOWN)
 
 

@@ -103,6 +103,7 @@ def _reasons(
             ledger.share(Bucket.SCALED_DOWN) * wall,
             0.0,
         ),
+        ("it counts steps that became slower as the others", ledger.share(Bucket.SLOWDOWN) * wall, 0.0),
         ("we count validation as productive", -evals * 1e6 / max(1, sum(ledger.gpu.values())) * wall, 0.0),
     ]
     points = [(words, seconds * (per_s - 1 / wall if per_s else 1 / wall) * 100) for words, seconds, per_s in causes]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import gc
 import logging
 import os
 import socket
@@ -98,6 +99,9 @@ def _write_ends() -> None:
         return
     ends = dict(_ends)
     _ends.clear()
+    if ends:
+        # The interpreter would look for garbage among all that torch has made, for half a second of the job's time.
+        gc.freeze()
     for path, event in ends.items():
         if os.path.exists(path):  # else the folder was deleted, and stays so
             sink = JsonlSink(path)
