@@ -18,6 +18,7 @@ from resiliency.telemetry.collect import Collector
 from .browser import HOW_TO_INSTALL, NAMES, Browser
 from .demo import demo
 from .scripted import STEP_S, Job
+from .test_start_parts import _job
 
 
 def page_of(*jobs: Job) -> str:
@@ -224,6 +225,26 @@ def test_the_page_is_readable(browser: Browser, page: Path, width: int, dark: bo
     assert found["tracks"] == 4
     red = int(re.findall(r"\d+", found["background"])[0])
     assert (red < 40) if dark else (red > 220)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1440, 400])
+def test_parts_of_a_restart_and_spans_fit(browser: Browser, tmp_path: Path, width: int) -> None:
+    job = _job(told_apart=True)
+    for event in job.events:
+        if event.kind == "job_started":
+            event.fields["logs"] = [f"/var/log/a/very/long/path/of/output/rank-{event.rank:05d}.log"]  # type: ignore[index]
+    job.emit("span_ended", 0, span="a check of the data with a rather long name", span_s=12.0)
+    path = tmp_path / "parts.html"
+    path.write_text(page_of(job), encoding="utf-8")
+    browser.open(path, width=width, dark=False)
+    found: dict[str, Any] = browser.evaluate(CHECKS)
+    assert (found["out"], found["faint"], found["small"]) == ([], [], [])
+    assert found["scroll"] <= width
+    sides = browser.evaluate(
+        "[...document.querySelectorAll('.buckets .n')].map((e) => e.getBoundingClientRect().right)"
+    )
+    assert max(sides) <= width
 
 
 @pytest.mark.browser
