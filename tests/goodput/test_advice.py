@@ -110,6 +110,41 @@ def test_one_rank_with_a_slow_loader_is_named() -> None:
     assert "rank 2 on host-2 waits 1 s a step" in said(job, Bucket.DATA_WAIT).text
 
 
+def test_a_tier_that_restores_faster_is_named() -> None:
+    job = Job(ranks=1)
+    job.start(startup=1)
+    for seconds, tier in ((40.0, "gcs"), (2.0, "local"), (40.0, "gcs")):
+        job.steps(20)
+        job.save()
+        job.fail(detection=0.1)
+        job.start(startup=1, restore=seconds, load=job.step)
+        loaded = next(event for event in reversed(job.events) if event.kind == EventKind.CHECKPOINT_LOADED)
+        loaded.fields["source"] = tier  # type: ignore[index]
+    job.steps(20)
+    job.finish()
+    advice = said(job, Bucket.RESTORE)
+    assert "from gcs takes 40.0 s, from local 2.0 s: a copy in local" in advice.text
+    assert advice.returns_s == pytest.approx(76.0)
+
+
+def test_parts_of_a_restart_that_are_short_are_not_worth_a_word() -> None:
+    job = Job()
+    job.start(startup=1)
+    job.steps(5)
+    for _ in range(5):
+        job.fail(detection=0.01)
+        job.advance(0.45, Bucket.RESTART)
+        job.start(startup=0.1, load=5)
+        for event in job.events[-16:]:
+            if event.kind == EventKind.JOB_STARTED:
+                event.fields.update(since_process_s=0.45, since_callback_s=0.05)  # type: ignore[attr-defined]
+        job.steps(5)
+    job.finish()
+    ledger = job.ledger()
+    assert ledger.start_parts(Bucket.RESTART) and ledger.share(Bucket.RESTART) > 0.02
+    assert Bucket.RESTART not in advise(ledger)
+
+
 def test_where_the_log_shows_nothing_there_is_no_advice() -> None:
     job = Job()
     job.start(startup=1000)

@@ -112,6 +112,24 @@ def test_ranks_that_take_turns_in_being_slow_are_no_stragglers() -> None:
     assert summarize(job.ledger())["stragglers"] == []
 
 
+def test_incidents_link_to_the_output_of_the_rank_they_are_about() -> None:
+    job = Job(ranks=2)
+    job.start()
+    for event in job.events:
+        if event.kind == "job_started":
+            event.fields["logs"] = [f"/var/log/a b/rank-{event.rank}.log", 'C:"><script>']  # type: ignore[index]
+    job.steps(20)
+    job.fail(detection=1, worker=1, signal=9)
+    job.start(load=20)
+    job.steps(20)
+    job.finish()
+    (incident,) = summarize(job.ledger())["incidents"]
+    assert incident["logs"] == ["/var/log/a b/rank-1.log", 'C:"><script>']
+    text = page_of(job)
+    assert 'href="file:///var/log/a%20b/rank-1.log"' in text and "rank-0.log" not in text
+    assert "C:&#34;&gt;&lt;script&gt;" in text, "what is no path is text"
+
+
 def test_hostile_names_stay_text() -> None:
     job = Job(run="<script>alert(1)</script>", ranks=1)
     job.hosts[0] = '"><img src=x onerror=alert(1)>'

@@ -68,6 +68,18 @@ def test_one_fast_stretch_is_not_the_measure_and_one_slow_stretch_no_slowdown() 
     assert ledger.gpu[Bucket.SLOWDOWN] == 0
 
 
+def test_a_fast_spell_of_less_than_a_tenth_is_not_the_measure() -> None:
+    job = Job(ranks=1)
+    job.start()
+    job.steps(320)
+    job.steps(48, extra=-0.8)
+    job.steps(320)
+    job.finish()
+    ledger = job.ledger()
+    assert ledger.best_step_s == pytest.approx(STEP_S)
+    assert ledger.gpu[Bucket.SLOWDOWN] == 0
+
+
 def test_steps_that_vary_are_productive() -> None:
     rng = random.Random(5)
     job = Job(ranks=2)
