@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from resiliency.events import EventKind
 from resiliency.goodput.ledger import Ledger
+from resiliency.goodput.named_spans import spans_of
 from resiliency.goodput.start_parts import StartPart
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
 from resiliency.goodput.timing import Timing
@@ -30,6 +31,8 @@ STEP_SHARE = 0.05
 INTERVAL_FACTOR = 1.5
 #: Of the steps after the first slow one, this share is slow where it lasts.
 LASTING = 0.9
+#: A span that is at least this share of the loop's overhead is named.
+SPAN_SHARE = 0.5
 #: For a hang: the least that a watchdog should wait, and how many times the longest usual step.
 HANG_S, HANG_STEPS = 60.0, 10.0
 
@@ -324,8 +327,28 @@ def _loop(ledger: Ledger) -> _Said | None:
     step = sum(whole for _, whole in lanes.values()) / len(lanes)
     if mean < STEP_SHARE * step:
         return None
+    if (named := _span_within(ledger, _wall(ledger, Bucket.LOOP))) is not None:
+        return named
     words = f"callbacks, loggers and moving the batch take {precise(mean)} of each step of {precise(step)}"
     return f"{words}: doing that every tenth step", 0.9 * _wall(ledger, Bucket.LOOP)
+
+
+def _span_within(ledger: Ledger, loop_s: float) -> _Said | None:
+    """The span of the script's own that is most of the time between batches."""
+    spent: dict[str, list[float]] = {}
+    for one in spans_of(ledger):
+        train = ledger.timings[one.attempt].train
+        if one.ended and train is not None and one.start >= train:
+            spent.setdefault(one.name, []).append(ledger.kept_us(one.start, one.end) / 1e6)
+    if not spent:
+        return None
+    name = max(spent, key=lambda each: sum(spent[each]))
+    ranks = max(1, len({one.rank for one in spans_of(ledger) if one.name == name}))
+    took, count = sum(spent[name]) / ranks, max(1, round(len(spent[name]) / ranks))
+    if took < SPAN_SHARE * loop_s:
+        return None
+    times = f"{count:,} times {duration(took / count)}" if count > 1 else duration(took)
+    return f"the span `{name}`, {times}, is most of it: half as often", min(took, loop_s) / 2
 
 
 def _slowdown(ledger: Ledger) -> _Said | None:

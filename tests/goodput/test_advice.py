@@ -110,6 +110,23 @@ def test_one_rank_with_a_slow_loader_is_named() -> None:
     assert "rank 2 on host-2 waits 1 s a step" in said(job, Bucket.DATA_WAIT).text
 
 
+def test_a_span_that_is_most_of_the_loop_is_named() -> None:
+    job = Job(ranks=2)
+    job.start(startup=1)
+    job.emit(EventKind.SPAN_ENDED, 0, span="check of the data", span_s=90.0, at=job.now)  # in the start
+    for _ in range(4):
+        job.steps(20)
+        job.now += 15.0
+        for rank in range(2):
+            job.emit(EventKind.SPAN_ENDED, rank, span="evaluation", span_s=15.0)
+        job.now -= 15.0
+        job.steps(1, loop=18.0)
+    job.finish()
+    advice = said(job, Bucket.LOOP)
+    assert advice.text.startswith("the span `evaluation`, 4 times 15.0 s, is most of it: half as often")
+    assert advice.returns_s == pytest.approx(30.0)
+
+
 def test_a_tier_that_restores_faster_is_named() -> None:
     job = Job(ranks=1)
     job.start(startup=1)

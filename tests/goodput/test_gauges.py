@@ -54,6 +54,7 @@ def test_the_command_line_writes_both(tmp_path: Path) -> None:
     for command in (["report"], ["watch", "--rounds", "1"]):
         result = run(app, [*command, str(logs), "--prometheus", str(text), "--tensorboard", str(scalars)])
         assert result.exit_code == 0, result.output
+        assert "Goodput over time" in result.output
         assert 'resiliency_goodput_bucket_ratio{run="job",bucket="lost_work"}' in text.read_text()
     read = accumulator.EventAccumulator(str(scalars / "job"))
     read.Reload()
