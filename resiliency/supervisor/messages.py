@@ -103,7 +103,8 @@ class Report:
 
     Attributes:
         number: counts up from 0 in each incarnation.
-        workload, epoch: of the place that the launcher has taken; "" and 0: none.
+        workload, epoch: of the place that the launcher has taken; "" and 0: none. Of a host that is given an epoch of
+            the past, the one that it has had: the supervisor's next ones are to be above it.
         master: "address:port" of the store of that epoch, said by node rank 0 alone.
         ended: all ranks of the epoch have finished.
         preempted: they have saved and left because they were told to go.
@@ -133,6 +134,8 @@ class Ask:
     :class:`StepEnded`. An ask that was answered is answered again, not carried out again.
 
     Attributes:
+        epoch: of the plan. Plans are numbered anew when the supervisor's state file was lost, epochs are not: a monitor
+            that remembers a plan of the same number is not misled.
         step: of CHECKPOINT: ranks save after this optimizer step, which none of them has done yet.
     """
 
@@ -140,6 +143,7 @@ class Ask:
     at: int
     kind: StepKind
     timeout_s: float
+    epoch: int = 0
     step: int = -1
 
 
