@@ -124,7 +124,7 @@ def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, begin_ag
     from resiliency.supervisor.model import WorkloadState
     from resiliency.supervisor.server import Supervisor
 
-    _allow_connections(settings.most_connections)
+    _allow_connections(settings.most_connections, hosts=sum(spec.hosts for spec in settings.workloads))
     log = EventLog(settings.events)
 
     def listens(host: str, port: int) -> None:
@@ -154,7 +154,7 @@ def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, begin_ag
         log.close()
 
 
-def _allow_connections(most: int) -> None:
+def _allow_connections(most: int, *, hosts: int) -> None:
     """Each takes an open file, of which a shell allows 1,024."""
     import logging
     import resource
@@ -164,13 +164,12 @@ def _allow_connections(most: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < needed:
         allowed = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-        if allowed < needed:
+        if allowed - _OTHER_FILES < 2 * hosts:
             logging.getLogger(__name__).warning(
-                "%d files may be open here: that is enough for %d hosts, and not for the %d of `most_connections`;"
-                " raise it with ulimit -n",
+                "%d files may be open here, which is hardly enough for %d hosts and their spares: raise it with"
+                " ulimit -n",
                 allowed,
-                allowed - _OTHER_FILES,
-                most,
+                hosts,
             )
 
 

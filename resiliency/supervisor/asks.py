@@ -11,7 +11,7 @@ from resiliency.supervisor.messages import Ask, StepEnded
 from resiliency.supervisor.model import StepKind
 from resiliency.supervisor.monitor_state import AskMemory, MonitorState
 
-__all__ = ["Asks"]
+__all__ = ["Asks", "NotYet"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,10 @@ def _key(ask: Ask) -> _Key:
     return ask.plan, ask.at, ask.epoch
 
 
+class NotYet(Exception):
+    """What was asked for cannot be said yet, and nothing is wrong: it is tried again as long as it is asked for."""
+
+
 class Asks:
     """Thread: one, with an event loop.
 
@@ -35,7 +39,8 @@ class Asks:
 
     Args:
         save: makes ``state`` durable; False: it could not.
-        carry_out: does what is asked for within seconds, and returns what was wrong, "" when nothing was.
+        carry_out: does what is asked for within seconds, and returns what was wrong, "" when nothing was. Raises
+            :class:`NotYet` of a check.
         answer: sends it.
     """
 
@@ -49,10 +54,11 @@ class Asks:
         self._state, self._save, self._carry_out, self._answer = state, save, carry_out, answer
         self._running: dict[_Key, asyncio.Task[None]] = {}
         self._checked: dict[_Key, str] = {}
+        self._wanted: set[_Key] = set()
 
     def wanted(self, asks: Sequence[Ask]) -> None:
         """What the supervisor wants now: all of it. Begins what is new."""
-        wanted = {_key(ask) for ask in asks}
+        wanted = self._wanted = {_key(ask) for ask in asks}
         self._checked = {key: problem for key, problem in self._checked.items() if key in wanted}
         for ask in asks:
             key = _key(ask)
@@ -70,7 +76,9 @@ class Asks:
     async def _do(self, ask: Ask) -> None:
         key = _key(ask)
         try:
-            problem = await self._result(ask)
+            while (problem := await self._result(ask)) is None:
+                if key not in self._wanted:
+                    return
         finally:
             self._running.pop(key, None)
         problem = problem[:_LONGEST_DETAIL]
@@ -83,7 +91,8 @@ class Asks:
             logger.warning("%s, asked for by plan %d, was not done: %s", ask.kind, ask.plan, problem)
         self._say(key, problem)
 
-    async def _result(self, ask: Ask) -> str:
+    async def _result(self, ask: Ask) -> str | None:
+        """None: not yet."""
         carry_out = self._carry_out.get(ask.kind)
         if carry_out is None:
             return f"a host does not do {ask.kind}"
@@ -98,6 +107,9 @@ class Asks:
             return f"{ask.kind} was not done within {within_s:.1f} s"
         except asyncio.CancelledError:
             raise
+        except NotYet as why:
+            logger.info("%s is not answered yet: %s", ask.kind, why)
+            return None
         except Exception as error:
             logger.exception("%s failed in a way that was not foreseen", ask.kind)
             return f"{ask.kind} failed: {type(error).__name__}: {error}"

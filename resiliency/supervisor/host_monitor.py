@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from resiliency.launch.processes import is_stopped
 from resiliency.settings import all_variables
 from resiliency.supervisor._tasks import end_tasks, is_set_within
-from resiliency.supervisor.asks import Asks
+from resiliency.supervisor.asks import Asks, NotYet
 from resiliency.supervisor.checks import Problem, problems_of_host, reset_devices
 from resiliency.supervisor.connection import ConnectionSettings, SupervisorConnection
 from resiliency.supervisor.launcher_link import LauncherLink
@@ -44,7 +44,16 @@ from resiliency.supervisor.launcher_process import (
     identities_of,
     start_launcher,
 )
-from resiliency.supervisor.messages import PROTOCOL_VERSION, Ask, Desired, Hello, RankReport, Report
+from resiliency.supervisor.messages import (
+    MONITOR_ENDS,
+    NO_PLAN,
+    PROTOCOL_VERSION,
+    Ask,
+    Desired,
+    Hello,
+    RankReport,
+    Report,
+)
 from resiliency.supervisor.model import Observation, ObservationKind, Place, StepKind
 from resiliency.supervisor.monitor_settings import MonitorSettings
 from resiliency.supervisor.monitor_state import Given, LauncherId, MonitorState, StateFolder
@@ -69,6 +78,8 @@ _RETRY_S = 1.0
 #: A launcher that a signal has stopped, and that has a place to take, is killed after this. One whose ranks train is
 #: left alone: a debugger may have it.
 _STOPPED_S = 10.0
+#: For a launcher's imports, from a shared disk that all hosts read at once. A host that joins is not at fault before.
+_WARM_S = 600.0
 _LONGEST_REASON = 1000
 _LONGEST_PARTITION_S = 86400.0
 
@@ -538,7 +549,7 @@ class HostMonitor:
         has_place = self._want is not None and self._want.place is not None
         found = [self._folder.problem, *self._watchdogs.problems(resettable=not has_place)]
         if self._stopping.is_set():
-            found.append("its monitor was told to end")
+            found.append(MONITOR_ENDS)
         lives = self._launcher is not None and time.monotonic() - self._launcher.started_s >= _LIVED_S
         if self._deaths >= _MANY_DEATHS and not lives:
             found.append(f"its launcher has died {self._deaths} times in a row")
@@ -660,9 +671,15 @@ class HostMonitor:
             self._save()
             return self._folder.problem
 
-        return await problems_of_host(
+        problem = await problems_of_host(
             self._watchdogs, within_s, launcher_is_warm=self._launcher_is_warm, state_is_written=state_is_written
         )
+        launcher = self._launcher
+        if ask.plan == NO_PLAN and launcher is not None and not self._warm.is_set():
+            lived_s = time.monotonic() - launcher.started_s
+            if lived_s < _WARM_S and not self._deaths and not self._problem():
+                raise NotYet(f"the launcher imports since {lived_s:.0f} s")
+        return problem
 
     async def _launcher_is_warm(self, within_s: float) -> Problem:
         if self._want is not None and self._want.completed:

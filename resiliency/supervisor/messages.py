@@ -17,6 +17,8 @@ from resiliency.supervisor.model import Observation, Place, StepKind
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
+    "MONITOR_ENDS",
+    "NO_PLAN",
     "PROTOCOL_VERSION",
     "Ask",
     "Desired",
@@ -33,6 +35,10 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 1
+#: The number of an ask that belongs to no plan: the check of a host that joins. Plans' numbers begin at 1.
+NO_PLAN = 0
+#: The problem of a host whose monitor was told to end, and has no other.
+MONITOR_ENDS = "its monitor was told to end"
 #: A host of 1,024 ranks says less than this.
 MAX_MESSAGE_BYTES = 256 * 1024
 

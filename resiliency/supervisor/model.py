@@ -64,6 +64,7 @@ class Host:
         reason: why it is not READY.
         free_at_s: of a host in quarantine, when a check may free it.
         falls: how often it has gone silent or broken lately: each doubles its time in quarantine.
+        left: its monitor has said that it was told to end. The next one of it is not at fault for that.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Host:
     reason: str = ""
     free_at_s: float = 0.0
     falls: int = 0
+    left: bool = False
 
 
 class WorkloadState(str, Enum):

@@ -137,6 +137,8 @@ class Sensor:
         if host is None:
             host = Host(name=name, incarnation=incarnation, state=HostState.JOINING, heard_s=now_s, since_s=now_s)
             self._names_changed.add(name)
+        elif host.incarnation != incarnation and host.left:
+            host = self._come_back(host, now_s)
         elif host.incarnation != incarnation and host.state is HostState.READY:
             host = self._changed(host, HostState.JOINING, "its monitor was started again", now_s)
         elif host.state is HostState.SILENT:
@@ -150,6 +152,22 @@ class Sensor:
             block=block or host.block,
         )
         self._hosts.move_to_end(name)
+
+    def left(self, name: str, now_s: float) -> None:
+        """Its monitor was told to end, by somebody who had a reason. It has no ranks, and is a host as any other when
+        another monitor of it comes."""
+        host = self._hosts.get(name)
+        if host is not None and not host.left:
+            falls = host.falls
+            self.quarantine(name, "its monitor was told to end", now_s)
+            self._hosts[name] = replace(self._hosts[name], left=True, falls=falls)
+
+    def _come_back(self, host: Host, now_s: float) -> Host:
+        self._silent.pop(host.name, None)
+        host = replace(host, left=False)
+        if host.state is HostState.CORDONED:
+            return host
+        return replace(self._changed(host, HostState.JOINING, "its monitor was started again", now_s), free_at_s=now_s)
 
     def _back(self, host: Host, incarnation: str, now_s: float) -> Host:
         """One that was silent for a while, and that nobody has replaced meanwhile, goes on as before."""

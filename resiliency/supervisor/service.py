@@ -31,7 +31,7 @@ from resiliency.supervisor.decided import ASKED, Decided
 from resiliency.supervisor.hang_watch import HangWatch
 from resiliency.supervisor.history import History
 from resiliency.supervisor.lease import Lease
-from resiliency.supervisor.messages import Ask, Observed, Report, StepEnded
+from resiliency.supervisor.messages import MONITOR_ENDS, NO_PLAN, Ask, Observed, Report, StepEnded
 from resiliency.supervisor.model import (
     Host,
     HostState,
@@ -61,8 +61,6 @@ _RETRY_S, _MOST_RETRY_S = 0.2, 5.0
 _HANG_UP_S = 5.0
 #: A check of a host that joins.
 _VERIFY_TIMEOUT_S = 30.0
-#: Plans' numbers begin at 1.
-_NO_PLAN = 0
 _MOST_TEXT = 2000
 #: Of a step that a rank says it has made: what is higher is no step, and numbers must stay ones that can be reckoned
 #: with.
@@ -444,7 +442,7 @@ class Service:
         asks = [ask for ask in self._asks.get(host, ()) if host not in self._answers.get((ask.plan, ask.at), {})]
         check = self._checks.get(host)
         if check is not None:
-            asks.append(Ask(plan=_NO_PLAN, at=check.at, kind=StepKind.VERIFY, timeout_s=_VERIFY_TIMEOUT_S))
+            asks.append(Ask(plan=NO_PLAN, at=check.at, kind=StepKind.VERIFY, timeout_s=_VERIFY_TIMEOUT_S))
         asked = json.dumps([to_jsonable(ask) for ask in asks], separators=(",", ":")) if asks else "[]"
         completed = "true" if self.decided.has_completed(host) else "false"
         return (
@@ -598,6 +596,8 @@ class Service:
         heard.problem = problem
         if not problem:
             return
+        if problem == MONITOR_ENDS:
+            self.sensor.left(host, now_s)
         self._observe(Observation(kind=ObservationKind.HOST_UNHEALTHY, host=host, detail=heard.problem))
 
     def observed(self, link: Link, message: Observed) -> None:
@@ -644,7 +644,7 @@ class Service:
         self._hear(link, now_s)
         problem = plain_text(message.problem)
         check = self._checks.get(link.host)
-        if message.plan == _NO_PLAN:
+        if message.plan == NO_PLAN:
             if check is not None and check.at == message.at:
                 del self._checks[link.host]
                 self.sensor.checked(link.host, problem, now_s)

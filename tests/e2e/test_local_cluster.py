@@ -30,8 +30,7 @@ class Cluster:
     def __init__(self, folder: Path, zygote: Zygote, *flags: Any, steps: int) -> None:
         self.folder, self.steps = folder, steps
         words = [*flags, "--nproc-per-node", 1, JOB, folder, steps, "--restartable"]
-        output = folder / f"output-{time.monotonic_ns()}"
-        self.job = Job("ours", ["--state-dir", folder / "state", *words], output, zygote, cwd=folder)
+        self.job = Job("ours", ["--state-dir", folder / "state", *words], folder / "output", zygote, cwd=folder)
 
     def progress(self) -> tuple[int, int]:
         """Newest attempt and step."""
@@ -145,45 +144,3 @@ def test_nothing_is_left_when_it_is_told_to_end(number: signal.Signals, cluster:
     os.kill(job.job.pid, number)
     assert job.job.wait(timeout_s=60) == 128 + number, job.job.text[-8000:]
     assert job.job.left() == []
-
-
-def test_a_state_folder_is_used_again_and_by_one_run_at_a_time(cluster: Any) -> None:
-    """The first run has completed, and its supervisor listened somewhere else; the second begins again."""
-    first = cluster("--nnodes", 1, "--spares", 0, steps=20)
-    first.finish(ranks=1)
-    (first.folder / "steps").unlink()
-    second = cluster("--nnodes", 1, "--spares", 0, steps=200)
-    second.wait_for(0, 1)
-    third = cluster("--nnodes", 1, "--spares", 0, steps=20)
-    assert third.job.wait(timeout_s=60) == 2 and "another run uses it" in third.job.text
-    assert second.job.wait(timeout_s=120) == 0, second.job.text[-8000:]
-    assert second.job.left() == []
-
-
-def test_a_monitor_that_is_killed_alone_takes_its_launcher_with_it(cluster: Any) -> None:
-    job = cluster("--nnodes", 2, "--spares", 1, steps=500)
-    job.wait_for(0, 20)
-    job.job.descendants()
-    job.host(1).kill()
-    job.wait_for(1, 1)
-    job.finish(ranks=2)
-
-
-def test_most_hosts_killed_at_once_are_known_to_be_gone(cluster: Any) -> None:
-    """The supervisor alone could not tell it from a network that is cut, and would wait for ever."""
-    job = cluster("--nnodes", "1:3", "--spares", 0, steps=300)
-    job.wait_for(0, 20)
-    job.kill_host(0)
-    job.kill_host(2)
-    assert job.job.wait(timeout_s=120) == 0, job.job.text[-8000:]
-    assert "frozen" in job.job.text or "fallen silent" in job.job.text
-    assert "its process has ended" in job.job.text and job.job.left() == []
-
-
-def test_a_run_ends_when_no_host_is_left(cluster: Any) -> None:
-    job = cluster("--nnodes", 2, "--spares", 0, steps=10_000)
-    job.wait_for(0, 5)
-    for number in (0, 1):
-        job.kill_host(number)
-    assert job.job.wait(timeout_s=60) == 3, job.job.text[-8000:]
-    assert "no host is left" in job.job.text and job.job.left() == []

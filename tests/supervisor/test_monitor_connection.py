@@ -160,6 +160,19 @@ def test_a_check_without_a_launcher_is_answered_in_time_with_a_problem(tmp_path:
     on_host(tmp_path, scenario)
 
 
+def test_a_host_whose_launcher_still_imports_is_not_at_fault_when_it_joins(tmp_path: Path) -> None:
+    """Imports from a disk that all hosts read at once may take minutes. A plan that needs the host now is told."""
+
+    async def scenario(host: Host) -> None:
+        host.start_monitor(command=("/bin/sleep", "600"))
+        await host.supervisor.want(asks=(ask(StepKind.VERIFY, plan=0, timeout_s=0.2),))
+        await host.supervisor.want(asks=(ask(StepKind.VERIFY, plan=1, timeout_s=0.4),))
+        (answer,) = await host.supervisor.until(lambda: host.supervisor.answers)
+        assert answer.plan == 1 and "not ready" in answer.problem
+
+    on_host(tmp_path, scenario)
+
+
 def test_a_checkpoint_is_what_the_launcher_says_it_is(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.start_monitor()

@@ -160,3 +160,24 @@ def test_a_host_that_is_cordoned_again_before_it_was_heard_of_is_lost_again() ->
     assert pass_time(2) == ["host_silent"]
     sensor.cordon("a", "repairs", now)
     assert pass_time(2) == ["host_lost"]
+
+
+def test_a_host_whose_monitor_was_told_to_end_is_checked_at_once_when_another_one_comes() -> None:
+    """As after an update of the package. The supervisor may have been started anew as well."""
+    sensor = Sensor(SETTINGS, 0.0)
+    now = 100.0
+    for kind in ("told to end", "broken"):
+        for name in ("a", "b"):
+            sensor.heard(name, f"{kind} 1", now)
+            sensor.checked(name, "", now)
+        if kind == "broken":
+            sensor.quarantine("a", "its disk is full", now)
+        else:
+            sensor.left("a", now)
+            assert sensor.state_of("a") is HostState.QUARANTINED
+        another = Sensor(SETTINGS, now)
+        another.restore(sensor.hosts(), now)
+        another.heard("a", f"{kind} 2", now)
+        assert ("a" in another.to_check(now)) == (kind == "told to end")
+        sensor.heard("a", f"{kind} 2", now)
+        sensor.checked("a", "", now)
