@@ -101,10 +101,10 @@ class Lease:
             ended = self._locked and not self._runs(present)
             # With the lock, the one that leads has been replaced by one that could not have it.
             if ended or still_s >= self._lease_s:
-                if not ended:
-                    logger.warning("the leader has not counted for %.1f s, and is replaced", still_s)
                 term = await asyncio.to_thread(self._try_to_take_over)
                 if term is not None:
+                    if not ended:
+                        logger.warning("the leader has not counted for %.1f s, and is replaced", still_s)
                     self._term, self._count = term, present[0] + 1
                     self._write()
                     return term

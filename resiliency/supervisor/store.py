@@ -108,6 +108,12 @@ class Store:
             raise ConfigError(f"the state file {path} cannot be opened: {error}; pass another with `state`") from error
         try:
             self._prepare()
+        except sqlite3.OperationalError as error:  # not damaged: locked, full, read-only
+            self._db.close()
+            raise ConfigError(
+                f"the state file {path} cannot be used now: {error}. If it is locked, a supervisor that was stopped"
+                " while it wrote holds it: let it go on, or kill it"
+            ) from error
         except sqlite3.DatabaseError as error:
             self._db.close()
             raise ConfigError(self._damaged(str(error))) from error
@@ -128,6 +134,8 @@ class Store:
         (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise ConfigError(self._damaged(found))
+        if self._is_prepared():
+            return  # without a write: a leader that was stopped in one must not keep others from standing by
         self._db.execute("BEGIN IMMEDIATE")
         try:
             tables = {name for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
@@ -153,6 +161,13 @@ class Store:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+
+    def _is_prepared(self) -> bool:
+        tables = self._db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()
+        if not tables[0]:
+            return False
+        found = dict(self._db.execute("SELECT key, value FROM meta"))
+        return found.get("schema") == str(SCHEMA_VERSION) and found.get("file") == self._file
 
     def _know_the_file(self) -> None:
         """A copy may be older than terms that monitors have heard: its own begin again at the seconds of the clock."""

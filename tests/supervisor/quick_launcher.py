@@ -69,6 +69,11 @@ def main():
             if message.get("kind") == "place" and message["epoch"] > epoch:
                 epoch, rank, beats = message["epoch"], fork_rank(), 0
                 send(monitor, kind="running", epoch=epoch, ranks={"0": [message["node_rank"], rank]})
+            if message.get("kind") == "save":
+                send(monitor, kind="saved", epoch=epoch, problem="nothing saves here")
+            if rank is not None and os.waitpid(rank, os.WNOHANG)[0]:
+                send(monitor, kind="lost", epoch=epoch, rank=0, signal=9)
+                rank = None
             if rank is not None:
                 beats += 1
                 page = {"rank": 0, "beats": beats, "step": beats, "phase": "training", "watched": True}

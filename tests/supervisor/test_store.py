@@ -197,3 +197,23 @@ def test_text_that_is_half_a_letter_is_stored_without_it(tmp_path: Path) -> None
     store.commit(term, Changes(), {}, [HistoryEvent(at=1.0, kind="x", text="a \ud800 b")])
     assert store.events()[0].text == "a ? b"
     store.close()
+
+
+def test_a_file_that_somebody_writes_can_be_opened_and_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader may be stopped in a transaction: another supervisor stands by all the same."""
+    monkeypatch.setattr("resiliency.supervisor.store._BUSY_S", 0.05)
+    store, _ = leading(tmp_path / "s.db")
+    store._db.execute("BEGIN IMMEDIATE")
+    standby = Store(str(tmp_path / "s.db"))
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        standby.take_over(standby.term(), "standby")
+    store._db.execute("DELETE FROM meta WHERE key = 'file'")
+    store._db.execute("COMMIT")
+    store._db.execute("BEGIN IMMEDIATE")
+    with pytest.raises(ConfigError, match="cannot be used now.*locked"):
+        Store(str(tmp_path / "s.db"))
+    store._db.execute("ROLLBACK")
+    store.close()
+    standby.close()
