@@ -40,8 +40,8 @@ class MonitorSettings:
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.host):
             raise ConfigError(
-                f"--host {self.host!r}: no supervisor takes a host of this name; pass one of 1 to 253 letters, digits,"
-                " '.', '_' and '-' that begins and ends with a letter or digit"
+                f"--host {self.host!r}: pass a name of 1 to 253 printable ASCII letters, digits, '.', '_' and '-' that"
+                " begins and ends with a letter or digit; no supervisor takes another"
             )
 
 
