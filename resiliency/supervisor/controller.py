@@ -137,6 +137,8 @@ class Controller:
         self._free: list[str] = []
         self._free_of: tuple[int, int] = (-1, -1)
         self._version = 0
+        #: When the last plan of each workload has failed.
+        self._failed_s: dict[str, float] = {}
         #: What nothing was done about, by workload: it is no news until it changes.
         self._declined: dict[str, object] = {}
         #: Reports that were not listened to, by reason.
@@ -467,6 +469,8 @@ class Controller:
             reason = f"{len(incident.tried)} plans did not end incident {incident.number}{_cause(incident)}"
             self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
             return
+        if not situation.out and now_s - self._failed_s.get(workload.name, -1e9) < pause_s(len(situation.failed)):
+            return  # what the ranks die of may pass: a file system that is away, a notice to go
         self._carry_out(self._ask(situation), situation, now_s, wall)
 
     def _ask(self, situation: Situation) -> Remedy:
@@ -801,6 +805,8 @@ class Controller:
                 self._note(self._workloads[workload.name], seen, now_s, wall)
 
     def _end_plan(self, plan: Plan, outcome: Outcome, reason: str, now_s: float) -> None:
+        if outcome is Outcome.FAILED:
+            self._failed_s[plan.workload] = now_s
         if outcome is not Outcome.DONE:
             logger.warning("%s: plan %d is %s: %s", plan.workload, plan.number, outcome, reason)
         self._set_plan(replace(plan, outcome=outcome, reason=reason))
@@ -844,8 +850,15 @@ class Controller:
 _OTHER_HOSTS = (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN)
 #: What is seen after ranks were placed, and means that they will not make their first step.
 _ENDS_AN_EPOCH = (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG, ObservationKind.NO_PROGRESS)
+#: Between two remedies that do not help. It is doubled from a second on.
+_LONGEST_PAUSE_S = 15.0
 #: So many plans that were overtaken count as one that has failed.
 _OVERTAKEN_COUNT = 5
+
+
+def pause_s(failed: int) -> float:
+    """Before the next plan of an incident. Args: failed: plans of it that did not help."""
+    return 0.0 if failed < 2 else min(_LONGEST_PAUSE_S, 2.0 ** (failed - 2))
 
 
 def _checked(answer: object) -> Remedy | None:

@@ -849,3 +849,38 @@ def test_only_the_host_that_says_that_a_rank_hangs_has_it_killed() -> None:
     job.until(lambda: job.workload.epoch == 2)
     told = {host: job.controller.place_of(host).replace for host in job.hosts}
     assert told == {"host-0": (), "host-1": (), "host-2": (0,)}
+
+
+def test_ranks_that_die_at_once_again_and_again_are_started_later_and_later() -> None:
+    """A shared file system that is away for a minute does not use up all restarts."""
+    job = started(max_in_job_restarts=3, max_workload_restarts=99)
+    for host in job.hosts.values():
+        host.trains = False
+    began, starts = job.now, []
+    job.lose_worker("host-0")
+    while job.workload.state is not WorkloadState.STOPPED and job.now < began + 60:
+        job.pass_time(0.25)
+        if job.workload.plan is not None and job.workload.epoch > len(starts) + 1:
+            starts.append(job.now - began)
+            job.pass_time(0.25)
+            job.lose_worker("host-0")
+    assert job.workload.state is not WorkloadState.STOPPED and 6 <= len(starts) <= 9
+    assert starts[1] < 3 and starts[-1] - starts[-2] >= 15
+    for host in job.hosts.values():
+        host.trains = True
+    job.until(lambda: job.workload.state is RUNNING)
+
+
+def test_a_host_that_is_lost_is_replaced_without_a_pause() -> None:
+    job = started(5)
+    for host in job.hosts.values():
+        host.trains = False
+    job.lose_worker("host-0")
+    for epoch in (2, 3, 4, 5):
+        job.until(lambda epoch=epoch: job.workload.epoch == epoch)
+        job.pass_time(0.5)
+        job.lose_worker("host-0")
+    job.kill("host-1")
+    killed = job.now
+    job.until(lambda: "host-1" not in job.workload.places)
+    assert job.now - killed < TIMEOUT_S + 2
