@@ -334,6 +334,8 @@ class Controller:
             if workload.state is WorkloadState.FROZEN:
                 workload = replace(workload, state=WorkloadState.RUNNING, since_s=now_s)
                 self._set(workload)
+            self._overtake_silent(workload, now_s)
+            workload = self._workloads[name]
             if workload.plan is not None and self._plans[workload.plan].epoch <= self._had.get(name, 0):
                 reason = f"hosts have had epoch {self._had[name]} already"
                 self._end_plan(self._plans[workload.plan], Outcome.OVERTAKEN, reason, now_s)
@@ -343,6 +345,15 @@ class Controller:
             workload = self._workloads[name]
             if workload.plan is None and not workload.state.has_ended:
                 self._decide(workload, now_s, wall)
+
+    def _overtake_silent(self, workload: Workload, now_s: float) -> None:
+        """While so many were silent at once, no plan was ended for it. Some may be silent still."""
+        if workload.plan is None:
+            return
+        plan = self._plans[workload.plan]
+        silent = [host for host in plan.places if self._sensor.state_of(host) is HostState.SILENT]
+        if silent:
+            self._end_plan(plan, Outcome.OVERTAKEN, f"{', '.join(silent[:3])} not heard of", now_s)
 
     def _give_up_lasting(self, now_s: float) -> None:
         """Spares that went silent long ago, and are away for good perhaps, are no sign of what happens now."""
@@ -371,7 +382,7 @@ class Controller:
                 workload = self._workloads[workload.name]
                 faults = {**workload.host_faults, one.host: workload.host_faults.get(one.host, 0) + 1}
                 self._set(replace(workload, host_faults=faults))
-        if plan is not None:
+        if plan is not None and not (self._sensor.frozen and one.kind is ObservationKind.HOST_SILENT):
             self._disturb(plan, one, now_s, wall)
 
     def _is_news(self, incident: Incident, one: Observation) -> bool:

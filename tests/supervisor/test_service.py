@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from resiliency import faultpoints
+from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.messages import (
     MAX_MESSAGE_BYTES,
     Desired,
@@ -22,9 +23,18 @@ from resiliency.supervisor.messages import (
     pack,
     unpack,
 )
-from resiliency.supervisor.model import HostState, Observation, ObservationKind, StepKind, WorkloadState
+from resiliency.supervisor.model import (
+    Host,
+    HostState,
+    Observation,
+    ObservationKind,
+    StepKind,
+    Workload,
+    WorkloadState,
+)
 from resiliency.supervisor.server import Supervisor
 from resiliency.supervisor.settings import HangSettings
+from resiliency.supervisor.store import Store
 
 from .fake_monitors import PERIOD_S, TIMEOUT_S, FakeMonitor, asked, job, leading, monitors, settings, until, url_of
 
@@ -358,7 +368,7 @@ def test_a_slow_disk_makes_no_host_late_for_a_step_that_it_was_not_told_of(
 def test_a_supervisor_that_did_not_run_blames_nobody_for_a_late_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resiliency.supervisor.plans._PLACE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("resiliency.supervisor.plans._PLACE_TIMEOUT_S", 1.0)
 
     async def work() -> None:
         made = settings(tmp_path, job(stop_timeout_s=0.0))
@@ -367,12 +377,35 @@ def test_a_supervisor_that_did_not_run_blames_nobody_for_a_late_step(
             a.obeys = False
             await a.saw(ObservationKind.WORKER_LOST, rank=0)
             await until(lambda: b.desired is not None and b.desired.place.epoch == 2)
+            await asyncio.sleep(2 * PERIOD_S)  # nothing is being written any more
             a.obeys = True
             a.place, a.began_at = a.desired.place, a.step
             time.sleep(1.5)  # as if it were stopped: the event loop is the supervisor's as well
+            supervisor.service._look()  # type: ignore[union-attr]  # before it has read what has come meanwhile
             await until(lambda: is_running(supervisor, 2))
             assert remedies(supervisor) == ["scale_up", "restart_in_job"]
             assert set(states(supervisor).values()) == {HostState.READY}
+
+    run(work)
+
+
+def test_hosts_that_were_silent_before_a_restart_are_not_waited_for(tmp_path: Path) -> None:
+    async def work() -> None:
+        store = Store(str(tmp_path / "supervisor.db"))
+        term = store.take_over(store.term(), "test")
+        assert term is not None
+        gone = {
+            name: Host(name=name, incarnation="1", state=HostState.SILENT, heard_s=0.0) for name in ("x", "y", "needed")
+        }
+        placed = Workload(spec=job(), state=WorkloadState.RUNNING, epoch=3, places=("needed", "b"))
+        store.commit(term, Changes(workloads={"job": placed}), gone)
+        store.close()
+        async with leading(settings(tmp_path)) as supervisor:
+            assert states(supervisor) == {
+                "x": HostState.SILENT,
+                "y": HostState.SILENT,
+                "needed": HostState.JOINING,
+            }
 
     run(work)
 
