@@ -328,8 +328,8 @@ class Controller:
             if self._sensor.frozen:
                 if workload.state is WorkloadState.RUNNING:
                     self._set(replace(workload, state=WorkloadState.FROZEN, since_s=now_s))
-                elif workload.plan is not None:
-                    self._set_plan(replace(self._plans[workload.plan], step_since_s=now_s))
+                elif workload.plan is not None:  # its deadline stands still; that is nothing to store
+                    self._plans[workload.plan] = replace(self._plans[workload.plan], step_since_s=now_s)
                 continue
             if workload.state is WorkloadState.FROZEN:
                 workload = replace(workload, state=WorkloadState.RUNNING, since_s=now_s)
@@ -861,15 +861,15 @@ class Controller:
 _OTHER_HOSTS = (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN)
 #: What is seen after ranks were placed, and means that they will not make their first step.
 _ENDS_AN_EPOCH = (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG, ObservationKind.NO_PROGRESS)
-#: Between two remedies that do not help. It is doubled from a second on.
-_LONGEST_PAUSE_S = 15.0
+#: Between remedies that do not help: before the third of an incident, and the most.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 15.0
 #: So many plans that were overtaken count as one that has failed.
 _OVERTAKEN_COUNT = 5
 
 
 def pause_s(failed: int) -> float:
     """Before the next plan of an incident. Args: failed: plans of it that did not help."""
-    return 0.0 if failed < 2 else min(_LONGEST_PAUSE_S, 2.0 ** (failed - 2))
+    return 0.0 if failed < 2 else min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 3.0 ** (failed - 2))
 
 
 def _checked(answer: object) -> Remedy | None:

@@ -99,6 +99,11 @@ class Sensor:
         return sorted(self._hosts.values(), key=lambda host: host.name)
 
     @property
+    def count(self) -> int:
+        """Of the hosts that are known."""
+        return len(self._hosts)
+
+    @property
     def ready(self) -> AbstractSet[str]:
         """Names of the hosts that are READY."""
         return self._ready

@@ -477,9 +477,12 @@ class Service:
         """A monitor has said who it is.
 
         Raises:
-            Forged: another one speaks for this host.
+            Forged: another one speaks for this host, or there are too many.
         """
         now_s = self._clock()
+        most = self.settings.most_connections
+        if self.sensor.host(link.host) is None and self.sensor.count >= most:
+            raise Forged(f"{most} hosts are known already; raise `most_connections` if there are to be more")
         heard = self._heard.setdefault(link.host, _Heard())
         if heard.link is not None:
             lives = now_s - heard.at_s < 2 * self.settings.sensor.period_s

@@ -451,6 +451,21 @@ def test_a_step_that_no_rank_can_have_made_does_not_end_the_supervisor(tmp_path:
     run(work)
 
 
+def test_hosts_that_one_token_invents_are_bounded(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path, most_connections=3)) as supervisor:
+            for number in range(3):
+                async with FakeMonitor(url_of(supervisor), f"host-{number}") as one:
+                    await until(lambda one=one: one.desired)
+            async with FakeMonitor(url_of(supervisor), "host-9") as more:
+                await until(lambda: more.refused)
+            assert "3 hosts are known already" in more.refused and len(states(supervisor)) == 3
+            async with FakeMonitor(url_of(supervisor), "host-1") as again:
+                await until(lambda: again.desired)
+
+    run(work)
+
+
 def test_a_dry_run_leaves_ranks_alone_that_it_knows_nothing_of(tmp_path: Path) -> None:
     """It has a state file of its own, and stands where the real supervisor stood."""
 
