@@ -114,6 +114,9 @@ class Host(asyncio.Protocol):
                     "quiet_s": 0.251,
                     "longest_s": 0.312,
                     "stopped_s": 0.0,
+                    "saved": self.step - self.step % 10,
+                    "own_s": 0.125 * self.step,
+                    "own_steps": self.step,
                 }
                 for number in range(self.ranks)
             ]

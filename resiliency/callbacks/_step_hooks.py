@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from resiliency.launch.heartbeat import Phase, beat, enter, pause
+from resiliency.launch.heartbeat import Phase, beat, enter, pause, worked
 from resiliency.plugins._lightning import tell_fetches
 from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, StepTiming
 
@@ -44,6 +44,7 @@ class _Beats(StepSubscriber):
 
     def step_ended(self, timing: StepTiming) -> None:
         self._step = timing.step
+        worked(timing.own_s, timing.count)
 
     def progressed(self) -> None:
         beat(self._step)

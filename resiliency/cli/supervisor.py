@@ -249,7 +249,7 @@ def status(
         console.print("[bold red]frozen: more than half of the hosts are silent at once; nothing is done about any[/]")
     if found["dry_run"]:
         console.print("[yellow]dry run: nothing is carried out[/]")
-    workloads = _table("workload", "state", "for", "epoch", "step", "replicas", "restarts", "what is done")
+    workloads = _table("workload", "state", "for", "epoch", "step", "goodput", "replicas", "restarts", "what is done")
     for each in found["workloads"]:
         workloads.add_row(
             escape(each["name"]),
@@ -257,6 +257,7 @@ def status(
             _duration(each["for_s"]),
             str(each["epoch"]),
             str(each["step"]) if each["step"] >= 0 else "",
+            "" if each["goodput"] is None else f"{each['goodput']:.1%}",
             f"{each['replicas']}/{each['wanted_replicas']} (at least {each['min_replicas']})",
             f"{each['in_job_restarts']}/{each['max_in_job_restarts']} in job, "
             f"{each['workload_restarts']}/{each['max_workload_restarts']} whole",
@@ -415,7 +416,9 @@ def _table(*names: str) -> Any:
 
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name in names:
-        table.add_column(name, justify="right" if name in ("for", "epoch", "step", "node") else "left", overflow="fold")
+        table.add_column(
+            name, justify="right" if name in ("for", "epoch", "step", "goodput", "node") else "left", overflow="fold"
+        )
     return table
 
 

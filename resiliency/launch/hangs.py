@@ -22,12 +22,16 @@ class Seen:
         quiet_s: seconds since its last beat.
         stopped_s: seconds for which it was seen stopped by a signal; 0: it is not.
         saved: the newest step that it knows to be committed; -1: none.
+        own_s, own_steps: seconds of its own work since its attempt began, and in how many steps; 0 steps: it does not
+            measure it.
     """
 
     page: Page | None
     quiet_s: float
     stopped_s: float
     saved: int = -1
+    own_s: float = 0.0
+    own_steps: int = 0
 
     @property
     def beats(self) -> int:

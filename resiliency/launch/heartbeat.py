@@ -18,7 +18,7 @@ import time
 from resiliency.errors import ConfigError
 from resiliency.launch.channel import send
 from resiliency.launch.heartbeat_files import HeartbeatFile
-from resiliency.launch.heartbeat_page import PAGE_BYTES, Page, PageWriter, Phase, SaveWords, place_word
+from resiliency.launch.heartbeat_page import PAGE_BYTES, Page, PageWriter, Phase, SaveWords, WorkWords, place_word
 from resiliency.settings import LAUNCHER_VARIABLE, all_variables, environment
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "publish",
     "save_is_wanted",
     "show",
+    "worked",
 ]
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Heartbeat:
         self._pages: list[PageWriter] = []
         self._file: HeartbeatFile | None = None
         self._saves: SaveWords | None = None  # with a launcher
+        self._work: WorkWords | None = None  # with a launcher
         if launcher:
             self._connect(launcher)
         self.start_anew()
@@ -69,7 +71,7 @@ class Heartbeat:
             # Not the file that a folder has: whoever may write there could cut it, and end the launcher.
             page = mmap.mmap(fd, PAGE_BYTES)
             self._pages.append(PageWriter(page))
-            self._saves = SaveWords(page)
+            self._saves, self._work = SaveWords(page), WorkWords(page)
             self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._connection.connect("\0" + launcher)
             send(self._connection, {"kind": "heartbeat", "number": 0}, [fd])
@@ -105,6 +107,9 @@ class Heartbeat:
         self._beats = self._last = self._longest = self._shown = 0
         self._step, self._phase, self._attempt = -1, Phase.STARTING, environment().restart
         self._taken = -1
+        self._own_ns = self._own_steps = 0
+        if self._work is not None:
+            self._work.write(own_ns=0, steps=0)
         self.committed(-1)
         if self._file is not None:
             try:
@@ -160,6 +165,13 @@ class Heartbeat:
         """The newest step of which the save is committed; -1: none."""
         if self._saves is not None:
             self._saves.committed(step)
+
+    def worked(self, own_s: float, steps: int) -> None:
+        """Steps have ended that took this rank so many seconds of its own work."""
+        if self._work is not None:
+            self._own_ns += int(own_s * 1e9)
+            self._own_steps += steps
+            self._work.write(own_ns=self._own_ns, steps=self._own_steps)
 
     def _write(self, *, watched: bool) -> None:
         place = place_word(step=self._step, phase=self._phase, attempt=self._attempt, watched=watched)
@@ -250,6 +262,19 @@ def committed(step: int) -> None:
     heartbeat = _own.get(os.getpid())
     if heartbeat is not None:
         heartbeat.committed(step)
+
+
+def worked(own_s: float, steps: int = 1) -> None:
+    """Says how long this rank's own work took in the steps that have just ended: what it did before it first waited
+    for others. Ranks that train together take equally long for a step, however unequal they are; this tells which of
+    them holds up the others. As cheap as a beat.
+
+    Args:
+        own_s: seconds, of all these steps.
+    """
+    heartbeat = _own.get(os.getpid())
+    if heartbeat is not None:
+        heartbeat.worked(own_s, steps)
 
 
 def pause() -> None:

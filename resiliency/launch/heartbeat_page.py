@@ -10,7 +10,17 @@ import enum
 import mmap
 from dataclasses import dataclass
 
-__all__ = ["MOST_ATTEMPT", "PAGE_BYTES", "WORDS_BYTES", "Page", "PageWriter", "Phase", "SaveWords", "place_word"]
+__all__ = [
+    "MOST_ATTEMPT",
+    "PAGE_BYTES",
+    "WORDS_BYTES",
+    "Page",
+    "PageWriter",
+    "Phase",
+    "SaveWords",
+    "WorkWords",
+    "place_word",
+]
 
 PAGE_BYTES = mmap.PAGESIZE
 _WORDS = 4
@@ -154,3 +164,26 @@ class SaveWords:
     def is_looked_for(self) -> bool:
         """Of the launcher: the rank has something that saves when it is asked to."""
         return bool(self._words[self._LOOKS])
+
+
+class WorkWords:
+    """Two words more on that page: what the rank's own work took, as far as it measures it, and in how many optimizer
+    steps; both since its attempt began. They are not read together: a reader may find a step less than was summed.
+
+    Args:
+        page: a mapping that may be written; this object keeps it open.
+    """
+
+    _OWN, _STEPS = 264, 265
+
+    def __init__(self, page: mmap.mmap) -> None:
+        self._words = memoryview(page)[: 8 * (self._STEPS + 1)].cast("Q")
+
+    def write(self, *, own_ns: int, steps: int) -> None:
+        """Of the rank."""
+        self._words[self._OWN] = own_ns
+        self._words[self._STEPS] = steps
+
+    def read(self) -> tuple[float, int]:
+        """Of the launcher: seconds, and steps; 0 steps when the rank measures none."""
+        return self._words[self._OWN] / 1e9, int(self._words[self._STEPS])

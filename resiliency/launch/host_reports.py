@@ -89,7 +89,7 @@ def _page_of(rank: int, seen: Seen, *, attempt: int, now_s: float) -> dict[str, 
     page = seen.page
     if page is None or page.attempt != min(attempt, MOST_ATTEMPT):
         said: dict[str, Any] = {"beats": 0, "step": -1, "phase": "", "watched": False, "quiet_s": 0.0, "longest_s": 0.0}
-        said["saved"] = -1
+        said.update(saved=-1, own_s=0.0, own_steps=0)
     else:
         said = {
             "beats": page.beats,
@@ -99,5 +99,7 @@ def _page_of(rank: int, seen: Seen, *, attempt: int, now_s: float) -> dict[str, 
             "quiet_s": round(max(0.0, now_s - page.last_s), 3) if page.last_s else 0.0,
             "longest_s": round(page.longest_s, 6),
             "saved": seen.saved,
+            "own_s": round(seen.own_s, 6),
+            "own_steps": seen.own_steps,
         }
     return {"rank": rank, **said, "stopped_s": round(seen.stopped_s, 3)}

@@ -16,7 +16,7 @@ from typing import Any
 
 from resiliency.launch.channel import receive, send
 from resiliency.launch.heartbeat import Page
-from resiliency.launch.heartbeat_page import PAGE_BYTES, SaveWords
+from resiliency.launch.heartbeat_page import PAGE_BYTES, SaveWords, WorkWords
 
 __all__ = ["RankLink", "RankLinks"]
 
@@ -47,6 +47,7 @@ class RankLink:
         closed: it cannot be reached any more.
         page: its heartbeat.
         saves: which save is wanted of it, and which it has made.
+        work: what its own work has taken.
     """
 
     pid: int
@@ -63,6 +64,7 @@ class RankLink:
     closed: bool = False
     page: mmap.mmap | None = None
     saves: SaveWords | None = None
+    work: WorkWords | None = None
 
 
 class RankLinks:
@@ -154,7 +156,7 @@ class RankLinks:
             self._log(message)
         elif message["kind"] == "heartbeat":
             link.page = mmap.mmap(fds[0], PAGE_BYTES)
-            link.saves = SaveWords(link.page)
+            link.saves, link.work = SaveWords(link.page), WorkWords(link.page)
         elif message["number"] <= link.left:
             return  # it did not know yet that it is to leave
         elif message["kind"] == "inside":
@@ -200,6 +202,12 @@ class RankLinks:
         """The newest step of which the rank that has this process group knows a committed save; -1: none."""
         found = [link.saves for link in self._links if link.group == group and link.saves is not None]
         return max((saves.newest_committed() for saves in found), default=-1)
+
+    def own_work(self, group: int) -> tuple[float, int]:
+        """Seconds of its own work of the rank that has this process group, and in how many steps; 0 steps: it does not
+        measure it."""
+        found = [link.work.read() for link in self._links if link.group == group and link.work is not None]
+        return max(found, key=lambda one: one[1], default=(0.0, 0))
 
     def lost_peer(self, group: int) -> tuple[float, str] | None:
         """When the rank that has this process group said that it has lost a peer, and its error; None: it has not."""

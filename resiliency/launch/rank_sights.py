@@ -47,11 +47,14 @@ class RankSights:
             heartbeat = self._links.heartbeat_of(process.pid)
             pids[rank], page = heartbeat if heartbeat is not None else (process.pid, None)
             quiet_s = now - page.last_s if page is not None else 0.0
+            own_s, own_steps = self._links.own_work(process.pid)
             seen[rank] = Seen(
                 page=page,
                 quiet_s=quiet_s,
                 stopped_s=self._seen_stopped(pids[rank], now),
                 saved=self._links.newest_committed(process.pid),
+                own_s=own_s,
+                own_steps=own_steps,
             )
         self._stopped_s = {pid: self._stopped_s[pid] for pid in pids.values() if pid in self._stopped_s}
         self._looked_s = now

@@ -32,6 +32,7 @@ from resiliency.supervisor.model import (
 from resiliency.supervisor.plain_text import plain_text
 from resiliency.supervisor.plans import make_plan, save_step
 from resiliency.supervisor.policy import DefaultPolicy, Policy, Situation, problem_of
+from resiliency.supervisor.running_goodput import GoodputWatch, RunningGoodput
 from resiliency.supervisor.sensor import Sensor
 
 __all__ = ["Changes", "Controller", "ControllerSettings"]
@@ -44,6 +45,10 @@ _MOST_EPOCH = 1 << 30
 _MOST_OBSERVATIONS, _MOST_OF_A_HOST = 8192, 256
 #: Incidents that are over, in memory; and how many more there are until the oldest are dropped together.
 _MOST_CLOSED, _SLACK = 2000, 200
+
+
+#: The running goodput is stored with what happens, and so often where nothing does.
+_GOODPUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +131,7 @@ class Controller:
         self._incidents: dict[int, Incident] = {}
         self._plans: dict[int, Plan] = {}
         self._seen: dict[str, _Seen] = {}
+        self._goodput = GoodputWatch()
         self._changes = Changes()
         self._last_number = 0
         self._restored_s = -1e9
@@ -170,18 +176,29 @@ class Controller:
         found = (workload.plan for workload in self._workloads.values())
         return [self._plans[number] for number in found if number is not None]
 
+    def goodput_of(self, workload: str) -> RunningGoodput:
+        """How much of its time so far has made steps that were kept."""
+        return self._goodput.of(workload)
+
     def take_changes(self) -> Changes:
         """What has changed since this was asked last."""
         changes, self._changes = self._changes, Changes()
         return changes
 
     def restore(
-        self, workloads: Iterable[Workload], incidents: Iterable[Incident], plans: Iterable[Plan], now_s: float
+        self,
+        workloads: Iterable[Workload],
+        incidents: Iterable[Incident],
+        plans: Iterable[Plan],
+        now_s: float,
+        wall: float = 0.0,
     ) -> None:
         """What a supervisor before this one has stored. Deadlines begin anew: the clock may have."""
         self._incidents = {each.number: replace(each, opened_at_s=now_s) for each in incidents}
         self._plans = {each.number: replace(each, step_since_s=now_s) for each in plans}
         self._workloads = {each.name: replace(each, since_s=now_s) for each in workloads}
+        for each in self._workloads.values():
+            self._goodput.restore(each.name, each.goodput, each.goodput.at if each.state.has_ended else wall)
         self._restored_s = now_s
         self._last_number = max([0, *self._incidents, *self._plans])
         self._version += 1
@@ -247,9 +264,14 @@ class Controller:
         now_s: float,
         *,
         step: int = -1,
+        counts_steps: bool = True,
         ended: bool = False,
     ) -> None:
-        """A host knows its place, its ranks have come to a step (-1: none yet), or they have all finished."""
+        """A host knows its place, its ranks have come to a step (-1: none yet), or they have all finished.
+
+        Args:
+            counts_steps: ``step`` is one of the optimizer, which an epoch takes up where the one before has saved it.
+        """
         known = self._workloads.get(workload)
         if known is None or known.epoch != epoch:
             self.refused["epoch"] += 1
@@ -270,6 +292,7 @@ class Controller:
                 lately = (step - seen.step) / (now_s - seen.progressed_s)
                 seen.steps_per_s = (seen.steps_per_s + lately) / 2 if seen.steps_per_s else lately
             seen.step, seen.began, seen.progressed_s = step, True, now_s
+            self._goodput.progressed(workload, epoch, step if counts_steps else -1, now_s)
 
     def observe(self, one: Observation, now_s: float, wall: float) -> None:
         """Something was seen. Epochs that are over, hosts and workloads that nobody knows are not listened to."""
@@ -325,6 +348,11 @@ class Controller:
                 workload = self._workloads[name]
             if workload.state.has_ended:
                 continue
+            if workload.epoch:
+                self._goodput.look(name, now_s, wall)
+                if wall - workload.goodput.at >= _GOODPUT_S:
+                    self._set(workload)
+                    workload = self._workloads[name]
             if self._sensor.frozen:
                 if workload.state is WorkloadState.RUNNING:
                     self._set(replace(workload, state=WorkloadState.FROZEN, since_s=now_s))
@@ -616,14 +644,13 @@ class Controller:
         if self._declined.get(workload.name) == self._chances(workload, now_s):
             return
         spec = workload.spec
-        for host in workload.places:
-            if self._sensor.state_of(host) is HostState.CORDONED:
-                self._note(
-                    workload,
-                    Observation(kind=ObservationKind.DRAIN, host=host, workload=workload.name, epoch=workload.epoch),
-                    now_s,
-                    wall,
-                )
+        for host in self._cordoned(workload):
+            self._note(
+                workload,
+                Observation(kind=ObservationKind.DRAIN, host=host, workload=workload.name, epoch=workload.epoch),
+                now_s,
+                wall,
+            )
         steady = self._spares(now_s, dwell_s=spec.dwell_s)
         missing = spec.replicas - workload.replicas
         if spec.scale_up and missing > 0 and now_s - workload.since_s >= spec.dwell_s:
@@ -636,10 +663,15 @@ class Controller:
                 )
 
     def _chances(self, workload: Workload, now_s: float) -> object:
-        cordoned = [host for host in workload.places if self._sensor.state_of(host) is HostState.CORDONED]
+        cordoned = self._cordoned(workload)
         is_small = workload.replicas < workload.spec.replicas
         steady = self._spares(now_s, dwell_s=workload.spec.dwell_s) if is_small else ()
         return workload.epoch, workload.spec, cordoned, list(self._free), len(steady)
+
+    def _cordoned(self, workload: Workload) -> list[str]:
+        """Of its hosts. Asked at every look, and hardly ever any."""
+        cordoned = self._sensor.cordoned
+        return [host for host in workload.places if host in cordoned] if cordoned else []
 
     def _complete(self, workload: Workload, now_s: float, wall: float) -> None:
         seen = self._seen_of(workload)
@@ -833,6 +865,7 @@ class Controller:
             self._end_plan(self._plans[workload.plan], Outcome.OVERTAKEN, reason, now_s)
         self._close(self._workloads[workload.name], reason, now_s, wall)
         self._set(replace(self._workloads[workload.name], state=state, since_s=now_s, reason=reason))
+        self._goodput.pause(workload.name)
 
     # -- what is stored -----------------------------------------------------------------------------------------------
 
@@ -847,15 +880,25 @@ class Controller:
         return self._last_number
 
     def _set(self, workload: Workload) -> None:
+        known = self._workloads.get(workload.name)
+        workload = replace(workload, goodput=self._goodput.of(workload.name))
         self._workloads[workload.name] = self._changes.workloads[workload.name] = workload
-        self._version += 1
+        if known is None or _takes(known) != _takes(workload):
+            self._version += 1
 
     def _set_incident(self, incident: Incident) -> None:
         self._incidents[incident.number] = self._changes.incidents[incident.number] = incident
 
     def _set_plan(self, plan: Plan) -> None:
+        known = self._plans.get(plan.number)
         self._plans[plan.number] = self._changes.plans[plan.number] = plan
-        self._version += 1
+        if known is None or known.places != plan.places:
+            self._version += 1
+
+
+def _takes(workload: Workload) -> tuple[object, ...]:
+    """What decides which hosts are taken."""
+    return workload.places, workload.plan, workload.state.has_ended
 
 
 _OTHER_HOSTS = (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN)

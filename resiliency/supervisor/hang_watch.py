@@ -3,9 +3,6 @@
 When one rank hangs, the others wait for it in a collective operation and are as quiet. A launcher compares the ranks of
 its own host (:mod:`resiliency.launch.hangs`); here those of all hosts are, by the same rules: the culprit is stopped by
 a signal, or has made the fewest beats, or, where all have made as many, has made the last one first.
-
-What the pages hold (a count, the longest step, the time since the last sign of life) does not tell a rank that is slow
-from the ranks that wait for it in every step: stragglers are not looked for.
 """
 
 from __future__ import annotations
@@ -32,6 +29,8 @@ class _Host:
 @dataclass(kw_only=True)
 class _Epoch:
     epoch: int
+    known: set[str] = field(default_factory=set)
+    #: What hosts have said while a rank was quiet; else nothing is kept of tens of thousands of ranks.
     hosts: dict[str, _Host] = field(default_factory=dict)
     #: Hosts of which a rank is quiet for too long.
     suspicious: set[str] = field(default_factory=set)
@@ -61,17 +60,20 @@ class HangWatch:
         seen = self._epochs.get(workload)
         if seen is None or seen.epoch != epoch:
             seen = self._epochs[workload] = _Epoch(epoch=epoch)
-        seen.hosts[host] = _Host(at_s=now_s, ranks=ranks)
+        seen.known.add(host)
         if any(map(self._is_quiet, ranks)):
             seen.suspicious.add(host)
         else:
             seen.suspicious.discard(host)
         if not seen.suspicious or seen.said:
-            seen.culprit, seen.found = None, 0
-            seen.fresh.clear()
+            if seen.hosts:
+                seen.culprit, seen.found = None, 0
+                seen.fresh.clear()
+                seen.hosts.clear()
             return None
+        seen.hosts[host] = _Host(at_s=now_s, ranks=ranks)
         seen.fresh.add(host)
-        if len(seen.fresh) < len(seen.hosts):
+        if len(seen.fresh) < len(seen.known):
             return None
         seen.fresh.clear()
         return self._look(workload, seen)
@@ -80,6 +82,7 @@ class HangWatch:
         """All ranks of a host have finished: it says no more of them, and is not waited for."""
         seen = self._epochs.get(workload)
         if seen is not None and seen.epoch == epoch:
+            seen.known.discard(host)
             seen.hosts.pop(host, None)
             seen.suspicious.discard(host)
             seen.fresh.discard(host)

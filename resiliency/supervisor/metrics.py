@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter as Tally
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -64,10 +63,10 @@ class Metrics(Collector):
         yield _gauge("connections", "Monitors that are connected", service.connected())
         yield _gauge("store_ok", "0 while the state file cannot be written", float(not service.store_problem))
         yield _gauge("frozen", "1 while so many hosts are silent that nothing is done", float(service.sensor.frozen))
-        states = Tally(str(host.state) for host in service.sensor.hosts())
+        states = service.sensor.states()
         hosts = GaugeMetricFamily(f"{_PREFIX}_hosts", "Hosts by state", labels=["state"])
         for state in HostState:
-            hosts.add_metric([str(state)], states[str(state)])
+            hosts.add_metric([str(state)], states[state])
         yield hosts
         yield from self._workloads(service)
         counts = service.counts
@@ -98,13 +97,21 @@ class Metrics(Collector):
         epoch = GaugeMetricFamily(f"{_PREFIX}_workload_epoch", "Sets of places so far", labels=["workload"])
         replicas = GaugeMetricFamily(f"{_PREFIX}_workload_replicas", "With places now", labels=["workload"])
         step = GaugeMetricFamily(f"{_PREFIX}_workload_step", "The furthest that was reported", labels=["workload"])
+        goodput = GaugeMetricFamily(
+            f"{_PREFIX}_workload_goodput",
+            "Share of its time in which it made steps that were kept",
+            labels=["workload"],
+        )
         for workload in service.controller.workloads.values():
             for each in WorkloadState:
                 state.add_metric([workload.name, str(each)], float(each is workload.state))
             epoch.add_metric([workload.name], workload.epoch)
             replicas.add_metric([workload.name], workload.replicas)
             step.add_metric([workload.name], service.step_of(workload))
-        yield from (state, epoch, replicas, step)
+            share = service.controller.goodput_of(workload.name).share
+            if share is not None:
+                goodput.add_metric([workload.name], share)
+        yield from (state, epoch, replicas, step, goodput)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from resiliency.errors import ConfigError
+from resiliency.supervisor.running_goodput import RunningGoodput
 
 __all__ = [
     "NAME",
@@ -109,6 +110,7 @@ class WorkloadSpec:
         max_workload_restarts: times in a row that all of it is started anew on the same hosts before a host that keeps
             failing is swapped; 0: it is swapped at once.
         scale_up: go back to full size when hosts return.
+        swap_stragglers: a host with a rank that holds up the others is swapped for a spare, after a checkpoint.
         healthy_s: training for this long makes what came before count no more.
         dwell_s: hosts must have been there for this long before the job is restarted to use them.
         correlate_s: observations this close together are one incident.
@@ -128,6 +130,7 @@ class WorkloadSpec:
     max_in_job_restarts: int = 3
     max_workload_restarts: int = 3
     scale_up: bool = True
+    swap_stragglers: bool = False
     healthy_s: float = 600.0
     dwell_s: float = 30.0
     correlate_s: float = 0.2
@@ -427,6 +430,7 @@ class Workload:
         host_faults: in a row, by host.
         plan: number of the active plan; None: there is none.
         incident: number of the open incident; None: there is none.
+        goodput: as it was when this was stored.
     """
 
     spec: WorkloadSpec
@@ -445,6 +449,7 @@ class Workload:
     plan: int | None = None
     incident: int | None = None
     reason: str = ""
+    goodput: RunningGoodput = RunningGoodput()
 
     @property
     def name(self) -> str:

@@ -107,7 +107,7 @@ class DefaultPolicy:
         if situation.trains and kinds == {ObservationKind.DEVICE_FAULT} and classes <= {DeviceClass.IGNORE}:
             return Remedy(kind=RemedyKind.NOTHING, reason="the device goes on")
         if situation.trains and kinds <= {ObservationKind.STRAGGLER}:
-            return Remedy(kind=RemedyKind.NOTHING, reason="a slow host still trains; drain it to have it replaced")
+            return _relieve(situation)
         if DeviceClass.RESET in classes and not any(_is(plan, RemedyKind.RESET_DEVICES) for plan in situation.tried):
             hosts = {one.host for one in situation.observations if one.device_class is DeviceClass.RESET}
             return Remedy(kind=RemedyKind.RESET_DEVICES, out=tuple(sorted(hosts)), reason="a device asks for a reset")
@@ -157,6 +157,17 @@ class DefaultPolicy:
         if culprits and situation.replicas_without(culprits) >= spec.min_replicas:
             return Remedy(kind=RemedyKind.SCALE_DOWN, out=tuple(culprits), reason="restarts do not help; it fails most")
         return Remedy(kind=RemedyKind.STOP, reason="restarts do not help, and no host can be replaced")
+
+
+def _relieve(situation: Situation) -> Remedy:
+    """Ranks hold up the others."""
+    slow = sorted({one.host for one in situation.observations})[: len(situation.spares)]
+    if not situation.workload.spec.swap_stragglers:
+        reason = "a slow host still trains; drain it, or set swap_stragglers, to have it replaced"
+        return Remedy(kind=RemedyKind.NOTHING, reason=reason)
+    if not slow:
+        return Remedy(kind=RemedyKind.NOTHING, reason="a slow host still trains, and there is no spare")
+    return Remedy(kind=RemedyKind.HOT_SWAP, out=tuple(slow), reason="it holds up the others, and a spare is ready")
 
 
 def _grow(situation: Situation) -> Remedy:

@@ -48,6 +48,7 @@ from resiliency.supervisor.policy_guard import GuardedPolicy
 from resiliency.supervisor.sensor import Sensor
 from resiliency.supervisor.settings import SupervisorSettings
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, Store
+from resiliency.supervisor.straggler_watch import StragglerWatch
 
 __all__ = ["Forged", "Link", "Service"]
 
@@ -55,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 #: Between two looks at what is due, at most.
 _TICK_S = 0.1
+#: After a look so many times as long as it took, until the next: in a burst of messages each is a reason to look, and
+#: of thousands of hosts a look takes some time.
+_REST = 9
 #: Between tries to write to a disk that fails.
 _RETRY_S, _MOST_RETRY_S = 0.2, 5.0
 #: For hosts to hang up when all is over.
@@ -187,6 +191,9 @@ class Service:
         self.began_s = now_s
         self._history = History()
         self._hangs = HangWatch(steps=settings.hang.hang_steps, floor_s=settings.hang.hang_floor_s)
+        self._stragglers = StragglerWatch(
+            factor=settings.straggler.straggler_factor, window_s=settings.straggler.straggler_window_s
+        )
         self._actuator = Actuator(
             hook=() if hook is None else tuple(hook.command),
             cluster=cluster or LocalCluster(),
@@ -212,7 +219,7 @@ class Service:
         needed = {host for each in stored.workloads if not each.state.has_ended for host in each.places}
         gone = {host.name for host in stored.hosts if host.state is HostState.SILENT} - needed
         self.sensor.restore(stored.hosts, now_s, given_up=gone)
-        self.controller.restore(stored.workloads, stored.incidents, stored.plans, now_s)
+        self.controller.restore(stored.workloads, stored.incidents, stored.plans, now_s, time.time())
         self._history.begin(stored.workloads, stored.incidents, stored.hosts)
         self.decided.apply(
             Changes(
@@ -283,7 +290,9 @@ class Service:
     async def _keep_looking(self) -> None:
         while True:
             self._due.clear()
+            began_s = time.monotonic()
             self._look()
+            await asyncio.sleep(min(_REST * (time.monotonic() - began_s), _TICK_S))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._due.wait(), _TICK_S)
 
@@ -336,6 +345,8 @@ class Service:
         """What need not be done at every look."""
         if self._until_ended:
             self._end_with_workloads(now_s)
+        for straggler in self._stragglers.look(now_s):
+            self._observe(straggler)
         for name in self.sensor.to_check(now_s):
             self._check(name, now_s)
         placed = self.decided.place
@@ -381,6 +392,7 @@ class Service:
         for name, workload in changes.workloads.items():
             if workload.state.has_ended and not was_over.get(name, False):
                 self._hangs.forget(name)
+                self._stragglers.forget(name)
                 concerned.update(self._heard)  # spares may end as well
         self._asks = self.decided.asks()
         self._answers = {
@@ -549,7 +561,10 @@ class Service:
         ended = report.ended and not report.preempted
         news = ended != heard.ended or (step >= 0) != (heard.step >= 0) or report.preempted
         heard.step, heard.ended = step, ended
-        self.controller.reported(host, workload.name, workload.epoch, now_s, step=step, ended=ended)
+        counts = any(rank.step >= 0 for rank in report.ranks)
+        self.controller.reported(
+            host, workload.name, workload.epoch, now_s, step=step, counts_steps=counts, ended=ended
+        )
         if node_rank == 0 and report.master and _ADDRESS.fullmatch(report.master):
             if self._masters.get(workload.name) != (workload.epoch, report.master):
                 self._masters[workload.name] = workload.epoch, report.master
@@ -567,6 +582,7 @@ class Service:
         elif report.ended:
             self._hangs.left(workload.name, workload.epoch, host)
         elif report.ranks:
+            self._stragglers.reported(workload.name, workload.epoch, host, report.ranks, now_s)
             hang = self._hangs.reported(workload.name, workload.epoch, host, report.ranks, now_s)
             if hang is not None:
                 self._observe(hang)

@@ -93,6 +93,21 @@ class HangSettings(_Strict):
     hang_floor_s: float = Field(default=30.0, ge=0)
 
 
+class StragglerSettings(_Strict):
+    """A rank is a straggler whose own work takes more than ``straggler_factor`` times the median of all ranks, in three
+    windows of ``straggler_window_s`` one after the other; 0: nobody looks for one."""
+
+    straggler_factor: float = Field(default=1.5, ge=0)
+    straggler_window_s: float = Field(default=30.0, gt=0)
+
+    @field_validator("straggler_factor")
+    @classmethod
+    def _more_than_the_median(cls, value: float) -> float:
+        if 0 < value <= 1:
+            raise ValueError("half of all ranks take longer than the median: pass more than 1, or 0 to look for none")
+        return value
+
+
 class SupervisorSettings(_Strict):
     """All of the file. Relative paths in it are meant from its folder, and are absolute here.
 
@@ -112,6 +127,7 @@ class SupervisorSettings(_Strict):
     workloads: list[WorkloadSpec] = Field(min_length=1)
     sensor: SensorSettings = SensorSettings()
     hang: HangSettings = HangSettings()
+    straggler: StragglerSettings = StragglerSettings()
     monitor_tokens: str = ""
     shared_token: str = ""
     operator_token: str = ""
@@ -185,13 +201,17 @@ def _settings(data: dict[Any, Any], folder: str, changes: dict[str, Any]) -> Sup
     top = dict(data)
     _refuse_meaningless(top)
     own = set(SupervisorSettings.model_fields)
-    hang, sensor = set(HangSettings.model_fields), {field.name for field in fields(SensorSettings)}
+    sensor = {field.name for field in fields(SensorSettings)}
+    groups = {"hang": set(HangSettings.model_fields), "straggler": set(StragglerSettings.model_fields)}
+    grouped = set().union(*groups.values())
     workload_keys = {field.name for field in fields(WorkloadSpec)} | {*_WORKLOAD_NAMES, *_REPLICA_NAMES}
     sensor_flat = sensor - {"period_s", "timeout_s"}
-    known = (own - {"sensor", "hang"}) | hang | sensor_flat | {*_SENSOR_NAMES, "workload"} | (workload_keys - {"name"})
+    known = (
+        (own - {"sensor", *groups}) | grouped | sensor_flat | {*_SENSOR_NAMES, "workload"} | (workload_keys - {"name"})
+    )
     _refuse_unknown(top, known, "")
     values = {key: top[key] for key in own & top.keys() if key != "workloads"}
-    values["hang"] = {key: top[key] for key in hang & top.keys()}
+    values |= {name: {key: top[key] for key in keys & top.keys()} for name, keys in groups.items()}
     values["sensor"] = {
         **{_SENSOR_NAMES[key]: _number(key, top[key]) for key in _SENSOR_NAMES if key in top},
         **{key: _number(key, top[key]) for key in sensor_flat & top.keys()},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from resiliency.supervisor.controller import describe
@@ -27,7 +26,6 @@ _STEP_WORDS = {
 
 def status_view(service: Service, *, with_hosts: bool = True) -> dict[str, Any]:
     """All of it, now."""
-    hosts = service.sensor.hosts()
     incidents = sorted(service.controller.incidents.values(), key=lambda one: -one.number)
     shown = [one for number, one in enumerate(incidents) if one.is_open or number < _RECENT]
     return {
@@ -37,9 +35,9 @@ def status_view(service: Service, *, with_hosts: bool = True) -> dict[str, Any]:
         "dry_run": service.settings.dry_run,
         "frozen": service.sensor.frozen,
         "store_problem": service.store_problem,
-        "host_states": dict(Counter(str(host.state) for host in hosts)),
+        "host_states": {str(state): count for state, count in service.sensor.states().items()},
         "workloads": [_workload(service, one) for one in service.controller.workloads.values()],
-        "hosts": [_host(service, host) for host in hosts] if with_hosts else [],
+        "hosts": [_host(service, host) for host in service.sensor.hosts()] if with_hosts else [],
         "incidents": [_incident(service, one) for one in shown],
     }
 
@@ -64,7 +62,7 @@ def event_view(event: HistoryEvent) -> dict[str, Any]:
 
 
 def _workload(service: Service, workload: Workload) -> dict[str, Any]:
-    spec = workload.spec
+    spec, goodput = workload.spec, service.controller.goodput_of(workload.name).share
     plan = None if workload.plan is None else service.controller.plans.get(workload.plan)
     return {
         "name": workload.name,
@@ -73,6 +71,7 @@ def _workload(service: Service, workload: Workload) -> dict[str, Any]:
         "reason": workload.reason,
         "epoch": workload.epoch,
         "step": service.step_of(workload),
+        "goodput": None if goodput is None else round(goodput, 4),
         "replicas": workload.replicas,
         "wanted_replicas": spec.replicas,
         "min_replicas": spec.min_replicas,

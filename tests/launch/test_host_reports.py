@@ -33,10 +33,14 @@ def test_a_page_of_the_epoch_before_says_nothing_about_this_one() -> None:
     link = _Link()
     reports = HostReports(link)
     reports.started(3)
-    seen = {rank: Seen(page=_page(attempt), quiet_s=2.0, stopped_s=0.0) for rank, attempt in ((4, 1), (5, 2))}
+    seen = {
+        rank: Seen(page=_page(attempt), quiet_s=2.0, stopped_s=0.0, own_s=1.5, own_steps=6)
+        for rank, attempt in ((4, 1), (5, 2))
+    }
     reports.pages({**seen, 6: Seen(page=None, quiet_s=0.0, stopped_s=1.5)}, now_s=100.0)
     old, new, none = link.told[0]["ranks"]
     assert (old["rank"], old["beats"], old["step"], old["watched"], old["phase"]) == (4, 0, -1, False, "")
+    assert (old["own_s"], old["own_steps"]) == (0.0, 0)
     assert new == {
         "rank": 5,
         "beats": 7,
@@ -46,6 +50,8 @@ def test_a_page_of_the_epoch_before_says_nothing_about_this_one() -> None:
         "quiet_s": 2.0,
         "longest_s": 0.5,
         "saved": -1,
+        "own_s": 1.5,
+        "own_steps": 6,
         "stopped_s": 0.0,
     }
     assert (none["beats"], none["stopped_s"]) == (0, 1.5)

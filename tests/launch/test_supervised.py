@@ -28,6 +28,7 @@ SUMMING = """
     import torch
     import torch.distributed as dist
     from resiliency.launch import beat, restartable
+    from resiliency.launch.heartbeat import worked
 
     folder = Path(sys.argv[1])
 
@@ -52,6 +53,7 @@ SUMMING = """
         while not done:
             time.sleep(0.005)
             beat()
+            worked(0.25)
             done.fill_(float((folder / "go").exists()))
             dist.all_reduce(done)
         dist.destroy_process_group()
@@ -301,7 +303,8 @@ def test_a_rank_that_hangs_is_killed_with_its_successors_place_and_the_others_st
     hosts = [cluster.host(), cluster.host()]
     cluster.supervisor.place(*hosts)
     before = [cluster.there(1, rank)["pid"] for rank in range(2)]
-    _page_when(hosts[1], lambda page: page["beats"] > 0)
+    page = _page_when(hosts[1], lambda page: page["own_steps"] > 0)
+    assert page["own_s"] == pytest.approx(0.25 * page["own_steps"], abs=0.25), "its own work"
     os.kill(before[1], signal.SIGSTOP)
     page = _page_when(hosts[1], lambda page: page["stopped_s"] > 0)
     assert page["rank"] == 1 and page["beats"] > 0

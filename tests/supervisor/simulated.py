@@ -87,6 +87,7 @@ class Simulation:
             self.stored["incidents"].values(),
             self.stored["plans"].values(),
             self.now,
+            self.now,
         )
 
     def store(self) -> None:

@@ -913,3 +913,29 @@ def test_a_start_goes_on_when_the_network_of_the_supervisor_was_cut_meanwhile(di
     made.until(lambda: made.workload.state is RUNNING and made.workload.plan is None)
     assert made.workload.epoch == (2 if dies else 1)
     assert remedies(made) == ([RemedyKind.SCALE_DOWN] if dies else [])
+
+
+def test_a_straggler_is_noted_and_left_alone_unless_its_swap_is_wanted() -> None:
+    job = started(4, replicas=3)
+    seen(job, "host-1", ObservationKind.STRAGGLER, workload="job", epoch=1, rank=1)
+    job.pass_time(2)
+    assert remedies(job) == [] and job.workload.places == ("host-0", "host-1", "host-2")
+    (incident,) = [one for one in job.controller.incidents.values() if one.tried == ()]
+    assert "set swap_stragglers" in incident.outcome
+
+
+def test_the_host_of_a_straggler_is_swapped_after_a_checkpoint_where_that_is_wanted() -> None:
+    job = started(4, replicas=3, swap_stragglers=True)
+    seen(job, "host-1", ObservationKind.STRAGGLER, workload="job", epoch=1, rank=1)
+    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    assert remedies(job) == [RemedyKind.HOT_SWAP] and job.workload.places == ("host-0", "host-3", "host-2")
+    plan = max(job.controller.plans.values(), key=lambda plan: plan.number)
+    assert StepKind.CHECKPOINT in [step.kind for step in plan.steps]
+    assert job.sensor.state_of("host-1") is HostState.QUARANTINED
+
+
+def test_a_straggler_stays_while_there_is_no_spare() -> None:
+    job = started(3, swap_stragglers=True)
+    seen(job, "host-1", ObservationKind.STRAGGLER, workload="job", epoch=1, rank=1)
+    job.pass_time(2)
+    assert remedies(job) == [] and job.workload.state is RUNNING

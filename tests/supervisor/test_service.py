@@ -33,7 +33,7 @@ from resiliency.supervisor.model import (
     WorkloadState,
 )
 from resiliency.supervisor.server import Supervisor
-from resiliency.supervisor.settings import HangSettings
+from resiliency.supervisor.settings import HangSettings, StragglerSettings
 from resiliency.supervisor.store import Store
 
 from .fake_monitors import PERIOD_S, TIMEOUT_S, FakeMonitor, asked, job, leading, monitors, settings, until, url_of
@@ -441,7 +441,7 @@ def test_a_step_that_no_rank_can_have_made_does_not_end_the_supervisor(tmp_path:
             await until(lambda: is_running(supervisor))
             liar = next(one for one in all_of_them if one.place is not None)
             for step in (10, 10**300, 10**307):
-                liar.shows = {"beats": 1, "step": step}
+                liar.shows = {"beats": 1, "step": step, "own_steps": step, "own_s": 1.0}
                 await liar.report()
                 await asyncio.sleep(PERIOD_S)
             status, _ = await asked(supervisor, f"/v1/hosts/{liar.name}/drain", method="POST")
@@ -505,3 +505,31 @@ def test_a_new_state_file_goes_on_above_the_epochs_that_monitors_have_had(tmp_pa
 
 def lost(host: str, *, epoch: int) -> Observation:
     return Observation(kind=ObservationKind.WORKER_LOST, host=host, workload="job", epoch=epoch, rank=0)
+
+
+def test_a_rank_that_holds_up_the_others_is_named_in_the_history_and_the_job_goes_on(tmp_path: Path) -> None:
+    made = settings(tmp_path, straggler=StragglerSettings(straggler_window_s=0.5))
+
+    async def work() -> None:
+        async with leading(made) as supervisor, monitors(url_of(supervisor), "a", "b", "c") as all_of_them:
+            await until(lambda: is_running(supervisor))
+            placed = [one for one in all_of_them if one.place is not None]
+            slow = placed[-1]
+
+            def show() -> None:
+                steps = int(20 * (time.monotonic() - began))
+                for one in placed:
+                    one.shows = {"own_steps": steps, "own_s": steps * (0.03 if one is slow else 0.01)}
+
+            began = time.monotonic() - 1
+
+            def found() -> bool:
+                show()
+                return any("holds up the others" in one.text for one in supervisor.store.events(workload="job"))
+
+            await until(found)
+            (event,) = [one for one in supervisor.store.events(workload="job") if "holds up" in one.text]
+            assert event.host == slow.name and "3.0 times the median" in event.text
+            assert remedies(supervisor)[1:] == [] and is_running(supervisor)
+
+    run(work)

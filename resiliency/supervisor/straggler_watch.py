@@ -1,0 +1,118 @@
+"""Which ranks hold up a workload, from what the monitors of all its hosts read. Pure.
+
+Ranks that train together end their steps together: the fast ones wait. What tells them apart is the work of their own,
+before they first wait for one another (:mod:`resiliency.telemetry.step_spread`), of which each publishes the sum. Here
+the sums of all ranks are compared over windows of time, and who is slow in several of them one after the other is a
+straggler: a short disturbance is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from resiliency.supervisor.messages import RankReport
+from resiliency.supervisor.model import Observation, ObservationKind
+from resiliency.telemetry.step_spread import RankSteps, straggler_text, stragglers
+
+__all__ = ["StragglerWatch"]
+
+#: In a window, of each rank that is compared.
+_LEAST_STEPS = 8
+#: One after the other, in which a rank was slow. So many windows later it is named again, if it still is.
+_WINDOWS, _AGAIN = 3, 20
+
+#: Of what a rank can have done: a number beyond it cannot be reckoned with.
+_MOST = 1 << 53
+#: Of each host, by rank: seconds of its own work, and steps. Plain tuples: of tens of thousands of ranks that are kept
+#: for long, the garbage collector need look at none.
+_Work = dict[str, tuple[tuple[int, float, int], ...]]
+
+
+@dataclass(kw_only=True)
+class _Epoch:
+    """
+    Attributes:
+        before: what hosts had said when the window began.
+        slow: of each rank that was slow in the window before, in how many one after the other.
+    """
+
+    epoch: int
+    since_s: float
+    windows: int = 0
+    hosts: _Work = field(default_factory=dict)
+    before: _Work = field(default_factory=dict)
+    slow: dict[int, int] = field(default_factory=dict)
+
+
+class StragglerWatch:
+    """See the module. Thread: one.
+
+    Args:
+        factor: own work of more than so many times the median is slow, where that is also 2% of a step more; 0: nobody
+            is looked for.
+        window_s: at least so long ranks are compared.
+    """
+
+    def __init__(self, *, factor: float, window_s: float) -> None:
+        self._factor, self._window_s = factor, window_s
+        self._epochs: dict[str, _Epoch] = {}
+
+    def reported(self, workload: str, epoch: int, host: str, ranks: tuple[RankReport, ...], now_s: float) -> None:
+        """What a host of the workload's present epoch has said."""
+        seen = self._epochs.get(workload)
+        if seen is None or seen.epoch != epoch:
+            seen = self._epochs[workload] = _Epoch(epoch=epoch, since_s=now_s)
+        seen.hosts[host] = tuple([(one.rank, min(one.own_s, _MOST), min(one.own_steps, _MOST)) for one in ranks])
+
+    def look(self, now_s: float) -> list[Observation]:
+        """Stragglers that were not named before, or long ago. To be asked about once a second."""
+        if not self._factor:
+            return []
+        return [one for name, seen in self._epochs.items() for one in self._look(name, seen, now_s)]
+
+    def forget(self, workload: str) -> None:
+        """It has ended."""
+        self._epochs.pop(workload, None)
+
+    def _look(self, workload: str, seen: _Epoch, now_s: float) -> Iterator[Observation]:
+        length_s = now_s - seen.since_s
+        if length_s < self._window_s:
+            return
+        compared = list(_compared(seen, length_s))
+        if len(compared) > 1 and 0 <= min(one.last - one.first for one in compared) < _LEAST_STEPS:
+            return  # the window goes on until there are enough steps
+        seen.windows += 1
+        seen.before, seen.since_s = dict(seen.hosts), now_s
+        slow = stragglers(compared, factor=self._factor)
+        seen.slow = {one.rank: seen.slow.get(one.rank, 0) + 1 for one in slow}
+        for one in slow:
+            if seen.slow[one.rank] % _AGAIN == _WINDOWS:
+                yield Observation(
+                    kind=ObservationKind.STRAGGLER,
+                    host=one.host,
+                    workload=workload,
+                    epoch=seen.epoch,
+                    rank=one.rank,
+                    detail=straggler_text(one, compared),
+                )
+
+
+def _compared(seen: _Epoch, length_s: float) -> Iterator[RankSteps]:
+    """Ranks that measure their own work, with what it took since the window began."""
+    for host, ranks in seen.hosts.items():
+        before = {rank: (own_s, steps) for rank, own_s, steps in seen.before.get(host, ())}
+        for rank, own_s, steps in ranks:
+            known_s, known_steps = before.get(rank, (0.0, 0))
+            if not known_steps:
+                continue  # its first steps are no measure: caches are filled, and kernels chosen
+            made = steps - known_steps
+            yield RankSteps(
+                rank=rank,
+                host=host,
+                window=seen.windows,
+                first=known_steps,
+                last=steps,
+                own_s=(own_s - known_s) / made if made > 0 else 0.0,
+                step_s=length_s / max(1, made),
+            )
