@@ -56,9 +56,9 @@ def _run_local_cluster(parser: argparse.ArgumentParser, args: argparse.Namespace
             state_dir=args.state_dir,
             workload={"max_in_job_restarts": args.max_restarts} if "--max-restarts" in " ".join(flags) else {},
         )
+        return run_local_cluster(cluster)
     except ConfigError as error:
         parser.error(str(error))
-    return run_local_cluster(cluster)
 
 
 def _for_each_host(parser: argparse.ArgumentParser, flags: Sequence[str]) -> list[str]:

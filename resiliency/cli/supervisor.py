@@ -35,6 +35,8 @@ KeyOption = Annotated[str, typer.Option("--key", help="Its key.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Why, for the history.")]
 _LOCAL = "http://127.0.0.1:7600"
+#: Files beside connections.
+_OTHER_FILES = 256
 #: Exit status of ``run --until-ended`` when a workload was given up, as of ``resiliency run``.
 _STOPPED = 3
 #: By state.
@@ -76,6 +78,9 @@ def run(
     until_ended: Annotated[
         bool, typer.Option("--until-ended", help="End with the workloads: 0 all have completed, 3 one was stopped.")
     ] = False,
+    begin_again: Annotated[
+        bool, typer.Option("--begin-again", help="Begin workloads that have completed or were stopped once more.")
+    ] = False,
     address_file: Annotated[str, typer.Option("--address-file", help="Write HOST:PORT there, when it listens.")] = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
@@ -93,7 +98,7 @@ def run(
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         if settings.insecure_no_authentication:
             logging.getLogger(__name__).warning("no authentication: whoever can connect rules the jobs")
-        completed = _run(settings, file, until_ended=until_ended, address_file=address_file)
+        completed = _run(settings, file, until_ended=until_ended, begin_again=begin_again, address_file=address_file)
     except ResiliencyError as error:
         _fail(str(error), 2)
     if not completed:
@@ -109,7 +114,7 @@ def _settings(file: str, *, listen: str | None, dry_run: bool, insecure: bool) -
     return read_settings(file, changes)
 
 
-def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, address_file: str) -> bool:
+def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, begin_again: bool, address_file: str) -> bool:
     """False: it has ended with the workloads, and one of them was stopped."""
     import asyncio
     import os
@@ -119,6 +124,7 @@ def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, address_
     from resiliency.supervisor.model import WorkloadState
     from resiliency.supervisor.server import Supervisor
 
+    _allow_connections(settings.most_connections, hosts=sum(spec.hosts for spec in settings.workloads))
     log = EventLog(settings.events)
 
     def listens(host: str, port: int) -> None:
@@ -134,6 +140,7 @@ def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, address_
             log=log.write,
             listens=listens,
             until_ended=until_ended,
+            begin_again=begin_again,
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -145,6 +152,25 @@ def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, address_
         return asyncio.run(main())
     finally:
         log.close()
+
+
+def _allow_connections(most: int, *, hosts: int) -> None:
+    """Each takes an open file, of which a shell allows 1,024."""
+    import logging
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = most + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        allowed = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed - _OTHER_FILES < 2 * hosts:
+            logging.getLogger(__name__).warning(
+                "%d files may be open here, which is hardly enough for %d hosts and their spares: raise it with"
+                " ulimit -n",
+                allowed,
+                hosts,
+            )
 
 
 def _print_settings(settings: SupervisorSettings, file: str) -> None:

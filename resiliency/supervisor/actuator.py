@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 #: Between SIGTERM and SIGKILL for a program that takes too long.
 _GRACE_S = 5.0
-#: Of what a program has printed, for the log.
-_SHOWN_BYTES = 2000
+#: Of what a program has printed, for the log; and how often its output is read when it has ended.
+_SHOWN_BYTES, _MOST_READS = 2000, 16
 
 
 class Actuator:
@@ -34,6 +34,8 @@ class Actuator:
     def __init__(self, *, hook: tuple[str, ...], cluster: Cluster, ended: Callable[[int, int, str], None]) -> None:
         self._hook, self._cluster, self._ended = hook, cluster, ended
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
+        #: Given up, and not ended yet.
+        self._ending: set[asyncio.Task[None]] = set()
 
     def carry_out(self, plans: Mapping[int, Plan], workloads: Mapping[str, Workload]) -> None:
         """Begins what is to be done by these plans, which are stored, and ends what is not any more."""
@@ -43,7 +45,10 @@ class Actuator:
             if plan.step is not None and plan.step.kind in (StepKind.HOOK, StepKind.CLUSTER_OUT)
         }
         for key in self._tasks.keys() - wanted.keys():
-            self._tasks.pop(key).cancel()
+            task = self._tasks.pop(key)
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
         for key in wanted.keys() - self._tasks.keys():
             plan = wanted[key]
             workload = workloads[plan.workload]
@@ -51,10 +56,11 @@ class Actuator:
 
     async def close(self) -> None:
         """Ends what is being done. Blocks: for the grace of a program."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._ending]
         self._tasks.clear()
         for task in tasks:
-            task.cancel()
+            if task not in self._ending:
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, plan: Plan, workload: Workload) -> None:
@@ -74,30 +80,68 @@ class Actuator:
         self._ended(plan.number, plan.at, problem)
 
     async def _run_hook(self, plan: Plan, workload: Workload) -> str:
+        output = _Output()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._hook,
-                env={**all_variables(), **_variables(plan, workload)},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return f"the hook {self._hook[0]} cannot be started: {error.strerror}"
-        try:
-            assert process.stdout is not None
-            shown = b""
-            while data := await process.stdout.read(4096):
-                shown = (shown + data)[-_SHOWN_BYTES:]
-            status = await process.wait()
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._hook,
+                    env={**all_variables(), **_variables(plan, workload)},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output.end,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return f"the hook {self._hook[0]} cannot be started: {error.strerror}"
+            finally:
+                output.is_given()
+            try:
+                status = await process.wait()
+            finally:
+                if process.returncode is None:
+                    await _end(process)
         finally:
-            if process.returncode is None:
-                await _end(process)
-        text = shown.decode(errors="replace").strip()
+            text = output.close()
         if text:
             logger.info("plan %d: the hook says: %s", plan.number, text)
         return "" if status == 0 else f"the hook {self._hook[0]} ended with status {status}"
+
+
+class _Output:
+    """The last of what a program prints, until it ends: one that it has left running may hold its output for ever.
+    Thread: the event loop's.
+
+    Attributes:
+        end: that the program is given.
+    """
+
+    def __init__(self) -> None:
+        self._read, self.end = os.pipe()
+        os.set_blocking(self._read, False)
+        self._last = b""
+        asyncio.get_running_loop().add_reader(self._read, self._take)
+
+    def is_given(self) -> None:
+        os.close(self.end)
+
+    def _take(self) -> bool:
+        try:
+            data = os.read(self._read, 65536)
+        except BlockingIOError:
+            return False
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._read)
+        self._last = (self._last + data)[-_SHOWN_BYTES:]
+        return bool(data)
+
+    def close(self) -> str:
+        """Returns: what was printed."""
+        for _ in range(_MOST_READS):
+            if not self._take():
+                break
+        asyncio.get_running_loop().remove_reader(self._read)
+        os.close(self._read)
+        return self._last.decode(errors="replace").strip()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -11,13 +11,23 @@ from resiliency.supervisor.messages import Ask, StepEnded
 from resiliency.supervisor.model import StepKind
 from resiliency.supervisor.monitor_state import AskMemory, MonitorState
 
-__all__ = ["Asks"]
+__all__ = ["Asks", "NotYet"]
 
 logger = logging.getLogger(__name__)
 
 #: Of the time that the supervisor waits, so that the answer is there in time.
 _SHARE = 0.8
 _LONGEST_DETAIL = 1000
+#: Plan, index of its step, and the plan's epoch.
+_Key = tuple[int, int, int]
+
+
+def _key(ask: Ask) -> _Key:
+    return ask.plan, ask.at, ask.epoch
+
+
+class NotYet(Exception):
+    """What was asked for cannot be said yet, and nothing is wrong: it is tried again as long as it is asked for."""
 
 
 class Asks:
@@ -29,7 +39,8 @@ class Asks:
 
     Args:
         save: makes ``state`` durable; False: it could not.
-        carry_out: does what is asked for within seconds, and returns what was wrong, "" when nothing was.
+        carry_out: does what is asked for within seconds, and returns what was wrong, "" when nothing was. Raises
+            :class:`NotYet` of a check.
         answer: sends it.
     """
 
@@ -41,15 +52,16 @@ class Asks:
         answer: Callable[[StepEnded], None],
     ) -> None:
         self._state, self._save, self._carry_out, self._answer = state, save, carry_out, answer
-        self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._checked: dict[tuple[int, int], str] = {}
+        self._running: dict[_Key, asyncio.Task[None]] = {}
+        self._checked: dict[_Key, str] = {}
+        self._wanted: set[_Key] = set()
 
     def wanted(self, asks: Sequence[Ask]) -> None:
         """What the supervisor wants now: all of it. Begins what is new."""
-        wanted = {(ask.plan, ask.at) for ask in asks}
+        wanted = self._wanted = {_key(ask) for ask in asks}
         self._checked = {key: problem for key, problem in self._checked.items() if key in wanted}
         for ask in asks:
-            key = ask.plan, ask.at
+            key = _key(ask)
             if key in self._running:
                 continue
             if key in self._checked:
@@ -62,27 +74,30 @@ class Asks:
                 self._running[key] = asyncio.create_task(self._do(ask))
 
     async def _do(self, ask: Ask) -> None:
-        key = ask.plan, ask.at
+        key = _key(ask)
         try:
-            problem = await self._result(ask)
+            while (problem := await self._result(ask)) is None:
+                if key not in self._wanted:
+                    return
         finally:
             self._running.pop(key, None)
         problem = problem[:_LONGEST_DETAIL]
         if ask.kind is StepKind.VERIFY:
             self._checked[key] = problem
         elif self._is_kept(ask.kind):
-            self._state.remember_ask(AskMemory(plan=ask.plan, at=ask.at, problem=problem))
+            self._state.remember_ask(AskMemory(plan=ask.plan, at=ask.at, epoch=ask.epoch, problem=problem))
             self._save()
         if problem:
             logger.warning("%s, asked for by plan %d, was not done: %s", ask.kind, ask.plan, problem)
         self._say(key, problem)
 
-    async def _result(self, ask: Ask) -> str:
+    async def _result(self, ask: Ask) -> str | None:
+        """None: not yet."""
         carry_out = self._carry_out.get(ask.kind)
         if carry_out is None:
             return f"a host does not do {ask.kind}"
         if self._is_kept(ask.kind):
-            self._state.remember_ask(AskMemory(plan=ask.plan, at=ask.at))
+            self._state.remember_ask(AskMemory(plan=ask.plan, at=ask.at, epoch=ask.epoch))
             if not self._save():
                 return "it was not begun, because the monitor cannot write down that it has"
         within_s = max(0.0, ask.timeout_s * _SHARE)
@@ -92,6 +107,9 @@ class Asks:
             return f"{ask.kind} was not done within {within_s:.1f} s"
         except asyncio.CancelledError:
             raise
+        except NotYet as why:
+            logger.info("%s is not answered yet: %s", ask.kind, why)
+            return None
         except Exception as error:
             logger.exception("%s failed in a way that was not foreseen", ask.kind)
             return f"{ask.kind} failed: {type(error).__name__}: {error}"
@@ -100,7 +118,7 @@ class Asks:
     def _is_kept(kind: StepKind) -> bool:
         return kind in (StepKind.CHECKPOINT, StepKind.RESET_DEVICES)
 
-    def _say(self, key: tuple[int, int], problem: str) -> None:
+    def _say(self, key: _Key, problem: str) -> None:
         self._answer(StepEnded(plan=key[0], at=key[1], problem=problem))
 
     async def close(self) -> None:

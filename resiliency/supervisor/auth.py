@@ -7,7 +7,6 @@ import fnmatch
 import hashlib
 import hmac
 import os
-import re
 import ssl
 import stat
 from collections.abc import Mapping, Sequence
@@ -15,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.errors import ConfigError
+from resiliency.supervisor.model import NAME
 from resiliency.supervisor.settings import SupervisorSettings, TlsSettings
 
-__all__ = ["HOST_NAME", "Authority", "server_context"]
+__all__ = ["Authority", "server_context"]
 
-HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _LEAST_TOKEN = 16
 
 
@@ -105,7 +104,7 @@ class Authority:
 
     @staticmethod
     def may_speak_for(patterns: Sequence[str], host: str) -> bool:
-        return HOST_NAME.fullmatch(host) is not None and _fits(host, patterns)
+        return NAME.fullmatch(host) is not None and _fits(host, patterns)
 
 
 def _fits(host: str, patterns: Sequence[str]) -> bool:
@@ -138,7 +137,7 @@ def _names(certificate: Mapping[str, Any] | None) -> list[str]:
         return []
     names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
     common = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
-    return [name for name in (names or common) if HOST_NAME.fullmatch(name)]
+    return [name for name in (names or common) if NAME.fullmatch(name)]
 
 
 def _read(path: str) -> str:

@@ -127,6 +127,7 @@ class SupervisorConnection:
         report: gives what is true now, with a number.
         obey: called with each :class:`Desired` of a supervisor whose term is not lower than ``term`` says.
         term: of the highest supervisor heard so far; called with a new one, it keeps it.
+        connected: called when a supervisor has taken this host, before anything is said to it.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class SupervisorConnection:
         report: Callable[[], Report],
         obey: Callable[[Desired], None],
         term: Callable[[int | None], int],
+        connected: Callable[[], None] = lambda: None,
     ) -> None:
-        self._settings, self._hello = settings, hello
+        self._settings, self._hello, self._connected = settings, hello, connected
         self._outbox, self._report, self._obey, self._term = outbox, report, obey, term
         self._answers: list[StepEnded] = []
         self._news = asyncio.Event()
@@ -235,6 +237,7 @@ class SupervisorConnection:
         self._said = ""
         self._answers.clear()
         self._outbox.connected()
+        self._connected()
         self._news.set()
         self.is_connected = True
         reading = asyncio.create_task(self._read(aiohttp, socket, welcome.term))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from resiliency.errors import ConfigError
 from resiliency.supervisor.model import (
+    DeviceClass,
     HostState,
     Incident,
     Observation,
@@ -28,6 +29,7 @@ from resiliency.supervisor.model import (
     WorkloadSpec,
     WorkloadState,
 )
+from resiliency.supervisor.plain_text import plain_text
 from resiliency.supervisor.plans import make_plan, save_step
 from resiliency.supervisor.policy import DefaultPolicy, Policy, Situation, problem_of
 from resiliency.supervisor.running_goodput import GoodputWatch, RunningGoodput
@@ -36,6 +38,13 @@ from resiliency.supervisor.sensor import Sensor
 __all__ = ["Changes", "Controller", "ControllerSettings"]
 
 logger = logging.getLogger(__name__)
+
+#: A larger epoch than this that a host speaks of is not believed.
+_MOST_EPOCH = 1 << 30
+#: Of one incident, and of one host in it. Thousands of ranks are lost at once with a rack, not with a host.
+_MOST_OBSERVATIONS, _MOST_OF_A_HOST = 8192, 256
+#: Incidents that are over, in memory; and how many more there are until the oldest are dropped together.
+_MOST_CLOSED, _SLACK = 2000, 200
 
 
 #: The running goodput is stored with what happens, and so often where nothing does.
@@ -46,7 +55,8 @@ _GOODPUT_S = 60.0
 class ControllerSettings:
     """
     Attributes:
-        most_plans: for one incident; then the workload is stopped.
+        most_plans: that fail, for one incident; then the workload is stopped. Those that something else has overtaken
+            (a spare that fails its check, another host that is lost) count a fifth.
         hook_timeout_s: of the user's program in each plan; 0: there is none.
         dry_run: remedies are said, and not carried out.
     """
@@ -89,6 +99,14 @@ class _Seen:
     steps_per_s: float = 0.0
 
 
+@dataclass(kw_only=True)
+class _Noted:
+    """Of an open incident: what it holds, and how much of each host."""
+
+    seen: set[tuple[object, int]]
+    of_hosts: Counter[str]
+
+
 class Controller:
     """See the module. Thread: one. Blocks: never.
 
@@ -117,10 +135,16 @@ class Controller:
         self._changes = Changes()
         self._last_number = 0
         self._restored_s = -1e9
+        #: Epochs that hosts have had, by workload, where they are higher than what was stored: of a file that is lost,
+        #: or was put back. Not stored: hosts say it again.
+        self._had: dict[str, int] = {}
+        self._noted: dict[int, _Noted] = {}
         #: Hosts that are ready and have no place, and what they were worked out from.
         self._free: list[str] = []
         self._free_of: tuple[int, int] = (-1, -1)
         self._version = 0
+        #: When the last plan of each workload has failed.
+        self._failed_s: dict[str, float] = {}
         #: What nothing was done about, by workload: it is no news until it changes.
         self._declined: dict[str, object] = {}
         #: Reports that were not listened to, by reason.
@@ -206,7 +230,31 @@ class Controller:
         self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
         return True
 
+    def pause(self, seconds: float) -> None:
+        """For so long nothing could be done or seen: no step is later for it. Not stored."""
+        for plan in self.active_plans():
+            self._plans[plan.number] = replace(plan, step_since_s=plan.step_since_s + seconds)
+
     # -- what is reported ---------------------------------------------------------------------------------------------
+
+    def heard_of_epoch(self, host: str, name: str, epoch: int) -> None:
+        """A host has had ranks of this epoch of a workload, which nobody here knows of: what was stored is lost, or an
+        older copy of it was put back. Later epochs are higher than that; monitors obey no lower one."""
+        workload = self._workloads.get(name)
+        if workload is None or epoch <= max(workload.epoch, self._had.get(name, 0)):
+            return
+        if epoch > _MOST_EPOCH or (workload.places and host not in workload.places):
+            self.refused["epoch"] += 1
+            return
+        logger.warning(
+            "%s: %s has had epoch %d, and %d is the last one known here: the state file is a new one, or an old copy."
+            " The next epoch will be above it",
+            name,
+            host,
+            epoch,
+            workload.epoch,
+        )
+        self._had[name] = epoch
 
     def reported(
         self,
@@ -292,8 +340,12 @@ class Controller:
         """Does what is due. To be called after whatever was reported, and several times a second."""
         for one in self._sensor.look(now_s):
             self.observe(one, now_s, wall)
+        self._give_up_lasting(now_s)
         for name in list(self._workloads):
             workload = self._workloads[name]
+            if not workload.state.has_ended and not self._is_placed(workload):
+                self._complete(workload, now_s, wall)  # while a plan was prepared that is not needed then
+                workload = self._workloads[name]
             if workload.state.has_ended:
                 continue
             if workload.epoch:
@@ -304,17 +356,46 @@ class Controller:
             if self._sensor.frozen:
                 if workload.state is WorkloadState.RUNNING:
                     self._set(replace(workload, state=WorkloadState.FROZEN, since_s=now_s))
-                elif workload.plan is not None:
-                    self._set_plan(replace(self._plans[workload.plan], step_since_s=now_s))
+                elif workload.plan is not None:  # its deadline stands still; that is nothing to store
+                    self._plans[workload.plan] = replace(self._plans[workload.plan], step_since_s=now_s)
                 continue
             if workload.state is WorkloadState.FROZEN:
                 workload = replace(workload, state=WorkloadState.RUNNING, since_s=now_s)
                 self._set(workload)
+            self._overtake_silent(workload, now_s)
+            workload = self._workloads[name]
+            if workload.plan is not None and self._plans[workload.plan].epoch <= self._had.get(name, 0):
+                reason = f"hosts have had epoch {self._had[name]} already"
+                self._end_plan(self._plans[workload.plan], Outcome.OVERTAKEN, reason, now_s)
+                workload = self._workloads[name]
             if workload.plan is not None:
                 self._follow(self._plans[workload.plan], now_s, wall)
             workload = self._workloads[name]
             if workload.plan is None and not workload.state.has_ended:
                 self._decide(workload, now_s, wall)
+
+    def _overtake_silent(self, workload: Workload, now_s: float) -> None:
+        """While so many were silent at once, no plan was ended for it. Some may be silent still."""
+        if workload.plan is None:
+            return
+        plan = self._plans[workload.plan]
+        silent = [host for host in plan.places if self._sensor.state_of(host) is HostState.SILENT]
+        if silent:
+            self._end_plan(plan, Outcome.OVERTAKEN, f"{', '.join(silent[:3])} not heard of", now_s)
+
+    def _give_up_lasting(self, now_s: float) -> None:
+        """Spares that went silent long ago, and are away for good perhaps, are no sign of what happens now."""
+        if self._sensor.frozen:
+            return
+        lasting = self._sensor.long_silent(now_s)
+        taken = self._taken() if lasting else set()
+        for host in lasting:
+            if host not in taken:
+                self._sensor.give_up(host)
+
+    def _is_placed(self, workload: Workload) -> bool:
+        """Of a workload with a plan: hosts have been told its places."""
+        return workload.plan is not None and self._plans[workload.plan].epoch == workload.epoch
 
     # -- incidents ----------------------------------------------------------------------------------------------------
 
@@ -322,24 +403,40 @@ class Controller:
         workload = self._workloads[workload.name]  # what was noted just before may have opened an incident
         plan = None if workload.plan is None else self._plans[workload.plan]
         incident = self._open_incident(workload, now_s, wall)
-        if all(known.identity != one.identity or known.epoch != one.epoch for known in incident.observations):
+        if self._is_news(incident, one):
             logger.warning("%s: %s%s", workload.name, describe(one), f" (incident {incident.number})")
             self._set_incident(replace(incident, observations=(*incident.observations, one)))
             if one.host and not one.is_planned:
                 workload = self._workloads[workload.name]
                 faults = {**workload.host_faults, one.host: workload.host_faults.get(one.host, 0) + 1}
                 self._set(replace(workload, host_faults=faults))
-        if plan is not None:
+        if plan is not None and not (self._sensor.frozen and one.kind is ObservationKind.HOST_SILENT):
             self._disturb(plan, one, now_s, wall)
+
+    def _is_news(self, incident: Incident, one: Observation) -> bool:
+        noted = self._noted.get(incident.number)
+        if noted is None:
+            noted = self._noted[incident.number] = _Noted(
+                seen={(each.identity, each.epoch) for each in incident.observations},
+                of_hosts=Counter(each.host for each in incident.observations),
+            )
+        if (one.identity, one.epoch) in noted.seen:
+            return False
+        if len(noted.seen) >= _MOST_OBSERVATIONS or noted.of_hosts[one.host] >= _MOST_OF_A_HOST:
+            self.refused["too many"] += 1
+            return False
+        noted.seen.add((one.identity, one.epoch))
+        noted.of_hosts[one.host] += 1
+        return True
 
     def _disturb(self, plan: Plan, one: Observation, now_s: float, wall: float) -> None:
         """Something happened while a plan is carried out: does it make the plan wrong?"""
         placed = self._workloads[plan.workload].epoch == plan.epoch
         if one.is_planned:
             return  # it can wait for the end of the plan
-        if one.takes_host_out and one.host in plan.places and one.host not in plan.remedy.out:
+        if one.takes_host_out and one.host in plan.places:
             self._end_plan(plan, Outcome.OVERTAKEN, describe(one), now_s)
-        elif placed and one.kind in (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG):
+        elif placed and one.kind in _ENDS_AN_EPOCH:
             self._end_plan(plan, Outcome.FAILED, describe(one), now_s)
         elif not placed and self._situation_was_planned(plan):
             self._end_plan(plan, Outcome.OVERTAKEN, describe(one), now_s)
@@ -362,6 +459,18 @@ class Controller:
         logger.info("%s: incident %d is over: %s", workload.name, incident.number, outcome)
         self._set_incident(replace(incident, closed_at_s=now_s, closed_at=wall, outcome=outcome))
         self._set(replace(self._workloads[workload.name], incident=None))
+        self._noted.pop(incident.number, None)
+        if len(self._incidents) > _MOST_CLOSED + _SLACK:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """In memory, as the store does on the disk."""
+        closed = sorted(number for number, one in self._incidents.items() if not one.is_open)
+        gone = set(closed[: len(self._incidents) - _MOST_CLOSED])
+        for number in gone:
+            del self._incidents[number]
+        for number in [number for number, plan in self._plans.items() if plan.incident in gone]:
+            del self._plans[number]
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -393,27 +502,34 @@ class Controller:
                 return
         if self._trains_on(situation, now_s):
             return
-        if len(incident.tried) >= self._settings.most_plans:
-            reason = f"{len(incident.tried)} plans did not end incident {incident.number}"
+        failed = sum(plan.outcome is not Outcome.OVERTAKEN for plan in situation.tried)
+        most = self._settings.most_plans
+        if failed >= most or len(incident.tried) >= _OVERTAKEN_COUNT * most:
+            reason = f"{len(incident.tried)} plans did not end incident {incident.number}{_cause(incident)}"
             self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
             return
+        if not situation.out and now_s - self._failed_s.get(workload.name, -1e9) < pause_s(len(situation.failed)):
+            return  # what the ranks die of may pass: a file system that is away, a notice to go
         self._carry_out(self._ask(situation), situation, now_s, wall)
 
     def _ask(self, situation: Situation) -> Remedy:
         name = situation.workload.name
         try:
-            remedy = self._policy.event_policy(situation)
-            problem = problem_of(remedy, situation) if isinstance(remedy, Remedy) else f"it answered {remedy!r}"
+            answer = self._policy.event_policy(situation)
+            remedy = _checked(answer)
+            problem = f"it answered {answer!r:.300}" if remedy is None else problem_of(remedy, situation)
         except Exception as error:
             logger.exception("%s: the policy failed", name)
             problem = f"it raised {type(error).__name__}: {error}"
-        if not problem:
+        if not problem and remedy is not None:
             return remedy
         logger.error("%s: the policy's answer cannot be carried out: %s; the default policy decides", name, problem)
         remedy = DefaultPolicy().event_policy(situation)
         problem = problem_of(remedy, situation)
-        if problem:
-            return Remedy(kind=RemedyKind.STOP, reason=f"nothing can be done: {problem}")
+        if problem and situation.is_planned:
+            return Remedy(kind=RemedyKind.NOTHING, reason=problem)
+        if problem:  # the user may want another size than before
+            return Remedy(kind=RemedyKind.WAIT, out=situation.out, reason=f"nothing else can be done: {problem}")
         return remedy
 
     def _carry_out(self, remedy: Remedy, situation: Situation, now_s: float, wall: float) -> None:
@@ -429,7 +545,9 @@ class Controller:
             self._close(workload, remedy.reason or "nothing is done", now_s, wall)
             return
         if remedy.kind is RemedyKind.STOP:
-            self._end(workload, WorkloadState.STOPPED, remedy.reason, now_s, wall)
+            self._end(workload, WorkloadState.STOPPED, remedy.reason + _cause(incident), now_s, wall)
+            return
+        if remedy.kind is RemedyKind.WAIT and workload.state is WorkloadState.WAITING and not workload.places:
             return
         if remedy.kind is RemedyKind.WAIT:
             logger.error("%s waits for hosts: %s", workload.name, remedy.reason)
@@ -440,7 +558,8 @@ class Controller:
                     state=WorkloadState.WAITING,
                     places=(),
                     replace=(),
-                    epoch=workload.epoch + 1,
+                    replace_on=(),
+                    epoch=self._next_epoch(workload),
                     replicas_before=workload.replicas or workload.replicas_before,
                     since_s=now_s,
                     reason=remedy.reason,
@@ -451,6 +570,7 @@ class Controller:
             remedy,
             situation,
             number=self._next_number(),
+            epoch=self._next_epoch(workload),
             now_s=now_s,
             hook_timeout_s=self._settings.hook_timeout_s,
         )
@@ -468,8 +588,9 @@ class Controller:
         self._set_incident(replace(incident, tried=(*incident.tried, plan.number)))
         in_job = workload.in_job_restarts + (remedy.kind is RemedyKind.RESTART_IN_JOB)
         restarts = workload.workload_restarts + (remedy.kind is RemedyKind.RESTART_WORKLOAD)
-        if remedy.kind in (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN):
+        if remedy.kind in _OTHER_HOSTS:
             in_job = restarts = 0  # other hosts
+        swaps = workload.swaps + (remedy.kind in _OTHER_HOSTS and not set(remedy.out) & set(situation.out))
         self._set(
             replace(
                 workload,
@@ -478,6 +599,7 @@ class Controller:
                 since_s=now_s,
                 in_job_restarts=in_job,
                 workload_restarts=restarts,
+                swaps=swaps,
                 reason="",
             )
         )
@@ -492,9 +614,13 @@ class Controller:
             ready >= spec.min_hosts and settled
         ):  # hosts that start together are not all as fast
             self._carry_out(self._ask(situation), situation, now_s, wall)
-        elif waited_s >= spec.wait_timeout_s:
+        still_waits = self._workloads[workload.name].state is WorkloadState.WAITING
+        if still_waits and waited_s >= spec.wait_timeout_s and not self._settings.dry_run:
             reason = f"{ready} of {spec.min_hosts} hosts are ready after {waited_s:.0f} s"
-            self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
+            self._end(self._workloads[workload.name], WorkloadState.STOPPED, reason, now_s, wall)
+
+    def _next_epoch(self, workload: Workload) -> int:
+        return max(workload.epoch, self._had.get(workload.name, 0)) + 1
 
     def _notice_chances(self, workload: Workload, now_s: float, wall: float) -> None:
         """What nobody reports: hosts that a job could use."""
@@ -509,7 +635,7 @@ class Controller:
                     now_s,
                     wall,
                 )
-            elif now_s - workload.since_s >= workload.spec.wait_timeout_s:
+            elif now_s - workload.since_s >= workload.spec.wait_timeout_s and not self._settings.dry_run:
                 reason = f"{len(ready)} of {workload.spec.min_hosts} hosts are ready"
                 self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
             return
@@ -554,9 +680,9 @@ class Controller:
         self._end(workload, WorkloadState.COMPLETED, "every rank has finished", now_s, wall)
 
     def _forgive(self, workload: Workload, now_s: float) -> None:
-        spoiled = workload.in_job_restarts or workload.workload_restarts or workload.host_faults
+        spoiled = workload.in_job_restarts or workload.workload_restarts or workload.swaps or workload.host_faults
         if spoiled and workload.state is WorkloadState.RUNNING and now_s - workload.since_s >= workload.spec.healthy_s:
-            self._set(replace(workload, in_job_restarts=0, workload_restarts=0, host_faults={}))
+            self._set(replace(workload, in_job_restarts=0, workload_restarts=0, swaps=0, host_faults={}))
 
     def _trains_on(self, situation: Situation, now_s: float) -> bool:
         """Hosts are silent, and training goes on, which it cannot without them: they are not lost, only not heard."""
@@ -650,7 +776,20 @@ class Controller:
         if plan.outcome is Outcome.ACTIVE:
             self._end_plan(plan, Outcome.DONE, "", now_s)
             self._set(replace(self._workloads[workload.name], state=WorkloadState.RUNNING, since_s=now_s))
+            left = self._not_seen_to(workload)
             self._close(self._workloads[workload.name], f"{plan.remedy.kind} helped", now_s, wall)
+            for one in left:
+                self._note(self._workloads[workload.name], replace(one, epoch=workload.epoch), now_s, wall)
+
+    def _not_seen_to(self, workload: Workload) -> list[Observation]:
+        """Devices that ask for a reset since a plan was made that had no reset in it."""
+        if workload.incident is None:
+            return []
+        incident = self._incidents[workload.incident]
+        resets = [self._plans[number].remedy for number in incident.tried]
+        done = {host for remedy in resets if remedy.kind is RemedyKind.RESET_DEVICES for host in remedy.out}
+        asked = [one for one in incident.observations if one.device_class is DeviceClass.RESET]
+        return [one for one in asked if one.host in workload.places and one.host not in done]
 
     def _advance(self, plan: Plan, now_s: float) -> Plan:
         self._set_plan(replace(plan, at=plan.at + 1, step_since_s=now_s))
@@ -677,6 +816,7 @@ class Controller:
                 places=plan.places,
                 fresh=plan.fresh,
                 replace=plan.replace,
+                replace_on=plan.replace_on,
                 replicas_before=workload.replicas or workload.replicas_before,
             )
         )
@@ -708,6 +848,8 @@ class Controller:
                 self._note(self._workloads[workload.name], seen, now_s, wall)
 
     def _end_plan(self, plan: Plan, outcome: Outcome, reason: str, now_s: float) -> None:
+        if outcome is Outcome.FAILED:
+            self._failed_s[plan.workload] = now_s
         if outcome is not Outcome.DONE:
             logger.warning("%s: plan %d is %s: %s", plan.workload, plan.number, outcome, reason)
         self._set_plan(replace(plan, outcome=outcome, reason=reason))
@@ -757,6 +899,37 @@ class Controller:
 def _takes(workload: Workload) -> tuple[object, ...]:
     """What decides which hosts are taken."""
     return workload.places, workload.plan, workload.state.has_ended
+
+
+_OTHER_HOSTS = (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN)
+#: What is seen after ranks were placed, and means that they will not make their first step.
+_ENDS_AN_EPOCH = (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG, ObservationKind.NO_PROGRESS)
+#: Between remedies that do not help: before the third of an incident, and the most.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 15.0
+#: So many plans that were overtaken count as one that has failed.
+_OVERTAKEN_COUNT = 5
+
+
+def pause_s(failed: int) -> float:
+    """Before the next plan of an incident. Args: failed: plans of it that did not help."""
+    return 0.0 if failed < 2 else min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 3.0 ** (failed - 2))
+
+
+def _checked(answer: object) -> Remedy | None:
+    """A policy's answer with values that can be stored; None: it is none."""
+    if not isinstance(answer, Remedy):
+        return None
+    if isinstance(answer.out, str) or not all(isinstance(host, str) for host in answer.out):
+        return None
+    return Remedy(kind=RemedyKind(answer.kind), out=tuple(answer.out), reason=plain_text(str(answer.reason or "")))
+
+
+def _cause(incident: Incident) -> str:
+    """What was seen last of what is not planned, preferably of a rank: for whoever reads only the reason."""
+    seen = [one for one in incident.observations if not one.is_planned]
+    ranks = [one for one in seen if one.kind in (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG)]
+    last = (ranks or seen)[-1:]
+    return f"; seen last: {describe(last[0])}" if last else ""
 
 
 def describe(one: Observation) -> str:

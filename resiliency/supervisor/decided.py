@@ -65,11 +65,14 @@ class Decided:
         return None if found is None else (self.workloads[found[0]], found[1])
 
     def place_text(self, host: str) -> str:
-        """The host's place as JSON. All hosts of a workload share all but one number of it, its node rank."""
+        """The host's place as JSON. All hosts of a workload share all but one number of it, its node rank, except those
+        of which ranks are to be replaced."""
         found = self._places.get(host)
         if found is None:
             return "null"
         name, node_rank = found
+        if host in self.workloads[name].replace_on:
+            return json.dumps(to_jsonable(self.workloads[name].place_of(host)), separators=(",", ":"))
         texts = self._texts.get(name)
         if texts is None:
             place = self.workloads[name].place_of(host)
@@ -106,7 +109,12 @@ class Decided:
             if step is not None:
                 for host in self.asked(plan):
                     ask = Ask(
-                        plan=plan.number, at=plan.at, kind=step.kind, timeout_s=step.timeout_s, step=plan.save_step
+                        plan=plan.number,
+                        at=plan.at,
+                        epoch=plan.epoch,
+                        kind=step.kind,
+                        timeout_s=step.timeout_s,
+                        step=plan.save_step,
                     )
                     found.setdefault(host, []).append(ask)
         return found
@@ -115,4 +123,5 @@ class Decided:
 def _placed(workload: Workload) -> tuple[object, ...]:
     """What a host is told of it."""
     ended = workload.state if workload.state.has_ended else None
-    return workload.epoch, workload.places, workload.fresh, workload.replace, workload.replicas_before, ended
+    replaced = workload.replace, workload.replace_on
+    return workload.epoch, workload.places, workload.fresh, replaced, workload.replicas_before, ended

@@ -78,6 +78,15 @@ class HangWatch:
         seen.fresh.clear()
         return self._look(workload, seen)
 
+    def left(self, workload: str, epoch: int, host: str) -> None:
+        """All ranks of a host have finished: it says no more of them, and is not waited for."""
+        seen = self._epochs.get(workload)
+        if seen is not None and seen.epoch == epoch:
+            seen.known.discard(host)
+            seen.hosts.pop(host, None)
+            seen.suspicious.discard(host)
+            seen.fresh.discard(host)
+
     def forget(self, workload: str) -> None:
         """It has ended."""
         self._epochs.pop(workload, None)

@@ -17,9 +17,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from resiliency.launch.processes import is_stopped
 from resiliency.settings import all_variables
 from resiliency.supervisor._tasks import end_tasks, is_set_within
-from resiliency.supervisor.asks import Asks
+from resiliency.supervisor.asks import Asks, NotYet
 from resiliency.supervisor.checks import Problem, problems_of_host, reset_devices
 from resiliency.supervisor.connection import ConnectionSettings, SupervisorConnection
 from resiliency.supervisor.launcher_link import LauncherLink
@@ -38,10 +39,21 @@ from resiliency.supervisor.launcher_messages import (
 from resiliency.supervisor.launcher_process import (
     LauncherProcess,
     adopt_launcher,
+    end_processes,
     find_launcher,
+    identities_of,
     start_launcher,
 )
-from resiliency.supervisor.messages import PROTOCOL_VERSION, Ask, Desired, Hello, RankReport, Report
+from resiliency.supervisor.messages import (
+    MONITOR_ENDS,
+    NO_PLAN,
+    PROTOCOL_VERSION,
+    Ask,
+    Desired,
+    Hello,
+    RankReport,
+    Report,
+)
 from resiliency.supervisor.model import Observation, ObservationKind, Place, StepKind
 from resiliency.supervisor.monitor_settings import MonitorSettings
 from resiliency.supervisor.monitor_state import Given, LauncherId, MonitorState, StateFolder
@@ -63,6 +75,11 @@ _LOST_PEERS_S = 5.0
 _COMPLETED_S = 60.0
 #: What is to be true is told again after this to a launcher that did not read.
 _RETRY_S = 1.0
+#: A launcher that a signal has stopped, and that has a place to take, is killed after this. One whose ranks train is
+#: left alone: a debugger may have it.
+_STOPPED_S = 10.0
+#: For a launcher's imports, from a shared disk that all hosts read at once. A host that joins is not at fault before.
+_WARM_S = 600.0
 _LONGEST_REASON = 1000
 _LONGEST_PARTITION_S = 86400.0
 
@@ -105,9 +122,13 @@ class HostMonitor:
         self._not_before_s = 0.0
         self._retry_at_s: float | None = None
         self._completed_at_s: float | None = None
+        #: Since when the launcher is stopped and has a place to take.
+        self._stopped_since_s: float | None = None
         #: What the launcher was told last on its connection.
         self._told: Mapping[str, object] | None = None
         self._is_resetting = False
+        #: There is a new connection, on which faults that last were not said yet.
+        self._says_faults = False
         self._saving: asyncio.Future[Problem] | None = None
         self._lost_peers: asyncio.TimerHandle | None = None
         self._complained: set[tuple[str, int, str]] = set()
@@ -154,6 +175,7 @@ class HostMonitor:
             report=self._report,
             obey=self._obey,
             term=self._term,
+            connected=self._is_taken,
         )
         kinds = {
             StepKind.VERIFY: self._verify,
@@ -220,6 +242,8 @@ class HostMonitor:
         self._launcher = adopt_launcher(known)
         if self._launcher is None:
             logger.info("the launcher of the monitor before this one has ended")
+            if left := end_processes(self._state.ranks):  # those that were not forked: the kernel has not ended them
+                logger.warning("%d of its ranks were left, and are killed", left)
             return
         logger.info("taking over the launcher of the monitor before this one, process %d", known.pid)
         if self._state.launcher != known:
@@ -353,7 +377,8 @@ class HostMonitor:
     async def _place(self, launcher: LauncherProcess, place: Place) -> None:
         given = self._state.given.get(place.workload)
         if given is not None and place.epoch < given.epoch:
-            self._complain(place, f"epoch {given.epoch} was given to this host already")
+            if self._complain(place, f"epoch {given.epoch} was given to this host already"):
+                self._connection.say_soon()
             return
         if given is None or place.epoch > given.epoch:
             mine = [one for one in self._state.given.values() if one.launcher == launcher.identity]
@@ -390,6 +415,29 @@ class HostMonitor:
                 "replace": list(place.replace),
             }
         )
+        await self._end_if_stopped(launcher)
+
+    async def _end_if_stopped(self, launcher: LauncherProcess) -> None:
+        """It would take its place never, and all other hosts wait for it."""
+        if self._seen.running or self._seen.ended or not is_stopped(launcher.identity.pid):
+            self._stopped_since_s = None
+            if not self._seen.running and not self._seen.ended:
+                self._look_again(_RETRY_S)
+            return
+        now_s = time.monotonic()
+        if self._stopped_since_s is None:
+            self._stopped_since_s = now_s
+        if now_s - self._stopped_since_s < _STOPPED_S:
+            self._look_again(_RETRY_S)
+            return
+        logger.error("the launcher has a place to take, and a signal has stopped it; it is killed")
+        self._stopped_since_s = None
+        await launcher.end(0.0)
+        self._changed.set()
+
+    def _look_again(self, after_s: float) -> None:
+        due_s = time.monotonic() + after_s
+        self._retry_at_s = due_s if self._retry_at_s is None else min(self._retry_at_s, due_s)
 
     def _tell(self, message: Mapping[str, object]) -> None:
         """Once on each connection of the launcher; again later where it does not read."""
@@ -429,11 +477,14 @@ class HostMonitor:
             )
         )
 
-    def _complain(self, place: Place, why: str) -> None:
+    def _complain(self, place: Place, why: str) -> bool:
+        """False: it was said before."""
         key = place.workload, place.epoch, why
-        if key not in self._complained:
-            self._complained.add(key)
-            logger.error("epoch %d of %s is not obeyed: %s", place.epoch, place.workload, why)
+        if key in self._complained:
+            return False
+        self._complained.add(key)
+        logger.error("epoch %d of %s is not obeyed: %s", place.epoch, place.workload, why)
+        return True
 
     def _see_anew(self, seen: _Seen) -> None:
         self._seen = seen
@@ -452,16 +503,18 @@ class HostMonitor:
 
     def _obey(self, desired: Desired) -> None:
         self._want = desired
+        self._say_lasting_faults()
         self._asks.wanted(desired.asks)
         self._changed.set()
 
     def _report(self) -> Report:
         self._number += 1
         seen = self._seen
+        workload, epoch = (seen.workload, seen.epoch) if seen.epoch else self._refused_for()
         return Report(
             number=self._number,
-            workload=seen.workload,
-            epoch=seen.epoch,
+            workload=workload,
+            epoch=epoch,
             master=seen.master,
             ended=seen.ended,
             preempted=seen.preempted,
@@ -469,10 +522,34 @@ class HostMonitor:
             problem=self._problem()[:_LONGEST_REASON],
         )
 
+    def _refused_for(self) -> tuple[str, int]:
+        """Workload and epoch because of which a place of the past is not taken: the supervisor is to know of them."""
+        place = None if self._want is None else self._want.place
+        given = None if place is None else self._state.given.get(place.workload)
+        if place is None or given is None or place.epoch >= given.epoch:
+            return "", 0
+        return given.workload, given.epoch
+
+    def _is_taken(self) -> None:
+        self._says_faults = True
+
+    def _say_lasting_faults(self) -> None:
+        """Once on each connection: a supervisor that was killed may have received them and not written them down. Of a
+        host without a place they are its problem, which each report says."""
+        if not self._says_faults or self._want is None or self._want.place is None:
+            return
+        self._says_faults = False
+        waiting = {one.identity for one in self._outbox.kept}
+        for one in self._watchdogs.asking_for_reset():
+            if one.identity not in waiting:
+                self._observe(one)
+
     def _problem(self) -> Problem:
-        found = [self._folder.problem, *self._watchdogs.problems()]
+        # A device that a reset mends does not take the ranks away: it is observed, and the reset is asked for.
+        has_place = self._want is not None and self._want.place is not None
+        found = [self._folder.problem, *self._watchdogs.problems(resettable=not has_place)]
         if self._stopping.is_set():
-            found.append("its monitor was told to end")
+            found.append(MONITOR_ENDS)
         lives = self._launcher is not None and time.monotonic() - self._launcher.started_s >= _LIVED_S
         if self._deaths >= _MANY_DEATHS and not lives:
             found.append(f"its launcher has died {self._deaths} times in a row")
@@ -536,6 +613,10 @@ class HostMonitor:
         self._seen.ended = self._seen.preempted = False
         if self._launcher is not None:
             self._launcher.watch_ranks(list(self._seen.running.values()))
+        ranks = identities_of(self._seen.running.values())
+        if ranks != self._state.ranks:
+            self._state.ranks = ranks
+            self._save()
 
     def _hears_lost(self, message: Lost) -> None:
         self._seen.running.pop(message.rank, None)
@@ -590,9 +671,15 @@ class HostMonitor:
             self._save()
             return self._folder.problem
 
-        return await problems_of_host(
+        problem = await problems_of_host(
             self._watchdogs, within_s, launcher_is_warm=self._launcher_is_warm, state_is_written=state_is_written
         )
+        launcher = self._launcher
+        if ask.plan == NO_PLAN and launcher is not None and not self._warm.is_set():
+            lived_s = time.monotonic() - launcher.started_s
+            if lived_s < _WARM_S and not self._deaths and not self._problem():
+                raise NotYet(f"the launcher imports since {lived_s:.0f} s")
+        return problem
 
     async def _launcher_is_warm(self, within_s: float) -> Problem:
         if self._want is not None and self._want.completed:

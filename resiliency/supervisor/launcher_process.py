@@ -8,13 +8,20 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from resiliency.supervisor._tasks import is_set_within
 from resiliency.supervisor.monitor_state import LauncherId, boot_id
 
-__all__ = ["LauncherProcess", "adopt_launcher", "find_launcher", "start_launcher"]
+__all__ = [
+    "LauncherProcess",
+    "adopt_launcher",
+    "end_processes",
+    "find_launcher",
+    "identities_of",
+    "start_launcher",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +166,31 @@ def adopt_launcher(identity: LauncherId) -> LauncherProcess | None:
         os.close(pidfd)
         return None
     return LauncherProcess(identity, pidfd, None)
+
+
+def identities_of(pids: Iterable[int]) -> tuple[LauncherId, ...]:
+    """Of processes that run now, for a monitor after this one."""
+    boot = boot_id()
+    found = (LauncherId(pid=pid, started=_start_ticks(pid), boot=boot) for pid in sorted(pids))
+    return tuple(one for one in found if one.started >= 0)
+
+
+def end_processes(identities: Iterable[LauncherId]) -> int:
+    """Kills those that run still. Returns: how many."""
+    count, boot = 0, boot_id()
+    for one in identities:
+        if one.boot != boot or one.pid <= 0:
+            continue
+        try:
+            pidfd = os.pidfd_open(one.pid)
+        except OSError:
+            continue
+        with suppress(ProcessLookupError):
+            if _start_ticks(one.pid) == one.started:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                count += 1
+        os.close(pidfd)
+    return count
 
 
 def find_launcher(endpoint: str) -> LauncherId | None:

@@ -14,6 +14,7 @@ import fcntl
 import logging
 import mmap
 import os
+import sqlite3
 import struct
 import threading
 import time
@@ -62,6 +63,8 @@ class Lease:
         self._waiter: threading.Thread | None = None
         self._woken = asyncio.Event()
         self._closed = False
+        #: To take over, the last time.
+        self._failed = False
 
     @property
     def looks_every_s(self) -> float:
@@ -80,11 +83,8 @@ class Lease:
             self._write()
 
     async def wait_for_turn(self) -> int:
-        """Returns the term of this process's leadership, when it begins.
-
-        Raises:
-            sqlite3.Error: the state file cannot be read.
-        """
+        """Returns the term of this process's leadership, when it begins. While the state file cannot be written (a
+        leader that was stopped in a transaction holds it) nobody's does; it is tried again."""
         self._term = 0
         self._start_waiter()
         seen, still_s, looked_s = self._read(), 0.0, time.monotonic()
@@ -101,14 +101,16 @@ class Lease:
             ended = self._locked and not self._runs(present)
             # With the lock, the one that leads has been replaced by one that could not have it.
             if ended or still_s >= self._lease_s:
-                if not ended:
-                    logger.warning("the leader has not counted for %.1f s, and is replaced", still_s)
-                term = await asyncio.to_thread(self._take_over)
+                term = await asyncio.to_thread(self._try_to_take_over)
                 if term is not None:
+                    if not ended:
+                        logger.warning("the leader has not counted for %.1f s, and is replaced", still_s)
                     self._term, self._count = term, present[0] + 1
                     self._write()
                     return term
                 seen, still_s = self._read(), 0.0
+                await self._wait(self.looks_every_s)
+                looked_s = time.monotonic()
                 continue
             if not said:
                 said = True
@@ -117,6 +119,22 @@ class Lease:
                 self._unlock()  # the leader that runs without it is to have it
             await self._wait(self.looks_every_s)
             self._start_waiter()
+
+    def _try_to_take_over(self) -> int | None:
+        try:
+            term = self._take_over()
+        except sqlite3.Error as error:
+            if not self._failed:
+                logger.error(
+                    "the state file %s cannot be taken over: %s. A leader that was stopped while it wrote may hold it:"
+                    " let it go on, or kill it; this is tried again",
+                    self._store.path,
+                    error,
+                )
+            self._failed = True
+            return None
+        self._failed = False
+        return term
 
     def _take_over(self) -> int | None:
         return self._store.take_over(self._store.term(), f"process {self._me[0]}")

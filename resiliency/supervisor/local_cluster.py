@@ -7,9 +7,11 @@ own; the supervisor is the one of a cluster. They speak over loopback, with toke
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import select
 import shutil
@@ -25,9 +27,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
+
 import resiliency
-from resiliency.errors import ConfigError
+from resiliency.errors import AgentError, ConfigError
 from resiliency.settings import all_variables, child_environment, environment
+from resiliency.supervisor.client import OperatorClient
+from resiliency.supervisor.launcher_process import find_launcher
+from resiliency.supervisor.monitor_state import StateFolder
 
 __all__ = ["LocalCluster", "run_local_cluster"]
 
@@ -39,6 +46,11 @@ _LISTEN_TIMEOUT_S = 30.0
 #: For hosts to end by themselves after the job has, or after a signal, before they are killed.
 _END_TIMEOUT_S = 40.0
 _PERIOD_S, _TIMEOUT_S = 0.5, 2.0
+#: After the end of a host: when it is looked whether the supervisor has frozen because of it.
+_LOOKS_S = (3 * _TIMEOUT_S, 6 * _TIMEOUT_S, 15 * _TIMEOUT_S)
+#: For a supervisor to end by itself when there are no hosts any more.
+_NO_HOSTS_S = 15.0
+_GAVE_UP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +95,9 @@ def run_local_cluster(cluster: LocalCluster) -> int:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     running: list[_Process] = []
     asked: list[int] = []
+    lock = _locked(folder)
+    # Of a run before this one: nobody listens there any more.
+    (folder / "address").unlink(missing_ok=True)
 
     def forward(number: int, frame: FrameType | None) -> None:
         asked.append(number)
@@ -93,34 +108,66 @@ def run_local_cluster(cluster: LocalCluster) -> int:
             return _run(cluster, folder, running, asked)
     finally:
         _end(running)
+        for number in range(cluster.hosts + cluster.spares):
+            _end_what_is_left(folder, number)
+        os.close(lock)
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _locked(folder: Path) -> int:
+    """Raises: ConfigError: another run has the folder."""
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ConfigError(f"--state-dir {folder}: another run uses it; pass another folder, or end that one") from None
+    return fd
+
+
 def _run(cluster: LocalCluster, folder: Path, running: list[_Process], asked: list[int]) -> int:
-    supervisor = _start_supervisor(cluster, folder, "127.0.0.1:0")
+    supervisor = _start_supervisor(cluster, folder, "127.0.0.1:0", "--begin-again")
     running.append(supervisor)
     address = _address_of(supervisor, folder / "address", asked)
     if address is None:
         return 128 + asked[0] if asked else 1
+    hosts: dict[int, int] = {}  # numbers by process
     for number in range(cluster.hosts + cluster.spares):
-        running.append(_start_host(cluster, folder, number, address))
+        host = _start_host(cluster, folder, number, address)
+        running.append(host)
+        hosts[host.popen.pid] = number
+    lost: list[str] = []
+    looks: list[float] = []
     logger.info(
-        "%d hosts and %d spares on this machine; resiliency supervisor status --url http://%s --token-file %s",
+        "%d hosts and %d spares on this machine; resiliency supervisor status -s http://%s --token-file %s",
         cluster.hosts,
         cluster.spares,
         address,
         folder / "operator-token",
     )
     while True:
-        _wait_for_any(running, None)
+        _wait_for_any(running, max(0.0, looks[0] - time.monotonic()) if looks else None)
+        if looks and time.monotonic() >= looks[0]:
+            del looks[0]
+            if not hosts and not looks and not asked:
+                logger.error("no host is left, and none comes back")
+                return _GAVE_UP
+            _say_that_they_are_gone(lost, address, folder)
         for one in [one for one in running if one.popen.poll() is not None]:
             running.remove(one)
             os.close(one.pidfd)
             code = one.popen.returncode
             if one is not supervisor:
-                if not asked:
+                number = hosts.pop(one.popen.pid)
+                now = time.monotonic()
+                if code and not asked:
                     logger.warning("%s (process %d) has ended, with %d", one.name, one.popen.pid, code)
+                    _end_what_is_left(folder, number)
+                    lost.append(one.name)
+                    looks = sorted({*looks, *(now + after for after in _LOOKS_S)})
+                if not hosts:
+                    looks = [now + _NO_HOSTS_S]
             elif code >= 0 or asked:
                 return 128 + asked[0] if asked else code
             else:
@@ -130,7 +177,37 @@ def _run(cluster: LocalCluster, folder: Path, running: list[_Process], asked: li
                 running.append(supervisor)
 
 
-def _start_supervisor(cluster: LocalCluster, folder: Path, listen: str) -> _Process:
+def _host_name(number: int) -> str:
+    return re.sub("[^A-Za-z0-9._-]", "-", f"{environment().node}-{number}").lstrip("._-")
+
+
+def _end_what_is_left(folder: Path, number: int) -> None:
+    """A monitor that was killed leaves its launcher running, for the next monitor. Here there is none, and the host is
+    gone: so are its ranks."""
+    found = find_launcher(StateFolder(str(folder / f"host-{number}"), _host_name(number)).socket_name)
+    if found is None:
+        return
+    with suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(found.pid)
+        for process in [launcher, *launcher.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        logger.warning("the launcher of %s (process %d) is killed: its monitor is gone", _host_name(number), found.pid)
+
+
+def _say_that_they_are_gone(hosts: Sequence[str], address: str, folder: Path) -> None:
+    """To a supervisor that cannot tell whether it is the network. Blocks: up to 10 s a request."""
+    client = OperatorClient(f"http://{address}", token=(folder / "operator-token").read_text().strip())
+    try:
+        if not client.get("/v1/status", hosts=0)["frozen"]:
+            return
+        for host in hosts:
+            logger.warning("%s", client.post(f"/v1/hosts/{host}/drain", reason="its process has ended")["done"])
+    except AgentError as error:
+        logger.warning("the supervisor was not told which hosts are gone: %s", error)
+
+
+def _start_supervisor(cluster: LocalCluster, folder: Path, listen: str, *flags: str) -> _Process:
     for name in ("monitor-token", "operator-token"):
         path = folder / name
         if not path.exists():
@@ -157,12 +234,12 @@ def _start_supervisor(cluster: LocalCluster, folder: Path, listen: str) -> _Proc
     }
     path = folder / "supervisor.yaml"
     path.write_text(json.dumps(settings, indent=2))  # which is YAML, too
-    words = ["supervisor", "run", "-f", str(path), "--until-ended", "--address-file", str(folder / "address")]
+    words = ["supervisor", "run", "-f", str(path), "--until-ended", "--address-file", str(folder / "address"), *flags]
     return _start("supervisor", words, {})
 
 
 def _start_host(cluster: LocalCluster, folder: Path, number: int, address: str) -> _Process:
-    name = f"{environment().node}-{number}"
+    name = _host_name(number)
     variables = {"RESILIENCY_NODE": name}
     if local := all_variables().get("RESILIENCY_LOCAL_DIR"):
         variables["RESILIENCY_LOCAL_DIR"] = os.path.join(local, f"host-{number}")

@@ -17,6 +17,8 @@ from resiliency.supervisor.model import Observation, Place, StepKind
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
+    "MONITOR_ENDS",
+    "NO_PLAN",
     "PROTOCOL_VERSION",
     "Ask",
     "Desired",
@@ -33,6 +35,10 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 1
+#: The number of an ask that belongs to no plan: the check of a host that joins. Plans' numbers begin at 1.
+NO_PLAN = 0
+#: The problem of a host whose monitor was told to end, and has no other.
+MONITOR_ENDS = "its monitor was told to end"
 #: A host of 1,024 ranks says less than this.
 MAX_MESSAGE_BYTES = 256 * 1024
 
@@ -107,7 +113,8 @@ class Report:
 
     Attributes:
         number: counts up from 0 in each incarnation.
-        workload, epoch: of the place that the launcher has taken; "" and 0: none.
+        workload, epoch: of the place that the launcher has taken; "" and 0: none. Of a host that is given an epoch of
+            the past, the one that it has had: the supervisor's next ones are to be above it.
         master: "address:port" of the store of that epoch, said by node rank 0 alone.
         ended: all ranks of the epoch have finished.
         preempted: they have saved and left because they were told to go.
@@ -137,6 +144,8 @@ class Ask:
     :class:`StepEnded`. An ask that was answered is answered again, not carried out again.
 
     Attributes:
+        epoch: of the plan. Plans are numbered anew when the supervisor's state file was lost, epochs are not: a monitor
+            that remembers a plan of the same number is not misled.
         step: of CHECKPOINT: ranks save after this optimizer step, which none of them has done yet.
     """
 
@@ -144,6 +153,7 @@ class Ask:
     at: int
     kind: StepKind
     timeout_s: float
+    epoch: int = 0
     step: int = -1
 
 

@@ -5,6 +5,7 @@ All times are seconds of the supervisor's monotonic clock; a host's own clock de
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +14,7 @@ from resiliency.errors import ConfigError
 from resiliency.supervisor.running_goodput import RunningGoodput
 
 __all__ = [
+    "NAME",
     "DeviceClass",
     "Host",
     "HostState",
@@ -30,6 +32,10 @@ __all__ = [
     "WorkloadSpec",
     "WorkloadState",
 ]
+
+
+#: Of a host or a workload: it stands in addresses, variables, file names and logs.
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
 
 class HostState(str, Enum):
@@ -59,6 +65,7 @@ class Host:
         reason: why it is not READY.
         free_at_s: of a host in quarantine, when a check may free it.
         falls: how often it has gone silent or broken lately: each doubles its time in quarantine.
+        left: its monitor has said that it was told to end. The next one of it is not at fault for that.
     """
 
     name: str
@@ -71,6 +78,7 @@ class Host:
     reason: str = ""
     free_at_s: float = 0.0
     falls: int = 0
+    left: bool = False
 
 
 class WorkloadState(str, Enum):
@@ -134,6 +142,11 @@ class WorkloadSpec:
     reset_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"workload {self.name!r}: pass a name of 1 to 253 letters, digits, '.', '_' and '-' that begins and"
+                " ends with a letter or digit"
+            )
         for name in ("replicas", "hosts_per_replica", "min_replicas", "ranks_per_host"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"workload {self.name!r}: {name}={getattr(self, name)}; pass 1 or more")
@@ -147,6 +160,11 @@ class WorkloadSpec:
         for name in (each for each in self.__dataclass_fields__ if each.endswith("_s")):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"workload {self.name!r}: {name}={getattr(self, name)}; pass 0 or more seconds")
+        for name in ("start_timeout_s", "verify_timeout_s", "reset_timeout_s"):
+            if not getattr(self, name):
+                raise ConfigError(
+                    f"workload {self.name!r}: {name}=0: nothing is done in no time, and each try would fail; pass more"
+                )
 
     @property
     def hosts(self) -> int:
@@ -338,6 +356,7 @@ class Plan:
         epoch: the workload's when the plan is done; equal to the present one for a plan that restarts nothing.
         places: hosts of all node ranks then.
         fresh, replace: see :class:`Place`.
+        replace_on: see :class:`Workload`.
         save_step: of a CHECKPOINT that was begun: the optimizer step after which ranks save.
         at: index of the step that is being carried out.
         step_since_s: since when.
@@ -353,6 +372,7 @@ class Plan:
     steps: tuple[Step, ...]
     fresh: bool = False
     replace: tuple[int, ...] = ()
+    replace_on: tuple[str, ...] = ()
     save_step: int = -1
     at: int = 0
     step_since_s: float = 0.0
@@ -403,7 +423,10 @@ class Workload:
         fresh, replace: of the present places, see :class:`Place`.
         replicas_before: of the epoch before.
         since_s: when its state has changed last.
+        replace_on: the hosts that are told of :attr:`replace`: those that have said that a rank of theirs hangs. Empty:
+            all.
         in_job_restarts, workload_restarts: in a row, without ``healthy_s`` of training between.
+        swaps: the same of hosts that were replaced although they are well, because restarts did not help.
         host_faults: in a row, by host.
         plan: number of the active plan; None: there is none.
         incident: number of the open incident; None: there is none.
@@ -416,10 +439,12 @@ class Workload:
     places: tuple[str, ...] = ()
     fresh: bool = False
     replace: tuple[int, ...] = ()
+    replace_on: tuple[str, ...] = ()
     replicas_before: int = 0
     since_s: float = 0.0
     in_job_restarts: int = 0
     workload_restarts: int = 0
+    swaps: int = 0
     host_faults: Mapping[str, int] = field(default_factory=dict)
     plan: int | None = None
     incident: int | None = None
@@ -444,7 +469,7 @@ class Workload:
             node_rank=self.places.index(host),
             nodes=len(self.places),
             fresh=self.fresh,
-            replace=self.replace,
+            replace=self.replace if host in self.replace_on or not self.replace_on else (),
             replicas=self.replicas,
             replicas_before=self.replicas_before,
         )

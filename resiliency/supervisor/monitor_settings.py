@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from resiliency.errors import ConfigError
+from resiliency.supervisor.model import NAME
 
 __all__ = ["MonitorSettings", "launcher_command"]
 
@@ -37,8 +38,11 @@ class MonitorSettings:
     exit_when_completed: bool = False
 
     def __post_init__(self) -> None:
-        if not self.host or not self.host.isprintable() or len(self.host) > 253:
-            raise ConfigError(f"--host {self.host!r}: pass a name of 1 to 253 printable letters")
+        if not NAME.fullmatch(self.host):
+            raise ConfigError(
+                f"--host {self.host!r}: pass a name of 1 to 253 printable ASCII letters, digits, '.', '_' and '-' that"
+                " begins and ends with a letter or digit; no supervisor takes another"
+            )
 
 
 def launcher_command(

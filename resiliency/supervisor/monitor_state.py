@@ -30,7 +30,7 @@ _MOST_WORKLOADS, _MOST_ASKS, _MOST_FAULTS = 64, 256, 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherId:
-    """One process for ever. Attributes: started: clock ticks since the boot, of the process's start."""
+    """One process for ever, a launcher's or a rank's. Attributes: started: clock ticks since the boot, of its start."""
 
     pid: int
     started: int
@@ -57,6 +57,7 @@ class AskMemory:
 
     plan: int
     at: int
+    epoch: int = 0
     problem: str | None = None
 
 
@@ -78,12 +79,14 @@ class Remembered:
     Attributes:
         term: the highest of a supervisor that was heard.
         launcher: that was started last.
+        ranks: that it has said it has.
         given: by workload, the oldest first.
         cursors: of watchdogs, by name: how far they have read.
     """
 
     term: int = 0
     launcher: LauncherId | None = None
+    ranks: tuple[LauncherId, ...] = ()
     given: tuple[Given, ...] = ()
     asks: tuple[AskMemory, ...] = ()
     faults: tuple[Fault, ...] = ()
@@ -96,8 +99,9 @@ class MonitorState:
 
     term: int = 0
     launcher: LauncherId | None = None
+    ranks: tuple[LauncherId, ...] = ()
     given: dict[str, Given] = field(default_factory=dict)
-    asks: dict[tuple[int, int], AskMemory] = field(default_factory=dict)
+    asks: dict[tuple[int, int, int], AskMemory] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     cursors: dict[str, str] = field(default_factory=dict)
 
@@ -107,8 +111,8 @@ class MonitorState:
         _shorten(self.given, _MOST_WORKLOADS)
 
     def remember_ask(self, one: AskMemory) -> None:
-        self.asks.pop((one.plan, one.at), None)
-        self.asks[one.plan, one.at] = one
+        self.asks.pop((one.plan, one.at, one.epoch), None)
+        self.asks[one.plan, one.at, one.epoch] = one
         _shorten(self.asks, _MOST_ASKS)
 
     def add_fault(self, one: Fault) -> None:
@@ -187,8 +191,9 @@ class StateFolder:
         return MonitorState(
             term=found.term,
             launcher=found.launcher,
+            ranks=found.ranks,
             given={one.workload: one for one in found.given},
-            asks={(one.plan, one.at): one for one in found.asks},
+            asks={(one.plan, one.at, one.epoch): one for one in found.asks},
             faults=[one for one in found.faults if one.boot == here],
             cursors=dict(tuple(text.split("=", 1)) for text in found.cursors if "=" in text),  # type: ignore[misc]
         )
@@ -232,6 +237,7 @@ def _frozen(state: MonitorState) -> Remembered:
     return Remembered(
         term=state.term,
         launcher=state.launcher,
+        ranks=state.ranks,
         given=tuple(state.given.values()),
         asks=tuple(state.asks.values()),
         faults=tuple(state.faults),

@@ -12,8 +12,8 @@ __all__ = ["Outbox"]
 logger = logging.getLogger(__name__)
 
 _MOST = 1000
-#: Of one message.
-_BATCH = 64
+#: Of one message: observations, and bytes of their text, whatever letters it is of (JSON may need twelve for one).
+_BATCH, _MOST_BYTES, _BYTES_OF_A_LETTER, _BYTES_OF_A_REST = 64, 128 * 1024, 12, 1024
 
 
 class Outbox:
@@ -64,7 +64,13 @@ class Outbox:
         """A number, and what is to be said now; None: nothing."""
         if not self._unsent:
             return None
-        batch, self._unsent = tuple(self._unsent[:_BATCH]), self._unsent[_BATCH:]
+        count, size = 0, 0
+        for one in self._unsent[:_BATCH]:
+            size += _BYTES_OF_A_LETTER * (len(one.detail) + len(one.device)) + _BYTES_OF_A_REST
+            if count and size > _MOST_BYTES:
+                break
+            count += 1
+        batch, self._unsent = tuple(self._unsent[:count]), self._unsent[count:]
         self._number += 1
         self._in_flight[self._number] = batch
         return self._number, batch

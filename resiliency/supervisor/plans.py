@@ -40,19 +40,26 @@ def steps_of(remedy: Remedy, situation: Situation, *, hook_timeout_s: float = 0.
     return tuple(steps)
 
 
-def make_plan(remedy: Remedy, situation: Situation, *, number: int, now_s: float, hook_timeout_s: float = 0.0) -> Plan:
-    """The plan of a remedy that can be carried out: see :func:`~resiliency.supervisor.policy.problem_of`."""
-    hung = {one.rank for one in situation.observations if one.kind is ObservationKind.WORKER_HUNG}
+def make_plan(
+    remedy: Remedy, situation: Situation, *, number: int, epoch: int, now_s: float, hook_timeout_s: float = 0.0
+) -> Plan:
+    """The plan of a remedy that can be carried out: see :func:`~resiliency.supervisor.policy.problem_of`.
+
+    Args:
+        epoch: that nobody has had yet.
+    """
+    hung = [one for one in situation.observations if one.kind is ObservationKind.WORKER_HUNG and one.rank is not None]
     return Plan(
         number=number,
         incident=situation.incident.number,
         workload=situation.workload.name,
         remedy=remedy,
-        epoch=situation.workload.epoch + 1,
+        epoch=epoch,
         places=places_after(remedy, situation),
         steps=steps_of(remedy, situation, hook_timeout_s=hook_timeout_s),
         fresh=remedy.kind is RemedyKind.RESTART_WORKLOAD,
-        replace=tuple(sorted(rank for rank in hung if rank is not None)),
+        replace=tuple(sorted({one.rank for one in hung if one.rank is not None})),
+        replace_on=tuple(sorted({one.host for one in hung})),
         step_since_s=now_s,
     )
 

@@ -30,6 +30,9 @@ from resiliency.supervisor.model import (
 
 __all__ = ["DefaultPolicy", "Policy", "Situation", "load_policy", "places_after", "problem_of"]
 
+#: Hosts that are replaced one after the other although they are well. Then it is not the hosts.
+_MOST_SWAPS = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
@@ -90,6 +93,10 @@ class DefaultPolicy:
     def event_policy(self, situation: Situation) -> Remedy:
         workload, spec = situation.workload, situation.workload.spec
         if workload.state is WorkloadState.WAITING or not workload.places:
+            if situation.replicas_without(()) < spec.min_replicas:
+                return Remedy(
+                    kind=RemedyKind.WAIT, reason=f"{len(situation.spares)} of {spec.min_hosts} hosts are ready"
+                )
             return Remedy(kind=RemedyKind.SCALE_UP, reason="hosts are there")
         if situation.out:
             return self._without(situation, situation.out)
@@ -136,11 +143,14 @@ class DefaultPolicy:
 
     def _replace_culprit(self, situation: Situation) -> Remedy:
         """Restarts do not help: the host that fails most often goes."""
-        spec, faults = situation.workload.spec, situation.workload.host_faults
-        worst = sorted((host for host in situation.workload.places if faults.get(host)), key=lambda host: -faults[host])
+        workload, spec, faults = situation.workload, situation.workload.spec, situation.workload.host_faults
+        worst = sorted((host for host in workload.places if faults.get(host)), key=lambda host: -faults[host])
         tried = {
             host for plan in situation.tried if plan.remedy.kind is RemedyKind.HOT_SWAP for host in plan.remedy.out
         }
+        if workload.swaps >= _MOST_SWAPS:
+            reason = f"restarts do not help, nor did it help to replace {workload.swaps} hosts one after the other"
+            return Remedy(kind=RemedyKind.STOP, reason=reason)
         culprits = [host for host in worst if host not in tried][:1]
         if culprits and situation.spares:
             return Remedy(kind=RemedyKind.HOT_SWAP, out=tuple(culprits), reason="restarts do not help; it fails most")
@@ -259,7 +269,7 @@ def load_policy(where: str, folder: str = "") -> Policy:
         policy: Any = getattr(module, name)()
     except AttributeError as error:
         raise ConfigError(f"policy {where!r}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"policy {where!r}: {type(error).__name__}: {error}") from error
     if not callable(getattr(policy, "event_policy", None)):
         raise ConfigError(f"policy {where!r}: the class has no method event_policy(situation)")

@@ -1,14 +1,17 @@
 """Which hosts are there, and can be given ranks. Pure: it is told what was heard, and what time it is.
 
 Silence is the only thing that it works out by itself, and it distrusts its own ears: when the supervisor itself was
-stopped for a while, or when more than half of all hosts fall silent at once, it is not the hosts.
+stopped for a while, or when more than half of all hosts fall silent at once, it is not the hosts. Hosts report at
+different moments of a period, so that a network that is cut makes them late one after the other: a host is silent when
+enough of the others were heard of after its own report was due.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -21,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: A host that falls again and again is kept in quarantine twice as long each time, up to 2 to the power of this.
 _MOST_DOUBLINGS = 6
+#: Timeouts for which a host without a place may be silent before it counts no more for what falls silent at once.
+_LASTING = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +109,11 @@ class Sensor:
         return self._cordoned
 
     @property
+    def count(self) -> int:
+        """Of the hosts that are known."""
+        return len(self._hosts)
+
+    @property
     def ready(self) -> AbstractSet[str]:
         """Names of the hosts that are READY."""
         return self._ready
@@ -119,11 +129,21 @@ class Sensor:
 
     # -- what is heard ------------------------------------------------------------------------------------------------
 
-    def restore(self, hosts: Iterable[Host], now_s: float) -> None:
-        """Hosts that a supervisor before this one knew. They have a timeout and a period to report."""
+    def restore(self, hosts: Iterable[Host], now_s: float, *, given_up: Collection[str] = ()) -> None:
+        """Hosts that a supervisor before this one knew. They have a timeout and a period to report.
+
+        Args:
+            given_up: names of silent ones that are not waited for.
+        """
         for host in hosts:
+            if host.state is HostState.SILENT and host.name in given_up:
+                self._hosts[host.name] = replace(host, heard_s=now_s - self._settings.timeout_s, since_s=now_s)
+                self._hosts.move_to_end(host.name, last=False)
+                continue
             state = HostState.JOINING if host.state in (HostState.READY, HostState.SILENT) else host.state
-            heard_s, free_at_s = now_s + self._settings.period_s, min(host.free_at_s, now_s)
+            # The clock may have begun anew: no quarantine becomes longer than it was.
+            free_at_s = min(host.free_at_s, now_s + self._quarantine_s(host.falls))
+            heard_s = now_s + self._settings.period_s
             self._hosts[host.name] = replace(host, state=state, heard_s=heard_s, since_s=now_s, free_at_s=free_at_s)
             if state is HostState.CORDONED:
                 self._cordoned.add(host.name)
@@ -134,6 +154,8 @@ class Sensor:
         if host is None:
             host = Host(name=name, incarnation=incarnation, state=HostState.JOINING, heard_s=now_s, since_s=now_s)
             self._names_changed.add(name)
+        elif host.incarnation != incarnation and host.left:
+            host = self._come_back(host, now_s)
         elif host.incarnation != incarnation and host.state is HostState.READY:
             host = self._changed(host, HostState.JOINING, "its monitor was started again", now_s)
         elif host.state is HostState.SILENT:
@@ -145,12 +167,31 @@ class Sensor:
         self._hosts[name] = _heard_at(host, max(now_s, host.heard_s))
         self._hosts.move_to_end(name)
 
+    def left(self, name: str, now_s: float) -> None:
+        """Its monitor was told to end, by somebody who had a reason. It has no ranks, and is a host as any other when
+        another monitor of it comes."""
+        host = self._hosts.get(name)
+        if host is not None and not host.left:
+            falls = host.falls
+            self.quarantine(name, "its monitor was told to end", now_s)
+            self._hosts[name] = replace(self._hosts[name], left=True, falls=falls)
+
+    def _come_back(self, host: Host, now_s: float) -> Host:
+        self._silent.pop(host.name, None)
+        host = replace(host, left=False)
+        if host.state is HostState.CORDONED:
+            return host
+        return replace(self._changed(host, HostState.JOINING, "its monitor was started again", now_s), free_at_s=now_s)
+
     def _back(self, host: Host, incarnation: str, now_s: float) -> Host:
         """One that was silent for a while, and that nobody has replaced meanwhile, goes on as before."""
         before = self._silent.pop(host.name, None)
         fallen = self._fallen(host, "it was silent", now_s)
         if before is None:
             return fallen
+        if before is HostState.QUARANTINED:  # silence does not make it shorter
+            free_at_s = max(host.free_at_s, now_s)
+            return replace(self._changed(host, before, host.reason, now_s), falls=fallen.falls, free_at_s=free_at_s)
         state = before if incarnation == host.incarnation else HostState.JOINING
         return replace(self._changed(host, state, "", now_s), falls=fallen.falls, free_at_s=now_s)
 
@@ -193,14 +234,17 @@ class Sensor:
         host = self._hosts.get(name)
         if host is None or host.state is not HostState.CORDONED:
             return False
+        self._mute.discard(name)
         self._hosts[name] = replace(self._changed(host, HostState.JOINING, "it was cordoned", now_s), falls=0)
         return True
 
     def _fallen(self, host: Host, reason: str, now_s: float) -> Host:
         falls = 1 if now_s - host.free_at_s > self._settings.forgive_s else host.falls + 1
-        length_s = self._settings.quarantine_s * 2 ** min(falls - 1, _MOST_DOUBLINGS)
         fallen = self._changed(host, HostState.QUARANTINED, reason, now_s)
-        return replace(fallen, falls=falls, free_at_s=now_s + length_s)
+        return replace(fallen, falls=falls, free_at_s=now_s + self._quarantine_s(falls))
+
+    def _quarantine_s(self, falls: int) -> float:
+        return self._settings.quarantine_s * 2.0 ** min(max(falls - 1, 0), _MOST_DOUBLINGS)
 
     def _changed(self, host: Host, state: HostState, reason: str, now_s: float) -> Host:
         if state is not host.state:
@@ -218,17 +262,21 @@ class Sensor:
     def look(self, now_s: float) -> list[Observation]:
         """Hosts that are silent from now on. To be asked at least once a period."""
         self._forgive_own_absence(now_s)
+        late: list[Host] = []
         fell, gone = [], []
-        for host in list(self._hosts.values()):
+        for host in self._hosts.values():
             if now_s - host.heard_s <= self._settings.timeout_s:
                 break  # and so are all after it
             if host.state not in (HostState.SILENT, HostState.CORDONED):
-                self._silent[host.name] = host.state
-                self._hosts[host.name] = self._changed(host, HostState.SILENT, "", now_s)
-                fell.append(host.name)
+                late.append(host)
             elif host.state is HostState.CORDONED and host.name not in self._mute:
                 self._mute.add(host.name)
                 gone.append(host.name)
+        for host in self._silent_of(late):
+            reason = host.reason if host.state is HostState.QUARANTINED else ""
+            self._silent[host.name] = host.state
+            self._hosts[host.name] = self._changed(host, HostState.SILENT, reason, now_s)
+            fell.append(host.name)
         self._freeze_or_thaw(now_s)
         lost = [
             Observation(kind=ObservationKind.HOST_LOST, host=name, detail="it is cordoned, and not heard of any more")
@@ -242,6 +290,33 @@ class Sensor:
             )
             for name in fell
         ]
+
+    def _silent_of(self, late: list[Host]) -> list[Host]:
+        """Those of the late hosts that are taken for silent now: of the others it is not clear yet whether nobody is
+        heard. It is after a period at the latest, in which all hosts report, or all are late."""
+        if not late:
+            return late
+        counted = [one.heard_s for one in self._hosts.values() if self._counts(one)]
+        if self._are_many(len(late) + len(self._silent), len(counted)):
+            return late
+        counted.sort()
+        due_s = self._settings.period_s
+        return [host for host in late if not self._are_many(bisect_right(counted, host.heard_s + due_s), len(counted))]
+
+    def _counts(self, host: Host) -> bool:
+        """It is one of those whose silence at once is a sign of trouble with the network."""
+        if host.state is HostState.SILENT:
+            return host.name in self._silent
+        return host.state is not HostState.CORDONED
+
+    def _are_many(self, silent: int, counted: int) -> bool:
+        return silent >= 2 and silent > self._settings.freeze_fraction * counted
+
+    def long_silent(self, now_s: float) -> list[str]:
+        """Hosts that have been silent for so long, and not given up, that they are no sign of anything any more."""
+        lasting_s = _LASTING * self._settings.timeout_s
+        silent = (self._hosts[name] for name in self._silent)
+        return [host.name for host in silent if now_s - host.since_s > lasting_s]
 
     def give_up(self, name: str) -> None:
         """A silent host that was replaced: it is no sign any more, and is in quarantine when it comes back."""
@@ -277,16 +352,15 @@ class Sensor:
     def _freeze_or_thaw(self, now_s: float) -> None:
         if not self._frozen and len(self._silent) < 2:
             return
-        heard = sum(host.state not in (HostState.CORDONED, HostState.SILENT) for host in self._hosts.values())
-        counted = heard + len(self._silent)
-        many = len(self._silent) >= 2 and len(self._silent) > self._settings.freeze_fraction * counted
-        if many:
+        counted = sum(map(self._counts, self._hosts.values()))
+        if self._are_many(len(self._silent), counted):
             self._thaws_at_s = None
             if not self._frozen:
                 self._frozen = True
                 logger.error(
                     "%d of %d hosts have fallen silent: that is rather the network, or this supervisor, than so many"
-                    " hosts; nothing is done about any until more are heard of",
+                    " hosts; nothing is done about any until more are heard of. If they are gone, drain them:"
+                    " resiliency supervisor drain HOST",
                     len(self._silent),
                     counted,
                 )

@@ -49,6 +49,7 @@ class Supervisor:
         log: told every line of the history with its workload's epoch, when it is stored.
         listens: told host and port, when it listens.
         until_ended: :meth:`run` returns when all workloads have ended, and their hosts know it.
+        begin_again: when it leads for the first time, workloads of the file that have ended are begun once more.
 
     Raises:
         ConfigError: a file that it needs cannot be used.
@@ -63,8 +64,9 @@ class Supervisor:
         log: Callable[[HistoryEvent, int], None] = lambda event, epoch: None,
         listens: Callable[[str, int], None] = lambda host, port: None,
         until_ended: bool = False,
+        begin_again: bool = False,
     ) -> None:
-        self._listens, self._until_ended = listens, until_ended
+        self._listens, self._until_ended, self._begin_again = listens, until_ended, begin_again
         #: How the workloads have ended, where it ends with them.
         self.ended: tuple[Workload, ...] | None = None
         self.settings = settings
@@ -132,7 +134,9 @@ class Supervisor:
             watch_handled=self.metrics.handled,
             watch_commit=self.metrics.committed,
             until_ended=self._until_ended,
+            begin_again=self._begin_again,
         )
+        self._begin_again = False
         try:
             if not await self._unless_stopped(self._listen_soon()):
                 return

@@ -31,7 +31,7 @@ from resiliency.supervisor.decided import ASKED, Decided
 from resiliency.supervisor.hang_watch import HangWatch
 from resiliency.supervisor.history import History
 from resiliency.supervisor.lease import Lease
-from resiliency.supervisor.messages import Ask, Observed, Report, StepEnded
+from resiliency.supervisor.messages import MONITOR_ENDS, NO_PLAN, Ask, Observed, Report, StepEnded
 from resiliency.supervisor.model import (
     Host,
     HostState,
@@ -42,7 +42,9 @@ from resiliency.supervisor.model import (
     WorkloadSpec,
     WorkloadState,
 )
+from resiliency.supervisor.plain_text import plain_text
 from resiliency.supervisor.policy import load_policy
+from resiliency.supervisor.policy_guard import GuardedPolicy
 from resiliency.supervisor.sensor import Sensor
 from resiliency.supervisor.settings import SupervisorSettings
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, Store
@@ -63,9 +65,12 @@ _RETRY_S, _MOST_RETRY_S = 0.2, 5.0
 _HANG_UP_S = 5.0
 #: A check of a host that joins.
 _VERIFY_TIMEOUT_S = 30.0
-#: Plans' numbers begin at 1.
-_NO_PLAN = 0
 _MOST_TEXT = 2000
+#: Of a step that a rank says it has made: what is higher is no step, and numbers must stay ones that can be reckoned
+#: with.
+_MOST_STEP = 1 << 53
+#: Without a look for so long, or a transaction that takes so long: steps of plans are not late for it.
+_AWAY_S = 1.0
 _ADDRESS = re.compile(r"[A-Za-z0-9._:\[\]-]{3,300}")
 #: What a monitor may say that it has seen.
 _SEEN_BY_MONITORS = frozenset(
@@ -110,6 +115,7 @@ class _Heard:
     ended: bool = False
     problem: str = ""
     elsewhere_since_s: float | None = None
+    has_reported: bool = False
 
 
 @dataclass(kw_only=True)
@@ -138,6 +144,7 @@ class Service:
     Args:
         log: told every line of the history when it is stored.
         watch_handled, watch_commit: told how many seconds a message, or a transaction, took.
+        begin_again: workloads of the file that have ended are begun once more.
 
     Raises:
         ConfigError: the policy or the stored state cannot be used.
@@ -157,7 +164,9 @@ class Service:
         watch_commit: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
         until_ended: bool = False,
+        begin_again: bool = False,
     ) -> None:
+        self._begin_again = begin_again
         self.settings, self.term = settings, term
         self._until_ended, self._ended_s = until_ended, clock()
         self._store, self._lease, self._clock = store, lease, clock
@@ -165,9 +174,10 @@ class Service:
         now_s = clock()
         self.sensor = Sensor(settings.sensor, now_s)
         hook = settings.hook
+        self._policy = GuardedPolicy(load_policy(settings.policy, folder)) if settings.policy else None
         self.controller = Controller(
             self.sensor,
-            policy=load_policy(settings.policy, folder),
+            policy=self._policy,
             settings=ControllerSettings(
                 most_plans=settings.most_plans,
                 hook_timeout_s=0.0 if hook is None else hook.timeout_s,
@@ -197,14 +207,18 @@ class Service:
         self._asks: dict[str, list[Ask]] = {}
         self._pending, self._pending_hosts, self._pending_events = Changes(), set[str](), list[HistoryEvent]()
         self._due, self._dirty, self._stopped = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._swept_s = self._renewed_s = now_s
+        self._swept_s = self._renewed_s = self._looked_s = now_s
+        #: Since when a transaction is being written; None: none is.
+        self._writes_since_s: float | None = None
         self._inject_at_s = now_s + settings.fault_injection_period_s
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="supervisor-store")
         self._restore(now_s)
 
     def _restore(self, now_s: float) -> None:
         stored = self._store.load()
-        self.sensor.restore(stored.hosts, now_s)
+        needed = {host for each in stored.workloads if not each.state.has_ended for host in each.places}
+        gone = {host.name for host in stored.hosts if host.state is HostState.SILENT} - needed
+        self.sensor.restore(stored.hosts, now_s, given_up=gone)
         self.controller.restore(stored.workloads, stored.incidents, stored.plans, now_s, time.time())
         self._history.begin(stored.workloads, stored.incidents, stored.hosts)
         self.decided.apply(
@@ -228,7 +242,7 @@ class Service:
 
     def _add(self, spec: WorkloadSpec, now_s: float) -> None:
         known = self.controller.workloads.get(spec.name)
-        if known is not None and known.state.has_ended:
+        if known is not None and known.state.has_ended and not self._begin_again:
             logger.warning(
                 "workload %s is %s (%s), and is not begun again; `resiliency supervisor start %s` begins it",
                 spec.name,
@@ -262,6 +276,8 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._policy is not None:
+                self._policy.close()
             await self._actuator.close()
             for heard in self._heard.values():
                 if heard.link is not None:
@@ -287,6 +303,7 @@ class Service:
         if now_s - self._renewed_s >= self._lease.looks_every_s:
             self._lease.renew()
             self._renewed_s = now_s
+        self._forgive_own_absence(now_s)
         self._give_up_late_steps(now_s, wall)
         if self.settings.enable_fault_injection and now_s >= self._inject_at_s:
             self._inject_at_s = now_s + self.settings.fault_injection_period_s
@@ -296,6 +313,17 @@ class Service:
             self._swept_s = now_s
             self._sweep(now_s)
         self._collect()
+
+    def _forgive_own_absence(self, now_s: float) -> None:
+        """While this process did not run nobody was heard, and while the disk is slow nobody is told: no step of a plan
+        becomes late by it."""
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        is_behind = self._writes_since_s is not None and now_s - self._writes_since_s > _AWAY_S
+        if gap_s > _AWAY_S:
+            for heard in self._heard.values():
+                heard.elsewhere_since_s = None
+        if gap_s > _AWAY_S or is_behind:
+            self.controller.pause(gap_s)
 
     @property
     def ended(self) -> tuple[Workload, ...] | None:
@@ -380,6 +408,7 @@ class Service:
 
     async def _write(self, changes: Changes, hosts: dict[str, Host | None], events: Sequence[HistoryEvent]) -> None:
         loop, delay_s = asyncio.get_running_loop(), _RETRY_S
+        self._writes_since_s = self._clock()
         while True:
             began_s = time.monotonic()
             try:
@@ -401,6 +430,7 @@ class Service:
                 if self.store_problem:
                     logger.warning("the state file is written again")
                 self.store_problem = ""
+                self._writes_since_s = None
                 self.counts.commits += 1
                 self._watch_commit(time.monotonic() - began_s)
                 return
@@ -424,7 +454,7 @@ class Service:
         asks = [ask for ask in self._asks.get(host, ()) if host not in self._answers.get((ask.plan, ask.at), {})]
         check = self._checks.get(host)
         if check is not None:
-            asks.append(Ask(plan=_NO_PLAN, at=check.at, kind=StepKind.VERIFY, timeout_s=_VERIFY_TIMEOUT_S))
+            asks.append(Ask(plan=NO_PLAN, at=check.at, kind=StepKind.VERIFY, timeout_s=_VERIFY_TIMEOUT_S))
         asked = json.dumps([to_jsonable(ask) for ask in asks], separators=(",", ":")) if asks else "[]"
         completed = "true" if self.decided.has_completed(host) else "false"
         return (
@@ -442,10 +472,16 @@ class Service:
             heard = self._heard.get(host)
             if heard is None or heard.link is None:
                 continue
+            if self.settings.dry_run and self.decided.place(host) is None and not self._is_known_idle(heard):
+                continue  # it may have ranks that this supervisor knows nothing of, and does nothing about
             text = self._desired(host)
             if again or text != heard.offered:
                 heard.offered = text
                 heard.link.offer(text)
+
+    @staticmethod
+    def _is_known_idle(heard: _Heard) -> bool:
+        return heard.has_reported and heard.place == ("", 0)
 
     # -- monitors -----------------------------------------------------------------------------------------------------
 
@@ -453,9 +489,12 @@ class Service:
         """A monitor has said who it is.
 
         Raises:
-            Forged: another one speaks for this host.
+            Forged: another one speaks for this host, or there are too many.
         """
         now_s = self._clock()
+        most = self.settings.most_connections
+        if self.sensor.host(link.host) is None and self.sensor.count >= most:
+            raise Forged(f"{most} hosts are known already; raise `most_connections` if there are to be more")
         heard = self._heard.setdefault(link.host, _Heard())
         if heard.link is not None:
             lives = now_s - heard.at_s < 2 * self.settings.sensor.period_s
@@ -465,8 +504,8 @@ class Service:
                     " has one monitor: end the other one, or give this host a name of its own"
                 )
             heard.link.close("replaced by a newer connection of its host")
-        heard.link, heard.offered, heard.at_s = link, "", now_s
-        self._hear(link, now_s, address=address[:_MOST_TEXT], block=block[:_MOST_TEXT])
+        heard.link, heard.offered, heard.at_s, heard.has_reported = link, "", now_s, False
+        self._hear(link, now_s, address=plain_text(address), block=plain_text(block))
         self._offer([link.host])
 
     def disconnect(self, link: Link) -> None:
@@ -496,9 +535,14 @@ class Service:
         reported = report.workload, report.epoch
         news = reported != heard.place
         heard.place = reported
+        if not heard.has_reported:
+            heard.has_reported = True
+            if self.settings.dry_run:
+                self._offer([host])
         if placed is None or reported != (placed[0].name, placed[0].epoch):
             if report.workload:
                 self.controller.refused["epoch"] += 1
+                self.controller.heard_of_epoch(host, report.workload, report.epoch)
             self._miss(heard, placed, host, now_s)
             if placed is not None or report.workload:
                 self._offer([host], again=True)
@@ -535,7 +579,9 @@ class Service:
                     detail="its ranks were told to go, have saved and left",
                 )
             )
-        elif report.ranks and not report.ended:
+        elif report.ended:
+            self._hangs.left(workload.name, workload.epoch, host)
+        elif report.ranks:
             self._stragglers.reported(workload.name, workload.epoch, host, report.ranks, now_s)
             hang = self._hangs.reported(workload.name, workload.epoch, host, report.ranks, now_s)
             if hang is not None:
@@ -563,11 +609,14 @@ class Service:
             )
 
     def _take_problem(self, host: str, heard: _Heard, problem: str, now_s: float) -> None:
+        problem = plain_text(problem)
         if problem == heard.problem:
             return
-        heard.problem = problem[:_MOST_TEXT]
+        heard.problem = problem
         if not problem:
             return
+        if problem == MONITOR_ENDS:
+            self.sensor.left(host, now_s)
         self._observe(Observation(kind=ObservationKind.HOST_UNHEALTHY, host=host, detail=heard.problem))
 
     def observed(self, link: Link, message: Observed) -> None:
@@ -586,7 +635,7 @@ class Service:
                 raise Forged(f"{one.kind} without a workload")
         for one in message.observations:
             if one.kind is ObservationKind.DRAIN:
-                self.sensor.cordon(link.host, one.detail[:_MOST_TEXT] or "its monitor wants it empty", self._clock())
+                self.sensor.cordon(link.host, plain_text(one.detail) or "its monitor wants it empty", self._clock())
             self._observe(_bounded(one, link.host))
 
     def _observe(self, one: Observation) -> None:
@@ -612,9 +661,9 @@ class Service:
         """A monitor's answer to an ask."""
         now_s = self._clock()
         self._hear(link, now_s)
-        problem = message.problem[:_MOST_TEXT]
+        problem = plain_text(message.problem)
         check = self._checks.get(link.host)
-        if message.plan == _NO_PLAN:
+        if message.plan == NO_PLAN:
             if check is not None and check.at == message.at:
                 del self._checks[link.host]
                 self.sensor.checked(link.host, problem, now_s)
@@ -674,6 +723,7 @@ class Service:
 
     def drain(self, host: str, reason: str) -> bool:
         """False: nobody knows the host."""
+        reason = plain_text(reason)
         done = self.sensor.cordon(host, reason or "drained by an operator", self._clock())
         if done:
             self._note_event(EventKind.OPERATOR, f"drain {host}: {reason or 'no reason given'}", host=host)
@@ -689,6 +739,7 @@ class Service:
 
     def stop_workload(self, name: str, reason: str) -> bool:
         """False: there is none that runs."""
+        reason = plain_text(reason)
         done = self.controller.stop(name, reason or "stopped by an operator", self._clock(), time.time())
         if done:
             self._note_event(EventKind.OPERATOR, f"stop {name}: {reason or 'no reason given'}", workload=name)
@@ -706,7 +757,7 @@ class Service:
 
     def _note_event(self, kind: str, text: str, *, workload: str = "", host: str = "", **fields: Any) -> None:
         self._pending_events.append(
-            HistoryEvent(at=time.time(), kind=kind, text=text[:_MOST_TEXT], workload=workload, host=host, fields=fields)
+            HistoryEvent(at=time.time(), kind=kind, text=plain_text(text), workload=workload, host=host, fields=fields)
         )
         self._dirty.set()
         self._due.set()
@@ -733,7 +784,7 @@ def _progress(rank: Any) -> int:
     """A number that grows with each step that a rank makes; -1: it has made none since its epoch began."""
     if rank.beats <= 0:
         return -1
-    return int(rank.step if rank.step >= 0 else rank.beats)
+    return min(_MOST_STEP, int(rank.step if rank.step >= 0 else rank.beats))
 
 
 def _bounded(one: Observation, host: str) -> Observation:
@@ -743,7 +794,7 @@ def _bounded(one: Observation, host: str) -> Observation:
         workload=one.workload,
         epoch=one.epoch,
         rank=one.rank,
-        device=one.device[:200],
+        device=plain_text(one.device, 200),
         device_class=one.device_class,
-        detail=one.detail[:_MOST_TEXT],
+        detail=plain_text(one.detail),
     )

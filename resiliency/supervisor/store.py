@@ -2,6 +2,9 @@
 
 One transaction for each set of changes, with the term of the leader checked in it: whoever was replaced meanwhile
 writes nothing, and learns that it was. The journal is a write-ahead log, forced to disk with each transaction.
+
+A file that is removed while it is open is written anew under its name: SQLite goes on with the removed one, and all of
+it would be lost with the process.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -99,11 +103,17 @@ class Store:
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
             # Whoever can read it learns the names of hosts; whoever can write it rules them.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+            self._connect()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"the state file {path} cannot be opened: {error}; pass another with `state`") from error
         try:
             self._prepare()
+        except sqlite3.OperationalError as error:  # not damaged: locked, full, read-only
+            self._db.close()
+            raise ConfigError(
+                f"the state file {path} cannot be used now: {error}. If it is locked, a supervisor that was stopped"
+                " while it wrote holds it: let it go on, or kill it"
+            ) from error
         except sqlite3.DatabaseError as error:
             self._db.close()
             raise ConfigError(self._damaged(str(error))) from error
@@ -111,12 +121,21 @@ class Store:
             self._db.close()
             raise
 
-    def _prepare(self) -> None:
+    def _connect(self) -> None:
+        self._db = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        self._file = _identity(self.path)
+
+    def _force_to_disk(self) -> None:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
+
+    def _prepare(self) -> None:
+        self._force_to_disk()
         (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise ConfigError(self._damaged(found))
+        if self._is_prepared():
+            return  # without a write: a leader that was stopped in one must not keep others from standing by
         self._db.execute("BEGIN IMMEDIATE")
         try:
             tables = {name for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
@@ -136,11 +155,66 @@ class Store:
                     f" knows {SCHEMA_VERSION}); start that version, or pass another file with `state`: then hosts"
                     " join anew, and workloads begin a new epoch"
                 )
+            self._know_the_file()
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+
+    def _is_prepared(self) -> bool:
+        tables = self._db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()
+        if not tables[0]:
+            return False
+        found = dict(self._db.execute("SELECT key, value FROM meta"))
+        return found.get("schema") == str(SCHEMA_VERSION) and found.get("file") == self._file
+
+    def _know_the_file(self) -> None:
+        """A copy may be older than terms that monitors have heard: its own begin again at the seconds of the clock."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = 'file'").fetchone()
+        if row is not None and row[0] == self._file:
+            return
+        term = int(self._meta("term")) if row is None else max(int(self._meta("term")), int(time.time()))
+        values = [("file", self._file), ("term", str(term))]
+        self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values)
+
+    def _see_that_it_is_there(self, *, may_be_another: bool) -> None:
+        """
+        Raises:
+            sqlite3.Error: it cannot be written anew, or another file has its name.
+        """
+        try:
+            found = _identity(self.path)
+        except FileNotFoundError:
+            self._write_anew()
+            return
+        if found == self._file:
+            return
+        if not may_be_another:
+            raise sqlite3.OperationalError(
+                "another file was put in its place while the supervisor runs; start the supervisor anew to use that one"
+            )
+        self._db.close()
+        self._connect()
+        self._prepare()
+
+    def _write_anew(self) -> None:
+        """The file was removed. What is in it is there as long as it is open."""
+        logger.error("the state file %s was removed while it is in use; it is written anew", self.path)
+        partial = f"{self.path}.new"
+        os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(partial)
+        os.close(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        self._db.execute("VACUUM INTO ?", (partial,))
+        self._db.close()
+        for journal in ("-wal", "-shm"):  # of the removed one: they would be taken for those of the new one
+            with suppress(FileNotFoundError):
+                os.unlink(self.path + journal)
+        os.rename(partial, self.path)
+        self._connect()
+        self._force_to_disk()
+        self._db.execute("UPDATE meta SET value = ? WHERE key = 'file'", (self._file,))
 
     def _damaged(self, why: str) -> str:
         return (
@@ -164,6 +238,7 @@ class Store:
     def term(self) -> int:
         """The present leader's."""
         with self._lock:
+            self._see_that_it_is_there(may_be_another=True)
             return int(self._meta("term"))
 
     def take_over(self, seen_term: int, owner: str) -> int | None:
@@ -228,6 +303,7 @@ class Store:
         gone = [(name,) for name, host in (hosts or {}).items() if host is None]
         with self._lock:
             faultpoints.hit("supervisor.store.begin")
+            self._see_that_it_is_there(may_be_another=False)
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 self._check_term(term)
@@ -286,10 +362,22 @@ class Store:
 _NAMED = (Workload, Host)
 
 
+def _identity(path: str) -> str:
+    """Of a file, while it exists.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    status = os.stat(path)
+    return f"{status.st_dev}:{status.st_ino}"
+
+
 def _text(value: Any) -> str:
     return json.dumps(to_jsonable(value), separators=(",", ":"))
 
 
 def _row(event: HistoryEvent) -> tuple[Any, ...]:
     fields = json.dumps(dict(event.fields), default=str)
-    return event.at, event.kind, event.workload, event.host, event.incident, event.text, fields
+    texts = (event.kind, event.workload, event.host, event.text)
+    kind, workload, host, text = (one.encode(errors="replace").decode() for one in texts)
+    return event.at, kind, workload, host, event.incident, text, fields

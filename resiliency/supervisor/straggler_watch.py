@@ -22,6 +22,8 @@ _LEAST_STEPS = 8
 #: One after the other, in which a rank was slow. So many windows later it is named again, if it still is.
 _WINDOWS, _AGAIN = 3, 20
 
+#: Of what a rank can have done: a number beyond it cannot be reckoned with.
+_MOST = 1 << 53
 #: Of each host, by rank: seconds of its own work, and steps. Plain tuples: of tens of thousands of ranks that are kept
 #: for long, the garbage collector need look at none.
 _Work = dict[str, tuple[tuple[int, float, int], ...]]
@@ -61,7 +63,7 @@ class StragglerWatch:
         seen = self._epochs.get(workload)
         if seen is None or seen.epoch != epoch:
             seen = self._epochs[workload] = _Epoch(epoch=epoch, since_s=now_s)
-        seen.hosts[host] = tuple([(one.rank, one.own_s, one.own_steps) for one in ranks])
+        seen.hosts[host] = tuple([(one.rank, min(one.own_s, _MOST), min(one.own_steps, _MOST)) for one in ranks])
 
     def look(self, now_s: float) -> list[Observation]:
         """Stragglers that were not named before, or long ago. To be asked about once a second."""

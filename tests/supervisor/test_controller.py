@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 
+from resiliency.storage.typed_json import from_jsonable, to_jsonable
 from resiliency.supervisor.controller import Controller, ControllerSettings
 from resiliency.supervisor.model import (
     DeviceClass,
@@ -13,6 +15,7 @@ from resiliency.supervisor.model import (
     Observation,
     ObservationKind,
     Outcome,
+    Plan,
     Remedy,
     RemedyKind,
     StepKind,
@@ -639,6 +642,277 @@ def test_a_cordoned_host_that_dies_is_replaced() -> None:
     job.kill("host-1")
     job.until(lambda: "host-1" not in job.workload.places and job.workload.state is RUNNING)
     assert job.states()["host-1"] is HostState.CORDONED and remedies(job) == [RemedyKind.SCALE_DOWN]
+
+
+def test_a_host_that_fails_its_check_at_the_first_start_leaves_the_job_waiting_for_hosts() -> None:
+    made = Simulation(job(replicas=2, min_replicas=2), 2)
+    carry_out, made._carry_out = made._carry_out, lambda: None
+    made.until(lambda: made.workload.plan is not None)
+    made.hosts["host-1"].healthy = False
+    number = made.workload.plan
+    made.controller.step_ended(number, 0, made.now, made.now, problem="a disk is full", hosts=["host-1"])
+    made._carry_out = carry_out
+    made.pass_time(2)
+    assert made.workload.state is WorkloadState.WAITING, made.workload.reason
+    made.hosts["host-1"].healthy = True
+    made.until(lambda: made.workload.state is RUNNING)
+    assert set(made.workload.places) == {"host-0", "host-1"}
+
+
+@pytest.mark.parametrize("wanted", [{"replicas": 2}, {"replicas": 4, "min_replicas": 4}], ids=str)
+def test_a_job_whose_size_was_changed_in_the_file_goes_on_after_a_fault(wanted: dict[str, int]) -> None:
+    made = started(4)
+    made.controller.add(made.spec.__class__(**{**vars(made.spec), **wanted}), made.now)
+    made.check = lambda: None  # its places are those of the size before until then
+    made.kill("host-1")
+    made.until(lambda: "host-1" not in made.workload.places)
+    made.revive("host-1")
+    made.until(lambda: made.workload.state is RUNNING)
+    assert len(made.workload.places) == wanted["replicas"]
+
+
+def test_a_host_that_dies_after_its_device_was_reset_is_not_waited_for() -> None:
+    job = started(4, start_timeout_s=600.0)
+    for host in job.hosts.values():
+        host.trains = False
+    seen(job, "host-2", ObservationKind.DEVICE_FAULT, device="0", device_class=DeviceClass.RESET)
+    job.until(lambda: job.workload.epoch == 2)
+    job.kill("host-2")
+    for host in job.hosts.values():
+        host.trains = True
+    job.until(lambda: job.workload.state is RUNNING and job.workload.plan is None, within_s=30)
+    assert remedies(job) == [RemedyKind.RESET_DEVICES, RemedyKind.HOT_SWAP]
+
+
+def test_ranks_that_lose_a_peer_before_the_first_step_are_started_again_at_once() -> None:
+    """Nobody has died: the network has failed for a moment."""
+    job = started(3, start_timeout_s=600.0)
+    for host in job.hosts.values():
+        host.trains = False
+    job.lose_worker("host-0")
+    job.until(lambda: job.workload.epoch == 2)
+    job.pass_time(1)
+    seen(job, "host-1", ObservationKind.NO_PROGRESS, workload="job", epoch=2)
+    for host in job.hosts.values():
+        host.trains = True
+    job.until(lambda: job.workload.state is RUNNING and job.workload.plan is None, within_s=10)
+    assert job.workload.epoch == 3
+
+
+@pytest.mark.parametrize("at", [StepKind.VERIFY, StepKind.CHECKPOINT])
+def test_a_job_that_finishes_while_a_plan_is_prepared_is_not_begun_again(at: StepKind) -> None:
+    job = started(4)
+    job.pass_time(5)
+    carry_out, job._carry_out = job._carry_out, lambda: None
+    job.sensor.cordon("host-1", "maintenance", job.now)
+
+    def step():
+        return None if job.workload.plan is None else job.controller.plans[job.workload.plan].step
+
+    job.until(lambda: step() is not None)
+    if at is StepKind.CHECKPOINT:
+        job.controller.step_ended(job.workload.plan, 0, job.now, job.now)
+    assert step().kind is at
+    job.finishes_at = job.step
+    job.pass_time(1)
+    job._carry_out = carry_out
+    job.pass_time(10)
+    assert job.workload.state is WorkloadState.COMPLETED and job.workload.epoch == 1
+    assert not any(incident.is_open for incident in job.controller.incidents.values())
+
+
+def test_a_dry_run_ends_no_workload_that_waits_for_hosts() -> None:
+    made = Simulation(job(wait_timeout_s=5.0), 0, settings=ControllerSettings(dry_run=True))
+    made.pass_time(30)
+    assert made.workload.state is WorkloadState.WAITING
+
+
+def test_epochs_go_on_above_those_that_hosts_have_had() -> None:
+    """The state file was lost, or an older copy of it was put back."""
+    made = Simulation(job(), 3)
+    for host in made.hosts.values():
+        host.obeys = False  # a monitor takes no place of an epoch of the past
+    made.until(lambda: made.workload.epoch == 1)
+    made.controller.heard_of_epoch("host-0", "job", 7)
+    made.controller.heard_of_epoch("host-1", "job", 1 << 40)
+    made.controller.heard_of_epoch("stranger", "job", 9)
+    for host in made.hosts.values():
+        host.obeys = True
+    made.until(lambda: made.workload.state is RUNNING, within_s=10)
+    assert made.workload.epoch == 8 and set(made.states().values()) == {HostState.READY}
+
+
+def test_no_step_is_late_for_a_time_in_which_nothing_could_be_done() -> None:
+    job = started(4, verify_timeout_s=5.0)
+    carry_out, job._carry_out = job._carry_out, lambda: None
+    job.kill("host-1")
+    job.until(lambda: job.workload.plan is not None)
+    number = job.workload.plan
+    for _ in range(100):
+        job.controller.pause(0.25)
+        job.pass_time(0.25)
+    assert job.workload.plan == number
+    job._carry_out = carry_out
+    job.until(lambda: job.workload.state is RUNNING)
+    assert remedies(job) == [RemedyKind.HOT_SWAP] and job.states()["host-3"] is HostState.READY
+
+
+def test_a_crash_loop_of_a_job_that_makes_a_step_each_time_ends_with_what_the_rank_has_said() -> None:
+    """The hosts that are swapped for it return, so that there is always another spare."""
+    job = started(6, max_in_job_restarts=1, max_workload_restarts=1, healthy_s=1000.0)
+    for _ in range(40):
+        host = job.workload.places[1]
+        one = {
+            "workload": "job",
+            "epoch": job.workload.epoch,
+            "rank": 1,
+            "detail": "exit status 1: ValueError: no data",
+        }
+        seen(job, host, ObservationKind.WORKER_LOST, **one)
+        job.until(lambda: job.workload.state is not RUNNING)
+        job.until(lambda: job.workload.state in (RUNNING, WorkloadState.STOPPED))
+        if job.workload.state is WorkloadState.STOPPED:
+            break
+    assert remedies(job).count(RemedyKind.HOT_SWAP) == 3
+    assert "replace 3 hosts" in job.workload.reason and "ValueError: no data" in job.workload.reason
+
+
+def test_spares_that_fail_their_checks_do_not_stop_the_job() -> None:
+    job = started(20)
+    for host in job.hosts.values():
+        host.healthy = host.name == "host-9"  # the last one that is tried
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is RUNNING and "host-1" not in job.workload.places)
+    assert job.workload.places == ("host-0", "host-9", "host-10") and len(remedies(job)) > 12
+
+
+def test_what_one_host_says_in_an_incident_is_bounded() -> None:
+    job = started()
+    job.controller._settings = ControllerSettings(dry_run=True)
+    for number in range(2000):
+        seen(job, "host-1", ObservationKind.DEVICE_FAULT, device=str(number), device_class=DeviceClass.SOFT)
+    seen(job, "host-2", ObservationKind.WORKER_LOST, workload="job", epoch=1, rank=2)
+    (incident,) = [one for one in job.controller.incidents.values() if one.is_open]
+    assert len(incident.observations) < 300 and incident.observations[-1].host == "host-2"
+    assert job.controller.refused["too many"] > 1700
+
+
+def test_a_device_that_asks_for_a_reset_while_ranks_are_replaced_gets_it_afterwards() -> None:
+    job = started()
+    for host in job.hosts.values():
+        host.trains = False
+    job.lose_worker("host-0")
+    job.until(lambda: job.workload.epoch == 2)
+    seen(job, "host-2", ObservationKind.DEVICE_FAULT, device="0", device_class=DeviceClass.RESET)
+    for host in job.hosts.values():
+        host.trains = True
+    job.until(lambda: job.workload.epoch == 3 and job.workload.state is RUNNING)
+    job.pass_time(10)
+    assert remedies(job) == [RemedyKind.RESTART_IN_JOB, RemedyKind.RESET_DEVICES]
+
+
+class Loose:
+    """Answers with values that are nearly right."""
+
+    def event_policy(self, situation: Situation) -> Remedy:
+        kind = "scale_up" if not situation.workload.places else "restart_workload"
+        return Remedy(kind=kind, out=[], reason=None)  # type: ignore[arg-type]
+
+
+class Waits:
+    def event_policy(self, situation: Situation) -> Remedy:
+        return Remedy(kind=RemedyKind.WAIT)
+
+
+def test_a_policy_s_answer_is_stored_with_values_that_can_be_read_again() -> None:
+    job_of = job()
+    made = Simulation(job_of, 3, policy=Loose())
+    made.until(lambda: made.workload.state is RUNNING)
+    made.lose_worker("host-1")
+    made.until(lambda: made.workload.epoch == 2 and made.workload.state is RUNNING)
+    for plan in made.controller.plans.values():
+        assert from_jsonable(Plan, json.loads(json.dumps(to_jsonable(plan)))) == plan
+    assert remedies(made) == [RemedyKind.RESTART_WORKLOAD]
+
+
+def test_a_policy_that_waits_for_ever_waits_once_and_not_for_ever() -> None:
+    made = Simulation(job(wait_timeout_s=20.0), 3, policy=Waits())
+    made.pass_time(15)
+    assert made.workload.state is WorkloadState.WAITING and made.workload.epoch <= 1
+    made.until(lambda: made.workload.state is WorkloadState.STOPPED)
+
+
+def test_only_the_host_that_says_that_a_rank_hangs_has_it_killed() -> None:
+    """A host can speak of its own ranks alone, whatever number it names."""
+    job = started()
+    seen(job, "host-2", ObservationKind.WORKER_HUNG, workload="job", epoch=1, rank=0)
+    job.until(lambda: job.workload.epoch == 2)
+    told = {host: job.controller.place_of(host).replace for host in job.hosts}
+    assert told == {"host-0": (), "host-1": (), "host-2": (0,)}
+
+
+def test_ranks_that_die_at_once_again_and_again_are_started_later_and_later() -> None:
+    """A shared file system that is away for a minute does not use up all restarts."""
+    job = started(max_in_job_restarts=3, max_workload_restarts=99)
+    for host in job.hosts.values():
+        host.trains = False
+    began, starts = job.now, []
+    job.lose_worker("host-0")
+    while job.workload.state is not WorkloadState.STOPPED and job.now < began + 60:
+        job.pass_time(0.25)
+        if job.workload.plan is not None and job.workload.epoch > len(starts) + 1:
+            starts.append(job.now - began)
+            job.pass_time(0.25)
+            job.lose_worker("host-0")
+    assert job.workload.state is not WorkloadState.STOPPED and 4 <= len(starts) <= 7
+    assert starts[1] < 3 and starts[2] - starts[1] >= 5 and starts[-1] - starts[-2] >= 15
+    for host in job.hosts.values():
+        host.trains = True
+    job.until(lambda: job.workload.state is RUNNING)
+
+
+def test_a_host_that_is_lost_is_replaced_without_a_pause() -> None:
+    job = started(5, max_workload_restarts=99)
+    for host in job.hosts.values():
+        host.trains = False
+    job.lose_worker("host-0")
+    for epoch in range(2, 9):
+        job.until(lambda epoch=epoch: job.workload.epoch == epoch)
+        job.pass_time(0.5)
+        job.lose_worker("host-0")
+    job.kill("host-1")
+    killed = job.now
+    job.until(lambda: "host-1" not in job.workload.places)
+    assert job.now - killed < TIMEOUT_S + 2
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["all return", "one is dead"])
+def test_a_start_goes_on_when_the_network_of_the_supervisor_was_cut_meanwhile(dies: bool) -> None:
+    """Ranks load for minutes, and nobody is heard for a while."""
+    made = Simulation(job(start_timeout_s=300.0), 3)
+    for host in made.hosts.values():
+        host.trains = False
+    made.until(lambda: made.workload.epoch == 1)
+    made.pass_time(2)
+    for host in made.hosts.values():
+        host.heard = False
+    made.until(lambda: made.sensor.frozen)
+    made.controller.look(made.now, made.now)
+    made.store()
+    made.controller.look(made.now + 1, made.now + 1)
+    assert not made.controller.take_changes(), "that time passes is written down again and again"
+    made.pass_time(10)
+    if dies:
+        made.kill("host-1")
+    for host in made.hosts.values():
+        host.heard = True
+    made.until(lambda: not made.sensor.frozen)
+    made.pass_time(5)
+    for host in made.hosts.values():
+        host.trains = True
+    made.until(lambda: made.workload.state is RUNNING and made.workload.plan is None)
+    assert made.workload.epoch == (2 if dies else 1)
+    assert remedies(made) == ([RemedyKind.SCALE_DOWN] if dies else [])
 
 
 def test_a_straggler_is_noted_and_left_alone_unless_its_swap_is_wanted() -> None:

@@ -13,6 +13,7 @@ import pytest
 from resiliency.errors import ConfigError
 from resiliency.supervisor.messages import Ask, Desired, Report, pack
 from resiliency.supervisor.model import Observation, ObservationKind, StepKind
+from resiliency.supervisor.monitor_settings import MonitorSettings
 from tests.processes import wait_ended
 from tests.supervisor.monitored import TOKEN, Host, on_host, place
 
@@ -328,3 +329,25 @@ def test_a_second_monitor_of_a_state_folder_is_refused(tmp_path: Path) -> None:
             await second.run()
 
     on_host(tmp_path, scenario)
+
+
+def test_an_epoch_that_is_not_obeyed_is_answered_with_the_one_that_was_had(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        host.supervisor.period_s = 60.0
+        host.start_monitor()
+        await host.with_place(7)
+        await host.supervisor.want(place=None)
+        await host.launchers.next("told", kind="no_place")
+        await host.supervisor.report(lambda one: one.epoch == 0)
+        since = len(host.supervisor.heard)
+        await host.supervisor.want(place=place(1))
+        report = await host.supervisor.report(lambda one: one.epoch, since=since)
+        assert (report.workload, report.epoch, report.ranks) == ("job", 7, ())
+
+    on_host(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "-a", "a\nb", "\N{LATIN SMALL LETTER A WITH DIAERESIS}", "a" * 254])
+def test_a_name_that_no_supervisor_takes_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ConfigError, match="no supervisor takes"):
+        MonitorSettings(host=name, command=(), state_dir="state")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,19 @@ def test_a_check_without_a_launcher_is_answered_in_time_with_a_problem(tmp_path:
         await host.supervisor.want(asks=(ask(StepKind.VERIFY, timeout_s=1.0),))
         await host.supervisor.until(lambda: host.supervisor.answers)
         assert "not ready" in host.supervisor.answers[0].problem
+
+    on_host(tmp_path, scenario)
+
+
+def test_a_host_whose_launcher_still_imports_is_not_at_fault_when_it_joins(tmp_path: Path) -> None:
+    """Imports from a disk that all hosts read at once may take minutes. A plan that needs the host now is told."""
+
+    async def scenario(host: Host) -> None:
+        host.start_monitor(command=("/bin/sleep", "600"))
+        await host.supervisor.want(asks=(ask(StepKind.VERIFY, plan=0, timeout_s=0.2),))
+        await host.supervisor.want(asks=(ask(StepKind.VERIFY, plan=1, timeout_s=0.4),))
+        (answer,) = await host.supervisor.until(lambda: host.supervisor.answers)
+        assert answer.plan == 1 and "not ready" in answer.problem
 
     on_host(tmp_path, scenario)
 
@@ -313,3 +327,35 @@ def test_the_outbox_is_bounded_and_forgets_the_oldest() -> None:
         said += len(batch[1])
         assert len(pack(Observed(observations=batch[1]))) < MAX_MESSAGE_BYTES
     assert said == 1000
+
+
+def test_a_batch_of_the_outbox_fits_into_a_message_whatever_its_letters_are() -> None:
+    outbox = Outbox()
+    for number in range(100):
+        detail = "\N{GRINNING FACE}" * 1000
+        outbox.add(Observation(kind=ObservationKind.HOST_UNHEALTHY, host="a", device=str(number), detail=detail))
+    count = 0
+    while (batch := outbox.take()) is not None:
+        assert len(pack(Observed(observations=batch[1]))) <= MAX_MESSAGE_BYTES
+        count += len(batch[1])
+    assert count == 100
+
+
+def test_a_plan_of_the_same_number_of_another_state_file_is_not_answered_from_memory(tmp_path: Path) -> None:
+    """The supervisor's file was lost: it numbers plans from 1 again."""
+
+    async def scenario(host: Host) -> None:
+        done = tmp_path / "resets"
+        program = tmp_path / "reset"
+        program.write_text(f"#!/bin/sh\necho reset >> {done}\n")
+        program.chmod(0o700)
+        host.start_monitor(reset_command=str(program))
+        await host.launchers.next("connected")
+        first = Ask(plan=3, at=0, epoch=4, kind=StepKind.RESET_DEVICES, timeout_s=10.0)
+        for epoch, resets in ((4, 1), (4, 1), (9, 2)):
+            said = len(host.supervisor.answers)
+            await host.supervisor.want(asks=(replace(first, epoch=epoch),))
+            await host.supervisor.until(lambda said=said: len(host.supervisor.answers) > said)
+            assert done.read_text().count("reset") == resets
+
+    on_host(tmp_path, scenario)

@@ -162,3 +162,26 @@ def test_the_name_of_the_socket_is_of_the_folder_and_the_host(tmp_path: Path) ->
     names = {StateFolder(str(tmp_path / a), b).socket_name for a in "xy" for b in "xy"}
     assert len(names) == 4 and StateFolder(f"{tmp_path}/./x", "x").socket_name in names
     assert find_launcher(StateFolder(str(tmp_path), "z").socket_name) is None
+
+
+def test_ranks_that_nobody_else_ends_do_not_outlive_both_launcher_and_monitor(tmp_path: Path) -> None:
+    """Ranks that are not forked (--no-standby): the kernel leaves them when their launcher is killed."""
+
+    async def scenario(host: Host) -> None:
+        rank = await asyncio.create_subprocess_exec("sleep", "600")
+        try:
+            async with monitor_process(host) as monitor:
+                pid = (await host.with_place(1))["pid"]
+                host.launchers.say(pid, kind="running", epoch=1, ranks={"0": [0, rank.pid]})
+                host.launchers.say(pid, kind="master", epoch=1, address="here:2")
+                await host.supervisor.report(lambda one: one.master == "here:2")
+                await kill(monitor)
+                os.kill(pid, signal.SIGKILL)
+            host.start_monitor()
+            assert await asyncio.wait_for(rank.wait(), 10) == -signal.SIGKILL
+        finally:
+            if rank.returncode is None:
+                rank.kill()
+                await rank.wait()
+
+    on_host(tmp_path, scenario)

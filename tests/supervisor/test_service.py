@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from resiliency import faultpoints
+from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.messages import (
     MAX_MESSAGE_BYTES,
     Desired,
@@ -22,11 +23,20 @@ from resiliency.supervisor.messages import (
     pack,
     unpack,
 )
-from resiliency.supervisor.model import HostState, Observation, ObservationKind, StepKind, WorkloadState
+from resiliency.supervisor.model import (
+    Host,
+    HostState,
+    Observation,
+    ObservationKind,
+    StepKind,
+    Workload,
+    WorkloadState,
+)
 from resiliency.supervisor.server import Supervisor
 from resiliency.supervisor.settings import HangSettings, StragglerSettings
+from resiliency.supervisor.store import Store
 
-from .fake_monitors import TIMEOUT_S, FakeMonitor, asked, job, leading, monitors, settings, until, url_of
+from .fake_monitors import PERIOD_S, TIMEOUT_S, FakeMonitor, asked, job, leading, monitors, settings, until, url_of
 
 
 def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -328,6 +338,167 @@ def test_a_rank_that_hangs_is_found_by_comparing_hosts(tmp_path: Path) -> None:
             found = supervisor.store.events(workload="job")
             (hang,) = [event for event in found if event.kind == "hang_detected"]
             assert hang.fields["worker"] == b.place.node_rank and "no progress for 5 s" in hang.text
+
+    run(work)
+
+
+@pytest.mark.parametrize("seconds", [2.0], ids=lambda seconds: f"{seconds:g} s")
+def test_a_slow_disk_makes_no_host_late_for_a_step_that_it_was_not_told_of(
+    tmp_path: Path, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resiliency.supervisor.plans._PLACE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("resiliency.supervisor.service._AWAY_S", 0.2)
+
+    async def work() -> None:
+        made = settings(tmp_path, job(stop_timeout_s=0.0))
+        async with leading(made) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: is_running(supervisor))
+            faultpoints.arm(f"supervisor.store.write:delay={seconds}@2")
+            try:
+                await a.saw(ObservationKind.WORKER_LOST, rank=0)
+                await until(lambda: is_running(supervisor, 2))
+            finally:
+                faultpoints.arm("")
+            assert remedies(supervisor) == ["scale_up", "restart_in_job"]
+            assert set(states(supervisor).values()) == {HostState.READY}
+
+    run(work)
+
+
+def test_a_supervisor_that_did_not_run_blames_nobody_for_a_late_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resiliency.supervisor.plans._PLACE_TIMEOUT_S", 1.0)
+
+    async def work() -> None:
+        made = settings(tmp_path, job(stop_timeout_s=0.0))
+        async with leading(made) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: is_running(supervisor))
+            a.obeys = False
+            await a.saw(ObservationKind.WORKER_LOST, rank=0)
+            await until(lambda: b.desired is not None and b.desired.place.epoch == 2)
+            await asyncio.sleep(2 * PERIOD_S)  # nothing is being written any more
+            a.obeys = True
+            a.place, a.began_at = a.desired.place, a.step
+            time.sleep(1.5)  # as if it were stopped: the event loop is the supervisor's as well
+            supervisor.service._look()  # type: ignore[union-attr]  # before it has read what has come meanwhile
+            await until(lambda: is_running(supervisor, 2))
+            assert remedies(supervisor) == ["scale_up", "restart_in_job"]
+            assert set(states(supervisor).values()) == {HostState.READY}
+
+    run(work)
+
+
+def test_hosts_that_were_silent_before_a_restart_are_not_waited_for(tmp_path: Path) -> None:
+    async def work() -> None:
+        store = Store(str(tmp_path / "supervisor.db"))
+        term = store.take_over(store.term(), "test")
+        assert term is not None
+        gone = {
+            name: Host(name=name, incarnation="1", state=HostState.SILENT, heard_s=0.0) for name in ("x", "y", "needed")
+        }
+        placed = Workload(spec=job(), state=WorkloadState.RUNNING, epoch=3, places=("needed", "b"))
+        store.commit(term, Changes(workloads={"job": placed}), gone)
+        store.close()
+        async with leading(settings(tmp_path)) as supervisor:
+            assert states(supervisor) == {
+                "x": HostState.SILENT,
+                "y": HostState.SILENT,
+                "needed": HostState.JOINING,
+            }
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "text", ["\ud800 lost", "a\nWARNING forged\x1b[2J", "x" * 5000], ids=["half", "forged", "long"]
+)
+def test_any_text_of_a_host_can_be_stored_and_shown(tmp_path: Path, text: str) -> None:
+    """A rank may die with an error that names a file whose name is not text."""
+
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: is_running(supervisor))
+            await a.saw(ObservationKind.WORKER_LOST, rank=0, detail=text)
+            await until(lambda: is_running(supervisor, 2))
+            await a.report(problem=text)
+            await until(lambda: states(supervisor)["a"] is HostState.QUARANTINED)
+            for path in ("/", "/v1/status", "/v1/events", "/v1/explain/last", "/metrics"):
+                status, found = await asked(supervisor, path)
+                assert status == 200 and "\x1b" not in str(found)
+            (event,) = [one for one in supervisor.store.events() if one.kind == "worker_lost"]
+            assert event.text.isprintable() and len(event.text) < 2100
+
+    run(work)
+
+
+def test_a_step_that_no_rank_can_have_made_does_not_end_the_supervisor(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with (
+            leading(settings(tmp_path)) as supervisor,
+            monitors(url_of(supervisor), "a", "b", "c") as all_of_them,
+        ):
+            await until(lambda: is_running(supervisor))
+            liar = next(one for one in all_of_them if one.place is not None)
+            for step in (10, 10**300, 10**307):
+                liar.shows = {"beats": 1, "step": step, "own_steps": step, "own_s": 1.0}
+                await liar.report()
+                await asyncio.sleep(PERIOD_S)
+            status, _ = await asked(supervisor, f"/v1/hosts/{liar.name}/drain", method="POST")
+            assert status == 200
+            await until(lambda: remedies(supervisor)[-1] == "hot_swap" and is_running(supervisor, 2))
+
+    run(work)
+
+
+def test_hosts_that_one_token_invents_are_bounded(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path, most_connections=3)) as supervisor:
+            for number in range(3):
+                async with FakeMonitor(url_of(supervisor), f"host-{number}") as one:
+                    await until(lambda one=one: one.desired)
+            async with FakeMonitor(url_of(supervisor), "host-9") as more:
+                await until(lambda: more.refused)
+            assert "3 hosts are known already" in more.refused and len(states(supervisor)) == 3
+            async with FakeMonitor(url_of(supervisor), "host-1") as again:
+                await until(lambda: again.desired)
+
+    run(work)
+
+
+def test_a_dry_run_leaves_ranks_alone_that_it_knows_nothing_of(tmp_path: Path) -> None:
+    """It has a state file of its own, and stands where the real supervisor stood."""
+
+    async def work() -> None:
+        (tmp_path / "dry").mkdir()
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: is_running(supervisor))
+            place = a.place
+        async with leading(settings(tmp_path / "dry", dry_run=True)) as supervisor:
+            again = FakeMonitor(url_of(supervisor), "a")
+            again.place = place
+            async with again, FakeMonitor(url_of(supervisor), "c") as spare:
+                await until(lambda: spare.asked and states(supervisor).get("a") is not None)
+                await asyncio.sleep(4 * PERIOD_S)
+                assert again.place == place and again.desires == []
+
+    run(work)
+
+
+def test_a_new_state_file_goes_on_above_the_epochs_that_monitors_have_had(tmp_path: Path) -> None:
+    async def work() -> None:
+        (tmp_path / "new").mkdir()
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: is_running(supervisor))
+            await a.saw(ObservationKind.WORKER_LOST, rank=0)
+            await until(lambda: is_running(supervisor, 2))
+            places = a.place, b.place
+        async with leading(settings(tmp_path / "new")) as supervisor:
+            a, b = FakeMonitor(url_of(supervisor), "a"), FakeMonitor(url_of(supervisor), "b")
+            a.place, b.place = places
+            async with a, b:
+                await until(lambda: is_running(supervisor, 3))
+                assert remedies(supervisor) == ["scale_up"]
 
     run(work)
 

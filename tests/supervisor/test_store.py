@@ -151,3 +151,69 @@ def test_the_history_is_bounded_and_open_incidents_stay(tmp_path: Path, monkeypa
     assert 2 in kept and 39 in kept and len(kept) <= 7
     assert 10 <= len(store.events()) <= 12 and store.events()[-1].text == "39"
     store.close()
+
+
+def test_a_file_that_is_removed_while_it_is_used_is_written_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    store, term = leading(folder / "s.db")
+    standby = Store(str(folder / "s.db"))
+    store.commit(term, Changes(workloads={"job": Workload(spec=SPEC, epoch=3)}), {"a": HOST})
+    for name in os.listdir(folder):
+        os.unlink(folder / name)
+    store.commit(term, Changes(incidents={1: incident(1)}))
+    again = Store(str(folder / "s.db"))
+    found = again.load()
+    assert (found.workloads[0].epoch, found.incidents, found.hosts) == (3, [incident(1)], [HOST])
+    assert os.stat(folder / "s.db").st_mode & 0o777 == 0o600
+    assert standby.take_over(standby.term(), "standby") == term + 1, "it goes on with what is there"
+    assert standby.load().incidents == [incident(1)]
+    for one in (store, standby, again):
+        one.close()
+
+
+def test_a_file_that_was_put_in_its_place_is_not_written_to(tmp_path: Path) -> None:
+    store, term = leading(tmp_path / "s.db")
+    other, _ = leading(tmp_path / "other.db")
+    other.close()
+    os.replace(tmp_path / "other.db", tmp_path / "s.db")
+    with pytest.raises(sqlite3.OperationalError, match="another file was put in its place"):
+        store.commit(term, Changes(workloads={"job": Workload(spec=SPEC)}))
+    store.close()
+
+
+def test_terms_of_an_old_copy_begin_above_those_that_monitors_have_heard(tmp_path: Path) -> None:
+    store, term = leading(tmp_path / "s.db")
+    store._db.execute("UPDATE meta SET value = '1000' WHERE key = 'term'")
+    store.close()
+    (tmp_path / "copy.db").write_bytes((tmp_path / "s.db").read_bytes())
+    same, copy = Store(str(tmp_path / "s.db")), Store(str(tmp_path / "copy.db"))
+    assert same.term() == 1000 and copy.term() >= term - 1
+    same.close()
+    copy.close()
+
+
+def test_text_that_is_half_a_letter_is_stored_without_it(tmp_path: Path) -> None:
+    store, term = leading(tmp_path / "s.db")
+    store.commit(term, Changes(), {}, [HistoryEvent(at=1.0, kind="x", text="a \ud800 b")])
+    assert store.events()[0].text == "a ? b"
+    store.close()
+
+
+def test_a_file_that_somebody_writes_can_be_opened_and_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader may be stopped in a transaction: another supervisor stands by all the same."""
+    monkeypatch.setattr("resiliency.supervisor.store._BUSY_S", 0.05)
+    store, _ = leading(tmp_path / "s.db")
+    store._db.execute("BEGIN IMMEDIATE")
+    standby = Store(str(tmp_path / "s.db"))
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        standby.take_over(standby.term(), "standby")
+    store._db.execute("DELETE FROM meta WHERE key = 'file'")
+    store._db.execute("COMMIT")
+    store._db.execute("BEGIN IMMEDIATE")
+    with pytest.raises(ConfigError, match="cannot be used now.*locked"):
+        Store(str(tmp_path / "s.db"))
+    store._db.execute("ROLLBACK")
+    store.close()
+    standby.close()

@@ -95,3 +95,14 @@ def test_few_steps_make_no_window() -> None:
 
 def test_factor_0_looks_for_none() -> None:
     assert Ranks("a", "b", factor=0.0).train(100, {0: 0.4}) == []
+
+
+def test_numbers_that_nobody_can_have_do_no_harm() -> None:
+    """One rank lies, or its page is damaged: the supervisor goes on."""
+    watch = StragglerWatch(factor=1.5, window_s=1.0)
+    for moment, (steps, own_s) in enumerate([(10, 1.0), (10**400, 1e308), (10, float("nan")), (30, float("inf"))]):
+        for rank, host in enumerate("ab"):
+            good = RankReport(rank=rank, own_s=float(moment), own_steps=10 * (moment + 1))
+            bad = RankReport(rank=rank, own_s=own_s, own_steps=steps)
+            watch.reported("job", 1, host, (bad if host == "b" else good,), float(moment))
+        watch.look(moment + 1.5)

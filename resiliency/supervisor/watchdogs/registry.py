@@ -162,25 +162,42 @@ class Watchdogs:
         late = await asyncio.gather(*(runner.look_now(within_s) for runner in self._runners))
         return [problem for problem in late if problem]
 
-    def problems(self) -> list[str]:
-        """What takes the host out now: of the last looks, and what lasts until a restart of the host or device."""
+    def problems(self, *, resettable: bool = True) -> list[str]:
+        """What takes the host out now: of the last looks, and what lasts until a restart of the host or device.
+
+        Args:
+            resettable: also what a reset of the device mends.
+        """
         now = [
             finding.detail
             for runner in self._runners
             for finding in runner.findings
             if finding.takes_host_out and not finding.is_lasting
         ]
-        return [*now, *(f"device {fault.device}: {fault.detail}" for fault in self._state.faults)]
+        lasting = (fault for fault in self._state.faults if resettable or not _asks_for_reset(fault))
+        return [*now, *(f"device {fault.device}: {fault.detail}" for fault in lasting)]
+
+    def asking_for_reset(self) -> list[Observation]:
+        """What lasts until a reset of a device, as it was observed once."""
+        return [self._fault_seen(fault) for fault in self._state.faults if _asks_for_reset(fault)]
+
+    def _fault_seen(self, fault: Fault) -> Observation:
+        return Observation(
+            kind=ObservationKind.DEVICE_FAULT,
+            host=self._host,
+            device=fault.device,
+            device_class=DeviceClass(fault.device_class),
+            detail=fault.detail,
+        )
 
     def faulty(self) -> list[str]:
         """Devices that ask for a reset."""
-        return sorted({fault.device for fault in self._state.faults if fault.device_class == DeviceClass.RESET.value})
+        return sorted({fault.device for fault in self._state.faults if _asks_for_reset(fault)})
 
     def were_reset(self, devices: Sequence[str]) -> None:
         """What a reset mends is forgotten."""
-        reset = DeviceClass.RESET.value
         self._state.faults = [
-            fault for fault in self._state.faults if not (fault.device in devices and fault.device_class == reset)
+            fault for fault in self._state.faults if not (fault.device in devices and _asks_for_reset(fault))
         ]
         self._save()
 
@@ -200,3 +217,7 @@ class Watchdogs:
         for runner in self._runners:
             runner.close()
         self.keep_cursors()
+
+
+def _asks_for_reset(fault: Fault) -> bool:
+    return fault.device_class == DeviceClass.RESET.value

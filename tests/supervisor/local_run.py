@@ -1,0 +1,50 @@
+"""``resiliency run --spares`` with launchers that train nothing: arguments are the state folder, a file that ends the
+ranks, hosts, and fewest hosts. A process of its own, because it takes the signals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from resiliency.supervisor import local_cluster
+
+
+def main() -> int:
+    state, finished, hosts, fewest = sys.argv[1:]
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    launcher = os.path.join(os.path.dirname(__file__), "quick_launcher.py")
+    local_cluster._LOOKS_S = (3.0, 6.0)
+    local_cluster._NO_HOSTS_S = 1.0
+    start = local_cluster._start
+
+    def start_with_quick_launcher(name, words, variables):
+        if words[0] != "host-monitor":
+            return start(name, words, variables)
+        package = os.path.dirname(os.path.dirname(os.path.abspath(local_cluster.resiliency.__file__)))
+        code = (
+            "import sys; from resiliency.supervisor import monitor_settings as m;"
+            f"m.launcher_command = lambda *a, **k: (sys.executable, '-S', '-E', {launcher!r}, '{{endpoint}}',"
+            f" {finished!r}); from resiliency.cli.host_monitor import main; sys.exit(main(sys.argv[2:]))"
+        )
+        popen = local_cluster.subprocess.Popen(
+            [sys.executable, "-c", code, *words],
+            env=local_cluster.child_environment(package) | dict(variables),
+            start_new_session=True,
+        )
+        return local_cluster._Process(name, popen, os.pidfd_open(popen.pid))
+
+    local_cluster._start = start_with_quick_launcher
+    cluster = local_cluster.LocalCluster(
+        hosts=int(hosts),
+        min_hosts=int(fewest),
+        spares=0,
+        ranks_per_host=1,
+        script=("train.py",),
+        workload={"dwell_s": 0.2},
+        state_dir=state,
+    )
+    return local_cluster.run_local_cluster(cluster)
+
+
+sys.exit(main())

@@ -1,0 +1,37 @@
+"""Who leads, of those that have one state file."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from resiliency.supervisor.lease import Lease
+from resiliency.supervisor.store import Store
+
+from .fake_monitors import until
+
+
+def test_one_that_stands_by_outlives_a_leader_that_was_stopped_while_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("resiliency.supervisor.store._BUSY_S", 0.05)
+    store = Store(str(tmp_path / "s.db"))
+    leader = sqlite3.connect(tmp_path / "s.db", isolation_level=None)
+    leader.execute("BEGIN IMMEDIATE")
+
+    async def work() -> None:
+        lease = Lease(store, lease_s=0.5)
+        turn = asyncio.create_task(lease.wait_for_turn())
+        await until(lambda: "cannot be taken over" in caplog.text or turn.done())
+        assert not turn.done()
+        leader.execute("ROLLBACK")
+        await asyncio.wait_for(turn, 10)
+        assert lease.is_mine() and caplog.text.count("cannot be taken over") == 1
+        lease.close()
+
+    asyncio.run(work())
+    leader.close()
+    store.close()

@@ -1,0 +1,135 @@
+"""A supervisor and its hosts on one machine, with launchers that train nothing: what is left, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from resiliency.errors import ConfigError
+from resiliency.supervisor.local_cluster import _locked
+from resiliency.supervisor.store import Store
+from tests.processes import wait_ended
+
+pytestmark = pytest.mark.kill
+
+
+class Run:
+    """In a session of its own; whatever it has started is killed at the end."""
+
+    def __init__(self, folder: Path, *, hosts: int, fewest: int = 1) -> None:
+        self.state, self.finished = folder / "state", folder / "finished"
+        self.output = folder / f"output-{time.monotonic_ns()}"
+        words = [sys.executable, str(Path(__file__).with_name("local_run.py")), str(self.state), str(self.finished)]
+        path = os.pathsep.join(filter(None, sys.path))
+        with self.output.open("wb") as output:
+            self.popen = subprocess.Popen(
+                [*words, str(hosts), str(fewest)],
+                env={**os.environ, "PYTHONPATH": path, "RESILIENCY_NODE": "this machine"},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self.seen: dict[int, psutil.Process] = {}
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def look(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            self.seen.update({one.pid: one for one in psutil.Process(self.popen.pid).children(recursive=True)})
+        return list(self.seen.values())
+
+    def until(self, condition: Any, within_s: float = 60.0) -> Any:
+        end = time.monotonic() + within_s
+        while not (found := condition()):
+            assert time.monotonic() < end, self.text[-6000:]
+            self.look()
+            time.sleep(0.05)
+        return found
+
+    def monitor(self, number: int) -> psutil.Process:
+        for one in self.look():
+            with suppress(psutil.NoSuchProcess):
+                words = one.cmdline()
+                if "host-monitor" in words and words[words.index("--host") + 1].endswith(f"-{number}"):
+                    return one
+        raise AssertionError(f"no monitor {number}")
+
+    def wait(self, within_s: float = 60.0) -> int:
+        self.until(lambda: self.popen.poll() is not None, within_s)
+        return self.popen.wait()
+
+    def close(self) -> None:
+        for one in self.look():
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait(10)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    made: list[Run] = []
+
+    def run(**values: Any) -> Run:
+        made.append(Run(tmp_path, **values))
+        return made[-1]
+
+    yield run
+    for one in made:
+        one.close()
+
+
+def epoch_of(run: Run) -> int:
+    store = Store(str(run.state / "supervisor.db"))
+    try:
+        return store.load().workloads[0].epoch
+    finally:
+        store.close()
+
+
+def test_a_state_folder_can_be_used_again(start: Any) -> None:
+    """The first run has completed, and its supervisor listened somewhere else."""
+    for epoch in (1, 2):
+        run = start(hosts=1)
+        run.finished.touch()
+        assert run.wait() == 0, run.text[-6000:]
+        assert epoch_of(run) == epoch and not wait_ended(run.seen.values(), timeout_s=10)
+
+
+def test_a_state_folder_is_of_one_run_at_a_time(tmp_path: Path) -> None:
+    fd = _locked(tmp_path)
+    with pytest.raises(ConfigError, match="another run uses it"):
+        _locked(tmp_path)
+    os.close(fd)
+    os.close(_locked(tmp_path))
+
+
+def test_hosts_whose_monitors_are_killed_are_gone_with_all_of_it(start: Any) -> None:
+    """Two of three at once: the supervisor alone could not tell that from a network that is cut, and would wait for
+    ever. At last no host is left, and the run ends."""
+    run = start(hosts=3)
+    run.until(lambda: "scale_up helped" in run.text)
+    monitors = {number: run.monitor(number) for number in range(3)}
+    left = [child for number in (0, 2) for child in monitors[number].children(recursive=True)]
+    assert len(left) >= 2  # launchers, and ranks where they have places
+    for number in (0, 2):
+        monitors[number].kill()
+    run.until(lambda: "hosts have fallen silent" in run.text)
+    assert not wait_ended(left, timeout_s=10)
+    run.until(lambda: "scale_down helped" in run.text)
+    monitors[1].kill()
+    assert run.wait() == 3, run.text[-6000:]
+    assert "no host is left" in run.text and not wait_ended(run.seen.values(), timeout_s=10)
