@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -106,7 +107,7 @@ def _run(cluster: LocalCluster, folder: Path, running: list[_Process], asked: li
     for number in range(cluster.hosts + cluster.spares):
         running.append(_start_host(cluster, folder, number, address))
     logger.info(
-        "%d hosts and %d spares on this machine; resiliency supervisor status --url http://%s --token-file %s",
+        "%d hosts and %d spares on this machine; resiliency supervisor status -s http://%s --token-file %s",
         cluster.hosts,
         cluster.spares,
         address,
@@ -169,8 +170,8 @@ def _start_host(cluster: LocalCluster, folder: Path, number: int, address: str) 
     words = ["host-monitor", "--supervisor", f"http://{address}", "--token-file", str(folder / "monitor-token")]
     words += ["--host", name, "--address", "127.0.0.1", "--nproc-per-node", str(cluster.ranks_per_host)]
     words += ["--state-dir", str(folder / f"host-{number}"), "--exit-when-completed", "--insecure-plain-http"]
-    for word in cluster.launcher_words:
-        words += ["--launcher-args", word]
+    if cluster.launcher_words:
+        words.append(f"--launcher-args={shlex.join(cluster.launcher_words)}")
     return _start(name, [*words, "--", *cluster.script], variables)
 
 
