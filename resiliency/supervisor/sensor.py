@@ -71,7 +71,7 @@ class Sensor:
         #: Hosts that are silent, with their state before; without those that were given up.
         self._silent: dict[str, HostState] = {}
         self._looked_s = now_s
-        self._frozen = False
+        self._frozen, self._froze_s = False, now_s
         self._thaws_at_s: float | None = None
         self._names_changed: set[str] = set()
         self._ready: set[str] = set()
@@ -266,17 +266,20 @@ class Sensor:
     def _freeze_or_thaw(self, now_s: float) -> None:
         if not self._frozen and len(self._silent) < 2:
             return
+        # Those that fell long before are no sign of what happens now; a spare that is gone is replaced by nobody.
+        after_s = (self._froze_s if self._frozen else now_s) - self._settings.timeout_s
+        silent = sum(self._hosts[name].since_s >= after_s for name in self._silent)
         heard = sum(host.state not in (HostState.CORDONED, HostState.SILENT) for host in self._hosts.values())
-        counted = heard + len(self._silent)
-        many = len(self._silent) >= 2 and len(self._silent) > self._settings.freeze_fraction * counted
+        counted = heard + silent
+        many = silent >= 2 and silent > self._settings.freeze_fraction * counted
         if many:
             self._thaws_at_s = None
             if not self._frozen:
-                self._frozen = True
+                self._frozen, self._froze_s = True, now_s
                 logger.error(
                     "%d of %d hosts have fallen silent: that is rather the network, or this supervisor, than so many"
                     " hosts; nothing is done about any until more are heard of",
-                    len(self._silent),
+                    silent,
                     counted,
                 )
         elif self._frozen:

@@ -239,6 +239,17 @@ def test_hosts_lost_one_after_the_other_over_days_do_not_freeze_it() -> None:
     assert job.workload.places == ("host-4",)
 
 
+def test_spares_lost_long_before_do_not_freeze_it() -> None:
+    """Nobody replaces a spare that is gone, so that it stays silent: it was not lost at once with a host."""
+    job = started(4, replicas=2)
+    for spare in ("host-2", "host-3"):
+        job.kill(spare)
+        job.pass_time(30)
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is RUNNING and job.workload.places == ("host-0",))
+    assert not job.sensor.frozen
+
+
 def test_a_host_that_is_not_heard_while_training_goes_on_is_left_alone() -> None:
     job = started(4)
     job.hosts["host-1"].heard = False
