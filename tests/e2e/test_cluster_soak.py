@@ -216,6 +216,8 @@ class Series:
 
     def end(self) -> None:
         """The job ends by itself with the weights of a run in which nothing happened, and leaves nothing."""
+        if DRAWN:  # of the series the last host may stay away; others have a place in which ranks are to finish
+            self._bring_back(self._away)
         (self._cluster.folder / "enough").touch()
         job = self._cluster.job
         job.descendants()
