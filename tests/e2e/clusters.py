@@ -24,7 +24,7 @@ from tests.e2e import cluster_job
 from tests.launch.launching import Job
 from tests.processes import wait_ended
 
-__all__ = ["Cluster"]
+__all__ = ["POLL_S", "Cluster"]
 
 JOB = Path(cluster_job.__file__)
 POLL_S = 0.05

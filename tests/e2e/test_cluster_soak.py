@@ -20,7 +20,7 @@ import torch
 
 from resiliency.testing.zygote import Zygote
 from tests.e2e.cluster_job import checksum
-from tests.e2e.clusters import Cluster
+from tests.e2e.clusters import POLL_S, Cluster
 from tests.launch.soak_job import SIZE, gradient
 
 DRAWN = int(os.environ.get("RESILIENCY_CLUSTER_SOAK", "0"))
@@ -32,6 +32,7 @@ FAULTS = (
     "host killed",
     "monitor killed",
     "launcher killed",
+    "launcher killed while the supervisor is stopped",
     "supervisor killed",
     "spare dead",
     "spare dead, then host killed",
@@ -46,12 +47,14 @@ SERIES = (
     ("monitor killed", "restoring"),
     ("rank hangs", "training"),
     ("supervisor killed", "remedy"),
-    ("launcher killed", "saving"),
+    ("launcher killed while the supervisor is stopped", "saving"),
     ("host killed", "start-up"),
     ("spare dead, then host killed", "training"),
 )
 #: Faults that ranks do not notice.
 HARMLESS = ("monitor killed", "supervisor killed", "spare dead", "partition")
+#: For which a launcher that is warm is watched, in which a rank would be there.
+UNSEEN_S = 1.0
 #: Moments that come only after a rank was lost.
 OF_A_RESTART = ("start-up", "restoring", "remedy")
 
@@ -151,6 +154,8 @@ class Series:
             cluster.inject("hang", host)
         elif fault == "launcher killed":
             cluster.kill(cluster.launcher(host))
+        elif fault == "launcher killed while the supervisor is stopped":
+            self._kill_unseen(host)
         elif fault == "supervisor killed":
             cluster.kill(cluster.supervisor())
         elif fault == "partition":
@@ -172,6 +177,25 @@ class Series:
         else:
             raise AssertionError(fault)
         return 0
+
+    def _kill_unseen(self, host: str) -> None:
+        """The next launcher of the host is there before the supervisor has heard of the end of this one: nobody has told
+        it to begin where that one was."""
+        cluster, supervisor = self._cluster, self._cluster.supervisor()
+        supervisor.suspend()
+        try:
+            connected, starts = cluster.job.text.count("the launcher has connected"), len(cluster.starts())
+            cluster.kill(cluster.launcher(host))
+            cluster.wait_until(lambda: cluster.job.text.count("the launcher has connected") > connected, "the next one")
+            cluster.wait_until(
+                lambda: len(cluster.launcher(host).children(recursive=True)) > 1, "it has forked a standby"
+            )
+            deadline = time.monotonic() + UNSEEN_S
+            while time.monotonic() < deadline:
+                assert len(cluster.starts()) == starts, "ranks were started again, and nobody has said so"
+                time.sleep(POLL_S)
+        finally:
+            supervisor.resume()
 
     def _restart_supervisor(self) -> None:
         before = self._cluster.supervisor()

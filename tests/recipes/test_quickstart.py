@@ -228,7 +228,7 @@ def test_killed_training_ends_with_the_weights_of_the_undisturbed_one_and_outliv
     assert re.search(r"checkpoints committed\W+6\W+\d", result.stdout)
     assert "<html" in (tmp_path / "demo" / "goodput.html").read_text()
     assert "a verified spare, takes the place of" in result.stdout and "goodput of hosts" in result.stdout
-    assert re.search(r"what was done\W+hot swap onto host-2\W+scaled down\W+scaled up", result.stdout)
+    assert re.search(r"what was done\W+hot swap onto host-\d\W+scaled down\W+scaled up", result.stdout)
     resized = [json.loads(line) for line in (tmp_path / "demo" / "hosts" / "resizes.jsonl").read_text().splitlines()]
     assert [(one["old"], one["new"], one["samples"], one["lr_factor"]) for one in resized[-2:]] == [
         (2, 1, 8, 0.5),
