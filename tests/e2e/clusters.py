@@ -28,6 +28,8 @@ __all__ = ["POLL_S", "Cluster"]
 
 JOB = Path(cluster_job.__file__)
 POLL_S = 0.05
+#: Of a monitor's log.
+CONNECTED = "connected to the supervisor at"
 
 
 class Cluster:
@@ -76,10 +78,11 @@ class Cluster:
         """Hosts that can have ranks."""
         return [host["name"] for host in self.status().get("hosts", []) if host["state"] == "ready"]
 
-    def spares(self) -> list[str]:
-        return [
-            host["name"] for host in self.status().get("hosts", []) if host["state"] == "ready" and not host["workload"]
-        ]
+    def spare(self, hosts: int) -> str:
+        """The first of so many hosts that has no rank of the newest epoch."""
+        newest = max(epoch for epoch, *_ in self.starts())
+        placed = {host for epoch, _, host, _ in self.starts() if epoch == newest}
+        return next(host for host in map("h-{}".format, range(hosts)) if host not in placed)
 
     def wait_until(self, is_so: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
@@ -139,10 +142,12 @@ class Cluster:
         assert wait_ended(processes, timeout_s=20) == []
 
     def bring_back(self) -> None:
-        """The host that was lost last."""
+        """The host that was lost last; until the supervisor hears of it."""
         self._back += 1
         self.wait_until(lambda: self.job.text.count("starts it again") >= self._back, "the end of the host is seen")
+        heard = self.job.text.count(CONNECTED)
         os.kill(self.job.pid, signal.SIGUSR2)
+        self.wait_until(lambda: self.job.text.count(CONNECTED) > heard, "the host is heard of again")
 
     def close(self) -> None:
         self.job.close()

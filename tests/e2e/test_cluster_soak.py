@@ -89,7 +89,7 @@ class Series:
         cluster = self._cluster
         self._bring_back(self._away)
         # Ranks make steps before the supervisor has heard of it: who dies until then has died in the remedy.
-        cluster.wait_until(lambda: len(cluster.spares()) == 1 and self._state() == "running", "all is well")
+        cluster.wait_until(lambda: len(cluster.ready()) == RANKS + 1 and self._state() == "running", "all is well")
         epoch, step = cluster.progress()
         began_s = time.monotonic()
         rank = self._draw.randrange(RANKS)
@@ -167,10 +167,10 @@ class Series:
             cluster.kill_host(host)
             return 1
         elif fault == "spare dead":
-            cluster.kill_host(cluster.spares()[0])
+            cluster.kill_host(cluster.spare(RANKS + 1))
             return 1
         elif fault == "spare dead, then host killed":
-            cluster.kill_host(cluster.spares()[0])
+            cluster.kill_host(cluster.spare(RANKS + 1))
             self._wait_for_silence(for_s=1.0)  # otherwise both fall at once, which is taken for a fault of the network
             cluster.kill_host(host)
             return 2
