@@ -139,11 +139,10 @@ class Sensor:
     def _back(self, host: Host, incarnation: str, now_s: float) -> Host:
         """One that was silent for a while, and that nobody has replaced meanwhile, goes on as before."""
         before = self._silent.pop(host.name, None)
-        fallen = self._fallen(host, "it was silent", now_s)
         if before is None:
-            return fallen
+            return self._fallen(host, "it was silent", now_s)
         state = before if incarnation == host.incarnation else HostState.JOINING
-        return replace(self._changed(host, state, "", now_s), falls=fallen.falls, free_at_s=now_s)
+        return replace(self._changed(host, state, "", now_s), falls=self._falls(host, now_s), free_at_s=now_s)
 
     def checked(self, name: str, problem: str, now_s: float) -> None:
         """A check of a host has ended. Args: problem: what is wrong with it; "": nothing."""
@@ -188,10 +187,14 @@ class Sensor:
         return True
 
     def _fallen(self, host: Host, reason: str, now_s: float) -> Host:
-        falls = 1 if now_s - host.free_at_s > self._settings.forgive_s else host.falls + 1
+        falls = self._falls(host, now_s)
         length_s = self._settings.quarantine_s * 2 ** min(falls - 1, _MOST_DOUBLINGS)
         fallen = self._changed(host, HostState.QUARANTINED, reason, now_s)
         return replace(fallen, falls=falls, free_at_s=now_s + length_s)
+
+    def _falls(self, host: Host, now_s: float) -> int:
+        """With one more."""
+        return 1 if now_s - host.free_at_s > self._settings.forgive_s else host.falls + 1
 
     def _changed(self, host: Host, state: HostState, reason: str, now_s: float) -> Host:
         if state is not host.state:

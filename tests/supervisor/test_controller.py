@@ -261,6 +261,17 @@ def test_a_host_that_is_not_heard_while_training_goes_on_is_left_alone() -> None
     assert job.sensor.state_of("host-1") is HostState.READY and remedies(job) == []
 
 
+def test_a_host_that_is_heard_again_in_time_is_not_said_to_be_in_quarantine(caplog) -> None:
+    job = started(4)
+    job.hosts["host-1"].heard = False
+    job.until(lambda: job.sensor.state_of("host-1") is HostState.SILENT)
+    with caplog.at_level("INFO"):
+        job.hosts["host-1"].heard = True
+        job.pass_time(3)
+    assert "host host-1 is ready (was silent)" in caplog.text and "quarantine" not in caplog.text
+    assert job.sensor.host("host-1").falls == 1
+
+
 def test_a_host_that_comes_back_after_it_was_replaced_ends_its_ranks() -> None:
     job = started(4)
     job.hosts["host-1"].heard = job.hosts["host-1"].trains = False  # cut off from everybody; its ranks still run
