@@ -261,6 +261,18 @@ def test_a_host_that_is_not_heard_while_training_goes_on_is_left_alone() -> None
     assert job.sensor.state_of("host-1") is HostState.READY and remedies(job) == []
 
 
+def test_hosts_that_report_a_step_apart_within_milliseconds_do_not_put_the_save_off() -> None:
+    """Two steps a second; one host reports just behind the other, and its ranks have come a step further."""
+    job = started(3, replicas=2)
+    epoch, begun = job.workload.epoch, job.step
+    for second in range(1, 20):
+        for further, host in enumerate(job.workload.places):
+            at_s, step = job.now + second + further / 100, begun + 2 * second + further
+            job.controller.reported(host, "job", epoch, at_s, step=step)
+    rate = job.controller._seen_of(job.workload).steps_per_s
+    assert 1 < rate < 4, f"{rate} steps a second"
+
+
 def test_a_host_that_is_heard_again_in_time_is_not_said_to_be_in_quarantine(caplog) -> None:
     job = started(4)
     job.hosts["host-1"].heard = False
