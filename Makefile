@@ -2,7 +2,7 @@
 # make test    lint and all tests (what CI runs)
 # make lint    ruff (rules and format), mypy --strict, import rules
 # make conformance   Lightning's own tests with our classes in place, where they lie in ../shared/conformance
-# make demo    a training job killed again and again that ends as if nothing had happened
+# make demo    a training job whose processes are killed ends as if nothing had happened; another one outlives its hosts
 # make bench   the checkpoint benchmark
 # make clean   remove what the above made
 

@@ -1,167 +1,99 @@
-"""Trains undisturbed, trains again while processes are killed, and compares. ``make demo``, or
-``python -m recipes.quickstart.demo``; exits with 1 when the two runs do not end with the same weights."""
+"""Trains a small GPT while processes are killed, and hosts, and shows what it cost. ``make demo``, or
+``python -m recipes.quickstart.demo``; exits with 1 when something that is promised did not come true."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
+import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
+from types import FrameType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from recipes.quickstart.chaos import Killer, Shot, Victim, draw_kills
-from recipes.quickstart.figures import Figures, figures_of
-from recipes.quickstart.follow import Record
-from recipes.quickstart.launch import Launch
+from recipes.quickstart.compare import compare
+from recipes.quickstart.narrate import narrate, story_table
+from recipes.quickstart.story import Chapter
+from resiliency.events import boot_seconds
 
 __all__ = ["main"]
 
-POLL_S = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """One run: what train.py wrote, how long it took, its event records and the kills."""
-
-    result: dict[str, Any]
-    wall_s: float
-    records: list[Record]
-    shots: list[Shot]
-
-    def figures(self) -> Figures:
-        return figures_of(self.records, self.shots)
+REMEDIES = ("hot_swap", "scale_down", "scale_up")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.quickstart.demo", description=__doc__)
     parser.add_argument(
-        "--dir", type=Path, default=Path("demo-run"), help="folder for both runs; those of an earlier demo are deleted"
+        "--dir", type=Path, default=Path("demo-run"), help="folder of the runs; those of an earlier demo are deleted"
     )
     parser.add_argument("--data", help="folder with text files (default: the sources of Python's library)")
-    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0, help="draws which processes are killed and when")
-    parser.add_argument("--deadline", type=float, default=600.0, help="seconds either run may take")
-    return parser.parse_args()
-
-
-def train(args: argparse.Namespace, name: str, *, kills: int, advance: Callable[[int, list[Shot]], None]) -> Outcome:
-    """Runs the training to its end. ``advance`` is called with the step and the kills so far."""
-    options = ["--steps", str(args.steps), "--every", str(args.every)]
-    if args.data:
-        options += ["--data", str(Path(args.data).resolve())]
-    folder = (args.dir / name).resolve()
-    # A few restarts more than kills: a restart can itself fail, for example when another program takes its port.
-    restarts = kills + 4 if kills else 0
-    with Launch(folder, ranks=args.ranks, restarts=restarts, arguments=options, deadline_s=args.deadline) as launch:
-        planned = draw_kills(seed=args.seed, count=kills, steps=args.steps, ranks=args.ranks)
-        killer = Killer(planned, launch.follower, ranks=args.ranks)
-        pause = threading.Event()
-        while launch.running():
-            killer.consider(launch.follower.poll())
-            advance(launch.follower.step, killer.shots)
-            pause.wait(POLL_S)
-        wall_s = time.monotonic() - launch.started_s
-        launch.check()
-        launch.follower.poll()
-        result = json.loads((folder / "result.json").read_text())
-        return Outcome(result=result, wall_s=wall_s, records=launch.follower.records, shots=killer.shots)
-
-
-def watch(args: argparse.Namespace, console: Console, name: str, title: str, *, kills: int) -> Outcome:
-    """``train`` with a progress bar; each kill is a line above it."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps"),
-        TimeElapsedColumn(),
-    )
-    shown = 0
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(title, total=args.steps)
-
-        def advance(step: int, shots: list[Shot]) -> None:
-            nonlocal shown
-            progress.update(task, completed=step)
-            for shot in shots[shown:]:
-                where = "in a save" if shot.kill.in_save else "between saves"
-                console.print(f"  [red]SIGKILL[/red] to {shot.kill.victim.value} after step {shot.step}, {where}")
-            shown = len(shots)
-
-        outcome = train(args, name, kills=kills, advance=advance)
-        progress.update(task, completed=outcome.result["step"])
-    return outcome
-
-
-def table_of(calm: Outcome, killed: Outcome) -> Table:
-    """The comparison that the demo prints."""
-    table = Table(title="Same training, undisturbed and killed", title_justify="left")
-    for column in ("", "undisturbed", "killed"):
-        table.add_column(column, justify="left" if not column else "right")
-    left, right = calm.figures(), killed.figures()
-    agents = sum(shot.kill.victim is Victim.AGENT for shot in killed.shots)
-    redone = [recovery.redone for recovery in right.recoveries]
-    seconds = [recovery.duration_s for recovery in right.recoveries]
-
-    def row(name: str, of: Callable[[Outcome, Figures], str]) -> None:
-        table.add_row(name, of(calm, left), of(killed, right))
-
-    row("steps", lambda outcome, _: str(outcome.result["step"]))
-    row("seconds", lambda outcome, _: f"{outcome.wall_s:.1f}")
-    table.add_row("kills: of ranks, of the host agent", "-", f"{len(killed.shots) - agents}, {agents}")
-    table.add_row("kills in the middle of a save", "-", str(right.in_save))
-    row("checkpoints committed", lambda _, figures: str(figures.saves))
-    row("bytes per checkpoint", lambda _, figures: f"{figures.save_bytes / 1e6:.1f} MB")
-    row("stall per save, median", lambda _, figures: f"{figures.median_stall_s * 1e3:.1f} ms")
-    row("stall, share of step time", lambda _, figures: f"{figures.stall_share:.2%}")
-    if redone:
-        table.add_row("steps redone per kill, median (max)", "-", f"{median(redone):g} ({max(redone)})")
-        table.add_row("seconds to recover, median (max)", "-", f"{median(seconds):.1f} ({max(seconds):.1f})")
-        table.add_row("restores, all bytes verified", "-", f"{right.restores} ({right.restored_bytes / 1e6:.1f} MB)")
-    row("last loss", lambda outcome, _: f"{outcome.result['loss']:.4f}")
-    row("SHA-256 of final weights", lambda outcome, _: outcome.result["hash"][:16])
-    return table
+    parser.add_argument("--deadline", type=float, default=600.0, help="seconds that each run may take")
+    parser.add_argument("--only", choices=("processes", "hosts"), help="one half of the demo")
+    processes = parser.add_argument_group("processes are killed")
+    processes.add_argument("--steps", type=int, default=160)
+    processes.add_argument("--ranks", type=int, default=2)
+    processes.add_argument("--kills", type=int, default=6)
+    processes.add_argument("--seed", type=int, default=0, help="draws which processes are killed and when")
+    hosts = parser.add_argument_group("hosts are killed")
+    hosts.add_argument("--hosts", type=int, default=3, help="beside one spare; one rank each")
+    hosts.add_argument("--between", type=int, default=15, help="steps of training before the next thing happens")
+    hosts.add_argument("--heartbeat-timeout", type=float, default=2.0, help="seconds until a silent host is lost")
+    hosts.add_argument("--quarantine", type=float, default=3.0, help="seconds that a host that was lost must wait")
+    hosts.add_argument("--dwell", type=float, default=3.0, help="seconds that it must have stayed before it is used")
+    args = parser.parse_args()
+    if args.hosts < 2 or args.between < 1:
+        parser.error("pass --hosts 2 or more, and --between 1 or more")
+    return args
 
 
 def main() -> int:
     args = arguments()
     console = Console()
-    for name in ("undisturbed", "killed"):  # all other contents of the folder stay
+    signal.signal(signal.SIGTERM, _end)
+    for name in ("undisturbed", "killed", "hosts"):  # all other contents of the folder stay
         shutil.rmtree(args.dir / name, ignore_errors=True)
-    calm = watch(args, console, "undisturbed", "undisturbed", kills=0)
-    killed = watch(args, console, "killed", "with kills ", kills=args.kills)
-    console.print(table_of(calm, killed))
+    try:
+        return run(args, console)
+    except KeyboardInterrupt:
+        console.print("ended; nothing of it is left running")
+        return 128 + signal.SIGINT
 
-    same = calm.result["hash"] == killed.result["hash"]
-    missed = args.kills - len(killed.shots)
-    if same:
-        console.print("[green]The weights are equal to the last bit.[/green]")
-    else:
-        console.print("[red]The weights differ: this is a bug, please report it with the folder[/red]", args.dir)
-    if missed:
-        console.print(
-            f"[yellow]{missed} kills were not sent before the run ended; give --steps a larger number[/yellow]"
-        )
 
+def run(args: argparse.Namespace, console: Console) -> int:
+    good = args.only == "hosts" or compare(args, console)
+    began_s = boot_seconds()
+    chapters = [] if args.only == "processes" else narrate(args, console)
     page = args.dir / "goodput.html"
-    logs = args.dir / "killed" / ".resiliency" / "killed" / "events"
-    report = [sys.executable, "-m", "resiliency.cli", "goodput", "report", "--log", str(logs), "--html", str(page)]
-    reported = subprocess.run(report, timeout=120, check=False).returncode == 0
-    return 0 if same and not missed and reported else 1
+    logs = [args.dir / "killed" / ".resiliency" / "killed" / "events", args.dir / "hosts" / "events"]
+    reported = report([log for log in logs if log.is_dir()], page)
+    if chapters:
+        console.print(story_table(chapters, args.dir / "hosts", began_s))
+        good &= told(chapters, console)
+    console.print(f"Where every second went: {page}")
+    return 0 if good and reported else 1
+
+
+def told(chapters: list[Chapter], console: Console) -> bool:
+    """Whether what was to happen did."""
+    remedies = tuple(chapter.remedy for chapter in chapters)
+    if remedies == REMEDIES and all(chapter.trains_s is not None for chapter in chapters):
+        return True
+    console.print(f"[red]What was done is {', '.join(remedies)}, and not {', '.join(REMEDIES)}[/red]")
+    return False
+
+
+def report(logs: list[Path], page: Path) -> bool:
+    """The goodput of the runs, printed and as a page."""
+    words = [word for log in logs for word in ("--log", str(log))]
+    command = [sys.executable, "-m", "resiliency.cli", "goodput", "report", *words, "--html", str(page)]
+    return subprocess.run(command, timeout=120, check=False).returncode == 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -6,56 +6,57 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from recipes.quickstart.follow import Follower
+from resiliency.launch.processes import become_subreaper
 
-__all__ = ["Launch"]
+__all__ = ["Launch", "kill_all"]
 
 REPOSITORY = Path(__file__).parents[2]
+#: For processes to be gone after SIGKILL.
+KILL_S = 10.0
 
 
 class Launch:
-    """``resiliency run -m recipes.quickstart.train`` in its own process group, with a deadline.
+    """``resiliency run ... -m recipes.quickstart.train`` in a session of its own, with a deadline.
 
-    Thread: one. Use as a context manager: leaving it kills all processes of the launch (not only the process
-    group: the launcher gives workers sessions of their own, and the host agent outlives them by design).
+    Thread: one. Use as a context manager: leaving it kills all that it has started (not only the process group:
+    launchers give workers sessions of their own, and host agents outlive them by design).
+
+    Args:
+        flags: of ``resiliency run``.
+        arguments: of train.py, beside its folder.
+        variables: of the environment.
+        logs: the event logs, see :class:`Follower`.
 
     Attributes:
         folder: where checkpoints, event logs, ``result.json`` and ``output.log`` go.
         started_s: monotonic time of the start.
+        pid: of the launcher.
     """
 
-    def __init__(self, folder: Path, *, ranks: int, restarts: int, arguments: Sequence[str], deadline_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        flags: Sequence[str],
+        arguments: Sequence[str],
+        *,
+        deadline_s: float,
+        variables: Mapping[str, str] = {},
+        logs: str = ".resiliency/*/events/*.jsonl",
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._output = (folder / "output.log").open("wb")
-        command = [
-            sys.executable,
-            "-m",
-            "resiliency.cli",
-            "run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            f"--max-restarts={restarts}",
-            "--crash-loop=0",  # the demo kills it every few seconds
-            "-m",
-            "recipes.quickstart.train",
-            "--dir",
-            str(folder),
-            "--ranks",
-            str(ranks),
-            *arguments,
-        ]
-        env = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "RESILIENCY_RUN": folder.name,
-        }
+        command = [sys.executable, "-m", "resiliency.cli", "run", *flags]
+        command += ["-m", "recipes.quickstart.train", "--dir", str(folder), *arguments]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RESILIENCY_RUN": folder.name} | variables
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        become_subreaper()  # what a killed process leaves is a child of this one then, and can be found
         self.started_s = time.monotonic()
         self._deadline_s = self.started_s + deadline_s
         self._process = subprocess.Popen(
@@ -67,7 +68,8 @@ class Launch:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.follower = Follower(folder)
+        self.pid = self._process.pid
+        self.follower = Follower(folder, logs)
 
     def __enter__(self) -> Launch:
         return self
@@ -92,26 +94,25 @@ class Launch:
                 f"the launcher exited with {self._process.returncode}; the end of its output:\n{self.output_tail()}"
             )
 
-    def worker_pids(self) -> set[int]:
-        """Processes below the launcher."""
-        try:
-            return {child.pid for child in psutil.Process(self._process.pid).children(recursive=True)}
-        except psutil.NoSuchProcess:
-            return set()
-
     def output_tail(self, lines: int = 40) -> str:
         text = (self.folder / "output.log").read_text(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> None:
         """Ends everything this launch started. Blocks: up to 10 s. Idempotent."""
-        pids = self.worker_pids() | ({self._process.pid} if self._process.poll() is None else set())
-        processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)] + self.follower.living_agents()
-        for process in processes:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(processes, timeout=10)
-        self._process.wait(timeout=10)
+        deadline_s = time.monotonic() + KILL_S
+        while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline_s:
+            kill_all(left)
+        self._process.wait(timeout=KILL_S)
         self._output.close()
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """SIGKILL to all, and waits for their ends. Blocks: up to 10 s."""
+    known = list(processes)
+    for process in known:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(known, timeout=KILL_S)

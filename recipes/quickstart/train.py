@@ -2,7 +2,8 @@
 
 ``torchrun --nproc-per-node 2 -m recipes.quickstart.train --dir run``; start it again after any crash, and it continues
 (``auto_resume=True``: also when it was started by hand). Under ``resiliency run`` a rank whose peer has died stays in
-its process (``restartable``).
+its process (``restartable``), and when the job comes back with more or fewer hosts, batch and learning rate follow
+(``ElasticityCallback``).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +24,7 @@ from torch.utils.data import DataLoader
 from recipes.quickstart.data import ByteWindows, read_corpus
 from recipes.quickstart.model import TinyGPT
 from resiliency import ModelCheckpoint
+from resiliency.callbacks.elasticity import ElasticityCallback
 from resiliency.launch import restartable
 
 __all__ = ["main"]
@@ -35,6 +39,17 @@ def weights_hash(module: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+class EndOnFile(pl.Callback):
+    """Ends the training, on all ranks after one step, when a file is there: the demo says when it has seen enough."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.strategy.reduce_boolean_decision(self._path.exists(), all=False):
+            trainer.should_stop = True
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", required=True, help="folder for checkpoints")
@@ -42,8 +57,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
     parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
-    parser.add_argument("--ranks", type=int, default=2, help="processes that torchrun starts")
+    parser.add_argument("--ranks", type=int, default=2, help="of all hosts, at full size")
     parser.add_argument("--width", type=int, default=128, help="width of the model")
+    parser.add_argument("--until", type=Path, help="end when this file is there")
     return parser.parse_args()
 
 
@@ -57,14 +73,31 @@ def main() -> None:
     data = ByteWindows(read_corpus(args.data), length=128, count=args.batch * args.ranks * (args.steps // 3 + 1))
     loader = DataLoader(data, batch_size=args.batch, shuffle=True)
     model = TinyGPT(steps=args.steps, width=args.width)
+
+    def resized(old: int, new: int, trainer: pl.Trainer) -> None:
+        """The learning rate follows by the rule below, and with it the samples of a step: each rank keeps its batch."""
+        if not trainer.is_global_zero:
+            return
+        now = {"old": old, "new": new, "step": trainer.global_step, "samples": new * args.batch}
+        now["lr_factor"] = trainer.optimizers[0].param_groups[0]["initial_lr"] / model.lr
+        with Path(args.dir, "resizes.jsonl").open("a") as file:
+            file.write(json.dumps(now) + "\n")
+
+    callbacks: list[pl.Callback] = [
+        ElasticityCallback(resized, rule="linear_lr"),
+        ModelCheckpoint(dirpath=args.dir, every_n_train_steps=args.every, save_last=True, auto_resume=True),
+    ]
+    if args.until is not None:
+        callbacks.append(EndOnFile(args.until))
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=args.ranks,
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks)),
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         strategy=DDPStrategy(timeout=timedelta(seconds=60)),
         max_steps=args.steps,
         max_epochs=-1,
         default_root_dir=args.dir,
-        callbacks=[ModelCheckpoint(dirpath=args.dir, every_n_train_steps=args.every, save_last=True, auto_resume=True)],
+        callbacks=callbacks,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -12,6 +12,7 @@ _FOR_THE_CLUSTER = (
     "--nnodes",
     "--spares",
     "--state-dir",
+    "--supervisor-set",
     "--nproc-per-node",
     "--nproc_per_node",
     "--max-restarts",
@@ -54,11 +55,25 @@ def _run_local_cluster(parser: argparse.ArgumentParser, args: argparse.Namespace
             script=tuple(script),
             launcher_words=tuple(_for_each_host(parser, flags)),
             state_dir=args.state_dir,
+            supervisor=dict(_setting(parser, each) for each in args.supervisor_set),
             workload={"max_in_job_restarts": args.max_restarts} if "--max-restarts" in " ".join(flags) else {},
         )
         return run_local_cluster(cluster)
     except ConfigError as error:
         parser.error(str(error))
+
+
+def _setting(parser: argparse.ArgumentParser, text: str) -> tuple[str, object]:
+    """``NAME=VALUE`` as in YAML."""
+    import yaml
+
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        parser.error(f"--supervisor-set {text}: pass NAME=VALUE, as in dwell_s=2")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        return name, value
 
 
 def _for_each_host(parser: argparse.ArgumentParser, flags: Sequence[str]) -> list[str]:

@@ -55,8 +55,9 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
         if local_cluster is None:
             parser.error("--spares needs the resiliency command")
         return local_cluster(parser, args, words[: _end_of_flags(parser, words)])
-    if args.state_dir:
-        parser.error("--state-dir is the supervisor's, and there is none without --spares")
+    for flag, given in (("--state-dir", args.state_dir), ("--supervisor-set", args.supervisor_set)):
+        if given:
+            parser.error(f"{flag} is the supervisor's, and there is none without --spares")
     if args.local_hosts:
         from resiliency.launch import local_hosts
 
@@ -207,6 +208,13 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="FOLDER",
         help="with --spares: where supervisor and hosts keep their state, tokens and events (default: a temporary one)",
+    )
+    own.add_argument(
+        "--supervisor-set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="with --spares: a setting of that supervisor, as in supervisor.yaml: dwell_s=2; may be given again",
     )
     own.add_argument(
         "--no-standby",

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 MONITOR_PATH = "/v1/monitor"
 #: Between two attempts to connect, doubled each time.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
+#: The longest, once it is known how often a host is to be heard: a supervisor that was started again gives hosts its
+#: timeout and a period, together more than two periods, and takes those that are silent then for lost.
+_LONGEST_WAIT_PERIODS = 2
 _HANDSHAKE_S, _FAREWELL_S = 10.0, 0.5
 _SHORTEST_PERIOD_S, _LONGEST_PERIOD_S = 0.05, 60.0
 #: A supervisor that answers no ping for so many periods, and for so long, is gone.
@@ -146,6 +149,7 @@ class SupervisorConnection:
         self._answers: list[StepEnded] = []
         self._news = asyncio.Event()
         self._heard_s = 0.0
+        self._longest_wait_s = _LONGEST_WAIT_S
         self._blocked_until_s = 0.0
         self._said = ""
         self._lower_said = 0
@@ -198,10 +202,11 @@ class SupervisorConnection:
                     self._settings.url,
                     problem,
                 )
-            if time.monotonic() - began_s > _LONGEST_WAIT_S:
+            if time.monotonic() - began_s > self._longest_wait_s:
                 wait_s = _FIRST_WAIT_S
+            wait_s = min(self._longest_wait_s, wait_s)
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-            wait_s = min(_LONGEST_WAIT_S, wait_s * 2)
+            wait_s *= 2
 
     async def _connect(self, aiohttp: Any) -> None:
         token = self._settings.token()
@@ -233,6 +238,7 @@ class SupervisorConnection:
             raise AgentError(f"it speaks version {welcome.version}, and this monitor {PROTOCOL_VERSION}")
         self._check_term(welcome.term)
         period_s = min(max(welcome.period_s, _SHORTEST_PERIOD_S), _LONGEST_PERIOD_S)
+        self._longest_wait_s = min(_LONGEST_WAIT_S, _LONGEST_WAIT_PERIODS * period_s)
         logger.info("connected to the supervisor at %s, term %d", self._settings.url, welcome.term)
         self._said = ""
         self._answers.clear()

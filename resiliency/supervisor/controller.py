@@ -51,6 +51,11 @@ _MOST_CLOSED, _SLACK = 2000, 200
 _GOODPUT_S = 60.0
 
 
+#: Steps are counted over this long at least for how many a second makes. Hosts report a step apart, and within
+#: milliseconds: of two reports alone it would be a hundred a second.
+_PACE_S = 2.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ControllerSettings:
     """
@@ -88,6 +93,7 @@ class _Seen:
         step: the furthest of all.
         progressed_s: when it was seen to grow last.
         steps_per_s: lately.
+        paced_step, paced_s: since when that is counted.
     """
 
     epoch: int = 0
@@ -97,6 +103,8 @@ class _Seen:
     began: bool = False
     progressed_s: float = -1.0
     steps_per_s: float = 0.0
+    paced_step: int = -1
+    paced_s: float = -1.0
 
 
 @dataclass(kw_only=True)
@@ -288,9 +296,12 @@ class Controller:
             seen.ended.discard(host)
         if step >= 0 and (step > seen.step or not seen.began):
             # The first step of an epoch may be earlier than the last of the one before.
-            if seen.began and now_s > seen.progressed_s:
-                lately = (step - seen.step) / (now_s - seen.progressed_s)
+            if not seen.began:
+                seen.paced_step, seen.paced_s = step, now_s
+            elif now_s - seen.paced_s >= _PACE_S:
+                lately = (step - seen.paced_step) / (now_s - seen.paced_s)
                 seen.steps_per_s = (seen.steps_per_s + lately) / 2 if seen.steps_per_s else lately
+                seen.paced_step, seen.paced_s = step, now_s
             seen.step, seen.began, seen.progressed_s = step, True, now_s
             self._goodput.progressed(workload, epoch, step if counts_steps else -1, now_s)
 

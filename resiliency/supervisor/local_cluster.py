@@ -3,6 +3,9 @@
 For CI, a workstation, and trying out what happens when a host is lost. Each host is a host monitor with a process
 group, a name (``RESILIENCY_NODE``), an agent and a local folder of its own, and is what it would be on a machine of its
 own; the supervisor is the one of a cluster. They speak over loopback, with tokens made for this run.
+
+A host that is lost stays away until this process gets SIGUSR2: then the one that was lost last is started again, as a
+machine that was repaired. A monitor that was killed alone has left its launcher running, and the next one takes it.
 """
 
 from __future__ import annotations
@@ -13,43 +16,56 @@ import logging
 import os
 import re
 import secrets
-import select
+import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
-
-import resiliency
 from resiliency.errors import AgentError, ConfigError
-from resiliency.settings import all_variables, child_environment, environment
+from resiliency.settings import all_variables, environment
 from resiliency.supervisor.client import OperatorClient
 from resiliency.supervisor.launcher_process import find_launcher
+from resiliency.supervisor.local_processes import (
+    LocalProcess,
+    SignalCount,
+    end_all,
+    end_tree,
+    handled_by,
+    signal_all,
+    start,
+    wait_for_any,
+)
 from resiliency.supervisor.monitor_state import StateFolder
+from resiliency.supervisor.settings import read_settings
 
 __all__ = ["LocalCluster", "run_local_cluster"]
 
 logger = logging.getLogger(__name__)
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_RETURN = signal.SIGUSR2
 #: For the supervisor to listen.
 _LISTEN_TIMEOUT_S = 30.0
-#: For hosts to end by themselves after the job has, or after a signal, before they are killed.
-_END_TIMEOUT_S = 40.0
-_PERIOD_S, _TIMEOUT_S = 0.5, 2.0
-#: After the end of a host: when it is looked whether the supervisor has frozen because of it.
-_LOOKS_S = (3 * _TIMEOUT_S, 6 * _TIMEOUT_S, 15 * _TIMEOUT_S)
+#: Of the supervisor; quick, as nothing of it crosses a network.
+_SETTINGS = {"heartbeat_polling_period_s": 0.5, "heartbeat_timeout_s": 2.0, "dwell_s": 5.0}
+#: Settings of the supervisor that are this module's affair.
+_OURS = frozenset(
+    "listen state shared_token monitor_tokens operator_token tls events workload workloads name replicas min_replicas"
+    " num_dp_replicas max_num_dp_replicas min_num_dp_replicas hosts_per_replica num_nodes_per_dp ranks_per_host"
+    " workers_per_host enable_workload_scaling".split()
+)
+#: Heartbeat timeouts after the end of a host, at which it is looked whether the supervisor has frozen because of it.
+_LOOKS = (3.0, 6.0, 15.0)
 #: For a supervisor to end by itself when there are no hosts any more.
 _NO_HOSTS_S = 15.0
+#: For a launcher without a monitor to end by itself.
+_LAUNCHER_END_S = 10.0
 _GAVE_UP = 3
 
 
@@ -64,6 +80,7 @@ class LocalCluster:
         launcher_words: flags of ``resiliency run`` for each host's launcher.
         script: the script and its arguments, or ``-m MODULE ARGS``.
         workload: settings of it, see :class:`~resiliency.supervisor.model.WorkloadSpec`.
+        supervisor: further settings, as at the top level of ``supervisor.yaml``.
         state_dir: that the supervisor and the monitors keep their state in; "": one that is removed at the end.
     """
 
@@ -74,44 +91,33 @@ class LocalCluster:
     script: tuple[str, ...]
     launcher_words: tuple[str, ...] = ()
     workload: Mapping[str, Any] = field(default_factory=dict)
+    supervisor: Mapping[str, Any] = field(default_factory=dict)
     state_dir: str = ""
 
     def __post_init__(self) -> None:
         if self.spares < 0:
             raise ConfigError(f"--spares {self.spares}: pass 0 or more hosts")
-
-
-@dataclass
-class _Process:
-    name: str
-    popen: subprocess.Popen[bytes]
-    pidfd: int
+        for name in sorted(_OURS & set(self.supervisor)):
+            raise ConfigError(f"--supervisor-set {name}: hosts on one machine have it set already; leave it out")
 
 
 def run_local_cluster(cluster: LocalCluster) -> int:
-    """Runs the job and returns its exit status: that of ``resiliency supervisor run --until-ended``."""
-    kept = bool(cluster.state_dir)
+    """Runs the job and returns its exit status: that of ``resiliency supervisor run --until-ended``; 3, too, when no
+    host is left. Blocks: until it has ended.
+
+    Raises:
+        ConfigError: a setting cannot work, or another run has the state folder.
+    """
     folder = Path(cluster.state_dir or tempfile.mkdtemp(prefix="resiliency-local-"))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    running: list[_Process] = []
-    asked: list[int] = []
-    lock = _locked(folder)
-    # Of a run before this one: nobody listens there any more.
-    (folder / "address").unlink(missing_ok=True)
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        _signal_all(running, number)
-
     try:
-        with _handled_by(forward):
-            return _run(cluster, folder, running, asked)
+        lock = _locked(folder)
+        try:
+            return _LocalRun(cluster, folder).run()
+        finally:
+            os.close(lock)
     finally:
-        _end(running)
-        for number in range(cluster.hosts + cluster.spares):
-            _end_what_is_left(folder, number)
-        os.close(lock)
-        if not kept:
+        if not cluster.state_dir:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -126,88 +132,151 @@ def _locked(folder: Path) -> int:
     return fd
 
 
-def _run(cluster: LocalCluster, folder: Path, running: list[_Process], asked: list[int]) -> int:
-    supervisor = _start_supervisor(cluster, folder, "127.0.0.1:0", "--begin-again")
-    running.append(supervisor)
-    address = _address_of(supervisor, folder / "address", asked)
-    if address is None:
-        return 128 + asked[0] if asked else 1
-    hosts: dict[int, int] = {}  # numbers by process
-    for number in range(cluster.hosts + cluster.spares):
-        host = _start_host(cluster, folder, number, address)
-        running.append(host)
-        hosts[host.popen.pid] = number
-    lost: list[str] = []
-    looks: list[float] = []
-    logger.info(
-        "%d hosts and %d spares on this machine; resiliency supervisor status -s http://%s --token-file %s",
-        cluster.hosts,
-        cluster.spares,
-        address,
-        folder / "operator-token",
-    )
-    while True:
-        _wait_for_any(running, max(0.0, looks[0] - time.monotonic()) if looks else None)
-        if looks and time.monotonic() >= looks[0]:
-            del looks[0]
-            if not hosts and not looks and not asked:
+class _LocalRun:
+    """Thread: the main one, which takes the signals."""
+
+    def __init__(self, cluster: LocalCluster, folder: Path) -> None:
+        self._cluster, self._folder = cluster, folder
+        self._timeout_s = read_settings(str(_write_settings(cluster, folder, "127.0.0.1:0"))).sensor.timeout_s
+        self._running: list[LocalProcess] = []
+        self._asked: list[int] = []
+        self._lost: list[int] = []
+        self._drained: set[int] = set()
+        #: When to look whether the supervisor is frozen; and by when a host must be back, when none is left.
+        self._looks: list[float] = []
+        self._no_hosts_until: float | None = None
+        self._address = ""
+
+    def run(self) -> int:
+        try:
+            with handled_by(self._forward), SignalCount(_RETURN) as returns:
+                return self._run(returns)
+        finally:
+            end_all(self._running)
+            for number in range(self._cluster.hosts + self._cluster.spares):
+                _end_launcher(self._folder, number)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._asked.append(number)
+        signal_all(self._running, number)
+
+    def _run(self, returns: SignalCount) -> int:
+        # Of a run before this one: nobody listens there any more.
+        (self._folder / "address").unlink(missing_ok=True)
+        supervisor = _start_supervisor(self._cluster, self._folder, "127.0.0.1:0", "--begin-again")
+        self._running.append(supervisor)
+        address = _address_of(supervisor, self._folder / "address", self._asked)
+        if address is None:
+            return 128 + self._asked[0] if self._asked else 1
+        self._address = address
+        for number in range(self._cluster.hosts + self._cluster.spares):
+            self._running.append(_start_host(self._cluster, self._folder, number, address))
+        logger.info(
+            "%d hosts and %d spares on this machine; resiliency supervisor status -s http://%s --token-file %s",
+            self._cluster.hosts,
+            self._cluster.spares,
+            address,
+            self._folder / "operator-token",
+        )
+        while True:
+            wait_for_any(self._running, self._wait_s(), returns.fd)
+            for one in [one for one in self._running if one.popen.poll() is not None]:
+                self._running.remove(one)
+                os.close(one.pidfd)
+                code = one.popen.returncode
+                if one.number is not None:
+                    self._host_ended(one, one.number, code)
+                elif code >= 0 or self._asked:
+                    return 128 + self._asked[0] if self._asked else code
+                else:
+                    # Training goes on without it. What it had begun is in its file.
+                    logger.warning("the supervisor was ended by %s; it is started again", signal.Signals(-code).name)
+                    self._running.append(_start_supervisor(self._cluster, self._folder, address))
+            for _ in range(returns.take() if not self._asked else 0):
+                self._bring_back()
+            if self._is_over():
                 logger.error("no host is left, and none comes back")
                 return _GAVE_UP
-            _say_that_they_are_gone(lost, address, folder)
-        for one in [one for one in running if one.popen.poll() is not None]:
-            running.remove(one)
-            os.close(one.pidfd)
-            code = one.popen.returncode
-            if one is not supervisor:
-                number = hosts.pop(one.popen.pid)
-                now = time.monotonic()
-                if code and not asked:
-                    logger.warning("%s (process %d) has ended, with %d", one.name, one.popen.pid, code)
-                    _end_what_is_left(folder, number)
-                    lost.append(one.name)
-                    looks = sorted({*looks, *(now + after for after in _LOOKS_S)})
-                if not hosts:
-                    looks = [now + _NO_HOSTS_S]
-            elif code >= 0 or asked:
-                return 128 + asked[0] if asked else code
-            else:
-                # Training goes on without it. What it had begun is in its file.
-                logger.warning("the supervisor was ended by %s; it is started again", signal.Signals(-code).name)
-                supervisor = _start_supervisor(cluster, folder, address)
-                running.append(supervisor)
+            self._look()
+
+    def _wait_s(self) -> float | None:
+        times = [*self._looks[:1], *filter(None, [self._no_hosts_until])]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _is_over(self) -> bool:
+        return self._no_hosts_until is not None and time.monotonic() >= self._no_hosts_until and not self._asked
+
+    def _host_ended(self, one: LocalProcess, number: int, code: int) -> None:
+        now = time.monotonic()
+        if code and not self._asked:
+            again = f"; kill -USR2 {os.getpid()} starts it again"
+            logger.warning("%s (process %d) has ended, with %d%s", one.name, one.popen.pid, code, again)
+            self._lost.append(number)
+            self._looks = sorted({*self._looks, *(now + after * self._timeout_s for after in _LOOKS)})
+        if not any(each.number is not None for each in self._running):
+            self._no_hosts_until = now + _NO_HOSTS_S
+
+    def _bring_back(self) -> None:
+        if not self._lost:
+            logger.warning("no host is lost that could be started again")
+            return
+        number = self._lost.pop()
+        self._no_hosts_until = None
+        if number in self._drained:
+            self._drained.discard(number)
+            self._tell(_host_name(number), "uncordon")
+        self._running.append(_start_host(self._cluster, self._folder, number, self._address))
+
+    def _look(self) -> None:
+        """Tells a supervisor that cannot know whether it is the network which hosts are gone. Nobody starts the monitor
+        of such a host again, so that its launcher, if that still runs, is ended, too. Blocks: up to 10 s a request."""
+        if not self._looks or time.monotonic() < self._looks[0]:
+            return
+        del self._looks[0]
+        try:
+            if not self._client().get("/v1/status", hosts=0)["frozen"]:
+                return
+        except AgentError as error:
+            logger.warning("the supervisor was not asked whether it waits for hosts that are gone: %s", error)
+            return
+        for number in self._lost:
+            _end_launcher(self._folder, number)
+            if number not in self._drained and self._tell(_host_name(number), "drain", reason="its process has ended"):
+                self._drained.add(number)
+
+    def _tell(self, host: str, what: str, **values: str) -> bool:
+        try:
+            logger.warning("%s", self._client().post(f"/v1/hosts/{host}/{what}", **values)["done"])
+        except AgentError as error:
+            logger.warning("the supervisor was not told to %s %s: %s", what, host, error)
+            return False
+        return True
+
+    def _client(self) -> OperatorClient:
+        token = (self._folder / "operator-token").read_text().strip()
+        return OperatorClient(f"http://{self._address}", token=token)
 
 
 def _host_name(number: int) -> str:
     return re.sub("[^A-Za-z0-9._-]", "-", f"{environment().node}-{number}").lstrip("._-")
 
 
-def _end_what_is_left(folder: Path, number: int) -> None:
-    """A monitor that was killed leaves its launcher running, for the next monitor. Here there is none, and the host is
-    gone: so are its ranks."""
+def _end_launcher(folder: Path, number: int) -> None:
+    """A monitor that was killed leaves its launcher running, for the next monitor, and there is none any more. Blocks:
+    until it has ended, ten seconds and a bit."""
     found = find_launcher(StateFolder(str(folder / f"host-{number}"), _host_name(number)).socket_name)
-    if found is None:
-        return
-    with suppress(psutil.NoSuchProcess):
-        launcher = psutil.Process(found.pid)
-        for process in [launcher, *launcher.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        logger.warning("the launcher of %s (process %d) is killed: its monitor is gone", _host_name(number), found.pid)
+    if found is not None:
+        logger.warning("the launcher of %s (process %d) is ended: its monitor is gone", _host_name(number), found.pid)
+        end_tree(found.pid, _LAUNCHER_END_S)
 
 
-def _say_that_they_are_gone(hosts: Sequence[str], address: str, folder: Path) -> None:
-    """To a supervisor that cannot tell whether it is the network. Blocks: up to 10 s a request."""
-    client = OperatorClient(f"http://{address}", token=(folder / "operator-token").read_text().strip())
-    try:
-        if not client.get("/v1/status", hosts=0)["frozen"]:
-            return
-        for host in hosts:
-            logger.warning("%s", client.post(f"/v1/hosts/{host}/drain", reason="its process has ended")["done"])
-    except AgentError as error:
-        logger.warning("the supervisor was not told which hosts are gone: %s", error)
+def _start_supervisor(cluster: LocalCluster, folder: Path, listen: str, *flags: str) -> LocalProcess:
+    path = _write_settings(cluster, folder, listen)
+    words = ["supervisor", "run", "-f", str(path), "--until-ended", "--address-file", str(folder / "address"), *flags]
+    return start("supervisor", None, words, {})
 
 
-def _start_supervisor(cluster: LocalCluster, folder: Path, listen: str, *flags: str) -> _Process:
+def _write_settings(cluster: LocalCluster, folder: Path, listen: str) -> Path:
     for name in ("monitor-token", "operator-token"):
         path = folder / name
         if not path.exists():
@@ -218,27 +287,25 @@ def _start_supervisor(cluster: LocalCluster, folder: Path, listen: str, *flags: 
         "state": str(folder / "supervisor.db"),
         "shared_token": str(folder / "monitor-token"),
         "operator_token": str(folder / "operator-token"),
-        "events": str(folder / "events"),
-        "heartbeat_polling_period_s": _PERIOD_S,
-        "heartbeat_timeout_s": _TIMEOUT_S,
+        "events": environment().events_dir or str(folder / "events"),
+        **_SETTINGS,
+        **cluster.supervisor,
         "workloads": [
             {
-                "name": "local",
+                "name": environment().run,  # as ranks call it in their events
                 "replicas": cluster.hosts,
                 "min_replicas": cluster.min_hosts,
                 "ranks_per_host": cluster.ranks_per_host,
-                "dwell_s": 5.0,
                 **cluster.workload,
             }
         ],
     }
     path = folder / "supervisor.yaml"
     path.write_text(json.dumps(settings, indent=2))  # which is YAML, too
-    words = ["supervisor", "run", "-f", str(path), "--until-ended", "--address-file", str(folder / "address"), *flags]
-    return _start("supervisor", words, {})
+    return path
 
 
-def _start_host(cluster: LocalCluster, folder: Path, number: int, address: str) -> _Process:
+def _start_host(cluster: LocalCluster, folder: Path, number: int, address: str) -> LocalProcess:
     name = _host_name(number)
     variables = {"RESILIENCY_NODE": name}
     if local := all_variables().get("RESILIENCY_LOCAL_DIR"):
@@ -246,23 +313,12 @@ def _start_host(cluster: LocalCluster, folder: Path, number: int, address: str) 
     words = ["host-monitor", "--supervisor", f"http://{address}", "--token-file", str(folder / "monitor-token")]
     words += ["--host", name, "--address", "127.0.0.1", "--nproc-per-node", str(cluster.ranks_per_host)]
     words += ["--state-dir", str(folder / f"host-{number}"), "--exit-when-completed", "--insecure-plain-http"]
-    for word in cluster.launcher_words:
-        words += ["--launcher-args", word]
-    return _start(name, [*words, "--", *cluster.script], variables)
+    if cluster.launcher_words:
+        words.append(f"--launcher-args={shlex.join(cluster.launcher_words)}")
+    return start(name, number, [*words, "--", *cluster.script], variables)
 
 
-def _start(name: str, words: Sequence[str], variables: Mapping[str, str]) -> _Process:
-    package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
-    popen = subprocess.Popen(
-        [sys.executable, "-m", "resiliency.cli", *words],
-        env=child_environment(package) | dict(variables),
-        start_new_session=True,
-    )
-    logger.info("%s is process %d", name, popen.pid)
-    return _Process(name, popen, os.pidfd_open(popen.pid))
-
-
-def _address_of(supervisor: _Process, path: Path, asked: Sequence[int]) -> str | None:
+def _address_of(supervisor: LocalProcess, path: Path, asked: Sequence[int]) -> str | None:
     """Where it listens; None: it has ended, or is to."""
     deadline = time.monotonic() + _LISTEN_TIMEOUT_S
     while not asked and supervisor.popen.poll() is None:
@@ -272,45 +328,5 @@ def _address_of(supervisor: _Process, path: Path, asked: Sequence[int]) -> str |
         if time.monotonic() >= deadline:
             logger.error("the supervisor does not listen after %.0f s; see its lines above", _LISTEN_TIMEOUT_S)
             return None
-        _wait_for_any([supervisor], 0.05)  # the file is renamed into its place; its end is seen at once
+        wait_for_any([supervisor], 0.05)  # the file is renamed into its place; its end is seen at once
     return None
-
-
-def _wait_for_any(processes: Sequence[_Process], timeout_s: float | None) -> None:
-    poll = select.poll()
-    for one in processes:
-        poll.register(one.pidfd, select.POLLIN)
-    poll.poll(None if timeout_s is None else timeout_s * 1000)
-
-
-def _signal_all(processes: Sequence[_Process], number: int) -> None:
-    for one in processes:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(one.pidfd, number)
-
-
-def _end(running: list[_Process]) -> None:
-    """Ends what still runs."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if number is signal.SIGTERM:
-            _signal_all(running, number)
-        else:
-            for one in running:  # with what it has started
-                with suppress(ProcessLookupError):
-                    os.killpg(one.popen.pid, number)
-        deadline = time.monotonic() + _END_TIMEOUT_S
-        while running and time.monotonic() < deadline:
-            _wait_for_any(running, deadline - time.monotonic())
-            for one in [one for one in running if one.popen.poll() is not None]:
-                running.remove(one)
-                os.close(one.pidfd)
-
-
-@contextmanager
-def _handled_by(handler: object) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in _SIGNALS}  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

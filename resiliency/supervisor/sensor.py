@@ -186,14 +186,14 @@ class Sensor:
     def _back(self, host: Host, incarnation: str, now_s: float) -> Host:
         """One that was silent for a while, and that nobody has replaced meanwhile, goes on as before."""
         before = self._silent.pop(host.name, None)
-        fallen = self._fallen(host, "it was silent", now_s)
         if before is None:
-            return fallen
+            return self._fallen(host, "it was silent", now_s)
+        falls = self._falls(host, now_s)
         if before is HostState.QUARANTINED:  # silence does not make it shorter
             free_at_s = max(host.free_at_s, now_s)
-            return replace(self._changed(host, before, host.reason, now_s), falls=fallen.falls, free_at_s=free_at_s)
+            return replace(self._changed(host, before, host.reason, now_s), falls=falls, free_at_s=free_at_s)
         state = before if incarnation == host.incarnation else HostState.JOINING
-        return replace(self._changed(host, state, "", now_s), falls=fallen.falls, free_at_s=now_s)
+        return replace(self._changed(host, state, "", now_s), falls=falls, free_at_s=now_s)
 
     def checked(self, name: str, problem: str, now_s: float) -> None:
         """A check of a host has ended. Args: problem: what is wrong with it; "": nothing."""
@@ -239,9 +239,13 @@ class Sensor:
         return True
 
     def _fallen(self, host: Host, reason: str, now_s: float) -> Host:
-        falls = 1 if now_s - host.free_at_s > self._settings.forgive_s else host.falls + 1
+        falls = self._falls(host, now_s)
         fallen = self._changed(host, HostState.QUARANTINED, reason, now_s)
         return replace(fallen, falls=falls, free_at_s=now_s + self._quarantine_s(falls))
+
+    def _falls(self, host: Host, now_s: float) -> int:
+        """With one more."""
+        return 1 if now_s - host.free_at_s > self._settings.forgive_s else host.falls + 1
 
     def _quarantine_s(self, falls: int) -> float:
         return self._settings.quarantine_s * 2.0 ** min(max(falls - 1, 0), _MOST_DOUBLINGS)

@@ -15,6 +15,8 @@ from recipes.quickstart.chaos import Kill, Killer, Shot, Victim, draw_kills
 from recipes.quickstart.data import ByteWindows, read_corpus
 from recipes.quickstart.figures import figures_of
 from recipes.quickstart.follow import Follower, Record
+from recipes.quickstart.narrate import story_table
+from recipes.quickstart.story import Deed, DeedKind, Teller, chapters_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +68,19 @@ def test_follower_knows_the_newest_attempt_and_skips_torn_lines(tmp_path: Path) 
     )
     follower.poll()
     assert (follower.attempt, follower.workers, follower.moved) == (2, {1: 12}, False)
+
+
+def test_follower_counts_the_steps_of_an_attempt_from_the_step_that_it_began_at(tmp_path: Path) -> None:
+    follower = Follower(tmp_path)
+    write(tmp_path, record("job_started", 1.0, pid=10, host="a"), record("step", 2.0, step=9, count=2))
+    follower.poll()
+    assert (follower.begun, follower.made, follower.hosts) == (7, 2, {0: "a"})
+    write(tmp_path, record("job_started", 3.0, attempt=2, pid=11, host="b"))
+    follower.poll()
+    assert (follower.moved, follower.made, follower.hosts) == (False, 0, {0: "b"})
+    write(tmp_path, record("checkpoint_loaded", 4.0, attempt=2, step=5), record("step", 5.0, attempt=2, step=6))
+    follower.poll()
+    assert (follower.begun, follower.made, follower.step) == (5, 1, 6)
 
 
 def test_killer_waits_for_its_moment_and_leaves_a_dying_attempt_alone(tmp_path: Path) -> None:
@@ -125,12 +140,82 @@ def test_figures() -> None:
         figures_of(records[:6], shots[1:])
 
 
+def deed(kind: DeedKind, host: str, time_s: float, *, step: int, attempt: int, ranks: int) -> Deed:
+    return Deed(kind=kind, host=host, time_s=time_s, step=step, attempt=attempt, ranks=ranks)
+
+
+#: A host is swapped, another is lost without a spare, and comes back. The supervisor counts attempts in its own way.
+DEEDS = [
+    deed(DeedKind.KILL, "h-1", 10.0, step=12, attempt=1, ranks=3),
+    deed(DeedKind.KILL, "h-0", 20.0, step=30, attempt=2, ranks=3),
+    deed(DeedKind.RETURN, "h-0", 40.0, step=50, attempt=3, ranks=2),
+]
+STORY = [
+    record("step", 10.1, step=13),
+    record("host_lost", 12.2, rank=-1, attempt=7, lost_host="h-1", reason="not heard of for 2.1 s"),
+    record("restart_requested", 12.4, rank=-1, attempt=7, remedy="hot_swap", reason="spares are ready"),
+    record("host_swapped", 12.5, rank=-1, attempt=8, old="h-1", new="h-3"),
+    *(record("job_started", 13.0, rank=rank, attempt=2, pid=1) for rank in range(3)),
+    *(record("checkpoint_loaded", 13.5, rank=rank, attempt=2, step=10) for rank in range(3)),
+    *(record("step", 14.0 + rank / 10, rank=rank, attempt=2, step=11) for rank in range(3)),
+    record("host_lost", 22.0, rank=-1, attempt=8, lost_host="h-9", reason="another one"),
+    record("host_lost", 22.5, rank=-1, attempt=8, lost_host="h-0", reason="not heard of for 2.2 s"),
+    record("restart_requested", 22.6, rank=-1, attempt=8, remedy="scale_down", reason="a host is gone, and no spare"),
+    record("world_resized", 22.7, rank=-1, attempt=9, old=3, new=2),
+    *(record("job_started", 23.0, rank=rank, attempt=3, pid=1) for rank in range(2)),
+    record("checkpoint_loaded", 23.5, attempt=3, step=30),
+    record("step", 25.0, attempt=3, step=31),
+    record("step", 45.0, attempt=3, step=58),
+    record("observed", 47.0, rank=-1, attempt=9, observation="capacity"),
+    record("restart_requested", 47.2, rank=-1, attempt=9, remedy="scale_up", reason="hosts are back"),
+    record("step", 47.5, attempt=3, step=60),
+    *(record("job_started", 48.0, rank=rank, attempt=4, pid=1) for rank in range(3)),
+    record("checkpoint_loaded", 48.5, attempt=4, step=60),
+    record("step", 50.0, attempt=4, step=61),
+]
+
+
+def test_a_story_says_what_came_of_each_deed() -> None:
+    swap, down, up = chapters_of(DEEDS, reversed(STORY))
+    assert (swap.remedy, swap.done, swap.from_step, swap.redone, swap.ranks) == (
+        "hot_swap",
+        "hot swap onto h-3",
+        10,
+        3,
+        3,
+    )
+    assert (swap.noticed_s, swap.decided_s, swap.trains_s) == pytest.approx((2.2, 2.4, 4.0))
+    assert (down.remedy, down.host_in, down.redone, down.ranks) == ("scale_down", "", 0, 2)
+    assert (down.noticed_s, down.trains_s) == pytest.approx((2.5, 5.0))
+    assert (up.remedy, up.meanwhile, up.from_step, up.redone, up.ranks) == ("scale_up", 10, 60, 0, 3)
+    assert (up.noticed_s, up.trains_s) == pytest.approx((7.0, 10.0))
+
+
+def test_a_story_whose_end_was_not_seen_says_so() -> None:
+    (chapter,) = chapters_of(DEEDS[:1], STORY[:3])
+    assert (chapter.noticed_s, chapter.trains_s, chapter.from_step) == (pytest.approx(2.2), None, None)
+    assert "never" in str(list(story_table([chapter], Path("nowhere"), 0.0).columns[1].cells))
+
+
+def test_each_thing_is_told_once_and_when_it_happens() -> None:
+    teller = Teller()
+    assert teller.tell([record("step", 1.0, step=1), record("step", 1.1, rank=1, step=1)]) == [(1.0, "training begins")]
+    teller.begin(DEEDS[0])
+    told = dict(teller.tell(STORY[:13]))
+    assert told[12.2] == "2.2 s later h-1 is taken for lost: not heard of for 2.1 s"
+    assert told[12.5] == "h-3, a verified spare, takes the place of h-1"
+    assert told[13.5] == "all ranks load the checkpoint of step 10"
+    assert told[14.0] == "step 11 is made, 4.0 s later: training goes on"
+    assert len(told) == 5
+
+
 @pytest.mark.long
 @pytest.mark.kill
 @pytest.mark.timeout(560)  # half a minute on two free cores; the rest is for busy ones
-def test_killed_training_ends_with_the_weights_of_the_undisturbed_one(tmp_path: Path) -> None:
+def test_killed_training_ends_with_the_weights_of_the_undisturbed_one_and_outlives_hosts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "recipes.quickstart.demo", "--dir", str(tmp_path / "demo"), "--seed", "1"]
     options = ["--steps", "18", "--every", "3", "--kills", "2", "--deadline", "250"]
+    options += ["--hosts", "2", "--between", "4", "--quarantine", "0.5", "--dwell", "1"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
     result = subprocess.run([*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -142,3 +227,10 @@ def test_killed_training_ends_with_the_weights_of_the_undisturbed_one(tmp_path: 
     assert hashes[0] == hashes[1]
     assert re.search(r"checkpoints committed\W+6\W+\d", result.stdout)
     assert "<html" in (tmp_path / "demo" / "goodput.html").read_text()
+    assert "a verified spare, takes the place of" in result.stdout and "goodput of hosts" in result.stdout
+    assert re.search(r"what was done\W+hot swap onto host-\d\W+scaled down\W+scaled up", result.stdout)
+    resized = [json.loads(line) for line in (tmp_path / "demo" / "hosts" / "resizes.jsonl").read_text().splitlines()]
+    assert [(one["old"], one["new"], one["samples"], one["lr_factor"]) for one in resized[-2:]] == [
+        (2, 1, 8, 0.5),
+        (1, 2, 16, 1.0),
+    ]

@@ -5,36 +5,40 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 
+import resiliency
+from resiliency.settings import child_environment
 from resiliency.supervisor import local_cluster
+from resiliency.supervisor.local_processes import LocalProcess
 
 
 def main() -> int:
     state, finished, hosts, fewest = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     launcher = os.path.join(os.path.dirname(__file__), "quick_launcher.py")
-    local_cluster._LOOKS_S = (3.0, 6.0)
-    local_cluster._NO_HOSTS_S = 1.0
-    start = local_cluster._start
+    local_cluster._LOOKS = (1.5, 3.0)
+    local_cluster._NO_HOSTS_S = 5.0
+    start = local_cluster.start
 
-    def start_with_quick_launcher(name, words, variables):
+    def start_with_quick_launcher(name, number, words, variables):
         if words[0] != "host-monitor":
-            return start(name, words, variables)
-        package = os.path.dirname(os.path.dirname(os.path.abspath(local_cluster.resiliency.__file__)))
+            return start(name, number, words, variables)
+        package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
         code = (
             "import sys; from resiliency.supervisor import monitor_settings as m;"
             f"m.launcher_command = lambda *a, **k: (sys.executable, '-S', '-E', {launcher!r}, '{{endpoint}}',"
             f" {finished!r}); from resiliency.cli.host_monitor import main; sys.exit(main(sys.argv[2:]))"
         )
-        popen = local_cluster.subprocess.Popen(
+        popen = subprocess.Popen(
             [sys.executable, "-c", code, *words],
-            env=local_cluster.child_environment(package) | dict(variables),
+            env=child_environment(package) | dict(variables),
             start_new_session=True,
         )
-        return local_cluster._Process(name, popen, os.pidfd_open(popen.pid))
+        return LocalProcess(name, number, popen, os.pidfd_open(popen.pid))
 
-    local_cluster._start = start_with_quick_launcher
+    local_cluster.start = start_with_quick_launcher
     cluster = local_cluster.LocalCluster(
         hosts=int(hosts),
         min_hosts=int(fewest),

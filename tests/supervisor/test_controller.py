@@ -242,6 +242,17 @@ def test_hosts_lost_one_after_the_other_over_days_do_not_freeze_it() -> None:
     assert job.workload.places == ("host-4",)
 
 
+def test_spares_lost_long_before_do_not_freeze_it() -> None:
+    """Nobody replaces a spare that is gone, so that it stays silent: it was not lost at once with a host."""
+    job = started(4, replicas=2)
+    for spare in ("host-2", "host-3"):
+        job.kill(spare)
+        job.pass_time(30)
+    job.kill("host-1")
+    job.until(lambda: job.workload.state is RUNNING and job.workload.places == ("host-0",))
+    assert not job.sensor.frozen
+
+
 def test_a_host_that_is_not_heard_while_training_goes_on_is_left_alone() -> None:
     job = started(4)
     job.hosts["host-1"].heard = False
@@ -251,6 +262,29 @@ def test_a_host_that_is_not_heard_while_training_goes_on_is_left_alone() -> None
     job.hosts["host-1"].heard = True
     job.pass_time(3)
     assert job.sensor.state_of("host-1") is HostState.READY and remedies(job) == []
+
+
+def test_hosts_that_report_a_step_apart_within_milliseconds_do_not_put_the_save_off() -> None:
+    """Two steps a second; one host reports just behind the other, and its ranks have come a step further."""
+    job = started(3, replicas=2)
+    epoch, begun = job.workload.epoch, job.step
+    for second in range(1, 20):
+        for further, host in enumerate(job.workload.places):
+            at_s, step = job.now + second + further / 100, begun + 2 * second + further
+            job.controller.reported(host, "job", epoch, at_s, step=step)
+    rate = job.controller._seen_of(job.workload).steps_per_s
+    assert 1 < rate < 4, f"{rate} steps a second"
+
+
+def test_a_host_that_is_heard_again_in_time_is_not_said_to_be_in_quarantine(caplog) -> None:
+    job = started(4)
+    job.hosts["host-1"].heard = False
+    job.until(lambda: job.sensor.state_of("host-1") is HostState.SILENT)
+    with caplog.at_level("INFO"):
+        job.hosts["host-1"].heard = True
+        job.pass_time(3)
+    assert "host host-1 is ready (was silent)" in caplog.text and "quarantine" not in caplog.text
+    assert job.sensor.host("host-1").falls == 1
 
 
 def test_a_host_that_comes_back_after_it_was_replaced_ends_its_ranks() -> None:

@@ -111,6 +111,20 @@ def test_a_supervisor_that_hangs_up_again_and_again_is_tried_for_ever(tmp_path: 
     on_host(tmp_path, scenario)
 
 
+def test_a_supervisor_that_was_heard_is_tried_again_within_two_of_its_periods(tmp_path: Path) -> None:
+    """The next one, which gives hosts a timeout and a period, is not to take for lost those that only wait to try."""
+
+    async def scenario(host: Host) -> None:
+        host.start_monitor()
+        await host.with_place(1)
+        host.supervisor.refuses = True
+        count = host.supervisor.connections
+        await host.supervisor.say("garbage")
+        await asyncio.wait_for(host.supervisor.until(lambda: host.supervisor.connections > count + 8), 8)
+
+    on_host(tmp_path, scenario)
+
+
 def test_a_partition_that_is_put_in_ends_by_itself(tmp_path: Path) -> None:
     from resiliency.supervisor.inject import Fault, Injector, Target
 

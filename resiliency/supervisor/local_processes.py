@@ -1,0 +1,131 @@
+"""The processes of a local cluster: each with a process group of its own, waited for without polling."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+import psutil
+
+import resiliency
+from resiliency.settings import child_environment
+
+__all__ = ["LocalProcess", "SignalCount", "end_all", "end_tree", "handled_by", "signal_all", "start", "wait_for_any"]
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: For processes to end by themselves after the job has, or after a signal, before they are killed.
+_END_TIMEOUT_S = 40.0
+
+
+@dataclass
+class LocalProcess:
+    """Attributes: number: of the host; None: the supervisor."""
+
+    name: str
+    number: int | None
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+
+
+class SignalCount:
+    """A signal, as something that can be waited for with processes."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self._number = number
+        self.fd, self._end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def __enter__(self) -> SignalCount:
+        self._before = signal.signal(self._number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(self._number, self._before)
+        os.close(self.fd)
+        os.close(self._end)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        with suppress(BlockingIOError):  # thousands are waiting
+            os.write(self._end, b".")
+
+    def take(self) -> int:
+        """How often it has come since this was asked last."""
+        with suppress(BlockingIOError):
+            return len(os.read(self.fd, 4096))
+        return 0
+
+
+def start(name: str, number: int | None, words: Sequence[str], variables: Mapping[str, str]) -> LocalProcess:
+    """Starts ``resiliency`` with these words and further variables."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "resiliency.cli", *words],
+        env=child_environment(package) | dict(variables),
+        start_new_session=True,
+    )
+    logger.info("%s is process %d", name, popen.pid)
+    return LocalProcess(name, number, popen, os.pidfd_open(popen.pid))
+
+
+def wait_for_any(processes: Sequence[LocalProcess], timeout_s: float | None, *fds: int) -> None:
+    """Until a process has ended, or a descriptor can be read; None: as long as that takes."""
+    poll = select.poll()
+    for fd in [*fds, *(one.pidfd for one in processes)]:
+        poll.register(fd, select.POLLIN)
+    poll.poll(None if timeout_s is None else timeout_s * 1000)
+
+
+def signal_all(processes: Sequence[LocalProcess], number: int) -> None:
+    for one in processes:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(one.pidfd, number)
+
+
+def end_all(running: list[LocalProcess]) -> None:
+    """Ends what still runs, and empties the list. Blocks: up to 80 s."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if number is signal.SIGTERM:
+            signal_all(running, number)
+        else:
+            for one in running:  # with what it has started
+                with suppress(ProcessLookupError):
+                    os.killpg(one.popen.pid, number)
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while running and time.monotonic() < deadline:
+            wait_for_any(running, deadline - time.monotonic())
+            for one in [one for one in running if one.popen.poll() is not None]:
+                running.remove(one)
+                os.close(one.pidfd)
+
+
+def end_tree(pid: int, timeout_s: float) -> None:
+    """Ends a process that is no child of this one, and after the timeout kills it with all that it has started."""
+    with suppress(psutil.NoSuchProcess):
+        first = psutil.Process(pid)
+        tree = [first, *first.children(recursive=True)]
+        first.terminate()
+        _, left = psutil.wait_procs(tree, timeout=timeout_s)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """For the signals that ask a process to end."""
+    before = {number: signal.signal(number, handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

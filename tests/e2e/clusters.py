@@ -1,0 +1,153 @@
+"""A local cluster under test: ``resiliency run --spares`` in a session of its own, looked at and hurt from outside."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stderr, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from resiliency.cli.inject import main as inject
+from resiliency.errors import ResiliencyError
+from resiliency.supervisor.client import OperatorClient
+from resiliency.supervisor.launcher_process import find_launcher
+from resiliency.supervisor.monitor_state import StateFolder
+from resiliency.testing.zygote import Zygote
+from tests.e2e import cluster_job
+from tests.launch.launching import Job
+from tests.processes import wait_ended
+
+__all__ = ["POLL_S", "Cluster"]
+
+JOB = Path(cluster_job.__file__)
+POLL_S = 0.05
+#: Of a monitor's log.
+CONNECTED = "connected to the supervisor at"
+
+
+class Cluster:
+    """Everything that it has started is killed by :meth:`close`. Hosts are h-0, h-1, ..., with one rank each."""
+
+    def __init__(self, folder: Path, zygote: Zygote, *flags: Any) -> None:
+        self.folder, self._back = folder, 0
+        words = ["--state-dir", folder / "state", *flags, "--nproc-per-node", 1, JOB, folder]
+        self.job = Job("ours", words, folder / "output", zygote, cwd=folder, env={"RESILIENCY_NODE": "h"})
+
+    # -- what is true -------------------------------------------------------------------------------------------------
+
+    def progress(self) -> tuple[int, int]:
+        """Newest epoch that made a step, and the step."""
+        with suppress(FileNotFoundError, IndexError, ValueError), open(self.folder / "steps", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 400))
+            epoch, step, _ = file.read().splitlines()[-1].split()
+            return int(epoch), int(step)
+        return 0, 0
+
+    def starts(self) -> list[tuple[int, int, str, int]]:
+        """Epoch, rank, host and process of each start of a rank."""
+        with suppress(FileNotFoundError):
+            lines = [line.split() for line in (self.folder / "starts").read_text().splitlines()]
+            return [(int(epoch), int(rank), host, int(pid)) for epoch, rank, host, pid in lines]
+        return []
+
+    def where(self, rank: int) -> tuple[str, int]:
+        """Host and process of a rank's newest start."""
+        return max((epoch, host, pid) for epoch, each, host, pid in self.starts() if each == rank)[1:]
+
+    def owned_twice(self) -> dict[tuple[int, int], int]:
+        """(epoch, rank) that were started more than once."""
+        counted = Counter((epoch, rank) for epoch, rank, _, _ in self.starts())
+        return {key: count for key, count in counted.items() if count > 1}
+
+    def status(self) -> dict[str, Any]:
+        """What the supervisor says; empty: it does not answer."""
+        with suppress(OSError, ResiliencyError):
+            address = (self.folder / "state" / "address").read_text()
+            token = (self.folder / "state" / "operator-token").read_text()
+            return OperatorClient(f"http://{address}", token=token).get("/v1/status")
+        return {}
+
+    def ready(self) -> list[str]:
+        """Hosts that can have ranks."""
+        return [host["name"] for host in self.status().get("hosts", []) if host["state"] == "ready"]
+
+    def spare(self, hosts: int) -> str:
+        """The first of so many hosts that has no rank of the newest epoch."""
+        newest = max(epoch for epoch, *_ in self.starts())
+        placed = {host for epoch, _, host, _ in self.starts() if epoch == newest}
+        return next(host for host in map("h-{}".format, range(hosts)) if host not in placed)
+
+    def wait_until(self, is_so: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            assert self.job.running, f"{what}: the job has ended:\n{self.job.text[-8000:]}"
+            assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s:\n{self.job.text[-8000:]}"
+            self.job.descendants()
+            time.sleep(POLL_S)
+
+    def wait_beyond(self, step: int, *, epoch: int = 0) -> None:
+        self.wait_until(lambda: self.progress() > (epoch, step), f"a step after {step} of epoch {epoch} or a later one")
+
+    # -- who is who ---------------------------------------------------------------------------------------------------
+
+    def process(self, *words: str) -> psutil.Process:
+        """The one whose command line has all these words."""
+        for process in self.job.descendants():
+            with suppress(psutil.NoSuchProcess):
+                if set(words) <= set(process.cmdline()):
+                    return process
+        raise AssertionError(f"no process {words}:\n{self.job.text[-4000:]}")
+
+    def supervisor(self) -> psutil.Process:
+        return self.process("supervisor", "run", "--until-ended")
+
+    def monitor(self, host: str) -> psutil.Process:
+        return self.process("host-monitor", host)
+
+    def launcher(self, host: str) -> psutil.Process:
+        """Of a host, also when an earlier monitor has started it."""
+        state = StateFolder(str(self._state_of(host)), host)
+        found = find_launcher(state.socket_name)
+        assert found is not None, f"{host} has no launcher:\n{self.job.text[-4000:]}"
+        return psutil.Process(found.pid)
+
+    def _state_of(self, host: str) -> Path:
+        return self.folder / "state" / f"host-{host.removeprefix('h-')}"
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def inject(self, fault: str, host: str, *words: str) -> None:
+        """By the command line, when the monitor knows its ranks."""
+        where = ["--state-dir", str(self._state_of(host)), "--host", host]
+        with redirect_stderr(io.StringIO()):
+            self.wait_until(lambda: inject([fault, *where, *words]) == 0, f"inject {fault}", timeout_s=40)
+
+    def kill_host(self, host: str) -> None:
+        """All of it at once: monitor, launcher, ranks, agent."""
+        monitor, launcher = self.monitor(host), self.launcher(host)
+        self.kill(monitor, launcher, *monitor.children(recursive=True), *launcher.children(recursive=True))
+
+    def kill(self, *processes: psutil.Process) -> None:
+        """And waits for their ends."""
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        assert wait_ended(processes, timeout_s=20) == []
+
+    def bring_back(self) -> None:
+        """The host that was lost last; until the supervisor hears of it."""
+        self._back += 1
+        self.wait_until(lambda: self.job.text.count("starts it again") >= self._back, "the end of the host is seen")
+        heard = self.job.text.count(CONNECTED)
+        os.kill(self.job.pid, signal.SIGUSR2)
+        self.wait_until(lambda: self.job.text.count(CONNECTED) > heard, "the host is heard of again")
+
+    def close(self) -> None:
+        self.job.close()
