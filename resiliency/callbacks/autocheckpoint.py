@@ -37,6 +37,7 @@ from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.resume.rank_state import is_step_boundary
 from resiliency.preemption.shield import Shield
 from resiliency.preemption.signals import has_native_handler
+from resiliency.preemption.sources import metadata_address
 from resiliency.preemption.stop import end_process
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier
@@ -47,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 #: Of the checkpoint that is saved when the job goes.
 FILE_NAME = "preempted"
-GOOGLE_METADATA = "http://metadata.google.internal/computeMetadata/v1"
-_DMI = "/sys/class/dmi/id/product_name"
 #: Of what is left of the grace, the share in which the save must be committed; the rest is for slower tiers.
 _COMMIT_SHARE = 0.6
 
@@ -220,15 +219,12 @@ class SavesWhenPreempted(StepHooks):
             signals: tuple[int, ...] = ()
         else:
             signals = tuple(number for number in self._signals if _is_free(trainer, number))
-        server = self._metadata_server
-        if server == "auto":
-            server = GOOGLE_METADATA if _on_google_cloud() else None
         self._watch = NoticeWatch(
             trainer,
             grace_s=self._grace.total_seconds(),
             signals=signals,
             notice_file=self._notice_file,
-            metadata_server=server,
+            metadata_server=metadata_address(self._metadata_server),
             exit_code=self._exit_code,
         )
         close_when_left(self._watch, NoticeWatch.close)
@@ -447,14 +443,6 @@ def _is_free(trainer: Any, number: int) -> bool:
         return True
     logger.info("%s has a handler of its own, and is no notice", signal.Signals(number).name)
     return False
-
-
-def _on_google_cloud() -> bool:
-    try:
-        with open(_DMI) as file:
-            return "Google" in file.read(200)
-    except OSError:
-        return False
 
 
 _adapter = AdapterClass(__name__, "AutoCheckpointCallback", SavesWhenPreempted, base="callbacks:Callback")

@@ -86,6 +86,8 @@ async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
         folders=tuple(args.watch_folder) or (settings.state_dir,),
         min_free_bytes=int(args.min_free_gb * (1 << 30)),
         min_available_bytes=int(args.min_memory_gb * (1 << 30)),
+        notice_file=args.notice_file,
+        metadata_server="" if args.metadata_server == "none" else args.metadata_server,
     )
     names = [] if args.watchdog == ["none"] else args.watchdog
     watchdogs = [] if args.watchdog == ["none"] else make_watchdogs(names, watched)
@@ -133,12 +135,16 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="xid, ecc, disk, memory, a name of an installed one, or module:Class; may be given again; none: no"
-        " watchdogs (default: all four)",
+        help="xid, ecc, disk, memory, notice, a name of an installed one, or module:Class; may be given again; none: no"
+        " watchdogs (default: all five)",
     )
     parser.add_argument("--watch-folder", action="append", default=[], metavar="DIR", help="must be writable")
     parser.add_argument("--min-free-gb", type=float, default=1.0, metavar="GB", help="of each such folder (default: 1)")
     parser.add_argument("--min-memory-gb", type=float, default=0.25, metavar="GB", help="available (default: 0.25)")
+    parser.add_argument("--notice-file", default="", metavar="FILE", help="there while this host is to go")
+    parser.add_argument(
+        "--metadata-server", default="auto", metavar="URL", help="auto: Google's on a machine of Google's; none"
+    )
     parser.add_argument("--xid-source", default="", metavar="FILE", help="kernel messages (default: /dev/kmsg)")
     parser.add_argument("--ecc-source", default="", metavar="FILE", help="counters, for tests (default: the driver)")
     parser.add_argument("--reset-command", default="", metavar="WORDS", help="resets devices (default: nvidia-smi)")

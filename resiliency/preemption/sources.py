@@ -12,16 +12,74 @@ import urllib.parse
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["FileSource", "METADATA_KEYS", "MetadataSource"]
+__all__ = ["FileSource", "METADATA_KEYS", "MetadataSource", "metadata_address", "notice_of"]
 
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
+#: Google's, for :func:`metadata_address`, and where Linux says whose machine this is.
+_GOOGLE = "http://metadata.google.internal/computeMetadata/v1"
+_DMI = "/sys/class/dmi/id/product_name"
 #: What is asked of the server, and the answers that mean nothing is to happen.
 METADATA_KEYS = {"instance/preempted": ("FALSE", ""), "instance/maintenance-event": ("NONE", "")}
 #: The server answers after this many seconds when nothing has changed.
 _HANG_UP_S = 60
 _PAUSE_S = 5.0
+
+
+def metadata_address(server: str | None) -> str | None:
+    """Of the metadata server that is to be asked; None: none is.
+
+    Args:
+        server: its address; "auto": Google's, on a machine of Google's; None: none.
+    """
+    if server != "auto":
+        return server or None
+    try:
+        with open(_DMI) as file:
+            return _GOOGLE if "Google" in file.read(200) else None
+    except OSError:
+        return None
+
+
+def notice_of(address: str, *, timeout_s: float = 2.0) -> str:
+    """What the metadata server says now about the end of this machine, in words; "": it stays.
+
+    Blocks: up to ``timeout_s`` for each key.
+
+    Raises:
+        OSError, http.client.HTTPException: it does not answer, or not as it should.
+    """
+    split = urllib.parse.urlsplit(address)
+    if split.scheme != "http" or not split.hostname:
+        raise ValueError(_no_address(address))
+    for key, nothing in METADATA_KEYS.items():
+        connection = http.client.HTTPConnection(split.hostname, split.port, timeout=timeout_s)
+        try:
+            value, _ = _get(connection, f"{split.path.rstrip('/')}/{key}", key)
+        finally:
+            connection.close()
+        if value not in nothing:
+            return _words(key, value)
+    return ""
+
+
+def _no_address(address: str) -> str:
+    return f"{address!r} is no address of a metadata server, as http://metadata.google.internal/..."
+
+
+def _words(key: str, value: str) -> str:
+    return f"the metadata server, {key.rpartition('/')[2]}={value}"
+
+
+def _get(connection: http.client.HTTPConnection, path: str, key: str) -> tuple[str, str]:
+    """The value of a key, in capitals, and its etag."""
+    connection.request("GET", path, headers={"Metadata-Flavor": "Google"})
+    answer = connection.getresponse()
+    text = answer.read(4096).decode(errors="replace").strip()
+    if answer.status != 200:
+        raise http.client.HTTPException(f"HTTP {answer.status} for {key}")
+    return text.upper(), answer.headers.get("ETag", "0")
 
 
 class FileSource:
@@ -64,7 +122,7 @@ class MetadataSource:
     def __init__(self, address: str, told: Callable[[str], None]) -> None:
         self._address = urllib.parse.urlsplit(address)
         if self._address.scheme != "http" or not self._address.hostname:
-            raise ValueError(f"{address!r} is no address of a metadata server, as http://metadata.google.internal/...")
+            raise ValueError(_no_address(address))
         self._told = told
         self._closed = threading.Event()
         self._connections: dict[str, http.client.HTTPConnection] = {}
@@ -95,7 +153,7 @@ class MetadataSource:
                 continue
             self._silent = False
             if value not in METADATA_KEYS[key]:
-                self._told(f"the metadata server, {key.rpartition('/')[2]}={value}")
+                self._told(_words(key, value))
                 return
             # A server that does not know how to wait is asked once a second.
             self._closed.wait(max(0.0, began + _LOOK_EVERY_S - time.monotonic()))
@@ -110,12 +168,7 @@ class MetadataSource:
         try:
             query = f"?wait_for_change=true&timeout_sec={_HANG_UP_S}&last_etag={urllib.parse.quote(etag)}"
             path = f"{self._address.path.rstrip('/')}/{key}{query}"
-            connection.request("GET", path, headers={"Metadata-Flavor": "Google"})
-            answer = connection.getresponse()
-            text = answer.read(4096).decode(errors="replace").strip()
-            if answer.status != 200:
-                raise http.client.HTTPException(f"HTTP {answer.status} for {key}")
-            return text.upper(), answer.headers.get("ETag", "0")
+            return _get(connection, path, key)
         finally:
             connection.close()
 

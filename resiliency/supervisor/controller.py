@@ -51,6 +51,10 @@ _MOST_CLOSED, _SLACK = 2000, 200
 _GOODPUT_S = 60.0
 
 
+#: Of ranks that report steps while others have reported none: so many more, and the job has started. Ranks that train
+#: together cannot be so far apart; those that have none may not tell of theirs.
+_STEPS_AHEAD = 3
+
 #: Steps are counted over this long at least for how many a second makes. Hosts report a step apart, and within
 #: milliseconds: of two reports alone it would be a hundred a second.
 _PACE_S = 2.0
@@ -90,7 +94,8 @@ class _Seen:
     Attributes:
         placed: hosts that know their places.
         ended: hosts whose ranks have all finished.
-        step: the furthest of all.
+        stepped: hosts of which a rank has made a step.
+        step, first_step: the furthest of all, and the first that was told.
         progressed_s: when it was seen to grow last.
         steps_per_s: lately.
         paced_step, paced_s: since when that is counted.
@@ -99,7 +104,9 @@ class _Seen:
     epoch: int = 0
     placed: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
+    stepped: set[str] = field(default_factory=set)
     step: int = -1
+    first_step: int = -1
     began: bool = False
     progressed_s: float = -1.0
     steps_per_s: float = 0.0
@@ -294,9 +301,12 @@ class Controller:
             seen.ended.add(host)
         else:
             seen.ended.discard(host)
+        if step >= 0:
+            seen.stepped.add(host)
         if step >= 0 and (step > seen.step or not seen.began):
             # The first step of an epoch may be earlier than the last of the one before.
             if not seen.began:
+                seen.first_step = step
                 seen.paced_step, seen.paced_s = step, now_s
             elif now_s - seen.paced_s >= _PACE_S:
                 lately = (step - seen.paced_step) / (now_s - seen.paced_s)
@@ -775,10 +785,11 @@ class Controller:
             if step.kind is StepKind.PLACE and workload.epoch == plan.epoch and seen.placed.issuperset(plan.places):
                 plan = self._advance(plan, now_s)
                 continue
-            if step.kind is StepKind.PROGRESS and (seen.began or seen.ended.issuperset(plan.places)):
+            is_late = now_s - plan.step_since_s > step.timeout_s
+            if step.kind is StepKind.PROGRESS and (_has_started(seen, plan) or (is_late and seen.began)):
                 plan = self._advance(plan, now_s)
                 continue
-            if now_s - plan.step_since_s > step.timeout_s:
+            if is_late:
                 late = tuple(host for host in plan.places if host not in seen.placed)
                 problem = f"{step.kind} was not done within {step.timeout_s:.0f} s"
                 self._step_failed(plan, problem, late if step.kind is StepKind.PLACE else (), now_s, wall)
@@ -905,6 +916,10 @@ class Controller:
         self._plans[plan.number] = self._changes.plans[plan.number] = plan
         if known is None or known.places != plan.places:
             self._version += 1
+
+
+def _has_started(seen: _Seen, plan: Plan) -> bool:
+    return (seen.stepped | seen.ended).issuperset(plan.places) or seen.step >= seen.first_step + _STEPS_AHEAD
 
 
 def _takes(workload: Workload) -> tuple[object, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from resiliency.preemption.board import Board, own_connection
 from resiliency.preemption.notice import Notice
 from resiliency.preemption.signals import Signals
 from resiliency.preemption.sources import FileSource, MetadataSource
+from tests.metadata_server import Metadata, metadata_server  # noqa: F401 - a fixture
 from tests.ports import free_port
 
 SOON_S = 20.0
@@ -132,62 +132,12 @@ def test_a_file_is_told_once_and_closing_ends_the_looking(tmp_path: Path) -> Non
     assert len(told.all) == 1 and not other._thread.is_alive()
 
 
-class Metadata(http.server.ThreadingHTTPServer):
-    """As Google's: an answer when the value differs from the etag that is known, or after a time."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
-        self.values = {"preempted": "FALSE", "maintenance-event": "NONE"}
-        self.changed = threading.Condition()
-        self.asked: list[str] = []
-        self.fails = False
-
-    def set(self, key: str, value: str) -> None:
-        with self.changed:
-            self.values[key] = value
-            self.changed.notify_all()
-
-
-class _Answer(http.server.BaseHTTPRequestHandler):
-    server: Metadata
-
-    def do_GET(self) -> None:
-        key = self.path.partition("?")[0].rpartition("/")[2]
-        self.server.asked.append(self.path)
-        if self.headers["Metadata-Flavor"] != "Google" or self.server.fails:
-            self.send_error(503)
-            return
-        known = self.path.rpartition("last_etag=")[2]
-        with self.server.changed:
-            self.server.changed.wait_for(lambda: self.server.values[key] != known, 30)
-            value = self.server.values[key]
-        self.send_response(200)
-        self.send_header("ETag", value)
-        self.end_headers()
-        self.wfile.write(value.encode())
-
-    def log_message(self, *arguments: Any) -> None: ...
-
-
-@pytest.fixture
-def metadata() -> Iterator[Metadata]:
-    server = Metadata()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
 @pytest.mark.parametrize(
     ("key", "value"), [("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")]
 )
 def test_the_metadata_server_tells_at_once(key: str, value: str, metadata: Metadata) -> None:
     told = Told()
-    source = MetadataSource(f"http://127.0.0.1:{metadata.server_port}/computeMetadata/v1", told)
+    source = MetadataSource(metadata.address, told)
     try:
         metadata.set(key, value)
         assert told.wait() == [f"the metadata server, {key}={value}"]
@@ -203,7 +153,7 @@ def test_a_metadata_server_that_fails_is_said_once(
     monkeypatch.setattr("resiliency.preemption.sources._PAUSE_S", 0.01)
     metadata.fails = True
     told = Told()
-    source = MetadataSource(f"http://127.0.0.1:{metadata.server_port}/computeMetadata/v1", told)
+    source = MetadataSource(metadata.address, told)
     try:
         while len(metadata.asked) < 8:
             threading.Event().wait(0.01)

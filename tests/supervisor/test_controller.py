@@ -77,6 +77,55 @@ def test_a_job_does_not_start_smaller_because_one_host_was_faster_than_another()
     assert len(made.workload.places) == 3 and made.workload.epoch == 1
 
 
+def reports(job: Simulation, host: str, step: int) -> None:
+    job.controller.reported(host, "job", job.workload.epoch, job.now, step=step)
+    job.controller.look(job.now, job.now)
+
+
+def placed(**settings) -> Simulation:
+    """Ranks have their places, and none has made a step."""
+    made = Simulation(job(**settings), 3)
+    for host in made.hosts.values():
+        host.trains = False
+    made.until(
+        lambda: any(plan.step and plan.step.kind is StepKind.PROGRESS for plan in made.controller.active_plans())
+    )
+    return made
+
+
+def test_a_job_has_started_when_ranks_of_every_host_have_made_a_step() -> None:
+    job = placed()
+    for host in ("host-0", "host-1", "host-0"):
+        reports(job, host, 40)
+        assert job.workload.state is WorkloadState.REMEDYING
+    reports(job, "host-2", 40)
+    assert job.workload.state is RUNNING
+
+
+def test_a_job_of_which_one_host_alone_tells_of_steps_has_started_when_it_goes_on() -> None:
+    job = placed()
+    for step in (40, 41, 42):
+        reports(job, "host-1", step)
+        assert job.workload.state is WorkloadState.REMEDYING
+    reports(job, "host-1", 43)
+    assert job.workload.state is RUNNING
+
+
+def test_a_job_of_long_steps_has_started_by_the_end_of_the_time_for_it() -> None:
+    job = placed(start_timeout_s=20.0)
+    reports(job, "host-1", 40)
+    job.pass_time(25)
+    assert job.workload.state is RUNNING and remedies(job) == []
+
+
+def test_a_host_that_does_not_come_to_its_first_step_is_not_taken_for_started() -> None:
+    job = placed(start_timeout_s=20.0)
+    reports(job, "host-1", 40)
+    job.lose_worker("host-2")
+    job.until(lambda: len(job.controller.plans) == 2)
+    assert [plan.outcome for plan in job.controller.plans.values()][0] is Outcome.FAILED
+
+
 def test_a_lost_rank_is_replaced_in_the_job() -> None:
     job = started()
     job.lose_worker("host-1")

@@ -140,7 +140,7 @@ def test_one_that_hangs_is_not_asked_again_and_holds_nobody_up(caplog: pytest.Lo
 
 def test_those_of_a_name_that_is_not_known_are_refused() -> None:
     settings = WatchdogSettings(folders=("/tmp",))
-    assert [each.name for each in make_watchdogs([], settings)] == ["xid", "ecc", "disk", "memory"]
+    assert [each.name for each in make_watchdogs([], settings)] == ["xid", "ecc", "disk", "memory", "notice"]
     (made,) = make_watchdogs([f"{__name__}:Scripted"], settings)
     assert made.name == "scripted"
     for name, said in [

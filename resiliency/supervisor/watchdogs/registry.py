@@ -19,6 +19,7 @@ from resiliency.supervisor.watchdogs.base import Finding, Watchdog, WatchdogRunn
 from resiliency.supervisor.watchdogs.disk import DiskWatchdog
 from resiliency.supervisor.watchdogs.ecc import EccWatchdog
 from resiliency.supervisor.watchdogs.memory import MemoryWatchdog
+from resiliency.supervisor.watchdogs.notice import NoticeWatchdog
 from resiliency.supervisor.watchdogs.xid import XidWatchdog
 
 __all__ = ["ENTRY_POINTS", "WatchdogSettings", "Watchdogs", "make_watchdogs"]
@@ -42,6 +43,8 @@ class WatchdogSettings:
         folders: that must be writable.
         min_free_bytes: of each folder.
         min_available_bytes: of memory, of the host and of its control group.
+        notice_file: that is there while the host is to go; "": none.
+        metadata_server: see :class:`~resiliency.supervisor.watchdogs.notice.NoticeWatchdog`.
     """
 
     xid_source: str = ""
@@ -49,6 +52,8 @@ class WatchdogSettings:
     folders: tuple[str, ...] = ()
     min_free_bytes: int = 1 << 30
     min_available_bytes: int = 1 << 28
+    notice_file: str = ""
+    metadata_server: str = "auto"
 
 
 def _builtin(settings: WatchdogSettings) -> dict[str, Callable[[], Watchdog]]:
@@ -57,6 +62,7 @@ def _builtin(settings: WatchdogSettings) -> dict[str, Callable[[], Watchdog]]:
         "ecc": lambda: EccWatchdog(settings.ecc_source),
         "disk": lambda: DiskWatchdog(settings.folders, min_free_bytes=settings.min_free_bytes),
         "memory": lambda: MemoryWatchdog(min_available_bytes=settings.min_available_bytes),
+        "notice": lambda: NoticeWatchdog(settings.notice_file, settings.metadata_server),
     }
 
 

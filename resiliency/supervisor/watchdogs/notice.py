@@ -1,0 +1,54 @@
+"""A machine that was told to go: by a file, or by the metadata server of Google's cloud."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+
+from resiliency.preemption.sources import metadata_address, notice_of
+from resiliency.supervisor.watchdogs.base import Finding, Watchdog
+
+__all__ = ["NoticeWatchdog"]
+
+logger = logging.getLogger(__name__)
+
+
+class NoticeWatchdog(Watchdog):
+    """The host gets no ranks while its notice stands: those that save and leave on it would be started there again, and
+    leave again. A maintenance that is over, or a file that is removed, gives it back.
+
+    Args:
+        file: path that is there while the host is to go; "": none.
+        metadata_server: address of it, "auto": Google's on a machine of Google's; "": none.
+    """
+
+    name = "notice"
+    interval_s = 2.0
+    deadline_s = 10.0
+    cooldown_s = 60.0
+
+    def __init__(self, file: str = "", metadata_server: str = "auto") -> None:
+        self._file, self._server = file, metadata_address(metadata_server)
+        self._unheard = False
+
+    def look(self) -> list[Finding]:
+        words = [f"the file {self._file}"] if self._file and os.path.lexists(self._file) else []
+        if said := self._ask():
+            words.append(said)
+        return [Finding(code=word, detail=f"the machine is told to go: {word}") for word in words]
+
+    def _ask(self) -> str:
+        if self._server is None:
+            return ""
+        try:
+            said = notice_of(self._server)
+        except (OSError, http.client.HTTPException) as error:
+            if not self._unheard:  # and it is asked as often as before: notices are short
+                logger.warning(
+                    "the metadata server %s does not answer (%r): its notices are not seen", self._server, error
+                )
+            self._unheard = True
+            return ""
+        self._unheard = False
+        return said
