@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 import tests.entry_points  # noqa: F401  before anything imports Lightning
-from tests.agent_forks import VARIABLE, AgentForks
 
 if TYPE_CHECKING:
     from resiliency.testing.zygote import Zygote
@@ -179,7 +178,7 @@ def _threads() -> set[threading.Thread]:
 
 def _children() -> set[psutil.Process]:
     found = set()
-    for pid in [*_child_pids("self"), *(pid for forks in _forks for pid in _child_pids(str(forks.pid)))]:
+    for pid in _child_pids():
         try:
             child = psutil.Process(pid)
             if not any(helper in " ".join(child.cmdline()) for helper in SESSION_HELPERS):
@@ -189,14 +188,13 @@ def _children() -> set[psutil.Process]:
     return found
 
 
-def _child_pids(process: str) -> list[int]:
+def _child_pids() -> list[int]:
     """From the kernel's own lists: psutil reads every process of the machine, which cost half a minute a run."""
-    tasks = Path("/proc", process, "task")
     try:
-        lists = [Path(tasks, task, "children").read_text() for task in os.listdir(tasks)]
+        lists = [Path("/proc/self/task", task, "children").read_text() for task in os.listdir("/proc/self/task")]
         return [int(pid) for pids in lists for pid in pids.split()]
     except (FileNotFoundError, ProcessLookupError):  # a kernel without these lists, or a thread that ended just now
-        return [child.pid for child in psutil.Process(None if process == "self" else int(process)).children()]
+        return [child.pid for child in psutil.Process().children()]
 
 
 def _shm() -> set[Path]:
@@ -281,22 +279,3 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
     with make_zygote(tmp_path_factory.mktemp("zygote") / "log") as made:
         yield made
-
-
-#: Whose children are looked after as if they were of this process.
-_forks: list[AgentForks] = []
-
-
-@pytest.fixture(scope="session")
-def agent_forks() -> Iterator[AgentForks]:
-    made = AgentForks()
-    _forks.append(made)
-    yield made
-    _forks.remove(made)
-    made.close()
-
-
-@pytest.fixture
-def forked_agents(agent_forks: AgentForks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents that this test's processes start are forks; see :mod:`tests.agent_forks`."""
-    monkeypatch.setenv(VARIABLE, agent_forks.address)

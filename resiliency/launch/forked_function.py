@@ -21,14 +21,7 @@ __all__ = ["call_in_fork", "run_function"]
 
 
 def call_in_fork(
-    function: str,
-    arguments: Sequence[str],
-    *,
-    words: Sequence[str],
-    path: Sequence[str],
-    output: int,
-    extra: int,
-    address: str = "",
+    function: str, arguments: Sequence[str], *, words: Sequence[str], path: Sequence[str], output: int, extra: int
 ) -> bool:
     """Asks the launcher to call ``function([*arguments, str(extra)])`` in a new process, as an interpreter that this
     process starts in a session of its own would. False where there is no launcher. Blocks: no.
@@ -42,9 +35,8 @@ def call_in_fork(
         path: ``sys.path`` of the process.
         output: file descriptor of its standard output and error.
         extra: a file descriptor that it gets, under another number.
-        address: of who forks; "": of the launcher.
     """
-    address = address or all_variables().get(LAUNCHER_VARIABLE, "")
+    address = all_variables().get(LAUNCHER_VARIABLE, "")
     if not address:
         return False
     request = {

@@ -11,7 +11,7 @@ from resiliency import faultpoints
 
 
 @pytest.fixture(autouse=True)
-def small_and_quiet(forked_agents: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

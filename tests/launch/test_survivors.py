@@ -256,8 +256,13 @@ def test_ranks_that_wait_for_a_dead_one_in_a_collective_leave_it(launch: Any, tm
 
         main()
     """
-    job = launch(script, "--nproc-per-node", 4, "--max-restarts", 4, "--crash-loop", 0)
-    assert job.wait() == 0, job.text
+    for _ in range(2):
+        job = launch(script, "--nproc-per-node", 4, "--max-restarts", 4, "--crash-loop", 0)
+        assert job.wait() == 0, job.text
+        if "cannot be interrupted" not in job.text:
+            break
+        # Gloo has left one waiting for good, as in one of 200 kills (see peer_connections), and it was replaced. It must
+        # not do so twice.
     # Each rank died once, and stayed in all other attempts.
     assert [len(set(pids)) for pids in _processes(job.text).values()] == [2, 2, 2, 2], job.text
 
@@ -758,9 +763,7 @@ def test_nothing_interrupts_a_rank_whose_leaving_was_interrupted_itself(
 
     def function() -> None:
         send(launcher, {"kind": "leave", "number": -1})
-        with rank._changed:
-            rank._changed.wait_for(rank._is_to_leave, 60)
-        raise RuntimeError("gloo: connection closed by peer")
+        threading.Event().wait(60)  # is interrupted; with a lock of the rank's it would keep that for good
 
     with pytest.raises(KeyboardInterrupt):
         rank.run(function)
