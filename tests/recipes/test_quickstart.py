@@ -215,7 +215,7 @@ def test_each_thing_is_told_once_and_when_it_happens() -> None:
 def test_killed_training_ends_with_the_weights_of_the_undisturbed_one_and_outlives_hosts(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "recipes.quickstart.demo", "--dir", str(tmp_path / "demo"), "--seed", "1"]
     options = ["--steps", "18", "--every", "3", "--kills", "2", "--deadline", "250"]
-    options += ["--hosts", "2", "--between", "4", "--quarantine", "0.5", "--dwell", "1"]
+    options += ["--hosts", "2", "--between", "4", "--quarantine", "0.5", "--dwell", "5"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
     result = subprocess.run([*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540)
     assert result.returncode == 0, result.stdout + result.stderr
