@@ -158,6 +158,8 @@ class Hosts:
         self.period_s = period_s
         self.hosts: dict[str, Host] = {}
         self.epochs: dict[str, int] = {}
+        #: Monotonic seconds, which all processes of a machine share, when a host was told of another place last.
+        self.told_s = 0.0
         #: From a report until it is known to be handled.
         self.times: list[float] = []
         #: A workload and epoch of which a host is gone, so that nobody there makes a step.
@@ -168,6 +170,7 @@ class Hosts:
 
     def placed(self, host: Host) -> None:
         self.epochs[host.name] = host.place["epoch"] if host.place else 0
+        self.told_s = time.monotonic()
 
     async def begin(self, address: tuple[str, int], names: list[str], ranks: int) -> None:
         loop = asyncio.get_running_loop()
@@ -193,6 +196,8 @@ class Hosts:
         if words[0] == "times":
             times, self.times = self.times, []
             return json.dumps([round(one, 6) for one in times])
+        if words[0] == "told":
+            return json.dumps(self.told_s)
         return "done"
 
 

@@ -121,6 +121,7 @@ def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, begin_ag
     import signal
 
     from resiliency.supervisor.event_log import EventLog
+    from resiliency.supervisor.garbage import collected_by_the_clock
     from resiliency.supervisor.model import WorkloadState
     from resiliency.supervisor.server import Supervisor
 
@@ -145,7 +146,8 @@ def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, begin_ag
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.stop)
-        await supervisor.run()
+        async with collected_by_the_clock():
+            await supervisor.run()
         return all(each.state is WorkloadState.COMPLETED for each in supervisor.ended or ())
 
     try:
