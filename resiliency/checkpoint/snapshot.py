@@ -53,7 +53,6 @@ from resiliency.checkpoint.copy_sources import ChangeWatch, CopyTask, Sources
 from resiliency.errors import Timeout, TornSnapshot
 from resiliency.spans import Recorder, traced
 from resiliency.storage.blocks import Blocks, new_digest
-from resiliency.storage.shared_files import write_zeros
 
 __all__ = ["HELPER_S", "Job", "Snapshot"]
 
@@ -329,10 +328,8 @@ class Snapshot:
         """See :func:`_copy` for what is returned."""
         slot, sources = self.slot, self.sources
         assert sources is not None and slot is not None  # while a block is left
-        by_writes = slot.writes_only or (by_writes and slot.small_pages)
+        by_writes = slot.writes_only or slot.fresh or (by_writes and slot.small_pages)
         start, end = self.job.blocks.bounds(index)
-        if slot.fresh and not slot.in_memory and not slot.writes_only:
-            write_zeros(slot.fd, start, end)
         digest = new_digest()
         cost = _copy(sources.within(start, end), slot.address, slot.fd if by_writes else None, digest)
         self.digests[index] = digest.hexdigest()
