@@ -65,6 +65,12 @@ def shard(tmp_path: Path, nbytes: int = SIZE) -> Path:
     return path
 
 
+def save(pool: Pool, nbytes: int = SIZE) -> None:
+    """One that takes a file that is ready."""
+    os.unlink(os.path.join(pool._folder, pool.files[-1]))
+    pool.saved(nbytes)
+
+
 def holds_mark(message: FileReady) -> bool:
     return Path(message.path).read_bytes().startswith(MARK)
 
@@ -80,19 +86,47 @@ def test_files_are_prepared_up_to_two_and_announced_to_every_rank_of_the_host(ma
         assert found.st_blocks * 512 >= SIZE, "its blocks are not allocated: a full disk would be SIGBUS"
 
 
-@pytest.mark.parametrize(("durable", "kept"), [(True, 2), (False, 1)])
-def test_two_files_are_there_for_the_first_saves_and_on_a_ramdisk_one_for_later_ones(
-    durable: bool, kept: int, make: Callable[..., Pool]
+@pytest.mark.parametrize("durable", [True, False])
+def test_two_files_are_there_for_the_first_saves_and_one_for_later_ones(
+    durable: bool, make: Callable[..., Pool]
 ) -> None:
+    """Another one would be made beside the second save, on the same cores."""
     pool = make(durable=durable)
     pool.prepare(count=9)
     assert len(pool.files) == 2
-    for left in (kept, kept):
-        os.unlink(os.path.join(pool._folder, pool.files[-1]))  # a save takes it
+    for _ in range(3):
+        save(pool)
+        pool.refill()
+        pool.settle()
+        assert len(pool.files) == 1
+
+
+@pytest.mark.parametrize(("durable", "kept"), [(True, 2), (False, 1)])
+def test_two_files_are_kept_once_a_save_has_found_none_but_not_on_a_ramdisk(
+    durable: bool, kept: int, make: Callable[..., Pool]
+) -> None:
+    pool = make(durable=durable)
+    pool.prepare(count=1)
+    save(pool)
+    pool.saved(SIZE)  # the next one comes before the pool has looked
+    for _ in range(3):
+        pool.refill()
+        pool.settle()
+        assert len(pool.files) == kept
+        save(pool)
+
+
+def test_a_save_whose_record_comes_late_has_not_lacked_a_file(make: Callable[..., Pool]) -> None:
+    pool = make()
+    pool.prepare(count=1)
+    for _ in range(3):
+        os.unlink(os.path.join(pool._folder, pool.files[-1]))
+        pool.refill(unless_taken=True)  # another step has become durable meanwhile
+        pool.settle()
         pool.saved(SIZE)
         pool.refill()
         pool.settle()
-        assert len(pool.files) == left
+        assert len(pool.files) == 1
 
 
 @pytest.mark.parametrize("usable", [True, False])
@@ -181,28 +215,31 @@ def test_files_that_are_too_small_for_the_next_saves_give_way_and_larger_ones_st
     assert pool.files == large
 
 
+@pytest.mark.parametrize("kept", [1, 2])
 def test_no_new_file_is_made_while_that_of_a_step_is_about_to_come(
-    make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: int, make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each save would else fill a file with zeros, and delete another one."""
     pool = make()
-    pool.prepare()
+    if kept == 2:
+        pool.saved(SIZE)  # it has found none
+    pool.prepare(count=kept)
+    assert len(pool.files) == kept
     made: list[int] = []
     monkeypatch.setattr(file_pool, "write_zeros", lambda *arguments, **named: made.append(1))
     for _ in range(3):
-        pool.saved(SIZE)
-        os.unlink(os.path.join(pool._folder, pool.files[-1]))  # a save takes it
+        save(pool)
         pool.refill(more_to_come=True)
         pool.settle()
-        assert len(pool.files) == 1 and made == []
+        assert len(pool.files) == kept - 1 and made == []
         pool.use_again(str(shard(tmp_path)))
         pool.settle()
-        assert len(pool.files) == 2 and made == [], "the file of the step"
+        assert len(pool.files) == kept and made == [], "the file of the step"
     for name in pool.files:
         os.unlink(os.path.join(pool._folder, name))
     pool.refill(more_to_come=True)
     pool.settle()
-    assert len(pool.files) == 1 and made, "the next save has none"
+    assert len(pool.files) == kept - 1 and bool(made) == (kept == 2), "where saves follow fast, the next one has none"
 
 
 def test_what_a_save_has_just_taken_is_not_replaced_by_a_new_file_until_it_is_durable(
