@@ -15,6 +15,10 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+
+if __name__ == "__main__" and not __package__:  # started by its path: its own folder is not where `recipes` is found
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from recipes.benchmark.figures import best_of, rows_of, table_of
 from recipes.benchmark.measure import WRITERS, measure

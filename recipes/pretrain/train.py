@@ -21,6 +21,9 @@ import psutil
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+if __name__ == "__main__" and not __package__:  # started by its path: its own folder is not where `recipes` is found
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 from recipes.pretrain.callbacks import make_callbacks
 from recipes.pretrain.checkpointing import checkpoint_folder, make_checkpoint_io
 from recipes.pretrain.checks import memory_problem, problems, settle

@@ -13,6 +13,9 @@ from types import FrameType
 
 from rich.console import Console
 
+if __name__ == "__main__" and not __package__:  # started by its path: its own folder is not where `recipes` is found
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 from recipes.quickstart.compare import compare
 from recipes.quickstart.narrate import narrate, story_table
 from recipes.quickstart.story import Chapter

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
+
+if __name__ == "__main__" and not __package__:  # started by its path: its own folder is not where `recipes` is found
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from recipes.quickstart.data import ByteWindows, read_corpus
 from recipes.quickstart.model import TinyGPT

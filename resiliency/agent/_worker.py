@@ -18,12 +18,12 @@ class Worker:
     """Runs submitted jobs one after another. Thread: submit from any; jobs run on this worker's own thread.
 
     Args:
-        background: with the lowest priority, so that the work takes only time nobody else wants.
+        nice: of its thread, 0 to 19. With 19 the work takes only time nobody else wants.
     """
 
-    def __init__(self, name: str, *, background: bool = False) -> None:
+    def __init__(self, name: str, *, nice: int = 0) -> None:
         self._name = name
-        self._background = background
+        self._nice = nice
         self._jobs: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._running = False
@@ -57,8 +57,8 @@ class Worker:
         return True
 
     def _run(self) -> None:
-        if self._background:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread only, on Linux
+        if self._nice:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # of this thread only, on Linux
         while True:
             with self._wake:
                 while not self._jobs and not self._closed:

@@ -58,7 +58,7 @@ class FilePool:
         self._traces = traces or Traces(notify)
         self._folder = os.path.join(config.local.address, META_DIR, config.run, FILES_DIR)
         self._prefix = f"{config.node}-a{config.attempt:04d}-{config.token}-{config.local_ranks[0]}-"
-        self._worker = Worker("resiliency-agent-files", background=True)
+        self._worker = Worker("resiliency-agent-files", nice=19)
         self._ready: dict[str, FileReady] = {}  # by path
         self._used: list[str] = []  # files of deleted steps
         self._number = 0
