@@ -41,8 +41,8 @@ _MADV_DONTFORK = 10
 _MADV_POPULATE_WRITE = 23
 #: Bytes whose pages are made at once.
 _POPULATE = 16 << 20
-#: Of the thread that does it. It is 60 ms of work per GiB, which with 19, beside a model that computes on all cores, took
-#: longer than the second until the next save; a copy into pages that are not mapped takes 200 ms longer.
+#: Of the thread that does it. It is 60 ms of work per GiB, which with 19, beside a model that computes on all cores,
+#: took longer than the second until the next save; a copy into pages that are not mapped takes 200 ms longer.
 _NICE = 5
 _MOST_PREPARED = 8
 
