@@ -70,6 +70,7 @@ TensorBoardOption = Annotated[
 
 #: As of the other commands: wrong arguments, or a path where there is no log.
 _WRONG = 2
+_NOTHING_LEFT = "--since, --until and --exclude leave nothing of the run"
 
 
 def _fail(message: str) -> NoReturn:
@@ -153,9 +154,11 @@ def _ledgers(
         )
         for facts in chosen
     ]
-    if looked_at and not any(ledger.wall_us for ledger in ledgers):
-        _fail("--since, --until and --exclude leave nothing of the run")
     return ledgers
+
+
+def _leave_nothing(windows: Windows, ledgers: list[Ledger]) -> bool:
+    return bool(windows) and not any(ledger.wall_us for ledger in ledgers)
 
 
 def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None) -> list[dict[str, Any]]:
@@ -197,6 +200,8 @@ def report(
     windows, end = _windows(since, until, exclude)
     reader = _read([*(log or []), *(more or [])])
     ledgers = _ledgers(reader, run, end, capacity, gpus_per_rank, windows, reference_step_time)
+    if _leave_nothing(windows, ledgers):
+        _fail(_NOTHING_LEFT)
     summaries = _summaries(reader, ledgers, reference_step_time)
     if html is not None:
         _write_page(html, list(zip(summaries, ledgers, strict=True)))
@@ -283,6 +288,8 @@ def compare(
     for path, run in ((a, run_a), (b, run_b)):
         reader = _read([path])
         ledgers = _ledgers(reader, run, end, capacity, gpus_per_rank, windows, reference_step_time)
+        if _leave_nothing(windows, ledgers):
+            _fail(_NOTHING_LEFT)
         if len(ledgers) > 1:
             _fail(
                 f"{path} holds several runs ({', '.join(ledger.run for ledger in ledgers)}); choose with --run-a or"
@@ -306,12 +313,15 @@ def watch(
     rounds: Annotated[
         int, typer.Option("--rounds", min=0, help="Stop after this many refreshes; 0: until Ctrl-C.")
     ] = 0,
+    reference_step_time: ReferenceOption = None,
+    since: SinceOption = None,
+    exclude: ExcludeOption = None,
     capacity: CapacityOption = None,
     gpus_per_rank: GpusOption = 1,
     prometheus: PrometheusOption = None,
     tensorboard: TensorBoardOption = None,
 ) -> None:
-    """Show the account of a running job and refresh it."""
+    """Show the account of a running job and refresh it. With --since -1h it is that of the last hour."""
     from rich.console import Group
     from rich.live import Live
 
@@ -319,6 +329,7 @@ def watch(
     from resiliency.goodput.table import render
     from resiliency.telemetry.reader import LogReader, find_logs
 
+    windows, _ = _windows(since, "last", exclude)
     paths = [*(log or []), *(more or [])]
     missing = [path for path in paths if not path.exists()]
     if missing:
@@ -336,14 +347,17 @@ def watch(
             except ResiliencyError as error:
                 live.update(f"waiting for a log: {error}", refresh=True)
             if reader.collector.runs:
-                ledgers = _ledgers(reader, run, None, capacity, gpus_per_rank)
+                ledgers = _ledgers(reader, run, None, capacity, gpus_per_rank, windows, reference_step_time)
                 if any(ledger.timings and ledger.timings[-1].outcome == "open" for ledger in ledgers):
                     # The job runs, so the time since its last event counts too; a host's clock may be ahead of ours.
                     now = max(time.time(), *(ledger.end for ledger in ledgers))
-                    ledgers = _ledgers(reader, run, now, capacity, gpus_per_rank)
-                summaries = _summaries(reader, ledgers, None)
-                live.update(Group(*(render(summary) for summary in summaries)), refresh=True)
-                gauges.write(summaries)
+                    ledgers = _ledgers(reader, run, now, capacity, gpus_per_rank, windows, reference_step_time)
+                if _leave_nothing(windows, ledgers):
+                    live.update("waiting: --since and --exclude leave nothing of the run so far", refresh=True)
+                else:
+                    summaries = _summaries(reader, ledgers, reference_step_time)
+                    live.update(Group(*(render(summary) for summary in summaries)), refresh=True)
+                    gauges.write(summaries)
             looked += 1
             if rounds and looked >= rounds:
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,32 @@ def test_the_command_line_takes_times_and_offsets(tmp_path: Path) -> None:
     ):
         wrong = CliRunner().invoke(app, ["report", str(tmp_path), *options])
         assert wrong.exit_code == 2 and message in wrong.output
+
+
+def test_watch_shows_the_part_that_is_asked_for_and_waits_while_there_is_none(tmp_path: Path) -> None:
+    """A running job may be shorter yet than the hour that is asked for."""
+    (tmp_path / "log").mkdir()
+    two_halves().write(tmp_path / "log")
+    gauges = tmp_path / "gauges.prom"
+
+    def watch(*options: str) -> str:
+        words = ["watch", str(tmp_path / "log"), "--rounds", "1", "--prometheus", str(gauges), *options]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    def goodput() -> float:
+        (line,) = re.findall(r"^resiliency_goodput_ratio\{.*\} (\S+)$", gauges.read_text(), re.MULTILINE)
+        return float(line)
+
+    watch()
+    whole = goodput()
+    watch("--since", "30s", "--exclude", "2m10s..")
+    assert whole < goodput() == 1
+    watch("--reference-step-time", "0.5")  # half of what a step takes
+    assert goodput() < whole
+    gauges.unlink()
+    assert "waiting: --since and --exclude leave nothing of the run so far" in watch("--since", "5h")
+    assert not gauges.exists()
+    wrong = CliRunner().invoke(app, ["watch", str(tmp_path), "--rounds", "1", "--since", "soon"])
+    assert wrong.exit_code == 2 and "neither an ISO time" in wrong.output
