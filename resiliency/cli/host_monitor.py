@@ -48,6 +48,7 @@ def main(words: Sequence[str]) -> int:
 async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
     import aiohttp  # noqa: F401  here, so that its absence is said before anything is started
 
+    from resiliency.supervisor.addresses import supervisor_urls
     from resiliency.supervisor.connection import ConnectionSettings
     from resiliency.supervisor.host_monitor import HostMonitor
     from resiliency.supervisor.monitor_settings import MonitorSettings, launcher_command
@@ -55,7 +56,7 @@ async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
 
     host = args.host or environment().node
     connection = ConnectionSettings(
-        url=args.supervisor,
+        urls=supervisor_urls(args.supervisor or [environment().supervisor]),
         token_file=args.token_file,
         ca_file=args.ca,
         cert_file=args.cert,
@@ -110,7 +111,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Keeps one launcher on this host, and does with it what the supervisor wants.",
         allow_abbrev=False,
     )
-    parser.add_argument("--supervisor", required=True, metavar="URL", help="https://HOST:PORT of the supervisor")
+    parser.add_argument(
+        "--supervisor",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="https://HOST:PORT of the supervisor; of several with one state file each, given again or with commas"
+        " between (default: RESILIENCY_SUPERVISOR)",
+    )
     parser.add_argument("--token-file", default="", metavar="FILE", help="file with the token of this host")
     parser.add_argument("--host", default="", metavar="NAME", help="name of this host (default: the node's name)")
     parser.add_argument("--address", default="", metavar="ADDRESS", help="that other hosts reach this one by")
