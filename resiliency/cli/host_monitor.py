@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
         words: of the command line, behind ``host-monitor``.
 
     Returns:
-        Exit status: 0 it was told to end, or its workload is completed; 2 wrong arguments, or another monitor runs.
+        Exit status: 0 it was told to end, or all workloads have ended; 2 wrong arguments, or another monitor runs.
     """
     parser = _parser()
     args = parser.parse_args(list(words))
@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stop-timeout", type=float, default=120.0, metavar="SECONDS", help="for ranks to save after SIGTERM (120)"
     )
-    parser.add_argument("--exit-when-completed", action="store_true", help="end when the workload has finished")
+    parser.add_argument("--exit-when-completed", action="store_true", help="end when all workloads of the supervisor have ended")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
