@@ -162,7 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stop-timeout", type=float, default=120.0, metavar="SECONDS", help="for ranks to save after SIGTERM (120)"
     )
-    parser.add_argument("--exit-when-completed", action="store_true", help="end when all workloads of the supervisor have ended")
+    parser.add_argument(
+        "--exit-when-completed", action="store_true", help="end when all workloads of the supervisor have ended"
+    )
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
