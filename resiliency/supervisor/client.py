@@ -35,7 +35,7 @@ class OperatorClient:
     """
 
     def __init__(self, *urls: str, token: str = "", ca: str = "", cert: str = "", key: str = "") -> None:
-        self._urls, self._token = supervisor_urls(urls), token
+        self._urls, self._token, self._cert = supervisor_urls(urls), token, cert
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if any(url.startswith("https:") for url in self._urls):
             try:
@@ -97,11 +97,18 @@ class OperatorClient:
             why = getattr(error, "reason", error)
             raise _NotHere(
                 f"no supervisor answers at {url}: {why}. Training goes on without it; see whether its process"
-                " runs, and whether --supervisor is its address"
+                f" runs, and whether --supervisor is its address{self._hint(url, error)}"
             ) from error
         if not isinstance(found, dict):
             raise AgentError(f"{url} answers, and is no supervisor")
         return found
+
+    def _hint(self, url: str, error: Exception) -> str:
+        """Who shows no certificate where one is asked for is often cut off without a reason."""
+        is_cut = isinstance(error, (ConnectionError, ssl.SSLError, http.client.HTTPException))
+        if not url.startswith("https:") or self._cert or not is_cut:
+            return ""
+        return ". If its tls has a client_ca it wants a certificate of yours: --cert FILE --key FILE"
 
 
 class _NotHere(AgentError):

@@ -134,7 +134,7 @@ async def open_where_one_leads(
                 problems[running.pop(task)] = problem
     finally:
         await _give_up(running)
-    words = {url: words_of(problems[url]) for url in urls}
+    words = {url: words_of(problems[url]) + _hint(url, problems[url]) for url in urls}
     text = words[urls[0]] if len(urls) == 1 else "; ".join(f"{url}: {words[url]}" for url in urls)
     raise NoLeader(text, stands_by=any(_stands_by(each) for each in problems.values()))
 
@@ -147,6 +147,16 @@ async def _give_up(tasks: Iterable[asyncio.Task[OpenConnection]]) -> None:
     for found in await asyncio.gather(*given_up, return_exceptions=True):
         if isinstance(found, OpenConnection):
             await found.close(farewell=False)
+
+
+def _hint(url: str, problem: BaseException) -> str:
+    """Who shows no certificate that is signed as it should be is cut off without a reason."""
+    import aiohttp
+
+    is_cut = isinstance(problem, (aiohttp.ServerDisconnectedError, ConnectionError))
+    if not url.startswith("https:") or not is_cut:
+        return ""
+    return ": if its tls has a client_ca, this host needs a certificate that is signed by it (--cert, --key)"
 
 
 def _stands_by(problem: BaseException) -> bool:

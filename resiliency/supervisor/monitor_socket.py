@@ -92,7 +92,7 @@ class MonitorSocket:
                 " install the same version of the library on both"
             )
         if not Authority.may_speak_for(self._patterns, hello.host):
-            raise Forged(f"this token is not that of a host named {hello.host[:80]!r}")
+            raise Forged(f"this token or certificate is not that of a host named {hello.host[:80]!r}")
         if not 0 < len(hello.incarnation) <= 200:
             raise Forged("an incarnation is a random text of 1 to 200 characters")
         service = self._service()
