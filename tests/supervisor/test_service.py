@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -120,8 +121,11 @@ def test_hosts_whose_workloads_have_ended_leave_but_for_all_that_were_stopped(tm
     run(work)
 
 
-def test_a_workload_that_was_added_to_the_file_keeps_hosts_from_the_beginning(tmp_path: Path) -> None:
+def test_a_workload_that_was_added_to_the_file_keeps_hosts_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is not stored yet when the hosts of the one that is completed come again."""
+    disk, commit = threading.Event(), Store.commit
 
     async def work() -> None:
         async with leading(settings(tmp_path, job(replicas=1))) as supervisor:
@@ -129,9 +133,13 @@ def test_a_workload_that_was_added_to_the_file_keeps_hosts_from_the_beginning(tm
                 await until(lambda: is_running(supervisor))
                 a.ended = True
                 await until(lambda: a.desired.completed)
+        monkeypatch.setattr(Store, "commit", lambda *given: disk.wait(10) and commit(*given))
         async with leading(settings(tmp_path, job(replicas=1), job(name="more", replicas=1))) as supervisor:
-            assert supervisor.service is not None and not supervisor.service._all_is_done()
             async with FakeMonitor(url_of(supervisor), "a") as a:
+                try:
+                    await until(lambda: a.desires)
+                finally:
+                    disk.set()
                 await until(lambda: a.place is not None and a.place.workload == "more")
                 assert not any(each.completed for each in a.desires)
 
