@@ -82,6 +82,7 @@ class Environment:
         rank_monitor: a rank monitor of NVRx's ``ft_launcher`` waits for this rank (``FT_RANK_MONITOR_IPC_SOCKET``).
         local_dir: folder of the fast local tier (``RESILIENCY_LOCAL_DIR``), None: chosen by the caller.
         file_tracking: True when ``GOODPUT_USE_FILE_TRACKING`` is set (to anything, as the older library reads it).
+        supervisor: addresses of the supervisor, with commas between (``RESILIENCY_SUPERVISOR``); "": none is named.
         launch: the job and whether this is a restart of it, as the launchers say, see :func:`_launch`.
         faults: fault points to trip, for tests (``RESILIENCY_FAULTS``), see :mod:`resiliency.faultpoints`.
     """
@@ -99,6 +100,7 @@ class Environment:
     rank_monitor: bool
     local_dir: str | None
     file_tracking: bool
+    supervisor: str
     launch: Launch
     faults: str
 
@@ -186,6 +188,7 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         rank_monitor=bool(source.get("FT_RANK_MONITOR_IPC_SOCKET")),
         local_dir=source.get("RESILIENCY_LOCAL_DIR") or None,
         file_tracking="GOODPUT_USE_FILE_TRACKING" in source,
+        supervisor=source.get("RESILIENCY_SUPERVISOR", ""),
         launch=_launch(source),
         faults=source.get("RESILIENCY_FAULTS", ""),
     )

@@ -24,7 +24,7 @@ def main(words: Sequence[str]) -> int:
         words: of the command line, behind ``host-monitor``.
 
     Returns:
-        Exit status: 0 it was told to end, or its workload is completed; 2 wrong arguments, or another monitor runs.
+        Exit status: 0 it was told to end, or all workloads have ended; 2 wrong arguments, or another monitor runs.
     """
     parser = _parser()
     args = parser.parse_args(list(words))
@@ -48,6 +48,7 @@ def main(words: Sequence[str]) -> int:
 async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
     import aiohttp  # noqa: F401  here, so that its absence is said before anything is started
 
+    from resiliency.supervisor.addresses import supervisor_urls
     from resiliency.supervisor.connection import ConnectionSettings
     from resiliency.supervisor.host_monitor import HostMonitor
     from resiliency.supervisor.monitor_settings import MonitorSettings, launcher_command
@@ -55,7 +56,7 @@ async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
 
     host = args.host or environment().node
     connection = ConnectionSettings(
-        url=args.supervisor,
+        urls=supervisor_urls(args.supervisor or [environment().supervisor]),
         token_file=args.token_file,
         ca_file=args.ca,
         cert_file=args.cert,
@@ -110,7 +111,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Keeps one launcher on this host, and does with it what the supervisor wants.",
         allow_abbrev=False,
     )
-    parser.add_argument("--supervisor", required=True, metavar="URL", help="https://HOST:PORT of the supervisor")
+    parser.add_argument(
+        "--supervisor",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="https://HOST:PORT of the supervisor; of several with one state file each, given again or with commas"
+        " between (default: RESILIENCY_SUPERVISOR)",
+    )
     parser.add_argument("--token-file", default="", metavar="FILE", help="file with the token of this host")
     parser.add_argument("--host", default="", metavar="NAME", help="name of this host (default: the node's name)")
     parser.add_argument("--address", default="", metavar="ADDRESS", help="that other hosts reach this one by")
@@ -154,7 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stop-timeout", type=float, default=120.0, metavar="SECONDS", help="for ranks to save after SIGTERM (120)"
     )
-    parser.add_argument("--exit-when-completed", action="store_true", help="end when the workload has finished")
+    parser.add_argument(
+        "--exit-when-completed", action="store_true", help="end when all workloads of the supervisor have ended"
+    )
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -23,7 +23,17 @@ app = typer.Typer(
 )
 
 UrlOption = Annotated[
-    str, typer.Option("--supervisor", "-s", help="Its address.", envvar="RESILIENCY_SUPERVISOR", show_envvar=True)
+    list[str] | None,
+    typer.Option(
+        "--supervisor",
+        "-s",
+        metavar="URL",
+        help="Its address; of several with one state file each, once more for each of them or with commas between. The"
+        " one that leads is asked.",
+        envvar="RESILIENCY_SUPERVISOR",
+        show_envvar=True,
+        show_default="http://127.0.0.1:7600",
+    ),
 ]
 TokenOption = Annotated[
     str,
@@ -202,7 +212,7 @@ def _print_settings(settings: SupervisorSettings, file: str) -> None:
 # -- ask --------------------------------------------------------------------------------------------------------------
 
 
-def _client(url: str, token_file: str, ca: str, cert: str, key: str) -> OperatorClient:
+def _client(urls: list[str] | None, token_file: str, ca: str, cert: str, key: str) -> OperatorClient:
     from resiliency.errors import ConfigError
     from resiliency.supervisor.client import OperatorClient
 
@@ -214,7 +224,7 @@ def _client(url: str, token_file: str, ca: str, cert: str, key: str) -> Operator
         except OSError as error:
             _fail(f"the token file {token_file} cannot be read: {error.strerror}", 2)
     try:
-        return OperatorClient(url, token=token, ca=ca, cert=cert, key=key)
+        return OperatorClient(*(urls or [_LOCAL]), token=token, ca=ca, cert=cert, key=key)
     except ConfigError as error:
         _fail(str(error), 2)
 
@@ -230,7 +240,7 @@ def _ask(client: OperatorClient, path: str, *, post: bool = False, **query: obje
 
 @app.command()
 def status(
-    supervisor: UrlOption = _LOCAL,
+    supervisor: UrlOption = None,
     token_file: TokenOption = "",
     ca: CaOption = "",
     cert: CertOption = "",
@@ -290,7 +300,7 @@ def status(
 
 @app.command()
 def events(
-    supervisor: UrlOption = _LOCAL,
+    supervisor: UrlOption = None,
     token_file: TokenOption = "",
     ca: CaOption = "",
     cert: CertOption = "",
@@ -314,7 +324,7 @@ def events(
 @app.command()
 def explain(
     incident: Annotated[str, typer.Argument(help="Number of an incident, or last.")] = "last",
-    supervisor: UrlOption = _LOCAL,
+    supervisor: UrlOption = None,
     token_file: TokenOption = "",
     ca: CaOption = "",
     cert: CertOption = "",
@@ -348,7 +358,7 @@ def explain(
 @app.command()
 def drain(
     host: Annotated[str, typer.Argument(help="Name of the host.")],
-    supervisor: UrlOption = _LOCAL,
+    supervisor: UrlOption = None,
     token_file: TokenOption = "",
     ca: CaOption = "",
     cert: CertOption = "",
@@ -363,7 +373,7 @@ def drain(
 @app.command()
 def uncordon(
     host: Annotated[str, typer.Argument(help="Name of the host.")],
-    supervisor: UrlOption = _LOCAL,
+    supervisor: UrlOption = None,
     token_file: TokenOption = "",
     ca: CaOption = "",
     cert: CertOption = "",
@@ -377,7 +387,7 @@ def uncordon(
 @app.command()
 def stop(
     workload: Annotated[str, typer.Argument(help="Its name.")],
-    supervisor: UrlOption = _LOCAL,
+    supervisor: UrlOption = None,
     token_file: TokenOption = "",
     ca: CaOption = "",
     cert: CertOption = "",
@@ -392,7 +402,7 @@ def stop(
 @app.command()
 def start(
     workload: Annotated[str, typer.Argument(help="Its name.")],
-    supervisor: UrlOption = _LOCAL,
+    supervisor: UrlOption = None,
     token_file: TokenOption = "",
     ca: CaOption = "",
     cert: CertOption = "",

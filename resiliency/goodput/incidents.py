@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from resiliency.events import EventKind
 from resiliency.goodput.ledger import Ledger
-from resiliency.goodput.remedies import OBSERVATIONS, incidents_over, marks_of_incident, supervised_remedy
+from resiliency.goodput.remedies import (
+    OBSERVATIONS,
+    incidents_over,
+    marks_of_incident,
+    remedy_words,
+    supervised_remedy,
+)
 from resiliency.goodput.split import SLOW_STEP
 from resiliency.goodput.taxonomy import Bucket
 from resiliency.goodput.timing import Timing
@@ -124,7 +130,7 @@ def _ended(ledger: Ledger, timing: Timing) -> Incident:
         attempt=timing.index,
         what=what,
         where=where,
-        remedy=_remedy(timing, following, told),
+        remedy=_remedy(timing, following, near, told),
         gpu_s=costs,
         lost_steps=max(0, lost),
         logs=_logs(timing, rank),
@@ -199,15 +205,16 @@ def _hosts(timing: Timing) -> dict[int, str]:
     return {lane: pieces[-1].host for lane, pieces in timing.attempt.lanes.items()}
 
 
-def _remedy(timing: Timing, following: Timing | None, supervised: str) -> str:
-    """What was done, from a supervisor's plans or a notice, and from the next attempt."""
+def _remedy(timing: Timing, following: Timing | None, near: Sequence[Mark], supervised: str) -> str:
+    """What was done, from a supervisor's plans or a notice ``near`` the end, and from the next attempt. What was done
+    before, to begin with, is of no concern."""
     at = ""
     if following is not None and following.position is not None:
         source = next((s.loaded_from for s in following.attempt.segments if s.loaded_from), "")
         at = f" at step {following.position:,}" + (f" from {source}" if source else "")
     if supervised:
         return supervised + (f"; resumed{at}" if at else "")
-    told = next((str(m.fields["remedy"]) for m in timing.marks if m.fields.get("remedy")), "")
+    told = remedy_words(next((str(m.fields["remedy"]) for m in near if m.fields.get("remedy")), ""))
     if following is None:
         return told or "none: the job ended"
     before, after = _hosts(timing), _hosts(following)

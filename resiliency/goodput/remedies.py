@@ -8,7 +8,7 @@ from resiliency.events import EventKind
 from resiliency.goodput.words import duration
 from resiliency.telemetry.facts import Mark
 
-__all__ = ["OBSERVATIONS", "incidents_over", "marks_of_incident", "supervised_remedy"]
+__all__ = ["OBSERVATIONS", "incidents_over", "marks_of_incident", "remedy_words", "supervised_remedy"]
 
 _REMEDIES = {
     "nothing": "nothing",
@@ -30,6 +30,11 @@ OBSERVATIONS = {
     "capacity": "Hosts became free",
     "no_progress": "No progress",
 }
+
+
+def remedy_words(kind: str) -> str:
+    """What a report calls a supervisor's ``remedy``."""
+    return _REMEDIES.get(kind, kind.replace("_", " "))
 
 
 def incidents_over(known: Sequence[Mark], time: float) -> set[object]:
@@ -56,17 +61,21 @@ def supervised_remedy(marks: Sequence[Mark], swaps: Sequence[Mark]) -> str:
         swaps: ``host_swapped`` and ``world_resized`` of the same time, which name hosts and sizes.
     """
     said = []
+    asked = {mark.fields.get("plan") for mark in marks if mark.kind == EventKind.RESTART_REQUESTED}
     for mark in marks:
         if mark.kind == EventKind.RESTART_REQUESTED:
             ends = (other for other in marks if other.kind == EventKind.PLAN_ENDED)
             end = next((other for other in ends if other.fields.get("plan") == mark.fields.get("plan")), None)
             said.append(_plan(mark, end, swaps))
+        elif mark.kind == EventKind.PLAN_ENDED and mark.fields.get("plan") not in asked:
+            # A supervisor that is killed has its plans on disk, and their lines in the log not always.
+            said.append(_plan(marks[0], mark, swaps, is_begin_known=False))
     return ", then ".join(said)
 
 
-def _plan(asked: Mark, end: Mark | None, swaps: Sequence[Mark]) -> str:
-    kind = str(asked.fields.get("remedy") or "")
-    words = _REMEDIES.get(kind, kind.replace("_", " ") or "restart")
+def _plan(asked: Mark, end: Mark | None, swaps: Sequence[Mark], *, is_begin_known: bool = True) -> str:
+    kind = str((asked if is_begin_known or end is None else end).fields.get("remedy") or "")
+    words = remedy_words(kind) or "restart"
     last = end.time if end is not None else float("inf")
     during = [mark for mark in swaps if asked.time - 1.0 <= mark.time <= last + 1.0]
     if kind == "hot_swap":
@@ -77,11 +86,11 @@ def _plan(asked: Mark, end: Mark | None, swaps: Sequence[Mark]) -> str:
         words += f" from {sizes[-1].fields.get('old')} to {sizes[-1].fields.get('new')} hosts"
     if end is None:
         return f"{words} (not ended in the log)"
-    took = duration(max(0.0, end.time - asked.time))
+    after = f" after {duration(max(0.0, end.time - asked.time))}" if is_begin_known else ""
     if end.fields.get("outcome") == "done":
-        return f"{words}, done after {took}"
+        return f"{words}, done{after}"
     why = str(end.fields.get("reason") or "")
-    return f"{words}, {end.fields.get('outcome') or 'ended'} after {took}" + (f" ({why})" if why else "")
+    return f"{words}, {end.fields.get('outcome') or 'ended'}{after}" + (f" ({why})" if why else "")
 
 
 def _is_swap(mark: Mark) -> bool:

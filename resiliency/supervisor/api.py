@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from resiliency.supervisor.addresses import STANDS_BY, STANDS_BY_STATUS
 from resiliency.supervisor.page import render_page
 from resiliency.supervisor.service import Service
 from resiliency.supervisor.views import event_view, explain_view, status_view
@@ -79,7 +80,7 @@ class _Api:
         async def asked(request: web.Request) -> web.StreamResponse:
             service = self._supervisor.service
             if service is None:
-                return _error(503, "this supervisor stands by; ask the one that leads")
+                return _error(STANDS_BY_STATUS, STANDS_BY)
             return await answer(request, service)
 
         return asked

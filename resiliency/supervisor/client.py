@@ -11,18 +11,21 @@ import urllib.request
 from typing import Any
 
 from resiliency.errors import AgentError, ConfigError
+from resiliency.supervisor.addresses import STANDS_BY_STATUS, supervisor_urls
 
 __all__ = ["OperatorClient"]
 
 _TIMEOUT_S = 10.0
+#: To be found among several addresses.
+_PROBE_S = 2.0
 _MOST_BYTES = 64 << 20
 
 
 class OperatorClient:
-    """Thread: any. Blocks: 10 s at most for each request.
+    """Thread: any. Blocks: 10 s at most for each request, with several addresses 12 s for each of them.
 
     Args:
-        url: ``http://host:port``, or ``https``.
+        urls: ``http://host:port``, or ``https``; of several supervisors with one state file, each.
         token: the operators'; "": none.
         ca: file with the certificates to trust; "": the system's.
         cert, key: of this client, for a supervisor that asks for one.
@@ -31,13 +34,10 @@ class OperatorClient:
         ConfigError: the address or a file is wrong.
     """
 
-    def __init__(self, url: str, *, token: str = "", ca: str = "", cert: str = "", key: str = "") -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(f"address {url!r}: pass http://HOST:PORT or https://HOST:PORT")
-        self._url, self._token = url.rstrip("/"), token
+    def __init__(self, *urls: str, token: str = "", ca: str = "", cert: str = "", key: str = "") -> None:
+        self._urls, self._token, self._cert = supervisor_urls(urls), token, cert
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-        if parts.scheme == "https":
+        if any(url.startswith("https:") for url in self._urls):
             try:
                 context = ssl.create_default_context(cafile=ca or None)
                 if cert:
@@ -60,24 +60,59 @@ class OperatorClient:
 
     def _ask(self, method: str, path: str, query: dict[str, object]) -> dict[str, Any]:
         given = {key: value for key, value in query.items() if value not in ("", None)}
-        address = f"{self._url}{urllib.parse.quote(path)}" + (f"?{urllib.parse.urlencode(given)}" if given else "")
-        request = urllib.request.Request(address, method=method)
+        target = urllib.parse.quote(path) + (f"?{urllib.parse.urlencode(given)}" if given else "")
+        said = []
+        for url in self._likeliest_first():
+            try:
+                return self._ask_one(method, url, target)
+            except _NotHere as error:
+                said.append(str(error))
+        raise AgentError(". ".join(said))
+
+    def _likeliest_first(self) -> list[str]:
+        """Those that say that they lead, then those that say something, then those that do not answer."""
+        return sorted(self._urls, key=self._readiness) if len(self._urls) > 1 else list(self._urls)
+
+    def _readiness(self, url: str) -> int:
+        try:
+            with self._opener.open(f"{url}/readyz", timeout=_PROBE_S):
+                return 0
+        except urllib.error.HTTPError as error:
+            error.close()
+            return 1
+        except (OSError, http.client.HTTPException, ValueError):
+            return 2
+
+    def _ask_one(self, method: str, url: str, target: str) -> dict[str, Any]:
+        request = urllib.request.Request(url + target, method=method)
         if self._token:
             request.add_header("Authorization", f"Bearer {self._token}")
         try:
             with self._opener.open(request, timeout=_TIMEOUT_S) as response:
                 found = json.loads(response.read(_MOST_BYTES))
         except urllib.error.HTTPError as error:
-            raise AgentError(f"{self._url}: {_reason(error)}") from error
+            kind = _NotHere if error.code == STANDS_BY_STATUS else AgentError
+            raise kind(f"{url}: {_reason(error)}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             why = getattr(error, "reason", error)
-            raise AgentError(
-                f"no supervisor answers at {self._url}: {why}. Training goes on without it; see whether its process"
-                " runs, and whether --supervisor is its address"
+            raise _NotHere(
+                f"no supervisor answers at {url}: {why}. Training goes on without it; see whether its process"
+                f" runs, and whether --supervisor is its address{self._hint(url, error)}"
             ) from error
         if not isinstance(found, dict):
-            raise AgentError(f"{self._url} answers, and is no supervisor")
+            raise AgentError(f"{url} answers, and is no supervisor")
         return found
+
+    def _hint(self, url: str, error: Exception) -> str:
+        """Who shows no certificate where one is asked for is often cut off without a reason."""
+        is_cut = isinstance(error, (ConnectionError, ssl.SSLError, http.client.HTTPException))
+        if not url.startswith("https:") or self._cert or not is_cut:
+            return ""
+        return ". If its tls has a client_ca it wants a certificate of yours: --cert FILE --key FILE"
+
+
+class _NotHere(AgentError):
+    """The supervisor that leads may be at another address."""
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

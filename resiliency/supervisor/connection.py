@@ -9,7 +9,7 @@ import os
 import random
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,36 +18,31 @@ from urllib.parse import urlsplit
 from resiliency.errors import AgentError, ConfigError
 from resiliency.regular_file import open_regular
 from resiliency.supervisor._tasks import end_tasks, is_set_within
-from resiliency.supervisor.messages import (
-    MAX_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
-    Desired,
-    Hello,
-    Message,
-    Observed,
-    Refused,
-    Report,
-    StepEnded,
-    Welcome,
-    pack,
-    unpack,
+from resiliency.supervisor.addresses import supervisor_urls
+from resiliency.supervisor.leader_search import (
+    NoLeader,
+    OpenConnection,
+    message_of,
+    open_where_one_leads,
+    words_of,
 )
+from resiliency.supervisor.messages import Desired, Hello, Observed, Report, StepEnded, pack
 from resiliency.supervisor.outbox import Outbox
 
 __all__ = ["ConnectionSettings", "SupervisorConnection"]
 
 logger = logging.getLogger(__name__)
 
-MONITOR_PATH = "/v1/monitor"
 #: Between two attempts to connect, doubled each time.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
 #: The longest, once it is known how often a host is to be heard: a supervisor that was started again gives hosts its
 #: timeout and a period, together more than two periods, and takes those that are silent then for lost.
 _LONGEST_WAIT_PERIODS = 2
-_HANDSHAKE_S, _FAREWELL_S = 10.0, 0.5
 _SHORTEST_PERIOD_S, _LONGEST_PERIOD_S = 0.05, 60.0
 #: A supervisor that answers no ping for so many periods, and for so long, is gone.
 _SILENT_PERIODS, _SILENT_S = 3, 10.0
+#: One that answers none for so many is kept, and the other addresses are asked once a period whether one leads there.
+_DOUBTED_PERIODS = 1.5
 _MOST_TOKEN_BYTES = 4096
 
 
@@ -55,14 +50,14 @@ _MOST_TOKEN_BYTES = 4096
 class ConnectionSettings:
     """
     Attributes:
-        url: of the supervisor, https://host:port.
+        urls: of the supervisor, https://host:port; of several with one state file, each. The one that leads is found.
         token_file: read at each connection, so that a token can be changed; "": no token.
         ca_file: certificates that the supervisor's is checked with; "": those of this host.
         cert_file, key_file: of this host, where the supervisor asks for one.
         plain_http: a token may cross a network unencrypted.
     """
 
-    url: str
+    urls: tuple[str, ...]
     token_file: str = ""
     ca_file: str = ""
     cert_file: str = ""
@@ -70,14 +65,13 @@ class ConnectionSettings:
     plain_http: bool = False
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--supervisor {self.url}: pass https://HOST:PORT")
-        if parts.scheme == "http" and self.token_file and not self.plain_http and not _is_loopback(parts.hostname):
-            raise ConfigError(
-                f"--supervisor {self.url}: whoever is on the way could read the token; use https, or pass"
-                " --insecure-plain-http"
-            )
+        for url in supervisor_urls(self.urls):
+            parts = urlsplit(url)
+            if parts.scheme == "http" and self.token_file and not self.plain_http and not _is_loopback(parts.hostname):
+                raise ConfigError(
+                    f"--supervisor {url}: whoever is on the way could read the token; use https, or pass"
+                    " --insecure-plain-http"
+                )
         if bool(self.cert_file) != bool(self.key_file):
             raise ConfigError("pass both --cert and --key, or neither")
 
@@ -104,20 +98,20 @@ class ConnectionSettings:
         """Raises:
         ConfigError: a certificate cannot be read.
         """
-        if urlsplit(self.url).scheme != "https":
+        if not any(urlsplit(url).scheme == "https" for url in self.urls):
             return None
         try:
             context = ssl.create_default_context(cafile=self.ca_file or None)
             if self.cert_file:
                 context.load_cert_chain(self.cert_file, self.key_file)
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"the certificates for {self.url} cannot be read: {error}") from error
+            raise ConfigError(f"the certificates for {', '.join(self.urls)} cannot be read: {error}") from error
         return context
 
 
-def _is_loopback(host: str) -> bool:
+def _is_loopback(host: str | None) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host or "").is_loopback
     except ValueError:
         return host == "localhost"
 
@@ -150,6 +144,8 @@ class SupervisorConnection:
         self._news = asyncio.Event()
         self._heard_s = 0.0
         self._longest_wait_s = _LONGEST_WAIT_S
+        #: The one that led last is the first.
+        self._urls = supervisor_urls(settings.urls)
         self._blocked_until_s = 0.0
         self._said = ""
         self._lower_said = 0
@@ -176,84 +172,114 @@ class SupervisorConnection:
 
     async def run(self) -> None:
         """Until it is cancelled. Raises: nothing else."""
-        import aiohttp
-
         wait_s = _FIRST_WAIT_S
         while True:
             blocked_s = self._blocked_until_s - time.monotonic()
             if blocked_s > 0:
                 await asyncio.sleep(blocked_s)
-            began_s = time.monotonic()
+            began_s, longest_s = time.monotonic(), self._longest_wait_s
             try:
-                await self._connect(aiohttp)
+                await self._round()
                 problem = "it has closed the connection"
             except asyncio.CancelledError:
                 raise
-            except (aiohttp.ClientError, AgentError, ConfigError, OSError, asyncio.TimeoutError, ValueError) as error:
-                problem = str(error) or type(error).__name__
             except Exception as error:
-                logger.exception("the connection to the supervisor failed in a way that was not foreseen")
-                problem = type(error).__name__
+                problem = words_of(error)
+                if isinstance(error, NoLeader) and error.stands_by:  # it leads soon
+                    longest_s = min(longest_s, self._longest_wait_s / _LONGEST_WAIT_PERIODS)
             self.is_connected = False
             if problem != self._said:
                 self._said = problem
                 logger.warning(
                     "no connection to the supervisor at %s: %s; training goes on, and this is tried again for ever",
-                    self._settings.url,
+                    ", ".join(self._urls),
                     problem,
                 )
             if time.monotonic() - began_s > self._longest_wait_s:
                 wait_s = _FIRST_WAIT_S
-            wait_s = min(self._longest_wait_s, wait_s)
+            wait_s = min(longest_s, self._longest_wait_s, wait_s)
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s *= 2
 
-    async def _connect(self, aiohttp: Any) -> None:
-        token = self._settings.token()
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        context = self._settings.ssl_context()
-        timeout = aiohttp.ClientTimeout(total=None, connect=_HANDSHAKE_S, sock_connect=_HANDSHAKE_S)
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-            url = self._settings.url.rstrip("/") + MONITOR_PATH
-            connecting = session.ws_connect(
-                url, ssl=True if context is None else context, max_msg_size=MAX_MESSAGE_BYTES, autoping=False
-            )
-            socket = await asyncio.wait_for(connecting, _HANDSHAKE_S)
+    async def _round(self) -> None:
+        """All addresses once. With the one that leads it speaks, and with those that follow it, until that is over."""
+        opened: OpenConnection | None = await self._open(self._urls, self._check_term)
+        while opened is not None:
+            # It is the first to be asked the next time.
+            self._urls = (opened.url, *(url for url in self._urls if url != opened.url))
+            following = None
             try:
-                await self._talk(aiohttp, socket)
+                following = await self._talk(opened)
             finally:
                 self.is_connected = False
-                closing = asyncio.create_task(socket.close())
-                try:
-                    await asyncio.wait({closing}, timeout=_FAREWELL_S)
-                finally:
-                    await end_tasks([closing])
+                await opened.close(farewell=following is None)
+            opened = following
 
-    async def _talk(self, aiohttp: Any, socket: Any) -> None:
-        await socket.send_str(pack(self._hello))
-        welcome = _message(aiohttp, await asyncio.wait_for(socket.receive(), _HANDSHAKE_S))
-        if not isinstance(welcome, Welcome):
-            raise AgentError(f"its first message is {type(welcome).__name__}, not Welcome")
-        if welcome.version != PROTOCOL_VERSION:
-            raise AgentError(f"it speaks version {welcome.version}, and this monitor {PROTOCOL_VERSION}")
+    async def _open(self, urls: Sequence[str], check_term: Callable[[int], None]) -> OpenConnection:
+        return await open_where_one_leads(
+            urls,
+            self._hello,
+            token=self._settings.token(),
+            ssl_context=self._settings.ssl_context(),
+            check_term=check_term,
+        )
+
+    async def _talk(self, opened: OpenConnection) -> OpenConnection | None:
+        """Until another supervisor leads, whose connection it returns."""
+        socket, welcome = opened.socket, opened.welcome
         self._check_term(welcome.term)
         period_s = min(max(welcome.period_s, _SHORTEST_PERIOD_S), _LONGEST_PERIOD_S)
         self._longest_wait_s = min(_LONGEST_WAIT_S, _LONGEST_WAIT_PERIODS * period_s)
-        logger.info("connected to the supervisor at %s, term %d", self._settings.url, welcome.term)
+        logger.info("connected to the supervisor at %s, term %d", opened.url, welcome.term)
         self._said = ""
         self._answers.clear()
         self._outbox.connected()
         self._connected()
         self._news.set()
+        self._heard_s = time.monotonic()
         self.is_connected = True
-        reading = asyncio.create_task(self._read(aiohttp, socket, welcome.term))
+        reading = asyncio.create_task(self._read(socket, welcome.term))
         writing = asyncio.create_task(self._write(socket, period_s))
+        looking = asyncio.create_task(self._look_elsewhere(opened, period_s))
+        following: OpenConnection | None = None
         try:
-            done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            done, _ = await asyncio.wait({reading, writing, looking}, return_when=asyncio.FIRST_COMPLETED)
+            if looking in done and looking.exception() is None:
+                following = looking.result()
+            else:
+                for task in done:
+                    task.result()
         finally:
-            await end_tasks([reading, writing])
+            await end_tasks([reading, writing, looking])
+            if following is None and not looking.cancelled() and looking.exception() is None:
+                await looking.result().close(farewell=False)
+        return following
+
+    async def _look_elsewhere(self, opened: OpenConnection, period_s: float) -> OpenConnection:
+        """The connection to a supervisor that leads in the stead of one that does not answer: a process that is stopped
+        closes no connection. While it answers, or none of the others leads, this waits."""
+        others = [url for url in self._urls if url != opened.url]
+        if not others:
+            await asyncio.Event().wait()
+
+        def is_later(term: int) -> None:
+            self._check_term(term)
+            if term <= opened.welcome.term:
+                raise AgentError(f"its term is {term}, as that of the one that does not answer")
+
+        while True:
+            quiet_s = time.monotonic() - self._heard_s
+            if quiet_s < _DOUBTED_PERIODS * period_s:
+                await asyncio.sleep(_DOUBTED_PERIODS * period_s - quiet_s)
+                continue
+            try:
+                found = await self._open(others, is_later)
+            except (NoLeader, ConfigError) as error:
+                logger.debug("nobody else leads: %s", error)
+                await asyncio.sleep(period_s / 2)
+                continue
+            logger.warning("%s has not answered for %.1f s, and %s leads", opened.url, quiet_s, found.url)
+            return found
 
     def _check_term(self, term: int) -> None:
         seen = self._term(None)
@@ -262,7 +288,9 @@ class SupervisorConnection:
         if term > seen:
             self._term(term)
 
-    async def _read(self, aiohttp: Any, socket: Any, term: int) -> None:
+    async def _read(self, socket: Any, term: int) -> None:
+        import aiohttp
+
         while True:
             received = await socket.receive()
             self._heard_s = time.monotonic()
@@ -272,7 +300,7 @@ class SupervisorConnection:
                 with suppress(ValueError):
                     self._outbox.received(int(received.data or b"0"))
             else:
-                message = _message(aiohttp, received)
+                message = message_of(received)
                 if not isinstance(message, Desired):
                     raise AgentError(f"it has sent {type(message).__name__}, which is no message for a monitor")
                 if message.term < term:
@@ -282,7 +310,6 @@ class SupervisorConnection:
 
     async def _write(self, socket: Any, period_s: float) -> None:
         silent_s = max(_SILENT_S, _SILENT_PERIODS * period_s)
-        self._heard_s = time.monotonic()
         while True:
             if self._blocked_until_s > time.monotonic():
                 raise AgentError("it was cut by a fault that was put in")
@@ -304,23 +331,3 @@ class SupervisorConnection:
     async def _send(socket: Any, text: str, within_s: float) -> None:
         """A supervisor that is stopped does not read."""
         await asyncio.wait_for(socket.send_str(text), within_s)
-
-
-def _message(aiohttp: Any, received: Any) -> Message:
-    """Raises:
-    AgentError: it is none, or the supervisor does not want this host.
-    """
-    if received.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSING, aiohttp.WSMsgType.CLOSED):
-        raise AgentError(f"it has closed the connection{_reason(received)}")
-    if received.type is aiohttp.WSMsgType.ERROR:
-        raise AgentError(f"it has sent what is no WebSocket message: {received.data}")
-    if received.type is not aiohttp.WSMsgType.TEXT:
-        raise AgentError(f"it has sent a message of type {received.type!r}")
-    message = unpack(received.data)
-    if isinstance(message, Refused):
-        raise AgentError(f"it refuses this host: {message.reason:.500}")
-    return message
-
-
-def _reason(received: Any) -> str:
-    return f" with code {received.data}" if isinstance(received.data, int) else ""

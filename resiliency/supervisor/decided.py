@@ -82,12 +82,12 @@ class Decided:
             texts = self._texts[name] = '{"node_rank":', "," + json.dumps(fields, separators=(",", ":"))[1:]
         return f"{texts[0]}{node_rank}{texts[1]}"
 
-    def has_completed(self, host: str) -> bool:
-        """There is nothing more for the host: the last workload it had ranks of has finished, or all of them have."""
-        if host in self._places or not self.workloads:
-            return False
-        completed = [each for each in self.workloads.values() if each.state is WorkloadState.COMPLETED]
-        return len(completed) == len(self.workloads) or any(host in each.places for each in completed)
+    @property
+    def all_is_done(self) -> bool:
+        """There is nothing more for any host: all workloads have ended, and not all of them because they were stopped.
+        Where one goes on, each host may be needed as its spare."""
+        states = [each.state for each in self.workloads.values()]
+        return all(state.has_ended for state in states) and WorkloadState.COMPLETED in states
 
     # -- asks ---------------------------------------------------------------------------------------------------------
 

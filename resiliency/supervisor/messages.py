@@ -174,7 +174,7 @@ class Desired:
         term: see :class:`Welcome`.
         place: None: the host has no ranks.
         master: "address:port" of the store of the place's epoch; "": node rank 0 has not said it yet.
-        completed: the workload that the host has last had a place in has finished: its launcher can end.
+        completed: all workloads have ended, and none of them can need this host: its launcher can end.
     """
 
     term: int

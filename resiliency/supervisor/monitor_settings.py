@@ -24,7 +24,7 @@ class MonitorSettings:
         grace_s: for a launcher to end before it is killed, when another one is to take its place.
         stop_s: the same when this monitor is told to end: ranks may save.
         reset_command: resets devices; "": nvidia-smi.
-        exit_when_completed: end when the workload of this host has finished.
+        exit_when_completed: end when all workloads of the supervisor have ended.
     """
 
     host: str

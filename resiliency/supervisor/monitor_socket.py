@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from aiohttp import WSMessage, WSMsgType, web
 
 from resiliency.errors import AgentError
+from resiliency.supervisor.addresses import STANDS_BY
 from resiliency.supervisor.auth import Authority
 from resiliency.supervisor.messages import (
     MAX_MESSAGE_BYTES,
@@ -91,12 +92,12 @@ class MonitorSocket:
                 " install the same version of the library on both"
             )
         if not Authority.may_speak_for(self._patterns, hello.host):
-            raise Forged(f"this token is not that of a host named {hello.host[:80]!r}")
+            raise Forged(f"this token or certificate is not that of a host named {hello.host[:80]!r}")
         if not 0 < len(hello.incarnation) <= 200:
             raise Forged("an incarnation is a random text of 1 to 200 characters")
         service = self._service()
         if service is None:
-            raise Forged("this supervisor stands by; another one leads")
+            raise Forged(STANDS_BY)
         self.host, self.incarnation = hello.host, hello.incarnation
         welcome = Welcome(version=PROTOCOL_VERSION, term=service.term, period_s=service.settings.sensor.period_s)
         await self._socket.send_str(pack(welcome))

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from resiliency.errors import ConfigError
+from resiliency.supervisor.addresses import STANDS_BY, STANDS_BY_STATUS
 from resiliency.supervisor.api import add_routes
 from resiliency.supervisor.auth import Authority, server_context
 from resiliency.supervisor.clusters.base import Cluster
@@ -236,7 +237,7 @@ class Supervisor:
             logger.warning("a monitor at %s has no token that is known here", request.remote)
             return web.json_response({"error": "no token that is known here"}, status=401, headers=_LAST)
         if self.service is None:
-            return web.json_response({"error": "stands by; another one leads"}, status=503, headers=_LAST)
+            return web.json_response({"error": STANDS_BY}, status=STANDS_BY_STATUS, headers=_LAST)
         if request.headers.get("Upgrade", "").lower() != "websocket":
             return web.json_response({"error": "this is where monitors connect by WebSocket"}, status=426)
         if transport is not None and (plain := transport.get_extra_info("socket")) is not None:

@@ -388,12 +388,14 @@ class Service:
         await self._write(changes, hosts, events)
         self._count(changes, events)
         was_over = {name: each.state.has_ended for name, each in self.decided.workloads.items()}
+        was_done = self.decided.all_is_done
         concerned = self.decided.apply(changes)
         for name, workload in changes.workloads.items():
             if workload.state.has_ended and not was_over.get(name, False):
                 self._hangs.forget(name)
                 self._stragglers.forget(name)
-                concerned.update(self._heard)  # spares may end as well
+        if self.decided.all_is_done != was_done:
+            concerned.update(self._heard)  # hosts without a place may end as well, or are wanted again
         self._asks = self.decided.asks()
         self._answers = {
             key: value
@@ -456,11 +458,15 @@ class Service:
         if check is not None:
             asks.append(Ask(plan=NO_PLAN, at=check.at, kind=StepKind.VERIFY, timeout_s=_VERIFY_TIMEOUT_S))
         asked = json.dumps([to_jsonable(ask) for ask in asks], separators=(",", ":")) if asks else "[]"
-        completed = "true" if self.decided.has_completed(host) else "false"
+        completed = "true" if self._all_is_done() else "false"
         return (
             f'{{"type":"Desired","term":{self.term},"place":{self.decided.place_text(host)},'
             f'"master":{json.dumps(master)},"asks":{asked},"completed":{completed}}}'
         )
+
+    def _all_is_done(self) -> bool:
+        """As it is stored, and nothing was begun that is not stored yet."""
+        return self.decided.all_is_done and all(each.state.has_ended for each in self.controller.workloads.values())
 
     def _offer(self, hosts: Iterable[str], *, again: bool = False) -> None:
         """Args: again: also what was said before."""

@@ -125,6 +125,35 @@ def test_an_incident_that_was_over_before_has_no_part_in_the_next() -> None:
     assert only_incident(job).what == "Worker lost"
 
 
+@pytest.mark.parametrize(
+    ("lost_lines", "remedy"),
+    [
+        ((EventKind.RESTART_REQUESTED,), "hot swap of host-2 for spare-0, done; resumed at step 100 from local"),
+        (
+            (EventKind.RESTART_REQUESTED, EventKind.PLAN_ENDED),
+            "swapped host-2 for spare-0 at step 100 from local",
+        ),
+    ],
+)
+def test_a_swap_is_not_called_what_was_done_to_begin_with(lost_lines: tuple[str, ...], remedy: str) -> None:
+    """A supervisor that is killed leaves lines of its plan unwritten; the plan with which the job began is there."""
+    job = swapped()
+    job.events = [event for event in job.events if event.kind not in lost_lines or event.fields.get("plan") == 9]
+    job.events = [event for event in job.events if event.fields.get("plan") != 9]
+    begun = START + 1
+    told(job, EventKind.OBSERVED, begun, incident=1, observation="capacity", reason="capacity")
+    told(job, EventKind.RESTART_REQUESTED, begun, incident=1, plan=1, remedy="scale_up", reason="hosts are there")
+    told(job, EventKind.PLAN_ENDED, begun + 30, incident=1, plan=1, remedy="scale_up", outcome="done", reason="")
+    assert only_incident(job).remedy == remedy
+
+
+def test_a_remedy_that_no_supervisor_has_told_of_is_in_words() -> None:
+    job = hot_swap()
+    (lost,) = [event.time for event in job.events if event.kind == EventKind.HOST_LOST]
+    told(job, EventKind.RESTART_REQUESTED, lost + 0.5, remedy="hot_swap", reason="")
+    assert only_incident(job).remedy == "hot swap: swapped host-2 for spare-0 at step 100 from local"
+
+
 def test_without_an_observation_the_swap_itself_tells_where() -> None:
     incident = only_incident(swapped(observed=False))
     assert (incident.what, incident.where) == ("Host swapped", "host-2")

@@ -18,7 +18,7 @@ async def main() -> int:
     fields, url, token_file = sys.argv[1:]
     given = json.loads(fields)
     settings = MonitorSettings(**{**given, "command": tuple(given["command"])})
-    monitor = HostMonitor(settings, ConnectionSettings(url=url, token_file=token_file))
+    monitor = HostMonitor(settings, ConnectionSettings(urls=(url,), token_file=token_file))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, monitor.stop)
     return await monitor.run()
 

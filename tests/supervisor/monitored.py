@@ -236,7 +236,7 @@ class Host:
         self._running: asyncio.Task[int] | None = None
 
     def start_monitor(self, **settings: Any) -> None:
-        connection = ConnectionSettings(url=self.supervisor.url, token_file=self.token_file)
+        connection = ConnectionSettings(urls=(self.supervisor.url,), token_file=self.token_file)
         self.monitor = HostMonitor(replace(self.settings, **settings), connection, self.watchdogs)
         self._running = asyncio.create_task(self.monitor.run())
 

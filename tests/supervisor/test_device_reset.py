@@ -59,7 +59,7 @@ def test_a_device_that_asks_for_a_reset_gets_it_and_its_host_keeps_its_place(tmp
                     grace_s=3.0,
                     stop_s=3.0,
                 ),
-                ConnectionSettings(url=url_of(supervisor)),
+                ConnectionSettings(urls=(url_of(supervisor),)),
                 [device],
             )
             running, training = asyncio.create_task(monitor.run()), asyncio.create_task(train(launchers))

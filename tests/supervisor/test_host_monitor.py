@@ -326,7 +326,7 @@ def test_a_second_monitor_of_a_state_folder_is_refused(tmp_path: Path) -> None:
         from resiliency.supervisor.connection import ConnectionSettings
         from resiliency.supervisor.host_monitor import HostMonitor
 
-        second = HostMonitor(host.settings, ConnectionSettings(url=host.supervisor.url))
+        second = HostMonitor(host.settings, ConnectionSettings(urls=(host.supervisor.url,)))
         with pytest.raises(ConfigError, match="another host monitor"):
             await second.run()
 

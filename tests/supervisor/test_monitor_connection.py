@@ -275,10 +275,10 @@ def test_a_reset_ends_the_ranks_first_and_its_failure_is_said_in_words(tmp_path:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"url": "ftp://a"}, "https://HOST:PORT"),
-        ({"url": "supervisor:9000"}, "https://HOST:PORT"),
-        ({"url": "http://10.0.0.1:1", "token_file": "t"}, "could read the token"),
-        ({"url": "https://a:1", "cert_file": "c"}, "both --cert and --key"),
+        ({"urls": ("ftp://a",)}, "https://HOST:PORT"),
+        ({"urls": ("supervisor:9000",)}, "https://HOST:PORT"),
+        ({"urls": ("http://10.0.0.1:1",), "token_file": "t"}, "could read the token"),
+        ({"urls": ("https://a:1",), "cert_file": "c"}, "both --cert and --key"),
     ],
 )
 def test_addresses_that_cannot_work_are_refused(fields: dict[str, str], said: str) -> None:
@@ -288,7 +288,7 @@ def test_addresses_that_cannot_work_are_refused(fields: dict[str, str], said: st
 
 def test_a_token_is_read_without_its_line_end_and_a_bad_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    settings = ConnectionSettings(url="http://localhost:1", token_file=str(file))
+    settings = ConnectionSettings(urls=("http://localhost:1",), token_file=str(file))
     file.write_text("secret\n")
     file.chmod(0o600)
     assert settings.token() == "secret"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -66,6 +67,81 @@ def test_two_monitors_get_places_and_the_address_of_the_first_and_train(tmp_path
             a.ended = b.ended = True
             await until(lambda: a.desired.completed and b.desired.completed)
             assert a.desired.place is None
+
+    run(work)
+
+
+def test_a_host_is_needed_until_the_last_workload_has_ended(tmp_path: Path) -> None:
+    """The one whose own workload is completed too: it takes the place of a host of the other."""
+
+    async def work() -> None:
+        made = settings(tmp_path, job(name="short", replicas=1), job(name="long", replicas=1))
+        async with leading(made) as supervisor, monitors(url_of(supervisor), "a", "b") as hosts:
+            assert supervisor.service is not None
+            known = supervisor.service.decided.workloads
+            is_running = {WorkloadState.RUNNING}
+            await until(lambda: {each.state for each in known.values()} == is_running and len(known) == 2)
+            of = {one.place.workload: one for one in hosts if one.place is not None}
+            of["short"].ended = True
+            await until(lambda: known["short"].state is WorkloadState.COMPLETED)
+            await until(lambda: of["short"].desired.place is None)
+            assert not any(each.completed for one in hosts for each in one.desires)
+
+            assert supervisor.service.drain(of["long"].name, "goes home")
+            await until(lambda: known["long"].places == (of["short"].name,))
+            await until(lambda: known["long"].state is WorkloadState.RUNNING)
+            of["short"].ended = True
+            await until(lambda: of["short"].desired.completed)
+
+    run(work)
+
+
+@pytest.mark.parametrize("ends", ["completed", "stopped"])
+def test_hosts_whose_workloads_have_ended_leave_but_for_all_that_were_stopped(tmp_path: Path, ends: str) -> None:
+    """What is stopped can be started again; beside it another one was completed, or not."""
+
+    async def work() -> None:
+        made = settings(tmp_path, job(name="one", replicas=1), job(name="two", replicas=1))
+        async with leading(made) as supervisor, monitors(url_of(supervisor), "a", "b", "spare") as hosts:
+            assert supervisor.service is not None
+            known = supervisor.service.decided.workloads
+            await until(lambda: sorted(each.state.value for each in known.values()) == ["running"] * 2)
+            (first,) = (one for one in hosts if one.place is not None and one.place.workload == "one")
+            assert supervisor.service.stop_workload("two", "enough")
+            if ends == "completed":
+                first.ended = True
+                await until(lambda: all(one.desired.completed for one in hosts))
+                assert supervisor.service.start_workload("two")
+                await until(lambda: not any(one.desired.completed for one in hosts))
+            else:
+                assert supervisor.service.stop_workload("one", "enough")
+                await until(lambda: not any(one.place for one in hosts))
+                assert not any(one.desired.completed for one in hosts)
+
+    run(work)
+
+
+def test_a_workload_that_was_added_to_the_file_keeps_hosts_from_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not stored yet when the hosts of the one that is completed come again."""
+    disk, commit = threading.Event(), Store.commit
+
+    async def work() -> None:
+        async with leading(settings(tmp_path, job(replicas=1))) as supervisor:
+            async with FakeMonitor(url_of(supervisor), "a") as a:
+                await until(lambda: is_running(supervisor))
+                a.ended = True
+                await until(lambda: a.desired.completed)
+        monkeypatch.setattr(Store, "commit", lambda *given: disk.wait(10) and commit(*given))
+        async with leading(settings(tmp_path, job(replicas=1), job(name="more", replicas=1))) as supervisor:
+            async with FakeMonitor(url_of(supervisor), "a") as a:
+                try:
+                    await until(lambda: a.desires)
+                finally:
+                    disk.set()
+                await until(lambda: a.place is not None and a.place.workload == "more")
+                assert not any(each.completed for each in a.desires)
 
     run(work)
 

@@ -4,91 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from resiliency.supervisor.model import ObservationKind
-from resiliency.supervisor.store import Store
 from tests.ports import free_port
 
-from .fake_monitors import PERIOD_S, TIMEOUT_S, FakeMonitor, until
+from .fake_monitors import PERIOD_S, FakeMonitor, until
+from .supervisor_command import Command, commands, run, stored
 
 pytestmark = pytest.mark.long
-
-
-class Command:
-    """``resiliency supervisor run`` in a process group of its own."""
-
-    def __init__(self, folder: Path, port: int, *, faults: str = "", lease_s: float = 2.0) -> None:
-        self.log = folder / f"log-{time.monotonic_ns()}"
-        config = folder / "supervisor.yaml"
-        values = {
-            "insecure_no_authentication": True,
-            "heartbeat_polling_period_s": PERIOD_S,
-            "heartbeat_timeout_s": 4 * TIMEOUT_S,
-            "lease_s": lease_s,
-            "workload": {"name": "job", "replicas": 2, "dwell_s": 0.2, "correlate_s": 0.05},
-        }
-        config.write_text(json.dumps(values))
-        words = [sys.executable, "-m", "resiliency.cli", "supervisor", "run", "-f", str(config)]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*words, "--listen", f"127.0.0.1:{port}"],
-                env={**os.environ, "RESILIENCY_FAULTS": faults},
-                stderr=log,
-                start_new_session=True,
-            )
-
-    async def leads(self) -> int:
-        """Its term, when it does."""
-        found = await until(lambda: re.search(r"leads in term (\d+)", self._text()), within_s=30)
-        return int(found[1])
-
-    def _text(self) -> str:
-        assert self.process.poll() in (None, -9), self.log.read_text()
-        return self.log.read_text()
-
-    async def ended(self) -> int:
-        await until(lambda: self.process.poll() is not None, within_s=30)
-        return self.process.returncode
-
-    def send(self, number: int) -> None:
-        os.killpg(self.process.pid, number)
-
-
-@contextlib.asynccontextmanager
-async def commands() -> AsyncIterator[list[Command]]:
-    started: list[Command] = []
-    try:
-        yield started
-    finally:
-        for one in started:
-            with contextlib.suppress(ProcessLookupError):
-                one.send(signal.SIGKILL)
-            one.process.wait(10)
-
-
-def run(work: Any) -> None:
-    asyncio.run(asyncio.wait_for(work(), 100))
-
-
-def stored(folder: Path) -> tuple[Any, list[Any]]:
-    store = Store(str(folder / "supervisor.db"))
-    try:
-        found = store.load()
-        return found.workloads[0], sorted(found.plans, key=lambda plan: plan.number)
-    finally:
-        store.close()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""The addresses at which a supervisor may lead: of several that have one state file one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from resiliency.errors import ConfigError
+
+__all__ = ["STANDS_BY", "STANDS_BY_STATUS", "supervisor_urls"]
+
+#: What a supervisor answers, and its status, while another one leads.
+STANDS_BY, STANDS_BY_STATUS = "this supervisor stands by; another one leads", 503
+
+
+def supervisor_urls(words: Iterable[str]) -> tuple[str, ...]:
+    """The addresses of what was given: each word is one, or several with commas between. Each is there once.
+
+    Raises:
+        ConfigError: there is none, or one is not of the form ``https://HOST:PORT``.
+    """
+    given = [url.strip().rstrip("/") for word in words for url in word.split(",")]
+    found = tuple(dict.fromkeys(url for url in given if url))
+    if not found:
+        raise ConfigError(
+            "no address of a supervisor: pass --supervisor https://HOST:PORT, or set RESILIENCY_SUPERVISOR"
+        )
+    for url in found:
+        _check(url)
+    return found
+
+
+def _check(url: str) -> None:
+    parts = urlsplit(url)
+    try:
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        fits = False
+    if not fits:
+        raise ConfigError(f"--supervisor {url}: pass https://HOST:PORT")
