@@ -9,8 +9,6 @@ import importlib.util
 import io
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -24,7 +22,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from resiliency.callbacks.model_checkpoint import build
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock
+from tests.zygote import start_script
 
 PL = "lightning.pytorch"
 EVERY: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"}
@@ -228,7 +228,9 @@ def test_nothing_is_written_into_the_working_directory(tmp_path: Path, monkeypat
         shutil.rmtree(local, ignore_errors=True)
 
 
-def test_no_package_of_an_object_store_is_imported_for_a_local_folder(tmp_path: Path) -> None:
+def test_no_package_of_an_object_store_is_imported_for_a_local_folder(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, zygote: Zygote
+) -> None:
     """The stock class imports each that is installed, on rank 0: seconds of every restart."""
     script = f"""
 import sys
@@ -244,17 +246,13 @@ print("loaded:", sorted({{"gcsfs", "adlfs", "s3fs"}} & set(sys.modules)))
 make_trainer({PL!r}, [stock({PL!r})(directory)], root=directory, max_steps=1).fit(make_net({PL!r}), loader())
 print("then:", sorted({{"gcsfs", "adlfs", "s3fs"}} & set(sys.modules)))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert "loaded: []" in done.stdout
+    output = tmp_path_factory.mktemp("output") / "printed"
+    worker = start_script(zygote, script, output)  # what a fork inherits is counted too: it is in sys.modules
+    code, printed = worker.wait(timeout_s=120), output.read_text()
+    assert code == 0, printed
+    assert "loaded: []" in printed
     if importlib.util.find_spec("gcsfs"):
-        assert "then: ['gcsfs']" in done.stdout, "the stock class does not import it either: the test proves nothing"
+        assert "then: ['gcsfs']" in printed, "the stock class does not import it either: the test proves nothing"
 
 
 @pytest.mark.filterwarnings("default:Checkpoint directory")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 from resiliency.callbacks.goodput import build as build_goodput
 from resiliency.callbacks.model_checkpoint import build
+from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import (
     NAMESPACES,
     content,
@@ -26,9 +25,9 @@ from tests.callbacks.harness import (
     stock,
     weights,
 )
+from tests.zygote import start_script
 
 PL = "lightning.pytorch"
-ROOT = Path(__file__).parents[2]
 
 
 def everything(folder: Path) -> list[str]:
@@ -136,16 +135,12 @@ make_trainer("lightning.pytorch", [callback], root=folder).fit(net, loader())
 """
 
 
-def test_a_killed_job_keeps_its_folder_and_the_next_one_tidies_up(tmp_path: Path) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        timeout=120,
-        start_new_session=True,
-        capture_output=True,
-    )
-    assert process.returncode == -signal.SIGKILL, process.stderr
+def test_a_killed_job_keeps_its_folder_and_the_next_one_tidies_up(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, zygote: Zygote
+) -> None:
+    output = tmp_path_factory.mktemp("output") / "killed"
+    worker = start_script(zygote, KILLED, output, str(tmp_path))
+    assert worker.wait(timeout_s=120) == -signal.SIGKILL, output.read_text()
     assert (tmp_path / ".resiliency").is_dir()
     net = make_net(PL)
     callback = build(PL)(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1, auto_resume=True)

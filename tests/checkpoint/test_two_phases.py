@@ -10,8 +10,6 @@ import logging
 import os
 import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -28,6 +26,8 @@ from resiliency.checkpoint import snapshot as snapshot_module
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.errors import ResiliencyError
 from resiliency.testing.checkpoints import run_ranks, step_dirs
+from resiliency.testing.zygote import Zygote
+from tests.zygote import start_script
 
 SOON = timedelta(seconds=20)
 SLOW = torch.full((2_000_000,), 3.9)
@@ -205,10 +205,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("when", ["fence", "kernel"])
-def test_a_kill_after_a_change_under_the_copy_resumes_from_the_step_before(tmp_path: Path, when: str) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), when]
-    child = subprocess.run(command, timeout=120, capture_output=True, check=False)
-    assert child.returncode == -signal.SIGKILL, child.stderr.decode()[-2000:]
+def test_a_kill_after_a_change_under_the_copy_resumes_from_the_step_before(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, zygote: Zygote, when: str
+) -> None:
+    output = tmp_path_factory.mktemp("output") / "killed"
+    child = start_script(zygote, KILLED, output, str(tmp_path), when)
+    assert child.wait(timeout_s=120) == -signal.SIGKILL, output.read_text()[-2000:]
     with Checkpointer(tmp_path, run="r", rank=0, world_size=1) as checkpointer:
         restored = checkpointer.load()
         assert restored is not None and restored.step == 1
