@@ -39,6 +39,7 @@ ReferenceOption = Annotated[
     typer.Option(
         "--reference-step-time",
         min=0.0,
+        max=1e9,  # also refuses inf, which JSON cannot hold
         help="Seconds a step should take: what takes longer is slowdown; also for the older figure.",
     ),
 ]
@@ -309,7 +310,9 @@ def watch(
     more: MoreLogs = None,
     log: LogOption = None,
     run: RunOption = None,
-    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between refreshes.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.1, max=86400.0, help="Seconds between refreshes.")
+    ] = 2.0,
     rounds: Annotated[
         int, typer.Option("--rounds", min=0, help="Stop after this many refreshes; 0: until Ctrl-C.")
     ] = 0,
@@ -328,6 +331,7 @@ def watch(
     from resiliency.errors import ResiliencyError
     from resiliency.goodput.table import render
     from resiliency.telemetry.reader import LogReader, find_logs
+    from resiliency.telemetry.supervised import join_supervisors
 
     windows, _ = _windows(since, "last", exclude)
     paths = [*(log or []), *(more or [])]
@@ -346,7 +350,11 @@ def watch(
                 reader.read(find_logs(paths), final=False)
             except ResiliencyError as error:
                 live.update(f"waiting for a log: {error}", refresh=True)
-            if reader.collector.runs:
+            begun = join_supervisors(reader.collector.runs)
+            if run is not None and run not in begun:
+                there = ", ".join(sorted(begun)) or "none"
+                live.update(f"waiting for run {run!r}; so far there are: {there}", refresh=True)
+            elif begun:
                 ledgers = _ledgers(reader, run, None, capacity, gpus_per_rank, windows, reference_step_time)
                 if any(ledger.timings and ledger.timings[-1].outcome == "open" for ledger in ledgers):
                     # The job runs, so the time since its last event counts too; a host's clock may be ahead of ours.

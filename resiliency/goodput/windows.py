@@ -5,6 +5,7 @@ All times are whole microseconds, so that what is left sums exactly.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,12 @@ class Moment:
         """UTC seconds, in a run from ``start`` to ``end``."""
         if not self.is_offset:
             return self.seconds
-        return start + self.seconds if self.seconds >= 0 else end + self.seconds
+        return end + self.seconds if self.from_end else start + self.seconds
+
+    @property
+    def from_end(self) -> bool:
+        """Whether it is an offset back from the end; -0 is the end itself."""
+        return self.is_offset and math.copysign(1.0, self.seconds) < 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +63,7 @@ def parse_moment(text: str) -> Moment:
     """
     words = text.strip()
     sign = -1.0 if words.startswith("-") else 1.0
-    found = _PARTS.fullmatch(words.lstrip("+-"))
+    found = _PARTS.fullmatch(words[1:] if words[:1] in ("+", "-") else words)
     if found and any(found.groups()):
         days, hours, minutes, seconds = (float(part or 0.0) for part in found.groups())
         return Moment(sign * (days * 86400 + hours * 3600 + minutes * 60 + seconds), is_offset=True)
@@ -81,6 +87,9 @@ def parse_span(text: str) -> tuple[Moment, Moment]:
         raise ValueError(f"{text!r} is no stretch of time; write A..B, for example 1h..1h30m")
     begin = parse_moment(first) if first.strip() else Moment(0.0, is_offset=True)
     end = parse_moment(last) if last.strip() else Moment(float("inf"))
+    # Moments of different kinds can only be put in order once the run is known.
+    if (begin.is_offset, begin.from_end) == (end.is_offset, end.from_end) and begin.seconds > end.seconds:
+        raise ValueError(f"{text!r} ends before it begins; write the earlier moment first")
     return begin, end
 
 

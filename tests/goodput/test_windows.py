@@ -165,3 +165,35 @@ def test_watch_shows_the_part_that_is_asked_for_and_waits_while_there_is_none(tm
     assert not gauges.exists()
     wrong = CliRunner().invoke(app, ["watch", str(tmp_path), "--rounds", "1", "--since", "soon"])
     assert wrong.exit_code == 2 and "neither an ISO time" in wrong.output
+
+
+def test_a_stretch_that_ends_before_it_begins_is_refused() -> None:
+    for bad in ("2m..1m", "-1m..-2m", "2025-10-09T13:00:00Z..2025-10-09T12:00:00Z"):
+        with pytest.raises(ValueError, match="ends before it begins"):
+            parse_span(bad)
+    parse_span("2m..-1m")  # in order or not as the run's length says
+
+
+def test_an_offset_has_one_sign_and_minus_zero_is_the_end() -> None:
+    for bad in ("--5m", "+-60s", "-+1h"):
+        with pytest.raises(ValueError, match="neither an ISO time"):
+            parse_moment(bad)
+    assert parse_moment("-0s").at(10.0, 99.0) == 99.0
+    assert parse_moment("0s").at(10.0, 99.0) == 10.0
+
+
+def test_watch_waits_for_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    two_halves().write(tmp_path)
+    result = CliRunner().invoke(app, ["watch", str(tmp_path), "--rounds", "1", "--run", "later"])
+    assert result.exit_code == 0, result.output
+    assert "waiting for run 'later'; so far there are: job" in result.output
+
+
+def test_endless_seconds_are_wrong_arguments(tmp_path: Path) -> None:
+    two_halves().write(tmp_path)
+    for words in (
+        ["report", str(tmp_path), "--json", "--reference-step-time", "inf"],
+        ["watch", str(tmp_path), "--rounds", "2", "--interval", "inf"],
+    ):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 2 and "Invalid value" in result.output
