@@ -168,14 +168,18 @@ def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None
     # Lines and files without events belong to no run; they are reported with the first.
     names = [path.name for path in reader.left_out]
     more = f" and {len(names) - 5} others" if len(names) > 5 else ""
-    left = [f"Left out, because {'they hold' if names[1:] else 'it holds'} no event: {', '.join(names[:5])}{more}."]
+    notes = [f"Counted up to where it is cut or damaged: {name} ({why})." for name, why in sorted(reader.cut.items())]
+    if names:
+        notes.append(
+            f"Left out, because {'they hold' if names[1:] else 'it holds'} no event: {', '.join(names[:5])}{more}."
+        )
     return [
         summarize(
             ledger,
             reference_step_s=reference,
             torn_lines=reader.torn_lines if number == 0 else 0,
             foreign_lines=reader.foreign_lines if number == 0 else 0,
-            notes=left if names and number == 0 else (),
+            notes=notes if number == 0 else (),
         )
         for number, ledger in enumerate(ledgers)
     ]

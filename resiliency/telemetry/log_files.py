@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from resiliency.errors import ConfigError
+from resiliency.telemetry.packed_log import PackedLog
 
 __all__ = ["LogFiles", "find", "find_logs", "is_array", "open_log"]
 
@@ -93,19 +93,19 @@ def _holds_events(file: Path) -> bool:
     try:
         with open_log(file) as opened:
             start = opened.read(_SNIFF_BYTES)
-    except (OSError, EOFError):
+    except OSError:
         return True
     return not start or b'"event_type"' in start
 
 
-def open_log(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_log(path: str | os.PathLike[str]) -> IO[bytes] | PackedLog:
     """The log's bytes: unpacked, and as UTF-8 where an editor has saved UTF-16.
 
     Raises:
         OSError: it cannot be read, or is no gzip file.
     """
     if os.fspath(path).endswith(".gz"):
-        return gzip.open(path, "rb")  # type: ignore[return-value]
+        return PackedLog(path)
     file = open(path, "rb", buffering=0)
     start = file.read(64)
     if start[:2] in _UTF16 and b"\0" in start:

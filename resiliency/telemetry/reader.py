@@ -21,6 +21,7 @@ from resiliency.events import EventKind
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.facts import RunFacts, Segment
 from resiliency.telemetry.log_files import find, find_logs, is_array, open_log
+from resiliency.telemetry.packed_log import PackedLog
 from resiliency.telemetry.stepstats import StepStats
 from resiliency.telemetry.wrapped_steps import ENTRY_BREAK, WrappedStep, find_step
 
@@ -72,6 +73,8 @@ class LogReader:
         self.lines = 0
         #: Files that look like logs and hold no event.
         self.left_out: tuple[Path, ...] = ()
+        #: Compressed files that are cut or damaged, and how; what is before that is read.
+        self.cut: dict[str, str] = {}
         #: Lines of Google's ml-goodput-measurement, which has other events.
         self.measurement_lines = 0
         self._offsets: dict[str, int] = {}
@@ -120,10 +123,11 @@ class LogReader:
                         continue
                     self._block(block[:end] if end < len(block) else block)
                     rest = block[end:]
-        except (OSError, EOFError) as error:
+                if isinstance(file, PackedLog) and file.damage:
+                    self.cut[path] = file.damage
+        except OSError as error:
             raise ConfigError(
-                f"cannot read event log {path}: {getattr(error, 'strerror', None) or error}; check the path and its"
-                " permissions"
+                f"cannot read event log {path}: {error.strerror or error}; check the path and its permissions"
             ) from error
         if packed:
             offset, final = size, True
@@ -297,7 +301,7 @@ class LogReader:
             return
         self._record(record, text)
 
-    def _array(self, file: IO[bytes]) -> bool:
+    def _array(self, file: IO[bytes] | PackedLog) -> bool:
         """One JSON array of events, in memory as a whole: an export of Cloud Logging, which has the newest first; False
         when it is no array."""
         file.seek(0)

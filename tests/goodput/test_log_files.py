@@ -51,6 +51,34 @@ def test_logs_that_were_rotated_and_compressed_are_read_oldest_first(tmp_path: P
     assert reader.read(find_logs([tmp_path])) == 0, "a second look reads nothing again"
 
 
+@pytest.mark.parametrize("how", ["cut", "damaged"])
+def test_a_compressed_log_counts_up_to_where_it_is_cut_or_damaged(tmp_path: Path, how: str) -> None:
+    """A host that dies while it compresses a log leaves a part. What lies beside it counts whole."""
+    lines = 400 * lines_of(crash())  # more than is unpacked at once
+    half = len(lines) // 2
+    (tmp_path / "job.jsonl").write_text("\n".join(lines[half:]) + "\n")
+    packed = bytearray(gzip.compress(("\n".join(lines[:half]) + "\n").encode(), compresslevel=0))
+    if how == "cut":
+        del packed[len(packed) // 2 :]
+    else:
+        packed[len(packed) // 2 :] = b"\xff" * (len(packed) // 2)
+    (tmp_path / "job.jsonl.1.gz").write_bytes(packed)
+    reader = read_logs([tmp_path])
+    assert 0.7 * len(lines) < reader.lines < 0.8 * len(lines) and reader.torn_lines <= 1
+    (name,) = reader.cut
+    assert name.endswith("job.jsonl.1.gz")
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "Counted up to where it is cut or damaged" in " ".join(result.output.split())
+    assert reader.read(find_logs([tmp_path])) == 0, "a second look reads nothing again"
+
+
+def test_what_is_no_compressed_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.jsonl.1.gz").write_bytes(b"these are no gzip bytes")
+    with pytest.raises(ConfigError, match=r"cannot read event log .*job.jsonl.1.gz: Not a gzipped file"):
+        read_logs([tmp_path])
+
+
 @pytest.mark.parametrize("form", ["lines", "array", "array, newest first"])
 def test_exports_of_cloud_logging_are_read(tmp_path: Path, form: str) -> None:
     job = crash()
