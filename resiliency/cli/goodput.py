@@ -240,10 +240,12 @@ class _Gauges:
         from resiliency.goodput.gauges import write_prometheus, write_tensorboard
         from resiliency.telemetry.sinks import ScalarFile
 
+        where = self._prometheus
         try:
             if self._prometheus is not None:
                 write_prometheus(self._prometheus, summaries)
             if self._tensorboard is not None:
+                where = self._tensorboard
                 for summary in summaries:
                     name = str(summary["run"]).replace("/", "_")
                     if name not in self._files:
@@ -252,7 +254,7 @@ class _Gauges:
         except ImportError:
             _fail("--tensorboard needs tensorboard; install resiliency[tensorboard]")
         except OSError as error:
-            _fail(f"the gauges cannot be written: {error.strerror or error} ({error.filename})")
+            _fail(f"the gauges cannot be written to {where}: {error.strerror or error}")
 
 
 def _write_page(path: Path, runs: list[tuple[dict[str, Any], Ledger]]) -> None:

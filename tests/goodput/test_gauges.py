@@ -65,7 +65,8 @@ def test_the_command_line_writes_both(tmp_path: Path) -> None:
         assert point.wall_time == pytest.approx(summary["end"])
     assert not list(tmp_path.glob("*.tmp"))
     failed = run(app, ["report", str(logs), "--prometheus", str(tmp_path / "none" / "x.prom")])
-    assert failed.exit_code == 2 and "the gauges cannot be written" in failed.output
+    said = " ".join(failed.output.split())
+    assert failed.exit_code == 2 and f"the gauges cannot be written to {tmp_path / 'none' / 'x.prom'}: " in said
 
 
 def shown() -> set[str]:
