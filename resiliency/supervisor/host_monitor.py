@@ -281,6 +281,7 @@ class HostMonitor:
         """Its ranks have ended with it: the kernel sees to those that were forked, this monitor to the others."""
         self._link.hear_last_words()
         launcher.end_ranks()
+        end_processes(self._state.ranks)  # of one that was taken over and ended before it had said a word
         self._launcher = None
         self._warm.clear()
         seen = self._seen

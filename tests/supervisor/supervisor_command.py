@@ -82,6 +82,13 @@ def stored(folder: Path) -> tuple[Any, list[Any]]:
     store = Store(str(folder / "supervisor.db"))
     try:
         found = store.load()
-        return found.workloads[0], sorted(found.plans, key=lambda plan: plan.number)
+        # It leads a moment before it has written them down.
+        return found.workloads[0] if found.workloads else None, sorted(found.plans, key=lambda plan: plan.number)
     finally:
         store.close()
+
+
+def runs(folder: Path) -> bool:
+    """Whether the one workload runs, as far as it is written down."""
+    workload, _ = stored(folder)
+    return workload is not None and workload.state.value == "running"

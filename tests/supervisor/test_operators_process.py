@@ -18,7 +18,7 @@ from tests.ports import free_port
 
 from .fake_monitors import until
 from .monitor_command import MonitorCommand, monitor
-from .supervisor_command import Command, commands, run, stored
+from .supervisor_command import Command, commands, run, runs, stored
 
 pytestmark = pytest.mark.long
 
@@ -68,7 +68,12 @@ def test_drain_uncordon_stop_and_start_by_the_command_line_while_ranks_run_and_t
                 async def is_running(epoch: int, *hosts: str) -> None:
                     def so() -> bool:
                         workload, _ = stored(tmp_path)
-                        return (workload.state.value, workload.epoch, workload.places) == ("running", epoch, hosts)
+                        is_there = workload is not None
+                        return is_there and (workload.state.value, workload.epoch, workload.places) == (
+                            "running",
+                            epoch,
+                            hosts,
+                        )
 
                     await until(so, within_s=30)
 
@@ -93,7 +98,7 @@ def test_drain_uncordon_stop_and_start_by_the_command_line_while_ranks_run_and_t
                 await until(lambda: not b.ranks() and not a.ranks(), within_s=30)
                 assert stored(tmp_path)[0].state.value == "stopped"
                 assert "job begins again" in await done("start", "job", "-s", url)
-                await until(lambda: stored(tmp_path)[0].state.value == "running", within_s=30)
+                await until(lambda: runs(tmp_path), within_s=30)
                 assert stored(tmp_path)[0].epoch == 3
                 await until(lambda: len(a.ranks()) + len(b.ranks()) == 1, within_s=30)
 
@@ -171,7 +176,7 @@ def test_with_mutual_tls_a_host_speaks_for_itself_alone_and_only_with_a_certific
 
             with host("a", *of_a) as a, host("nameless") as nameless, host("c", *false_c) as c, host("d", *of_b) as d:
                 await is_said(a, lambda text: f"connected to the supervisor at {url}" in text)
-                await until(lambda: stored(tmp_path)[0].state.value == "running", within_s=30)
+                await until(lambda: runs(tmp_path), within_s=30)
                 assert stored(tmp_path)[0].places == ("a",)
                 for refused in (nameless, c, d):
                     text = await is_said(refused, lambda text: "no connection to the supervisor" in text)

@@ -14,7 +14,7 @@ from resiliency.supervisor.model import ObservationKind
 from tests.ports import free_port
 
 from .fake_monitors import PERIOD_S, FakeMonitor, until
-from .supervisor_command import Command, commands, run, stored
+from .supervisor_command import Command, commands, run, runs, stored
 
 pytestmark = pytest.mark.long
 
@@ -38,7 +38,7 @@ def test_a_supervisor_that_is_killed_goes_on_and_does_it_once(tmp_path: Path, po
             started.append(Command(tmp_path, port))
             await started[0].leads()
             await until(lambda: a.step > a.began_at and b.step > b.began_at, within_s=30)
-            await until(lambda: stored(tmp_path)[0].state.value == "running")
+            await until(lambda: runs(tmp_path))
             started[0].send(signal.SIGKILL)
             await started[0].ended()
             # The one that will be killed begins with a job that runs, so that its writes can be counted.
@@ -59,7 +59,7 @@ def test_a_supervisor_that_is_killed_goes_on_and_does_it_once(tmp_path: Path, po
             if a.place.epoch == 1:  # a real monitor says it again, as it was not answered
                 await a.saw(ObservationKind.WORKER_LOST, rank=0)
             await until(lambda: a.place.epoch == b.place.epoch >= 2, within_s=30)
-            await until(lambda: stored(tmp_path)[0].state.value == "running", within_s=30)
+            await until(lambda: runs(tmp_path), within_s=30)
             workload, plans = stored(tmp_path)
             assert workload.epoch == 2 and workload.places == ("a", "b") and workload.incident is None
             assert [str(plan.remedy.kind) for plan in plans] == ["scale_up", "restart_in_job"]

@@ -21,7 +21,7 @@ from tests.ports import free_port
 
 from .fake_monitors import PERIOD_S, until
 from .monitor_command import monitor
-from .supervisor_command import Command, commands, run, stored
+from .supervisor_command import Command, commands, run, runs, stored
 
 pytestmark = pytest.mark.long
 
@@ -55,7 +55,7 @@ def test_a_monitor_of_two_addresses_follows_the_leader_and_its_ranks_train_on(tm
             # The one that stands by is asked first.
             with monitor(tmp_path, "--supervisor", second, "--supervisor", first) as host:
                 await until(lambda: with_leader(host.text(), first, term), within_s=30)
-                await until(lambda: stored(tmp_path)[0].state.value == "running", within_s=30)
+                await until(lambda: runs(tmp_path), within_s=30)
                 ranks = await until(host.ranks)
 
                 async def is_with(command: Command, url: str, term: int) -> None:
