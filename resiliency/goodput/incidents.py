@@ -119,7 +119,7 @@ def _ended(ledger: Ledger, timing: Timing) -> Incident:
                     if interval.phase in ("start", "restore") or bucket is Bucket.WARM_UP:
                         add(bucket, interval.parts.get(bucket, 0) * lane.copies)
     lost = sum((t.top or 0) - (t.lost_above or 0) for t in ledger.timings if t.index in thrown)
-    over = incidents_over(ledger.facts.marks, timing.progress - SAME_S)
+    over = incidents_over(ledger.facts.marks, timing.progress, near_s=SAME_S)
     near = [mark for mark in timing.marks if mark.time >= timing.progress - NEAR_S]
     near = [mark for mark in near if mark.fields.get("incident") not in over]
     what, where, rank = _describe(timing, near)

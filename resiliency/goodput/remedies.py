@@ -37,14 +37,17 @@ def remedy_words(kind: str) -> str:
     return _REMEDIES.get(kind, kind.replace("_", " "))
 
 
-def incidents_over(known: Sequence[Mark], time: float) -> set[object]:
-    """Numbers of the incidents of which the supervisor has said the last before ``time``."""
-    last: dict[object, float] = {}
-    for mark in known:
-        number = mark.fields.get("incident")
-        if number is not None:
-            last[number] = max(last.get(number, mark.time), mark.time)
-    return {number for number, at in last.items() if at < time}
+def incidents_over(known: Sequence[Mark], progress: float, *, near_s: float) -> set[object]:
+    """Numbers of the incidents that were over when an attempt last made ``progress``, so that none of them ended it.
+
+    Over is one of which the supervisor has said the last ``near_s`` before, or of which the last word is that its plan
+    is done: what began an attempt may have been done a second before that attempt was lost.
+    """
+    last: dict[object, Mark] = {}
+    for mark in sorted(known, key=lambda mark: mark.time):
+        if (number := mark.fields.get("incident")) is not None:
+            last[number] = mark
+    return {number for number, mark in last.items() if mark.time < progress - (0.0 if _is_done(mark) else near_s)}
 
 
 def marks_of_incident(near: Sequence[Mark], known: Sequence[Mark]) -> list[Mark]:
@@ -91,6 +94,11 @@ def _plan(asked: Mark, end: Mark | None, swaps: Sequence[Mark], *, is_begin_know
         return f"{words}, done{after}"
     why = str(end.fields.get("reason") or "")
     return f"{words}, {end.fields.get('outcome') or 'ended'}{after}" + (f" ({why})" if why else "")
+
+
+def _is_done(mark: Mark) -> bool:
+    is_done = mark.kind == EventKind.PLAN_ENDED and mark.fields.get("outcome") == "done"
+    return is_done or mark.kind == EventKind.INCIDENT_CLOSED
 
 
 def _is_swap(mark: Mark) -> bool:

@@ -9,6 +9,7 @@ from statistics import median
 
 from resiliency.events import EventKind
 from resiliency.goodput.attempts import Attempt, Offsets
+from resiliency.goodput.remedies import incidents_over
 from resiliency.telemetry.facts import Mark, RunFacts, Segment
 
 __all__ = ["ABNORMAL", "Timing", "time_attempts"]
@@ -207,10 +208,13 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         time = _shifted(segment.terminated, segment, offsets)
         if time is not None and begin <= time <= end:
             ends[time] = segment.reason
+    over = incidents_over(timing.marks, timing.progress, near_s=patience)
     notices = [
         m.time - offsets.at(m.attempt, m.host)
         for m in timing.marks
-        if m.kind in NOTICES and m.time - offsets.at(m.attempt, m.host) >= timing.progress - patience
+        if m.kind in NOTICES
+        and m.time - offsets.at(m.attempt, m.host) >= timing.progress - patience
+        and m.fields.get("incident") not in over
     ]
     finished = [segment for segment in segments if segment.finished]
     bad = [time for time, reason in ends.items() if reason in ABNORMAL]

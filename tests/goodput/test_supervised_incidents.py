@@ -125,6 +125,19 @@ def test_an_incident_that_was_over_before_has_no_part_in_the_next() -> None:
     assert only_incident(job).what == "Worker lost"
 
 
+@pytest.mark.parametrize("last", [EventKind.PLAN_ENDED, EventKind.INCIDENT_CLOSED])
+def test_what_began_an_attempt_that_is_lost_seconds_later_has_no_part_in_its_end(last: str) -> None:
+    job = swapped()
+    progress = max(event.time for event in job.events if event.kind == EventKind.STEP and event.attempt == 0)
+    begun = progress - 4.0
+    told(job, EventKind.OBSERVED, begun, incident=1, observation="capacity", reason="capacity")
+    told(job, EventKind.RESTART_REQUESTED, begun, incident=1, plan=1, remedy="scale_up", reason="hosts are there")
+    told(job, EventKind.PLAN_ENDED, begun + 1, incident=1, plan=1, remedy="scale_up", outcome="done", reason="")
+    if last == EventKind.INCIDENT_CLOSED:
+        told(job, last, begun + 1, incident=1)
+    assert only_incident(job) == only_incident(swapped())
+
+
 @pytest.mark.parametrize(
     ("lost_lines", "remedy"),
     [
