@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import tests.entry_points  # noqa: F401  before anything imports Lightning
+from tests.agent_forks import VARIABLE, AgentForks
 
 if TYPE_CHECKING:
     from resiliency.testing.zygote import Zygote
@@ -178,7 +179,7 @@ def _threads() -> set[threading.Thread]:
 
 def _children() -> set[psutil.Process]:
     found = set()
-    for pid in _child_pids():
+    for pid in [*_child_pids("self"), *(pid for forks in _forks for pid in _child_pids(str(forks.pid)))]:
         try:
             child = psutil.Process(pid)
             if not any(helper in " ".join(child.cmdline()) for helper in SESSION_HELPERS):
@@ -188,13 +189,14 @@ def _children() -> set[psutil.Process]:
     return found
 
 
-def _child_pids() -> list[int]:
+def _child_pids(process: str) -> list[int]:
     """From the kernel's own lists: psutil reads every process of the machine, which cost half a minute a run."""
+    tasks = Path("/proc", process, "task")
     try:
-        lists = [Path("/proc/self/task", task, "children").read_text() for task in os.listdir("/proc/self/task")]
+        lists = [Path(tasks, task, "children").read_text() for task in os.listdir(tasks)]
         return [int(pid) for pids in lists for pid in pids.split()]
     except (FileNotFoundError, ProcessLookupError):  # a kernel without these lists, or a thread that ended just now
-        return [child.pid for child in psutil.Process().children()]
+        return [child.pid for child in psutil.Process(None if process == "self" else int(process)).children()]
 
 
 def _shm() -> set[Path]:
@@ -279,3 +281,24 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
     with make_zygote(tmp_path_factory.mktemp("zygote") / "log") as made:
         yield made
+
+
+#: Whose children are looked after as if they were of this process.
+_forks: list[AgentForks] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def agent_forks() -> Iterator[None]:
+    made = AgentForks()
+    _forks.append(made)
+    os.environ[VARIABLE] = made.address
+    yield
+    del os.environ[VARIABLE]
+    _forks.remove(made)
+    made.close()
+
+
+@pytest.fixture
+def started_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents of this test are interpreters of their own, as a user's are; see :mod:`tests.agent_forks`."""
+    monkeypatch.delenv(VARIABLE)

@@ -15,6 +15,7 @@ from resiliency.testing.zygote import WorkerProcess, Zygote
 
 PRELOAD = [
     "tests.entry_points",
+    "tests.agent_forks",
     "torch",
     "torch.distributed",
     "torch.distributed.run",
