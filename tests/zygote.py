@@ -10,8 +10,10 @@ import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from resiliency.testing.zygote import WorkerProcess, Zygote
+from tests.agent_forks import VARIABLE
 
 PRELOAD = [
     "tests.entry_points",
@@ -44,8 +46,18 @@ PRELOAD = [
 ]
 
 
+class _Zygote(Zygote):
+    """Its workers start agents as the test that starts them does."""
+
+    def start(
+        self, target: str, arguments: Mapping[str, Any], *, env: Mapping[str, str] | None = None, timeout_s: float = 60
+    ) -> WorkerProcess:
+        forks = {VARIABLE: os.environ.get(VARIABLE, "")}
+        return super().start(target, arguments, env={**forks, **(env or {})}, timeout_s=timeout_s)
+
+
 def make_zygote(log: Path) -> Zygote:
-    return Zygote(PRELOAD, log=str(log), path=[str(Path(__file__).parents[1])])
+    return _Zygote(PRELOAD, log=str(log), path=[str(Path(__file__).parents[1])])
 
 
 def start_script(

@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def agents_of_this_room_are_started(started_agents: None) -> None:
-    """Not forked; see :mod:`tests.agent_forks`."""
+    """And not forked as those of other tests are; see :mod:`tests.agent_forks`."""

@@ -11,6 +11,11 @@ from resiliency.testing.zygote import Zygote
 from tests.launch.launching import Job
 
 
+@pytest.fixture(autouse=True)
+def agents_are_made_by_launchers(started_agents: None) -> None:
+    """And not forked as those of other tests are; see :mod:`tests.agent_forks`."""
+
+
 @pytest.fixture
 def launch(tmp_path: Path, zygote: Zygote) -> Iterator[Any]:
     jobs: list[Job] = []
