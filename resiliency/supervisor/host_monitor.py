@@ -44,6 +44,7 @@ from resiliency.supervisor.launcher_process import (
     identities_of,
     start_launcher,
 )
+from resiliency.supervisor.local_network import Cable
 from resiliency.supervisor.messages import (
     MONITOR_ENDS,
     NO_PLAN,
@@ -102,10 +103,15 @@ class HostMonitor:
 
     Args:
         watchdogs: that look after this host.
+        cable: of this host, where it is one of several on a machine and has a network of its own.
     """
 
     def __init__(
-        self, settings: MonitorSettings, connection: ConnectionSettings, watchdogs: Sequence[Watchdog] = ()
+        self,
+        settings: MonitorSettings,
+        connection: ConnectionSettings,
+        watchdogs: Sequence[Watchdog] = (),
+        cable: Cable | None = None,
     ) -> None:
         self._settings, self._connection_settings, self._given_watchdogs = settings, connection, tuple(watchdogs)
         self._folder = StateFolder(settings.state_dir, settings.host)
@@ -131,6 +137,9 @@ class HostMonitor:
         self._says_faults = False
         self._saving: asyncio.Future[Problem] | None = None
         self._lost_peers: asyncio.TimerHandle | None = None
+        self._cable = cable
+        #: When the cable that was pulled is plugged in again.
+        self._partition: asyncio.TimerHandle | None = None
         self._complained: set[tuple[str, int, str]] = set()
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -222,6 +231,10 @@ class HostMonitor:
     async def _close(self) -> None:
         if self._lost_peers is not None:
             self._lost_peers.cancel()
+        if self._partition is not None:
+            self._plug_in()
+        if self._cable is not None:
+            self._cable.close()
         await self._asks.close()
         await self._watchdogs.close()
         self._link.close()
@@ -724,8 +737,35 @@ class HostMonitor:
         if message.action == "ranks":
             answer["ranks"] = {str(rank): pid for rank, pid in self._seen.running.items()}
         elif message.action == "partition" and 0 < message.seconds <= _LONGEST_PARTITION_S:
-            logger.warning("a fault is put in: no connection to the supervisor for %.1f s", message.seconds)
-            self._connection.block(message.seconds)
+            answer["problem"] = self._cut_off(message.seconds)
         else:
             answer["problem"] = f"{message.action!r} for {message.seconds:g} s is no fault of a monitor"
         return answer
+
+    def _cut_off(self, seconds: float) -> Problem:
+        """From the other hosts and the supervisor, where this host has a network of its own; else from that alone."""
+        if self._cable is None:
+            logger.warning("a fault is put in: no connection to the supervisor for %.1f s", seconds)
+            self._connection.block(seconds)
+            return ""
+        try:
+            self._cable.pull()
+        except OSError as error:
+            return f"the cable {self._cable.link} of this host cannot be pulled: {error}"
+        logger.warning("a fault is put in: this host is cut off from all others for %.1f s", seconds)
+        if self._partition is not None:
+            self._partition.cancel()
+        self._partition = asyncio.get_running_loop().call_later(seconds, self._plug_in)
+        return ""
+
+    def _plug_in(self) -> None:
+        if self._partition is not None:
+            self._partition.cancel()
+            self._partition = None
+        if self._cable is None:
+            return
+        try:
+            self._cable.plug_in()
+            logger.warning("this host is connected to the others again")
+        except OSError as error:  # the switch is gone, with all others
+            logger.error("this host stays cut off: %s", error)

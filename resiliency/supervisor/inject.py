@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,9 @@ from resiliency.launch.channel import receive, send
 from resiliency.launch.heartbeat_files import read_heartbeats
 from resiliency.regular_file import open_regular
 from resiliency.storage.manifest import MANIFEST, META_DIR
+from resiliency.supervisor.launcher_process import find_launcher
 from resiliency.supervisor.monitor_state import StateFolder
+from resiliency.supervisor.namespaces import is_own_namespace, within
 
 __all__ = ["FAULTS", "Fault", "Injector", "Target", "moments"]
 
@@ -113,7 +115,7 @@ class Target:
         if not self.state_dir:
             raise ConfigError("pass --state-dir and --host of the monitor, or --heartbeats")
         name = StateFolder(self.state_dir, self.host).socket_name
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        with self._socket(name) as end:
             end.settimeout(_ANSWER_S)
             try:
                 end.connect("\0" + name)
@@ -132,6 +134,27 @@ class Target:
         if answer.get("problem"):
             raise AgentError(str(answer["problem"]))
         return answer
+
+    def _socket(self, name: str) -> socket.socket:
+        """In the network namespace of the host, where it has one of its own: abstract names are of a namespace.
+
+        Raises:
+            ConfigError: that may not be entered.
+        """
+        launcher = find_launcher(name)  # which is where its monitor is
+        with suppress(FileNotFoundError):  # it ends
+            fd = -1 if launcher is None else os.open(f"/proc/{launcher.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                with nullcontext() if fd < 0 or is_own_namespace(fd) else within(fd):
+                    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            except PermissionError as error:
+                raise ConfigError(
+                    f"host {self.host!r} has a network namespace of its own ({error}); run this as root"
+                ) from error
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 class Injector:
@@ -244,7 +267,7 @@ class Injector:
             partial.replace(path)
 
     def _partition(self, fault: Fault) -> None:
-        if self._tell(f"partition: the monitor of {self._target.host} has no supervisor for {fault.seconds:g} s"):
+        if self._tell(f"partition: {self._target.host} is cut off for {fault.seconds:g} s"):
             self._target.ask({"kind": "control", "action": "partition", "seconds": fault.seconds})
 
     def _fill(self, fault: Fault) -> None:

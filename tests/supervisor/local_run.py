@@ -22,9 +22,9 @@ def main() -> int:
     local_cluster._NO_HOSTS_S = 5.0
     start = local_cluster.start
 
-    def start_with_quick_launcher(name, number, words, variables):
+    def start_with_quick_launcher(name, number, words, variables, fds=()):
         if words[0] != "host-monitor":
-            return start(name, number, words, variables)
+            return start(name, number, words, variables, fds)
         package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
         code = (
             "import sys; from resiliency.supervisor import monitor_settings as m;"
@@ -35,6 +35,7 @@ def main() -> int:
             [sys.executable, "-c", code, *words],
             env=child_environment(package) | dict(variables),
             start_new_session=True,
+            pass_fds=fds,
         )
         return LocalProcess(name, number, popen, os.pidfd_open(popen.pid))
 
