@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from resiliency.cli.inject import main as inject
 from resiliency.errors import ResiliencyError
@@ -21,15 +22,34 @@ from resiliency.supervisor.launcher_process import find_launcher
 from resiliency.supervisor.monitor_state import StateFolder
 from resiliency.testing.zygote import Zygote
 from tests.e2e import cluster_job
+from tests.e2e.cluster_job import checksum
 from tests.launch.launching import Job
+from tests.launch.soak_job import SIZE, gradient
 from tests.processes import wait_ended
 
-__all__ = ["POLL_S", "Cluster"]
+__all__ = ["POLL_S", "Cluster", "Reference"]
 
 JOB = Path(cluster_job.__file__)
 POLL_S = 0.05
 #: Of a monitor's log.
 CONNECTED = "connected to the supervisor at"
+
+
+class Reference:
+    """The checksum after each step of a run in which nothing happened."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._weights = torch.arange(SIZE, dtype=torch.float64)
+        self._sums = [checksum(self._weights)]
+
+    def after(self, step: int) -> int:
+        while len(self._sums) <= step:
+            done = len(self._sums) - 1
+            total = sum(gradient(self._weights, done, rank) for rank in range(self._ranks))
+            self._weights = (self._weights + total).remainder(65521)
+            self._sums.append(checksum(self._weights))
+        return self._sums[step]
 
 
 class Cluster:

@@ -16,12 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from resiliency.testing.zygote import Zygote
-from tests.e2e.cluster_job import checksum
-from tests.e2e.clusters import POLL_S, Cluster
-from tests.launch.soak_job import SIZE, gradient
+from tests.e2e.clusters import POLL_S, Cluster, Reference
 
 DRAWN = int(os.environ.get("RESILIENCY_CLUSTER_SOAK", "0"))
 SEED = int(os.environ.get("RESILIENCY_CLUSTER_SOAK_SEED", "11"))
@@ -61,28 +58,12 @@ OF_A_RESTART = ("start-up", "restoring", "remedy")
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(240 + 40 * DRAWN)]
 
 
-class Reference:
-    """The checksum after each step of a run in which nothing happened."""
-
-    def __init__(self) -> None:
-        self._weights = torch.arange(SIZE, dtype=torch.float64)
-        self._sums = [checksum(self._weights)]
-
-    def after(self, step: int) -> int:
-        while len(self._sums) <= step:
-            done = len(self._sums) - 1
-            total = sum(gradient(self._weights, done, rank) for rank in range(RANKS))
-            self._weights = (self._weights + total).remainder(65521)
-            self._sums.append(checksum(self._weights))
-        return self._sums[step]
-
-
 class Series:
     """Puts faults in, one pair after the other, and looks after each what it has come to."""
 
     def __init__(self, cluster: Cluster, draw: random.Random) -> None:
         self._cluster, self._draw = cluster, draw
-        self._reference = Reference()
+        self._reference = Reference(RANKS)
         self._read = self._away = 0
 
     def run(self, fault: str, moment: str) -> None:
