@@ -88,6 +88,30 @@ def test_a_partition_is_waited_out_frozen_or_got_over_and_nobody_from_before_it_
         cluster.close()
 
 
+def test_a_host_that_trains_on_alone_behind_a_partition_commits_nothing_after_its_place_was_given_away(
+    tmp_path: Path, zygote: Zygote
+) -> None:
+    cluster = Cluster(tmp_path, zygote, "--nnodes", 1, "--spares", 2, "--network-namespaces")
+    try:
+        cluster.wait_until(lambda: cluster.progress()[1] >= 5, "training begins")
+        cluster.wait_until(lambda: len(cluster.ready()) == 3, "all hosts are there")
+        host, pid = cluster.where(0)
+        cluster.inject("partition", host, "--for", "600")
+        cluster.wait_until(lambda: len(cluster.starts()) == 2, "another host has its place")
+        cluster.wait_until(lambda: "attempt 1 is over" in cluster.job.text, "its save is refused")
+        assert "cannot commit to" in cluster.job.text and network_of_or_none(pid) is not None
+        cluster.inject("partition", host, "--for", "0.1")
+        cluster.wait_until(lambda: network_of_or_none(pid) is None, "it is told, and its rank ends")
+        goes_on(cluster, "the other one trains")
+        (cluster.folder / "enough").touch()
+        assert cluster.job.wait(60) == 0, cluster.job.text[-8000:]
+        ranks, step, found = (cluster.folder / "end-0").read_text().split()
+        assert (int(ranks), int(found)) == (1, Reference(1).after(int(step)))
+        assert cluster.owned_twice() == {} and [epoch for epoch, *_ in cluster.starts()] == [1, 2]
+    finally:
+        cluster.close()
+
+
 def network_of_or_none(pid: int) -> int | None:
     try:
         return network_of(pid)

@@ -187,6 +187,9 @@ def test_a_host_is_cut_off_until_its_monitor_says_so_or_is_gone_and_no_network_i
     assert not networks.reaches(0)
     run.monitor(0).kill()
     run.until(lambda: networks.reaches(0))
+    os.kill(run.popen.pid, signal.SIGUSR2)
+    run.until(lambda: "taking over the launcher" in run.text)  # whose socket is of that host's network alone
+    assert {network_of(run.monitor(number).pid) for number in range(2)} == networks.namespaces
     networks.cut_off(1, 600)
     os.kill(run.popen.pid, signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.text[-6000:]

@@ -15,6 +15,7 @@ from resiliency.cli.host_monitor import _parser as monitor_parser
 from resiliency.errors import ConfigError
 from resiliency.supervisor import local_cluster
 from resiliency.supervisor.local_cluster import LocalCluster
+from resiliency.supervisor.local_network import LocalNetwork
 from resiliency.supervisor.local_processes import SignalCount, wait_for_any
 from resiliency.supervisor.settings import read_settings
 
@@ -87,3 +88,28 @@ def test_a_signal_to_bring_a_host_back_is_counted_and_ends_a_wait() -> None:
         assert 1 <= returns.take() <= 2  # equal signals that wait are one
         assert returns.take() == 0
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    "words", [["--network-namespaces"], ["--state-dir", "here"], ["--supervisor-set", "dwell_s=2"]]
+)
+def test_what_only_a_supervised_job_has_is_refused_without_one(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_command.main([*words, "train.py"])
+    assert f"{words[0]} is the supervisor's, and there is none without --spares" in capsys.readouterr().err
+
+
+@pytest.mark.namespaces
+def test_a_host_with_a_network_of_its_own_is_told_its_address_interface_and_cable(
+    started: list[list[str]], tmp_path: Path
+) -> None:
+    network = LocalNetwork(2)
+    try:
+        local_cluster._start_host(cluster(), tmp_path, network, 1, f"{network.address}:7600")
+        args = monitor_parser().parse_args(started[0][1:])
+        assert args.address == network.address_of(1) and args.cable == f"{network.fds[0]}:host1"
+        assert network.variables_of("h-1")["GLOO_SOCKET_IFNAME"] == "eth0"
+    finally:
+        network.close()
