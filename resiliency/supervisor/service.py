@@ -716,7 +716,7 @@ class Service:
         node_rank = random.randrange(len(workload.places))
         rank = node_rank * workload.spec.ranks_per_host + random.randrange(workload.spec.ranks_per_host)
         one = Observation(
-            kind=ObservationKind.WORKER_LOST,
+            kind=ObservationKind.WORKER_HUNG,  # so that it is killed: one that is lost is gone already
             host=workload.places[node_rank],
             workload=workload.name,
             epoch=workload.epoch,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,6 +33,15 @@ __all__ = ["POLL_S", "Cluster", "Reference"]
 
 JOB = Path(cluster_job.__file__)
 POLL_S = 0.05
+#: Nothing, zeros, requests of other protocols, lengths without an end, and bytes by chance.
+GARBAGE = (
+    b"",
+    bytes(64),
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01",
+    b"\xff" * 100_000,
+    random.Random(1).randbytes(4096),
+)
 #: Of a monitor's log.
 CONNECTED = "connected to the supervisor at"
 
@@ -57,6 +68,7 @@ class Cluster:
 
     def __init__(self, folder: Path, zygote: Zygote, *flags: Any) -> None:
         self.folder, self._back = folder, 0
+        self._talking: list[socket.socket] = []
         words = ["--state-dir", folder / "state", *flags, "--nproc-per-node", 1, JOB, folder]
         self.job = Job("ours", words, folder / "output", zygote, cwd=folder, env={"RESILIENCY_NODE": "h"})
 
@@ -149,6 +161,25 @@ class Cluster:
         with redirect_stderr(io.StringIO()):
             self.wait_until(lambda: inject([fault, *where, *words]) == 0, f"inject {fault}", timeout_s=40)
 
+    def say_garbage(self) -> int:
+        """To every port on which something of the job listens, by connections that stay; how many took it."""
+        for port in sorted(self._ports()):
+            for garbage in GARBAGE:
+                self._talking.append(socket.socket())
+                self._talking[-1].settimeout(1)
+                with suppress(OSError):  # it ends, or has hung up
+                    self._talking[-1].connect(("127.0.0.1", port))
+                    self._talking[-1].sendall(garbage)
+        return len(self._talking)
+
+    def _ports(self) -> set[int]:
+        found = set()
+        for process in self.job.descendants():
+            with suppress(psutil.Error):
+                known = process.net_connections("tcp")
+                found |= {each.laddr.port for each in known if each.status == psutil.CONN_LISTEN}
+        return found
+
     def kill_host(self, host: str) -> None:
         """All of it at once: monitor, launcher, ranks, agent."""
         monitor, launcher = self.monitor(host), self.launcher(host)
@@ -171,3 +202,5 @@ class Cluster:
 
     def close(self) -> None:
         self.job.close()
+        for each in self._talking:
+            each.close()

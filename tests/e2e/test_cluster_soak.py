@@ -34,6 +34,7 @@ FAULTS = (
     "spare dead",
     "spare dead, then host killed",
     "partition",
+    "garbage on every port",
 )
 MOMENTS = ("start-up", "training", "saving", "restoring", "remedy", "supervisor restarted")
 #: Each of them says what no other does.
@@ -41,6 +42,7 @@ SERIES = (
     ("rank killed", "supervisor restarted"),
     ("rank killed", "saving"),
     ("partition", "training"),
+    ("garbage on every port", "saving"),
     ("monitor killed", "restoring"),
     ("rank hangs", "training"),
     ("supervisor killed", "remedy"),
@@ -49,7 +51,7 @@ SERIES = (
     ("spare dead, then host killed", "training"),
 )
 #: Faults that ranks do not notice.
-HARMLESS = ("monitor killed", "supervisor killed", "spare dead", "partition")
+HARMLESS = ("monitor killed", "supervisor killed", "spare dead", "partition", "garbage on every port")
 #: For which a launcher that is warm is watched, in which a rank would be there.
 UNSEEN_S = 1.0
 #: Moments that come only after a rank was lost.
@@ -141,6 +143,8 @@ class Series:
             cluster.kill(cluster.supervisor())
         elif fault == "partition":
             cluster.inject("partition", host, "--for", "3")
+        elif fault == "garbage on every port":
+            assert cluster.say_garbage() > 0
         elif fault == "monitor killed":
             cluster.kill(cluster.monitor(host))
             return 1
@@ -191,6 +195,8 @@ class Series:
         """The supervisor has not heard of a host for its timeout, and is not to do anything about it."""
         if fault == "supervisor killed":
             self._cluster.wait_until(lambda: bool(self._cluster.status()), "the next supervisor answers")
+        elif fault == "garbage on every port":
+            pass  # there is nothing to notice
         elif fault == "spare dead" or moment != "supervisor restarted":  # a new one gives hosts more time
             self._wait_for_silence()
         if fault == "partition":

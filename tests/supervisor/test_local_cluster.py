@@ -139,6 +139,23 @@ def test_hosts_whose_monitors_are_killed_are_gone_with_all_of_it(start: Any) -> 
     assert "no host is left" in run.text and not wait_ended(run.seen.values(), timeout_s=10)
 
 
+def test_chain_of_aborts_nobody_ends_because_another_was_killed(start: Any) -> None:
+    """Neither at once nor when tries to reach it have failed for a while."""
+    run = start(hosts=2)
+    run.until(lambda: "scale_up helped" in run.text.rpartition("epoch")[2] and ", 2 hosts)" in run.text)
+    everybody = psutil.Process(run.popen.pid).children(recursive=True)
+    run.look()
+    (supervisor,) = (one for one in everybody if {"supervisor", "run"} <= set(one.cmdline()))
+    killed = [supervisor, run.monitor(0)]
+    run.popen.kill()  # it would start the supervisor again
+    for one in killed:
+        one.kill()
+    others = [one for one in everybody if one not in killed and one.is_running()]
+    assert len(others) >= 5  # a monitor, two launchers with a rank each
+    assert wait_ended(others, timeout_s=9) == others
+    assert "this is tried again for ever" in run.text
+
+
 # ---- each host with a network of its own
 
 
