@@ -725,16 +725,18 @@ class Controller:
         gone = {one.host for one in held if one.takes_host_out and one.host in workload.places}
         unready = {host for host in workload.places if self._sensor.state_of(host) in (HostState.SILENT, None)}
         out = tuple(host for host in workload.places if host in gone | unready)
-        blocks = {host.block for host in map(self._sensor.host, out) if host is not None and host.block}
-        spares = sorted(self._spares(now_s, dwell_s=0.0), key=lambda name: self._block(name) not in blocks)
+        spares = self._spares(now_s, dwell_s=0.0)
+        blocks = {name: self._block(name) for name in (*workload.places, *spares)}
+        lost = {blocks[name] for name in out if blocks[name]}
         return Situation(
             workload=workload,
             incident=incident,
             observations=held,
             out=out,
-            spares=tuple(spares),
+            spares=tuple(sorted(spares, key=lambda name: blocks[name] not in lost)),
             tried=plans,
             trains=self._seen_of(workload).began,
+            blocks=blocks,
         )
 
     def _block(self, name: str) -> str:

@@ -57,6 +57,10 @@ UNSEEN_S = 1.0
 #: Moments that come only after a rank was lost.
 OF_A_RESTART = ("start-up", "restoring", "remedy")
 
+SETTINGS = ("quarantine_s=0.5", "thaw_s=0.5", "hang_floor_s=2.5", "dwell_s=0.5")
+FLAGS = ["--nnodes", RANKS, "--spares", 1, "--max-restarts", 1000]
+FLAGS += [word for each in SETTINGS for word in ("--supervisor-set", each)]
+
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(240 + 40 * DRAWN)]
 
 
@@ -143,6 +147,8 @@ class Series:
             cluster.kill(cluster.supervisor())
         elif fault == "partition":
             cluster.inject("partition", host, "--for", "3")
+        elif fault == "cut off":
+            cluster.inject("partition", host, "--for", "5")
         elif fault == "garbage on every port":
             assert cluster.say_garbage() > 0
         elif fault == "monitor killed":
@@ -169,18 +175,22 @@ class Series:
         cluster, supervisor = self._cluster, self._cluster.supervisor()
         supervisor.suspend()
         try:
-            connected, starts = cluster.job.text.count("the launcher has connected"), len(cluster.starts())
+            connected = cluster.job.text.count("the launcher has connected")
             cluster.kill(cluster.launcher(host))
+            starts = self._starts_on(host)  # in a remedy, ranks of other hosts start meanwhile, as they were told
             cluster.wait_until(lambda: cluster.job.text.count("the launcher has connected") > connected, "the next one")
             cluster.wait_until(
                 lambda: len(cluster.launcher(host).children(recursive=True)) > 1, "it has forked a standby"
             )
             deadline = time.monotonic() + UNSEEN_S
             while time.monotonic() < deadline:
-                assert len(cluster.starts()) == starts, "ranks were started again, and nobody has said so"
+                assert self._starts_on(host) == starts, "ranks were started again, and nobody has said so"
                 time.sleep(POLL_S)
         finally:
             supervisor.resume()
+
+    def _starts_on(self, host: str) -> int:
+        return sum(each == host for _, _, each, _ in self._cluster.starts())
 
     def _restart_supervisor(self) -> None:
         before = self._cluster.supervisor()
@@ -240,6 +250,20 @@ class Series:
         assert job.left(60) == []
 
 
+@pytest.mark.namespaces
+def test_a_host_is_cut_off_in_each_moment(tmp_path: Path, zygote: Zygote) -> None:
+    """For longer than it may be silent, from the other ranks as well: it is swapped, and a spare when it is back."""
+    cluster = Cluster(tmp_path, zygote, *FLAGS, "--network-namespaces")
+    try:
+        series = Series(cluster, random.Random(SEED))
+        cluster.wait_until(lambda: cluster.progress()[1] >= 5, "training begins")
+        for moment in MOMENTS if DRAWN else ("start-up", "saving", "remedy"):
+            series.run("cut off", moment)
+        series.end()
+    finally:
+        cluster.close()
+
+
 def drawn() -> list[tuple[str, str]]:
     draw = random.Random(SEED)
     pairs = [*itertools.product(FAULTS, MOMENTS)]
@@ -248,9 +272,7 @@ def drawn() -> list[tuple[str, str]]:
 
 
 def test_a_cluster_gets_over_each_fault_in_each_moment(tmp_path: Path, zygote: Zygote) -> None:
-    settings = ["quarantine_s=0.5", "thaw_s=0.5", "hang_floor_s=2.5", "dwell_s=0.5"]
-    flags = [word for each in settings for word in ("--supervisor-set", each)]
-    cluster = Cluster(tmp_path, zygote, "--nnodes", RANKS, "--spares", 1, "--max-restarts", 1000, *flags)
+    cluster = Cluster(tmp_path, zygote, *FLAGS)
     try:
         series = Series(cluster, random.Random(SEED))
         cluster.wait_until(lambda: cluster.progress()[1] >= 5, "training begins")

@@ -30,6 +30,7 @@ class SimulatedHost:
         healthy: a check passes.
         obeys: it takes the places that it is given.
         trains: its ranks make steps.
+        block: its failure domain.
     """
 
     name: str
@@ -38,6 +39,7 @@ class SimulatedHost:
     healthy: bool = True
     obeys: bool = True
     trains: bool = True
+    block: str = ""
     incarnation: int = 0
     place: Place | None = None
     asked: list[tuple[int, StepKind]] = field(default_factory=list)
@@ -160,7 +162,7 @@ class Simulation:
         for host in self.hosts.values():
             if not (host.up and host.heard):
                 continue
-            self.sensor.heard(host.name, str(host.incarnation), self.now)
+            self.sensor.heard(host.name, str(host.incarnation), self.now, block=host.block)
             place = self.controller.place_of(host.name)
             if host.obeys:
                 if place is not None and (host.place is None or host.place.epoch != place.epoch):
