@@ -67,11 +67,13 @@ class ControllerSettings:
         most_plans: that fail, for one incident; then the workload is stopped. Those that something else has overtaken
             (a spare that fails its check, another host that is lost) count a fifth.
         hook_timeout_s: of the user's program in each plan; 0: there is none.
+        hook_signal: that ranks get in each plan; 0: none.
         dry_run: remedies are said, and not carried out.
     """
 
     most_plans: int = 12
     hook_timeout_s: float = 0.0
+    hook_signal: int = 0
     dry_run: bool = False
 
 
@@ -594,6 +596,7 @@ class Controller:
             epoch=self._next_epoch(workload),
             now_s=now_s,
             hook_timeout_s=self._settings.hook_timeout_s,
+            hook_signal=self._settings.hook_signal,
         )
         logger.warning(
             "%s: incident %d: %s%s (plan %d, epoch %d, %d hosts)",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -190,6 +191,7 @@ class HostMonitor:
             StepKind.VERIFY: self._verify,
             StepKind.CHECKPOINT: self._checkpoint,
             StepKind.RESET_DEVICES: self._reset_devices,
+            StepKind.SIGNAL: self._signal,
         }
         self._asks = Asks(self._state, self._save, kinds, self._connection.answer)
         tasks: list[asyncio.Task[None]] = []
@@ -712,6 +714,14 @@ class HostMonitor:
             return await asyncio.wait_for(self._saving, within_s)
         except asyncio.TimeoutError:
             return f"the launcher has not said within {within_s:.1f} s that its ranks have saved"
+
+    async def _signal(self, ask: Ask, within_s: float) -> Problem:
+        """Ranks that still run; those that have ended are no problem."""
+        if ask.signal not in signal.valid_signals() or ask.signal in (signal.SIGKILL, signal.SIGSTOP):
+            return f"{ask.signal} is no signal that a rank can handle"
+        if self._launcher is not None:
+            self._launcher.signal_ranks(ask.signal)
+        return ""
 
     async def _reset_devices(self, ask: Ask, within_s: float) -> Problem:
         """Whatever has the device open ends first, the launcher's own processes among it."""

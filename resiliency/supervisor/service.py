@@ -180,7 +180,8 @@ class Service:
             policy=self._policy,
             settings=ControllerSettings(
                 most_plans=settings.most_plans,
-                hook_timeout_s=0.0 if hook is None else hook.timeout_s,
+                hook_timeout_s=0.0 if hook is None or not hook.command else hook.timeout_s,
+                hook_signal=0 if hook is None else hook.number,
                 dry_run=settings.dry_run,
             ),
             period_s=settings.sensor.period_s,

@@ -1048,3 +1048,18 @@ def test_so_it_does_when_a_host_goes_because_restarts_do_not_help_and_without_on
     job.kill("host-0")
     job.until(lambda: job.workload.epoch == 3 and job.workload.state is RUNNING)
     assert job.workload.places == ("host-3", "host-4", "host-2")
+
+
+def test_ranks_that_still_run_get_the_users_signal_before_each_set_of_places() -> None:
+    made = Simulation(job(), 4, settings=ControllerSettings(hook_signal=10))
+    made.until(lambda: made.workload.state is RUNNING)
+    first = made.controller.plans[max(made.controller.plans)]
+    assert StepKind.SIGNAL not in {step.kind for step in first.steps}  # nobody is there to get it
+    made.kill("host-1")
+    made.until(lambda: made.workload.epoch == 2 and made.workload.state is RUNNING)
+    steps = made.controller.plans[max(made.controller.plans)].steps
+    kinds = [step.kind for step in steps]
+    assert kinds.index(StepKind.SIGNAL) < kinds.index(StepKind.PLACE)
+    (sent,) = [step for step in steps if step.kind is StepKind.SIGNAL]
+    assert (sent.signal, sent.hosts, sent.required) == (10, ("host-0", "host-2"), False)
+    assert from_jsonable(Plan, to_jsonable(made.controller.plans[max(made.controller.plans)])).steps == steps

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +20,8 @@ from resiliency.supervisor.outbox import Outbox
 from tests.supervisor.monitored import Host, on_host, place
 
 
-def ask(kind: StepKind, *, plan: int = 1, at: int = 0, timeout_s: float = 5.0) -> Ask:
-    return Ask(plan=plan, at=at, kind=kind, timeout_s=timeout_s)
+def ask(kind: StepKind, *, plan: int = 1, at: int = 0, timeout_s: float = 5.0, **fields: Any) -> Ask:
+    return Ask(plan=plan, at=at, kind=kind, timeout_s=timeout_s, **fields)
 
 
 def test_what_was_seen_while_the_supervisor_was_away_is_said_afterwards(tmp_path: Path) -> None:
@@ -203,6 +205,34 @@ def test_a_checkpoint_is_what_the_launcher_says_it_is(tmp_path: Path) -> None:
         await host.supervisor.until(lambda: len(host.supervisor.answers) == 3)
         problems = [one.problem for one in host.supervisor.answers]
         assert problems[:2] == ["", "nothing saves on request"] and "has not said" in problems[2]
+
+    on_host(tmp_path, scenario)
+
+
+def test_a_signal_reaches_the_ranks_that_run_once_and_no_signal_that_nobody_can_handle(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+
+    async def scenario(host: Host) -> None:
+        words = f"trap 'echo it >> {said}' USR1; touch {said}; while :; do sleep 0.05; done"
+        rank = await asyncio.create_subprocess_exec("/bin/sh", "-c", words)
+        try:
+            host.start_monitor()
+            pid = (await host.with_place(1))["pid"]
+            host.launchers.say(pid, kind="running", epoch=1, ranks={"0": [0, rank.pid], "1": [1, 2**22 + 1]})
+            await host.supervisor.until(said.exists)
+            given = [ask(StepKind.SIGNAL, at=1, signal=int(signal.SIGUSR1)), ask(StepKind.SIGNAL, at=2, signal=9)]
+            await host.supervisor.until(lambda: host.monitor._seen.running)
+            await host.supervisor.want(place=place(1), asks=tuple(given))
+            await host.supervisor.until(lambda: len(host.supervisor.answers) == 2 and said.read_text())
+            by_step = {one.at: one.problem for one in host.supervisor.answers}
+            assert by_step == {1: "", 2: "9 is no signal that a rank can handle"} and rank.returncode is None
+            await host.supervisor.want(place=place(1), asks=tuple(given))
+            await host.supervisor.until(lambda: len(host.supervisor.answers) == 4)
+            await asyncio.sleep(0.3)
+            assert said.read_text() == "it\n"
+        finally:
+            rank.kill()
+            await rank.wait()
 
     on_host(tmp_path, scenario)
 
