@@ -61,7 +61,9 @@ from resiliency.supervisor.monitor_settings import MonitorSettings
 from resiliency.supervisor.monitor_state import Given, LauncherId, MonitorState, StateFolder
 from resiliency.supervisor.outbox import Outbox
 from resiliency.supervisor.watchdogs.base import Watchdog
+from resiliency.supervisor.watchdogs.ecc import ecc_finding
 from resiliency.supervisor.watchdogs.registry import Watchdogs
+from resiliency.supervisor.watchdogs.xid import xid_finding
 
 __all__ = ["HostMonitor"]
 
@@ -84,6 +86,7 @@ _STOPPED_S = 10.0
 _WARM_S = 600.0
 _LONGEST_REASON = 1000
 _LONGEST_PARTITION_S = 86400.0
+_LONGEST_DEVICE, _MOST_XIDS, _ON_PURPOSE = 64, 10_000, "put in on purpose"
 
 
 @dataclass(kw_only=True)
@@ -748,6 +751,10 @@ class HostMonitor:
             answer["ranks"] = {str(rank): pid for rank, pid in self._seen.running.items()}
         elif message.action == "partition" and 0 < message.seconds <= _LONGEST_PARTITION_S:
             answer["problem"] = self._cut_off(message.seconds)
+        elif message.action == "xid" and 0 < message.code < _MOST_XIDS and message.device:
+            self._watchdogs.put_in(xid_finding(message.device[:_LONGEST_DEVICE], message.code, _ON_PURPOSE))
+        elif message.action == "ecc" and message.count > 0 and message.device:
+            self._watchdogs.put_in(ecc_finding(message.device[:_LONGEST_DEVICE], message.count, _ON_PURPOSE))
         else:
             answer["problem"] = f"{message.action!r} for {message.seconds:g} s is no fault of a monitor"
         return answer

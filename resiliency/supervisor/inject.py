@@ -51,7 +51,7 @@ class Fault:
         duty: of a slowed rank, the part of the time in which it is stopped.
         code, device: of an XID; the device also of ECC errors.
         count: of ECC errors.
-        source: file that the monitor reads XIDs or ECC counters from.
+        source: file that the monitor reads XIDs or ECC counters from; "": the monitor is told.
         folder: whose disk is filled, or below which a checkpoint is corrupted; also a file.
         most_bytes: that are written to fill a disk.
     """
@@ -72,10 +72,6 @@ class Fault:
             raise ConfigError(f"there is no fault {self.kind!r}; there are {', '.join(FAULTS)}")
         if not 0 < self.duty < 1:
             raise ConfigError(f"--duty {self.duty}: pass a part of the time, above 0 and below 1")
-        if self.kind in ("xid", "ecc") and not self.source:
-            raise ConfigError(
-                f"{self.kind} needs --source, the file that was given to the monitor as --{self.kind}-source"
-            )
         if self.kind in ("disk-full", "corrupt") and not self.folder:
             raise ConfigError(f"{self.kind} needs --folder")
         if self.kind in ("slow", "partition", "disk-full") and self.seconds <= 0:
@@ -250,13 +246,32 @@ class Injector:
 
     # -- the host -----------------------------------------------------------------------------------------------------
 
+    def _tell_monitor(self, fault: Fault) -> None:
+        """Of a device, where the monitor reads no file."""
+        target = self._target
+        if not target.state_dir:
+            raise ConfigError(
+                f"{fault.kind} needs --state-dir and --host of a monitor that runs, or --source, the file that was"
+                f" given to one as --{fault.kind}-source"
+            )
+        what = f"XID {fault.code}" if fault.kind == "xid" else f"{fault.count} memory errors"
+        if self._tell(f"{fault.kind}: the monitor of {target.host} finds {what} of device {fault.device}"):
+            numbers = {"code": fault.code} if fault.kind == "xid" else {"count": fault.count}
+            target.ask({"kind": "control", "action": fault.kind, "device": fault.device, **numbers})
+
     def _xid(self, fault: Fault) -> None:
+        if not fault.source:
+            self._tell_monitor(fault)
+            return
         line = f"NVRM: Xid (PCI:{fault.device}): {fault.code}, put in on purpose"
         if self._tell(f"xid {fault.code} of device {fault.device}, in {fault.source}"):
             with os.fdopen(open_regular(fault.source, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
                 file.write(line + "\n")
 
     def _ecc(self, fault: Fault) -> None:
+        if not fault.source:
+            self._tell_monitor(fault)
+            return
         path = Path(fault.source)
         counts = dict(line.split() for line in path.read_text().splitlines() if line.strip()) if path.exists() else {}
         count = int(counts.get(fault.device, 0)) + fault.count

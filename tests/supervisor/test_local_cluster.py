@@ -139,6 +139,26 @@ def test_hosts_whose_monitors_are_killed_are_gone_with_all_of_it(start: Any) -> 
     assert "no host is left" in run.text and not wait_ended(run.seen.values(), timeout_s=10)
 
 
+def test_faults_of_devices_are_put_into_a_job_that_runs_and_its_host_goes(start: Any) -> None:
+    """By its class: an application's own fault is no reason to do anything, and a device that is lost is one."""
+    run = start(hosts=2)
+    run.until(lambda: "scale_up helped" in run.text.rpartition("epoch")[2] and ", 2 hosts)" in run.text)
+
+    def put_in(*words: str) -> None:
+        assert inject([*words, "--state-dir", str(run.state / "host-0"), "--host", "this-machine-0"]) == 0
+
+    plans = run.text.count("(plan ")
+    put_in("xid", "--code", "45", "--device", "0000:3b:00")  # follows a kill, and is ignored
+    run.until(lambda: "XID 45" in run.text)
+    put_in("xid", "--code", "79", "--device", "0000:3b:00")
+    run.until(lambda: "scale_down this-machine-0" in run.text)
+    assert run.text.count("(plan ") == plans + 1
+    put_in("ecc", "--errors", "2", "--device", "0000:5e:00")
+    run.until(lambda: "2 memory errors were not corrected (put in on purpose)" in run.text)
+    run.finished.touch()
+    assert run.wait() == 0, run.text[-6000:]
+
+
 def test_chain_of_aborts_nobody_ends_because_another_was_killed(start: Any) -> None:
     """Neither at once nor when tries to reach it have failed for a while."""
     run = start(hosts=2)
