@@ -184,7 +184,7 @@ def test_a_host_whose_launcher_still_imports_is_not_at_fault_when_it_joins(tmp_p
     async def scenario(host: Host) -> None:
         host.start_monitor(command=("/bin/sleep", "600"))
         await host.supervisor.want(asks=(ask(StepKind.VERIFY, plan=0, timeout_s=0.2),))
-        await host.supervisor.want(asks=(ask(StepKind.VERIFY, plan=1, timeout_s=0.4),))
+        await host.supervisor.want(asks=(ask(StepKind.VERIFY, plan=1, timeout_s=2.0),))
         (answer,) = await host.supervisor.until(lambda: host.supervisor.answers)
         assert answer.plan == 1 and "not ready" in answer.problem
 
