@@ -88,11 +88,24 @@ def can_mount() -> bool:
     return os.geteuid() == 0 and tools and os.path.exists("/dev/loop-control")
 
 
+def can_make_namespaces() -> bool:
+    """True where hosts on one machine can have networks of their own."""
+    from resiliency.errors import ConfigError
+    from resiliency.supervisor.local_network import LocalNetwork
+
+    try:
+        LocalNetwork(1).close()
+    except ConfigError:
+        return False
+    return True
+
+
 #: Markers whose tests must run; they fail where they cannot. CI names those of which it knows how to get what they need.
 REQUIRED = os.environ.get("RESILIENCY_TESTS_REQUIRE", "").split(",")
 NEEDS = {
     "gpu": ("CUDA", _has_cuda),
     "browser": ("Chromium", lambda: find_chromium() is not None),
+    "namespaces": ("root, and a kernel with network namespaces, veth pairs and bridges", can_make_namespaces),
     "mounts": ("root, loop devices, btrfs-progs and xfsprogs", can_mount),
 }
 

@@ -51,6 +51,7 @@ async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
     from resiliency.supervisor.addresses import supervisor_urls
     from resiliency.supervisor.connection import ConnectionSettings
     from resiliency.supervisor.host_monitor import HostMonitor
+    from resiliency.supervisor.local_network import Cable
     from resiliency.supervisor.monitor_settings import MonitorSettings, launcher_command
     from resiliency.supervisor.watchdogs.registry import WatchdogSettings, make_watchdogs
 
@@ -92,7 +93,7 @@ async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
     )
     names = [] if args.watchdog == ["none"] else args.watchdog
     watchdogs = [] if args.watchdog == ["none"] else make_watchdogs(names, watched)
-    monitor = HostMonitor(settings, connection, watchdogs)
+    monitor = HostMonitor(settings, connection, watchdogs, Cable.inherited(args.cable) if args.cable else None)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, monitor.stop)
@@ -166,5 +167,6 @@ def _parser() -> argparse.ArgumentParser:
         "--exit-when-completed", action="store_true", help="end when all workloads of the supervisor have ended"
     )
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--cable", default="", help=argparse.SUPPRESS)  # of a host that resiliency run has made
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

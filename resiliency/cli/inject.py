@@ -104,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--code", type=int, default=79, metavar="N", help="xid: the code (79)")
     what.add_argument("--device", default="0000:3b:00", metavar="ADDRESS", help="xid, ecc: PCI address")
     what.add_argument("--errors", type=int, default=1, metavar="N", help="ecc: how many (1)")
-    what.add_argument("--source", default="", metavar="FILE", help="xid, ecc: that the monitor was given")
+    what.add_argument(
+        "--source", default="", metavar="FILE", help="xid, ecc: that the monitor reads (default: it is told)"
+    )
     what.add_argument("--folder", default="", metavar="DIR", help="disk-full, corrupt: where; also a file")
     what.add_argument("--most-gb", type=float, default=1.0, metavar="GB", help="disk-full: written at most (1)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")

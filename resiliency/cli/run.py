@@ -13,6 +13,7 @@ _FOR_THE_CLUSTER = (
     "--spares",
     "--state-dir",
     "--supervisor-set",
+    "--network-namespaces",
     "--nproc-per-node",
     "--nproc_per_node",
     "--max-restarts",
@@ -55,6 +56,7 @@ def _run_local_cluster(parser: argparse.ArgumentParser, args: argparse.Namespace
             script=tuple(script),
             launcher_words=tuple(_for_each_host(parser, flags)),
             state_dir=args.state_dir,
+            network_namespaces=args.network_namespaces,
             supervisor=dict(_setting(parser, each) for each in args.supervisor_set),
             workload={"max_in_job_restarts": args.max_restarts} if "--max-restarts" in " ".join(flags) else {},
         )

@@ -56,8 +56,8 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
         if local_cluster is None:
             parser.error("--spares needs the resiliency command")
         return local_cluster(parser, args, words[: _end_of_flags(parser, words)])
-    for flag, given in (("--state-dir", args.state_dir), ("--supervisor-set", args.supervisor_set)):
-        if given:
+    for flag in ("--state-dir", "--supervisor-set", "--network-namespaces"):
+        if _was_given(parser, args, flag):
             parser.error(f"{flag} is the supervisor's, and there is none without --spares")
     if args.local_hosts:
         from resiliency.launch import local_hosts
@@ -217,6 +217,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="with --spares: a setting of that supervisor, as in supervisor.yaml: dwell_s=2; may be given again",
+    )
+    own.add_argument(
+        "--network-namespaces",
+        action="store_true",
+        help="with --spares: each host has a network namespace of its own, so that it can be cut off; needs root, and"
+        " ranks reach neither this machine's localhost nor other machines",
     )
     own.add_argument(
         "--no-standby",

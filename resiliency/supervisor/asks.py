@@ -116,7 +116,7 @@ class Asks:
 
     @staticmethod
     def _is_kept(kind: StepKind) -> bool:
-        return kind in (StepKind.CHECKPOINT, StepKind.RESET_DEVICES)
+        return kind in (StepKind.CHECKPOINT, StepKind.RESET_DEVICES, StepKind.SIGNAL)
 
     def _say(self, key: _Key, problem: str) -> None:
         self._answer(StepEnded(plan=key[0], at=key[1], problem=problem))

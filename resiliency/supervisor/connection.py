@@ -284,7 +284,10 @@ class SupervisorConnection:
     def _check_term(self, term: int) -> None:
         seen = self._term(None)
         if term < seen:
-            raise AgentError(f"its term is {term}, and one of term {seen} was heard: it is not the leader any more")
+            raise AgentError(
+                f"its term is {term}, and one of term {seen} was heard: it is not the leader any more, or its"
+                " state file is a new one and its clock is behind"
+            )
         if term > seen:
             self._term(term)
 

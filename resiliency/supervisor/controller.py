@@ -67,11 +67,13 @@ class ControllerSettings:
         most_plans: that fail, for one incident; then the workload is stopped. Those that something else has overtaken
             (a spare that fails its check, another host that is lost) count a fifth.
         hook_timeout_s: of the user's program in each plan; 0: there is none.
+        hook_signal: that ranks get in each plan; 0: none.
         dry_run: remedies are said, and not carried out.
     """
 
     most_plans: int = 12
     hook_timeout_s: float = 0.0
+    hook_signal: int = 0
     dry_run: bool = False
 
 
@@ -594,6 +596,7 @@ class Controller:
             epoch=self._next_epoch(workload),
             now_s=now_s,
             hook_timeout_s=self._settings.hook_timeout_s,
+            hook_signal=self._settings.hook_signal,
         )
         logger.warning(
             "%s: incident %d: %s%s (plan %d, epoch %d, %d hosts)",
@@ -725,16 +728,18 @@ class Controller:
         gone = {one.host for one in held if one.takes_host_out and one.host in workload.places}
         unready = {host for host in workload.places if self._sensor.state_of(host) in (HostState.SILENT, None)}
         out = tuple(host for host in workload.places if host in gone | unready)
-        blocks = {host.block for host in map(self._sensor.host, out) if host is not None and host.block}
-        spares = sorted(self._spares(now_s, dwell_s=0.0), key=lambda name: self._block(name) not in blocks)
+        spares = self._spares(now_s, dwell_s=0.0)
+        blocks = {name: self._block(name) for name in (*workload.places, *spares)}
+        lost = {blocks[name] for name in out if blocks[name]}
         return Situation(
             workload=workload,
             incident=incident,
             observations=held,
             out=out,
-            spares=tuple(spares),
+            spares=tuple(sorted(spares, key=lambda name: blocks[name] not in lost)),
             tried=plans,
             trains=self._seen_of(workload).began,
+            blocks=blocks,
         )
 
     def _block(self, name: str) -> str:

@@ -12,7 +12,7 @@ from resiliency.supervisor.model import Plan, StepKind, Workload, WorkloadState
 __all__ = ["ASKED", "Decided"]
 
 #: Steps that hosts carry out.
-ASKED = (StepKind.CHECKPOINT, StepKind.VERIFY, StepKind.RESET_DEVICES)
+ASKED = (StepKind.CHECKPOINT, StepKind.VERIFY, StepKind.RESET_DEVICES, StepKind.SIGNAL)
 
 
 class Decided:
@@ -115,6 +115,7 @@ class Decided:
                         kind=step.kind,
                         timeout_s=step.timeout_s,
                         step=plan.save_step,
+                        signal=step.signal,
                     )
                     found.setdefault(host, []).append(ask)
         return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ from resiliency.supervisor.launcher_process import (
     identities_of,
     start_launcher,
 )
+from resiliency.supervisor.local_network import Cable
 from resiliency.supervisor.messages import (
     MONITOR_ENDS,
     NO_PLAN,
@@ -59,7 +61,9 @@ from resiliency.supervisor.monitor_settings import MonitorSettings
 from resiliency.supervisor.monitor_state import Given, LauncherId, MonitorState, StateFolder
 from resiliency.supervisor.outbox import Outbox
 from resiliency.supervisor.watchdogs.base import Watchdog
+from resiliency.supervisor.watchdogs.ecc import ecc_finding
 from resiliency.supervisor.watchdogs.registry import Watchdogs
+from resiliency.supervisor.watchdogs.xid import xid_finding
 
 __all__ = ["HostMonitor"]
 
@@ -82,6 +86,7 @@ _STOPPED_S = 10.0
 _WARM_S = 600.0
 _LONGEST_REASON = 1000
 _LONGEST_PARTITION_S = 86400.0
+_LONGEST_DEVICE, _MOST_XIDS, _ON_PURPOSE = 64, 10_000, "put in on purpose"
 
 
 @dataclass(kw_only=True)
@@ -102,10 +107,15 @@ class HostMonitor:
 
     Args:
         watchdogs: that look after this host.
+        cable: of this host, where it is one of several on a machine and has a network of its own.
     """
 
     def __init__(
-        self, settings: MonitorSettings, connection: ConnectionSettings, watchdogs: Sequence[Watchdog] = ()
+        self,
+        settings: MonitorSettings,
+        connection: ConnectionSettings,
+        watchdogs: Sequence[Watchdog] = (),
+        cable: Cable | None = None,
     ) -> None:
         self._settings, self._connection_settings, self._given_watchdogs = settings, connection, tuple(watchdogs)
         self._folder = StateFolder(settings.state_dir, settings.host)
@@ -131,6 +141,9 @@ class HostMonitor:
         self._says_faults = False
         self._saving: asyncio.Future[Problem] | None = None
         self._lost_peers: asyncio.TimerHandle | None = None
+        self._cable = cable
+        #: When the cable that was pulled is plugged in again.
+        self._partition: asyncio.TimerHandle | None = None
         self._complained: set[tuple[str, int, str]] = set()
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -181,6 +194,7 @@ class HostMonitor:
             StepKind.VERIFY: self._verify,
             StepKind.CHECKPOINT: self._checkpoint,
             StepKind.RESET_DEVICES: self._reset_devices,
+            StepKind.SIGNAL: self._signal,
         }
         self._asks = Asks(self._state, self._save, kinds, self._connection.answer)
         tasks: list[asyncio.Task[None]] = []
@@ -222,6 +236,10 @@ class HostMonitor:
     async def _close(self) -> None:
         if self._lost_peers is not None:
             self._lost_peers.cancel()
+        if self._partition is not None:
+            self._plug_in()
+        if self._cable is not None:
+            self._cable.close()
         await self._asks.close()
         await self._watchdogs.close()
         self._link.close()
@@ -700,6 +718,14 @@ class HostMonitor:
         except asyncio.TimeoutError:
             return f"the launcher has not said within {within_s:.1f} s that its ranks have saved"
 
+    async def _signal(self, ask: Ask, within_s: float) -> Problem:
+        """Ranks that still run; those that have ended are no problem."""
+        if ask.signal not in signal.valid_signals() or ask.signal in (signal.SIGKILL, signal.SIGSTOP):
+            return f"{ask.signal} is no signal that a rank can handle"
+        if self._launcher is not None:
+            self._launcher.signal_ranks(ask.signal)
+        return ""
+
     async def _reset_devices(self, ask: Ask, within_s: float) -> Problem:
         """Whatever has the device open ends first, the launcher's own processes among it."""
         devices = self._watchdogs.faulty()
@@ -724,8 +750,39 @@ class HostMonitor:
         if message.action == "ranks":
             answer["ranks"] = {str(rank): pid for rank, pid in self._seen.running.items()}
         elif message.action == "partition" and 0 < message.seconds <= _LONGEST_PARTITION_S:
-            logger.warning("a fault is put in: no connection to the supervisor for %.1f s", message.seconds)
-            self._connection.block(message.seconds)
+            answer["problem"] = self._cut_off(message.seconds)
+        elif message.action == "xid" and 0 < message.code < _MOST_XIDS and message.device:
+            self._watchdogs.put_in(xid_finding(message.device[:_LONGEST_DEVICE], message.code, _ON_PURPOSE))
+        elif message.action == "ecc" and message.count > 0 and message.device:
+            self._watchdogs.put_in(ecc_finding(message.device[:_LONGEST_DEVICE], message.count, _ON_PURPOSE))
         else:
             answer["problem"] = f"{message.action!r} for {message.seconds:g} s is no fault of a monitor"
         return answer
+
+    def _cut_off(self, seconds: float) -> Problem:
+        """From the other hosts and the supervisor, where this host has a network of its own; else from that alone."""
+        if self._cable is None:
+            logger.warning("a fault is put in: no connection to the supervisor for %.1f s", seconds)
+            self._connection.block(seconds)
+            return ""
+        try:
+            self._cable.pull()
+        except OSError as error:
+            return f"the cable {self._cable.link} of this host cannot be pulled: {error}"
+        logger.warning("a fault is put in: this host is cut off from all others for %.1f s", seconds)
+        if self._partition is not None:
+            self._partition.cancel()
+        self._partition = asyncio.get_running_loop().call_later(seconds, self._plug_in)
+        return ""
+
+    def _plug_in(self) -> None:
+        if self._partition is not None:
+            self._partition.cancel()
+            self._partition = None
+        if self._cable is None:
+            return
+        try:
+            self._cable.plug_in()
+            logger.warning("this host is connected to the others again")
+        except OSError as error:  # the switch is gone, with all others
+            logger.error("this host stays cut off: %s", error)

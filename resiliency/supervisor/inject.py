@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,9 @@ from resiliency.launch.channel import receive, send
 from resiliency.launch.heartbeat_files import read_heartbeats
 from resiliency.regular_file import open_regular
 from resiliency.storage.manifest import MANIFEST, META_DIR
+from resiliency.supervisor.launcher_process import find_launcher
 from resiliency.supervisor.monitor_state import StateFolder
+from resiliency.supervisor.namespaces import is_own_namespace, within
 
 __all__ = ["FAULTS", "Fault", "Injector", "Target", "moments"]
 
@@ -49,7 +51,7 @@ class Fault:
         duty: of a slowed rank, the part of the time in which it is stopped.
         code, device: of an XID; the device also of ECC errors.
         count: of ECC errors.
-        source: file that the monitor reads XIDs or ECC counters from.
+        source: file that the monitor reads XIDs or ECC counters from; "": the monitor is told.
         folder: whose disk is filled, or below which a checkpoint is corrupted; also a file.
         most_bytes: that are written to fill a disk.
     """
@@ -70,10 +72,6 @@ class Fault:
             raise ConfigError(f"there is no fault {self.kind!r}; there are {', '.join(FAULTS)}")
         if not 0 < self.duty < 1:
             raise ConfigError(f"--duty {self.duty}: pass a part of the time, above 0 and below 1")
-        if self.kind in ("xid", "ecc") and not self.source:
-            raise ConfigError(
-                f"{self.kind} needs --source, the file that was given to the monitor as --{self.kind}-source"
-            )
         if self.kind in ("disk-full", "corrupt") and not self.folder:
             raise ConfigError(f"{self.kind} needs --folder")
         if self.kind in ("slow", "partition", "disk-full") and self.seconds <= 0:
@@ -113,7 +111,7 @@ class Target:
         if not self.state_dir:
             raise ConfigError("pass --state-dir and --host of the monitor, or --heartbeats")
         name = StateFolder(self.state_dir, self.host).socket_name
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        with self._socket(name) as end:
             end.settimeout(_ANSWER_S)
             try:
                 end.connect("\0" + name)
@@ -132,6 +130,27 @@ class Target:
         if answer.get("problem"):
             raise AgentError(str(answer["problem"]))
         return answer
+
+    def _socket(self, name: str) -> socket.socket:
+        """In the network namespace of the host, where it has one of its own: abstract names are of a namespace.
+
+        Raises:
+            ConfigError: that may not be entered.
+        """
+        launcher = find_launcher(name)  # which is where its monitor is
+        with suppress(FileNotFoundError):  # it ends
+            fd = -1 if launcher is None else os.open(f"/proc/{launcher.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                with nullcontext() if fd < 0 or is_own_namespace(fd) else within(fd):
+                    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            except PermissionError as error:
+                raise ConfigError(
+                    f"host {self.host!r} has a network namespace of its own ({error}); run this as root"
+                ) from error
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 class Injector:
@@ -227,13 +246,32 @@ class Injector:
 
     # -- the host -----------------------------------------------------------------------------------------------------
 
+    def _tell_monitor(self, fault: Fault) -> None:
+        """Of a device, where the monitor reads no file."""
+        target = self._target
+        if not target.state_dir:
+            raise ConfigError(
+                f"{fault.kind} needs --state-dir and --host of a monitor that runs, or --source, the file that was"
+                f" given to one as --{fault.kind}-source"
+            )
+        what = f"XID {fault.code}" if fault.kind == "xid" else f"{fault.count} memory errors"
+        if self._tell(f"{fault.kind}: the monitor of {target.host} finds {what} of device {fault.device}"):
+            numbers = {"code": fault.code} if fault.kind == "xid" else {"count": fault.count}
+            target.ask({"kind": "control", "action": fault.kind, "device": fault.device, **numbers})
+
     def _xid(self, fault: Fault) -> None:
+        if not fault.source:
+            self._tell_monitor(fault)
+            return
         line = f"NVRM: Xid (PCI:{fault.device}): {fault.code}, put in on purpose"
         if self._tell(f"xid {fault.code} of device {fault.device}, in {fault.source}"):
             with os.fdopen(open_regular(fault.source, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
                 file.write(line + "\n")
 
     def _ecc(self, fault: Fault) -> None:
+        if not fault.source:
+            self._tell_monitor(fault)
+            return
         path = Path(fault.source)
         counts = dict(line.split() for line in path.read_text().splitlines() if line.strip()) if path.exists() else {}
         count = int(counts.get(fault.device, 0)) + fault.count
@@ -244,7 +282,7 @@ class Injector:
             partial.replace(path)
 
     def _partition(self, fault: Fault) -> None:
-        if self._tell(f"partition: the monitor of {self._target.host} has no supervisor for {fault.seconds:g} s"):
+        if self._tell(f"partition: {self._target.host} is cut off for {fault.seconds:g} s"):
             self._target.ask({"kind": "control", "action": "partition", "seconds": fault.seconds})
 
     def _fill(self, fault: Fault) -> None:

@@ -124,6 +124,9 @@ class Control:
 
     action: str
     seconds: float = 0.0
+    device: str = ""
+    code: int = 0
+    count: int = 0
 
 
 FromLauncher = Waiting | Master | Running | Lost | LostPeers | Pages | Ended | Saved

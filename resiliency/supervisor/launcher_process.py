@@ -90,6 +90,12 @@ class LauncherProcess:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
+    def signal_ranks(self, number: int) -> None:
+        """No error of those that have ended."""
+        for pidfd in self._ranks.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
+
     async def end(self, grace_s: float) -> None:
         """SIGTERM, after ``grace_s`` SIGKILL, and whatever is left of its ranks. Blocks: until then."""
         self.send_signal(signal.SIGTERM)

@@ -2,7 +2,8 @@
 
 For CI, a workstation, and trying out what happens when a host is lost. Each host is a host monitor with a process
 group, a name (``RESILIENCY_NODE``), an agent and a local folder of its own, and is what it would be on a machine of its
-own; the supervisor is the one of a cluster. They speak over loopback, with tokens made for this run.
+own; the supervisor is the one of a cluster. They speak over loopback, with tokens made for this run; or each host has
+a network namespace of its own, see :mod:`resiliency.supervisor.local_network`.
 
 A host that is lost stays away until this process gets SIGUSR2: then the one that was lost last is started again, as a
 machine that was repaired. A monitor that was killed alone has left its launcher running, and the next one takes it.
@@ -22,7 +23,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,7 @@ from resiliency.errors import AgentError, ConfigError
 from resiliency.settings import all_variables, environment
 from resiliency.supervisor.client import OperatorClient
 from resiliency.supervisor.launcher_process import find_launcher
+from resiliency.supervisor.local_network import LocalNetwork
 from resiliency.supervisor.local_processes import (
     LocalProcess,
     SignalCount,
@@ -82,6 +84,7 @@ class LocalCluster:
         workload: settings of it, see :class:`~resiliency.supervisor.model.WorkloadSpec`.
         supervisor: further settings, as at the top level of ``supervisor.yaml``.
         state_dir: that the supervisor and the monitors keep their state in; "": one that is removed at the end.
+        network_namespaces: each host has one of its own.
     """
 
     hosts: int
@@ -93,6 +96,7 @@ class LocalCluster:
     workload: Mapping[str, Any] = field(default_factory=dict)
     supervisor: Mapping[str, Any] = field(default_factory=dict)
     state_dir: str = ""
+    network_namespaces: bool = False
 
     def __post_init__(self) -> None:
         if self.spares < 0:
@@ -146,6 +150,7 @@ class _LocalRun:
         self._looks: list[float] = []
         self._no_hosts_until: float | None = None
         self._address = ""
+        self._network = LocalNetwork(cluster.hosts + cluster.spares) if cluster.network_namespaces else None
 
     def run(self) -> int:
         try:
@@ -155,6 +160,8 @@ class _LocalRun:
             end_all(self._running)
             for number in range(self._cluster.hosts + self._cluster.spares):
                 _end_launcher(self._folder, number)
+            if self._network is not None:
+                self._network.close()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._asked.append(number)
@@ -163,14 +170,15 @@ class _LocalRun:
     def _run(self, returns: SignalCount) -> int:
         # Of a run before this one: nobody listens there any more.
         (self._folder / "address").unlink(missing_ok=True)
-        supervisor = _start_supervisor(self._cluster, self._folder, "127.0.0.1:0", "--begin-again")
+        listen = "127.0.0.1:0" if self._network is None else f"{self._network.address}:0"
+        supervisor = _start_supervisor(self._cluster, self._folder, self._network, listen, "--begin-again")
         self._running.append(supervisor)
         address = _address_of(supervisor, self._folder / "address", self._asked)
         if address is None:
             return 128 + self._asked[0] if self._asked else 1
         self._address = address
         for number in range(self._cluster.hosts + self._cluster.spares):
-            self._running.append(_start_host(self._cluster, self._folder, number, address))
+            self._running.append(_start_host(self._cluster, self._folder, self._network, number, self._address))
         logger.info(
             "%d hosts and %d spares on this machine; resiliency supervisor status -s http://%s --token-file %s",
             self._cluster.hosts,
@@ -191,7 +199,7 @@ class _LocalRun:
                 else:
                     # Training goes on without it. What it had begun is in its file.
                     logger.warning("the supervisor was ended by %s; it is started again", signal.Signals(-code).name)
-                    self._running.append(_start_supervisor(self._cluster, self._folder, address))
+                    self._running.append(_start_supervisor(self._cluster, self._folder, self._network, address))
             for _ in range(returns.take() if not self._asked else 0):
                 self._bring_back()
             if self._is_over():
@@ -208,6 +216,9 @@ class _LocalRun:
 
     def _host_ended(self, one: LocalProcess, number: int, code: int) -> None:
         now = time.monotonic()
+        if self._network is not None:  # its monitor may have pulled the cable for a time
+            with suppress(OSError):
+                self._network.cable_of(number).plug_in()
         if code and not self._asked:
             again = f"; kill -USR2 {os.getpid()} starts it again"
             logger.warning("%s (process %d) has ended, with %d%s", one.name, one.popen.pid, code, again)
@@ -225,7 +236,7 @@ class _LocalRun:
         if number in self._drained:
             self._drained.discard(number)
             self._tell(_host_name(number), "uncordon")
-        self._running.append(_start_host(self._cluster, self._folder, number, self._address))
+        self._running.append(_start_host(self._cluster, self._folder, self._network, number, self._address))
 
     def _look(self) -> None:
         """Tells a supervisor that cannot know whether it is the network which hosts are gone. Nobody starts the monitor
@@ -270,10 +281,12 @@ def _end_launcher(folder: Path, number: int) -> None:
         end_tree(found.pid, _LAUNCHER_END_S)
 
 
-def _start_supervisor(cluster: LocalCluster, folder: Path, listen: str, *flags: str) -> LocalProcess:
+def _start_supervisor(
+    cluster: LocalCluster, folder: Path, network: LocalNetwork | None, listen: str, *flags: str
+) -> LocalProcess:
     path = _write_settings(cluster, folder, listen)
     words = ["supervisor", "run", "-f", str(path), "--until-ended", "--address-file", str(folder / "address"), *flags]
-    return start("supervisor", None, words, {})
+    return start("supervisor", None, words, {}, () if network is None else network.fds)
 
 
 def _write_settings(cluster: LocalCluster, folder: Path, listen: str) -> Path:
@@ -305,17 +318,26 @@ def _write_settings(cluster: LocalCluster, folder: Path, listen: str) -> Path:
     return path
 
 
-def _start_host(cluster: LocalCluster, folder: Path, number: int, address: str) -> LocalProcess:
+def _start_host(
+    cluster: LocalCluster, folder: Path, network: LocalNetwork | None, number: int, address: str
+) -> LocalProcess:
     name = _host_name(number)
     variables = {"RESILIENCY_NODE": name}
     if local := all_variables().get("RESILIENCY_LOCAL_DIR"):
         variables["RESILIENCY_LOCAL_DIR"] = os.path.join(local, f"host-{number}")
     words = ["host-monitor", "--supervisor", f"http://{address}", "--token-file", str(folder / "monitor-token")]
-    words += ["--host", name, "--address", "127.0.0.1", "--nproc-per-node", str(cluster.ranks_per_host)]
+    words += ["--host", name, "--nproc-per-node", str(cluster.ranks_per_host)]
     words += ["--state-dir", str(folder / f"host-{number}"), "--exit-when-completed", "--insecure-plain-http"]
+    if network is None:
+        words += ["--address", "127.0.0.1"]
+    else:
+        variables |= network.variables_of(name)
+        words += ["--address", network.address_of(number), "--cable", network.cable_of(number).words()]
     if cluster.launcher_words:
         words.append(f"--launcher-args={shlex.join(cluster.launcher_words)}")
-    return start(name, number, [*words, "--", *cluster.script], variables)
+    with nullcontext() if network is None else network.inside(number):
+        fds = () if network is None else network.fds
+        return start(name, number, [*words, "--", *cluster.script], variables, fds)
 
 
 def _address_of(supervisor: LocalProcess, path: Path, asked: Sequence[int]) -> str | None:

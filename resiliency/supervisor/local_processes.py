@@ -65,13 +65,16 @@ class SignalCount:
         return 0
 
 
-def start(name: str, number: int | None, words: Sequence[str], variables: Mapping[str, str]) -> LocalProcess:
-    """Starts ``resiliency`` with these words and further variables."""
+def start(
+    name: str, number: int | None, words: Sequence[str], variables: Mapping[str, str], fds: Sequence[int] = ()
+) -> LocalProcess:
+    """Starts ``resiliency`` with these words, further variables, and descriptors that it inherits."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
     popen = subprocess.Popen(
         [sys.executable, "-m", "resiliency.cli", *words],
         env=child_environment(package) | dict(variables),
         start_new_session=True,
+        pass_fds=fds,
     )
     logger.info("%s is process %d", name, popen.pid)
     return LocalProcess(name, number, popen, os.pidfd_open(popen.pid))

@@ -140,13 +140,14 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A step of a plan that the host is to carry out (VERIFY, CHECKPOINT, RESET_DEVICES), answered with
+    """A step of a plan that the host is to carry out (VERIFY, CHECKPOINT, RESET_DEVICES, SIGNAL), answered with
     :class:`StepEnded`. An ask that was answered is answered again, not carried out again.
 
     Attributes:
         epoch: of the plan. Plans are numbered anew when the supervisor's state file was lost, epochs are not: a monitor
             that remembers a plan of the same number is not misled.
         step: of CHECKPOINT: ranks save after this optimizer step, which none of them has done yet.
+        signal: of SIGNAL: its number.
     """
 
     plan: int
@@ -155,6 +156,7 @@ class Ask:
     timeout_s: float
     epoch: int = 0
     step: int = -1
+    signal: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -313,6 +313,7 @@ class StepKind(str, Enum):
     CHECKPOINT = "checkpoint"  # ranks save at their next step
     VERIFY = "verify"  # hosts check themselves
     RESET_DEVICES = "reset_devices"
+    SIGNAL = "signal"  # ranks get the user's signal
     HOOK = "hook"  # the user's program
     CLUSTER_OUT = "cluster_out"  # the cluster is told that hosts are not to be used: cordon, delete the pod
     PLACE = "place"  # hosts are told their places, until each has said that it knows
@@ -329,12 +330,14 @@ class Step:
         hosts: concerned; empty: all of the workload.
         timeout_s: after it the step has failed.
         required: the plan fails with it; else the plan goes on.
+        signal: number, of SIGNAL.
     """
 
     kind: StepKind
     timeout_s: float
     hosts: tuple[str, ...] = ()
     required: bool = True
+    signal: int = 0
 
 
 class Outcome(str, Enum):

@@ -12,15 +12,20 @@ __all__ = ["make_plan", "save_step", "steps_of"]
 #: For hosts to be told their places: it is a message, answered at once.
 _PLACE_TIMEOUT_S = 15.0
 _CLUSTER_TIMEOUT_S = 60.0
+#: For hosts to send a signal. Those that are gone are not asked.
+_SIGNAL_TIMEOUT_S = 5.0
 #: For ranks to be told after which step they save, and so many steps more.
 _TELL_S, _TELL_STEPS = 1.0, 2
 
 
-def steps_of(remedy: Remedy, situation: Situation, *, hook_timeout_s: float = 0.0) -> tuple[Step, ...]:
+def steps_of(
+    remedy: Remedy, situation: Situation, *, hook_timeout_s: float = 0.0, hook_signal: int = 0
+) -> tuple[Step, ...]:
     """The steps of a remedy that can be carried out.
 
     Args:
         hook_timeout_s: of the user's program; 0: there is none.
+        hook_signal: that ranks get which still run; 0: none.
     """
     workload, spec = situation.workload, situation.workload.spec
     new = tuple(host for host in places_after(remedy, situation) if host not in workload.places)
@@ -31,6 +36,11 @@ def steps_of(remedy: Remedy, situation: Situation, *, hook_timeout_s: float = 0.
         steps.append(Step(kind=StepKind.CHECKPOINT, timeout_s=spec.checkpoint_timeout_s, required=False))
     if remedy.kind is RemedyKind.RESET_DEVICES:
         steps.append(Step(kind=StepKind.RESET_DEVICES, hosts=remedy.out, timeout_s=spec.reset_timeout_s))
+    reached = tuple(host for host in workload.places if host not in situation.out or situation.is_planned)
+    if hook_signal and reached:
+        steps.append(
+            Step(kind=StepKind.SIGNAL, hosts=reached, timeout_s=_SIGNAL_TIMEOUT_S, required=False, signal=hook_signal)
+        )
     if hook_timeout_s:
         steps.append(Step(kind=StepKind.HOOK, timeout_s=hook_timeout_s, required=False))
     steps.append(Step(kind=StepKind.PLACE, timeout_s=spec.stop_timeout_s + _PLACE_TIMEOUT_S))
@@ -41,7 +51,14 @@ def steps_of(remedy: Remedy, situation: Situation, *, hook_timeout_s: float = 0.
 
 
 def make_plan(
-    remedy: Remedy, situation: Situation, *, number: int, epoch: int, now_s: float, hook_timeout_s: float = 0.0
+    remedy: Remedy,
+    situation: Situation,
+    *,
+    number: int,
+    epoch: int,
+    now_s: float,
+    hook_timeout_s: float = 0.0,
+    hook_signal: int = 0,
 ) -> Plan:
     """The plan of a remedy that can be carried out: see :func:`~resiliency.supervisor.policy.problem_of`.
 
@@ -56,7 +73,7 @@ def make_plan(
         remedy=remedy,
         epoch=epoch,
         places=places_after(remedy, situation),
-        steps=steps_of(remedy, situation, hook_timeout_s=hook_timeout_s),
+        steps=steps_of(remedy, situation, hook_timeout_s=hook_timeout_s, hook_signal=hook_signal),
         fresh=remedy.kind is RemedyKind.RESTART_WORKLOAD,
         replace=tuple(sorted({one.rank for one in hung if one.rank is not None})),
         replace_on=tuple(sorted({one.host for one in hung})),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from resiliency.errors import ConfigError
@@ -44,6 +44,7 @@ class Situation:
         spares: hosts without a place that are ready, those that fit best first.
         tried: plans of this incident so far, in order.
         trains: the ranks have made a step since they were placed. Those of a plan that was given up half-way have not.
+        blocks: failure domains of hosts, where they are known.
     """
 
     workload: Workload
@@ -53,6 +54,7 @@ class Situation:
     spares: tuple[str, ...]
     tried: tuple[Plan, ...] = ()
     trains: bool = True
+    blocks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> tuple[Plan, ...]:
@@ -187,8 +189,8 @@ def _hosts(count: int) -> str:
 def places_after(remedy: Remedy, situation: Situation) -> tuple[str, ...]:
     """Hosts by node rank when the remedy is done.
 
-    A host keeps its node rank where it can. Of fewer replicas those that are whole go on; hosts that are left over from
-    broken ones fill others.
+    A host keeps its node rank where it can, and the place of one that goes is for a spare of its block if there is one.
+    Of fewer replicas those that are whole go on; hosts that are left over from broken ones fill others.
     """
     workload, spec = situation.workload, situation.workload.spec
     spares = list(situation.spares)
@@ -196,7 +198,9 @@ def places_after(remedy: Remedy, situation: Situation) -> tuple[str, ...]:
     if remedy.kind in (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN):
         gone |= set(remedy.out)
     if remedy.kind in (RemedyKind.HOT_SWAP, RemedyKind.SCALE_UP, RemedyKind.SCALE_DOWN):
-        kept = [None if host in gone else host for host in workload.places]
+        kept = [
+            _of_the_same_block(host, spares, situation.blocks) if host in gone else host for host in workload.places
+        ]
         filled = [host if host is not None else (spares.pop(0) if spares else None) for host in kept]
         if remedy.kind is RemedyKind.SCALE_UP:
             filled += spares
@@ -207,6 +211,15 @@ def places_after(remedy: Remedy, situation: Situation) -> tuple[str, ...]:
         places = [host for host in (*whole, *broken) if host is not None]
         return tuple(places[: min(spec.replicas, len(places) // size) * size])
     return workload.places
+
+
+def _of_the_same_block(host: str, spares: list[str], blocks: Mapping[str, str]) -> str | None:
+    """Taken out of the spares; None: there is none."""
+    block = blocks.get(host)
+    found = next((spare for spare in spares if blocks.get(spare) == block), None) if block else None
+    if found is not None:
+        spares.remove(found)
+    return found
 
 
 def problem_of(remedy: Remedy, situation: Situation) -> str:

@@ -180,7 +180,8 @@ class Service:
             policy=self._policy,
             settings=ControllerSettings(
                 most_plans=settings.most_plans,
-                hook_timeout_s=0.0 if hook is None else hook.timeout_s,
+                hook_timeout_s=0.0 if hook is None or not hook.command else hook.timeout_s,
+                hook_signal=0 if hook is None else hook.number,
                 dry_run=settings.dry_run,
             ),
             period_s=settings.sensor.period_s,
@@ -716,7 +717,7 @@ class Service:
         node_rank = random.randrange(len(workload.places))
         rank = node_rank * workload.spec.ranks_per_host + random.randrange(workload.spec.ranks_per_host)
         one = Observation(
-            kind=ObservationKind.WORKER_LOST,
+            kind=ObservationKind.WORKER_HUNG,  # so that it is killed: one that is lost is gone already
             host=workload.places[node_rank],
             workload=workload.name,
             epoch=workload.epoch,

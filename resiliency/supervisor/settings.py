@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from resiliency.errors import ConfigError
 from resiliency.supervisor.model import WorkloadSpec
@@ -70,15 +71,36 @@ class TlsSettings(_Strict):
 
 
 class HookSettings(_Strict):
-    """The user's program, run before the places of each plan.
+    """The user's signal and program, sent and run before the places of each plan.
 
     Attributes:
-        command: its words; no shell.
-        timeout_s: after it it is killed, and the plan goes on.
+        command: words of the program; no shell; empty: there is none.
+        signal: that ranks get which still run, before it: SIGUSR1; "": none. It must be one that they handle.
+        timeout_s: after it the program is killed, and the plan goes on.
     """
 
-    command: list[str] = Field(min_length=1)
+    command: list[str] = Field(default_factory=list)
+    signal: str = ""
     timeout_s: float = Field(default=60.0, gt=0)
+
+    @property
+    def number(self) -> int:
+        """Of the signal; 0: there is none."""
+        return signal.Signals[self.signal].value if self.signal else 0
+
+    @field_validator("signal")
+    @classmethod
+    def _one_that_can_be_handled(cls, value: str) -> str:
+        name = value.upper() if value.upper().startswith("SIG") or not value else f"SIG{value.upper()}"
+        if name and (name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP")):
+            raise ValueError(f"{value!r} is no signal that a process can handle; pass one, as SIGUSR1")
+        return name
+
+    @model_validator(mode="after")
+    def _does_something(self) -> HookSettings:
+        if not self.command and not self.signal:
+            raise ValueError("pass command, the words of a program, or signal, or both")
+        return self
 
     @field_validator("command", mode="before")
     @classmethod

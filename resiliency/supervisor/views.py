@@ -17,6 +17,7 @@ _STEP_WORDS = {
     StepKind.CHECKPOINT: "ranks save a checkpoint",
     StepKind.VERIFY: "hosts check themselves",
     StepKind.RESET_DEVICES: "devices are reset",
+    StepKind.SIGNAL: "ranks get a signal",
     StepKind.HOOK: "the hook runs",
     StepKind.CLUSTER_OUT: "the cluster is told that hosts are out",
     StepKind.PLACE: "hosts take their places",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from resiliency.cli.inject import main as inject
 from resiliency.errors import ResiliencyError
@@ -21,15 +24,43 @@ from resiliency.supervisor.launcher_process import find_launcher
 from resiliency.supervisor.monitor_state import StateFolder
 from resiliency.testing.zygote import Zygote
 from tests.e2e import cluster_job
+from tests.e2e.cluster_job import checksum
 from tests.launch.launching import Job
+from tests.launch.soak_job import SIZE, gradient
 from tests.processes import wait_ended
 
-__all__ = ["POLL_S", "Cluster"]
+__all__ = ["POLL_S", "Cluster", "Reference"]
 
 JOB = Path(cluster_job.__file__)
 POLL_S = 0.05
+#: Nothing, zeros, requests of other protocols, lengths without an end, and bytes by chance.
+GARBAGE = (
+    b"",
+    bytes(64),
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01",
+    b"\xff" * 100_000,
+    random.Random(1).randbytes(4096),
+)
 #: Of a monitor's log.
 CONNECTED = "connected to the supervisor at"
+
+
+class Reference:
+    """The checksum after each step of a run in which nothing happened."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._weights = torch.arange(SIZE, dtype=torch.float64)
+        self._sums = [checksum(self._weights)]
+
+    def after(self, step: int) -> int:
+        while len(self._sums) <= step:
+            done = len(self._sums) - 1
+            total = sum(gradient(self._weights, done, rank) for rank in range(self._ranks))
+            self._weights = (self._weights + total).remainder(65521)
+            self._sums.append(checksum(self._weights))
+        return self._sums[step]
 
 
 class Cluster:
@@ -37,6 +68,7 @@ class Cluster:
 
     def __init__(self, folder: Path, zygote: Zygote, *flags: Any) -> None:
         self.folder, self._back = folder, 0
+        self._talking: list[socket.socket] = []
         words = ["--state-dir", folder / "state", *flags, "--nproc-per-node", 1, JOB, folder]
         self.job = Job("ours", words, folder / "output", zygote, cwd=folder, env={"RESILIENCY_NODE": "h"})
 
@@ -129,6 +161,25 @@ class Cluster:
         with redirect_stderr(io.StringIO()):
             self.wait_until(lambda: inject([fault, *where, *words]) == 0, f"inject {fault}", timeout_s=40)
 
+    def say_garbage(self) -> int:
+        """To every port on which something of the job listens, by connections that stay; how many took it."""
+        for port in sorted(self._ports()):
+            for garbage in GARBAGE:
+                self._talking.append(socket.socket())
+                self._talking[-1].settimeout(1)
+                with suppress(OSError):  # it ends, or has hung up
+                    self._talking[-1].connect(("127.0.0.1", port))
+                    self._talking[-1].sendall(garbage)
+        return len(self._talking)
+
+    def _ports(self) -> set[int]:
+        found = set()
+        for process in self.job.descendants():
+            with suppress(psutil.Error):
+                known = process.net_connections("tcp")
+                found |= {each.laddr.port for each in known if each.status == psutil.CONN_LISTEN}
+        return found
+
     def kill_host(self, host: str) -> None:
         """All of it at once: monitor, launcher, ranks, agent."""
         monitor, launcher = self.monitor(host), self.launcher(host)
@@ -151,3 +202,5 @@ class Cluster:
 
     def close(self) -> None:
         self.job.close()
+        for each in self._talking:
+            each.close()

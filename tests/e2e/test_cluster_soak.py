@@ -16,12 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 from resiliency.testing.zygote import Zygote
-from tests.e2e.cluster_job import checksum
-from tests.e2e.clusters import POLL_S, Cluster
-from tests.launch.soak_job import SIZE, gradient
+from tests.e2e.clusters import POLL_S, Cluster, Reference
 
 DRAWN = int(os.environ.get("RESILIENCY_CLUSTER_SOAK", "0"))
 SEED = int(os.environ.get("RESILIENCY_CLUSTER_SOAK_SEED", "11"))
@@ -37,6 +34,7 @@ FAULTS = (
     "spare dead",
     "spare dead, then host killed",
     "partition",
+    "garbage on every port",
 )
 MOMENTS = ("start-up", "training", "saving", "restoring", "remedy", "supervisor restarted")
 #: Each of them says what no other does.
@@ -44,6 +42,7 @@ SERIES = (
     ("rank killed", "supervisor restarted"),
     ("rank killed", "saving"),
     ("partition", "training"),
+    ("garbage on every port", "saving"),
     ("monitor killed", "restoring"),
     ("rank hangs", "training"),
     ("supervisor killed", "remedy"),
@@ -52,29 +51,17 @@ SERIES = (
     ("spare dead, then host killed", "training"),
 )
 #: Faults that ranks do not notice.
-HARMLESS = ("monitor killed", "supervisor killed", "spare dead", "partition")
+HARMLESS = ("monitor killed", "supervisor killed", "spare dead", "partition", "garbage on every port")
 #: For which a launcher that is warm is watched, in which a rank would be there.
 UNSEEN_S = 1.0
 #: Moments that come only after a rank was lost.
 OF_A_RESTART = ("start-up", "restoring", "remedy")
 
+SETTINGS = ("quarantine_s=0.5", "thaw_s=0.5", "hang_floor_s=2.5", "dwell_s=0.5")
+FLAGS = ["--nnodes", RANKS, "--spares", 1, "--max-restarts", 1000]
+FLAGS += [word for each in SETTINGS for word in ("--supervisor-set", each)]
+
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(240 + 40 * DRAWN)]
-
-
-class Reference:
-    """The checksum after each step of a run in which nothing happened."""
-
-    def __init__(self) -> None:
-        self._weights = torch.arange(SIZE, dtype=torch.float64)
-        self._sums = [checksum(self._weights)]
-
-    def after(self, step: int) -> int:
-        while len(self._sums) <= step:
-            done = len(self._sums) - 1
-            total = sum(gradient(self._weights, done, rank) for rank in range(RANKS))
-            self._weights = (self._weights + total).remainder(65521)
-            self._sums.append(checksum(self._weights))
-        return self._sums[step]
 
 
 class Series:
@@ -82,7 +69,7 @@ class Series:
 
     def __init__(self, cluster: Cluster, draw: random.Random) -> None:
         self._cluster, self._draw = cluster, draw
-        self._reference = Reference()
+        self._reference = Reference(RANKS)
         self._read = self._away = 0
 
     def run(self, fault: str, moment: str) -> None:
@@ -160,6 +147,10 @@ class Series:
             cluster.kill(cluster.supervisor())
         elif fault == "partition":
             cluster.inject("partition", host, "--for", "3")
+        elif fault == "cut off":
+            cluster.inject("partition", host, "--for", "5")
+        elif fault == "garbage on every port":
+            assert cluster.say_garbage() > 0
         elif fault == "monitor killed":
             cluster.kill(cluster.monitor(host))
             return 1
@@ -184,18 +175,22 @@ class Series:
         cluster, supervisor = self._cluster, self._cluster.supervisor()
         supervisor.suspend()
         try:
-            connected, starts = cluster.job.text.count("the launcher has connected"), len(cluster.starts())
+            connected = cluster.job.text.count("the launcher has connected")
             cluster.kill(cluster.launcher(host))
+            starts = self._starts_on(host)  # in a remedy, ranks of other hosts start meanwhile, as they were told
             cluster.wait_until(lambda: cluster.job.text.count("the launcher has connected") > connected, "the next one")
             cluster.wait_until(
                 lambda: len(cluster.launcher(host).children(recursive=True)) > 1, "it has forked a standby"
             )
             deadline = time.monotonic() + UNSEEN_S
             while time.monotonic() < deadline:
-                assert len(cluster.starts()) == starts, "ranks were started again, and nobody has said so"
+                assert self._starts_on(host) == starts, "ranks were started again, and nobody has said so"
                 time.sleep(POLL_S)
         finally:
             supervisor.resume()
+
+    def _starts_on(self, host: str) -> int:
+        return sum(each == host for _, _, each, _ in self._cluster.starts())
 
     def _restart_supervisor(self) -> None:
         before = self._cluster.supervisor()
@@ -210,6 +205,8 @@ class Series:
         """The supervisor has not heard of a host for its timeout, and is not to do anything about it."""
         if fault == "supervisor killed":
             self._cluster.wait_until(lambda: bool(self._cluster.status()), "the next supervisor answers")
+        elif fault == "garbage on every port":
+            pass  # there is nothing to notice
         elif fault == "spare dead" or moment != "supervisor restarted":  # a new one gives hosts more time
             self._wait_for_silence()
         if fault == "partition":
@@ -253,6 +250,20 @@ class Series:
         assert job.left(60) == []
 
 
+@pytest.mark.namespaces
+def test_a_host_is_cut_off_in_each_moment(tmp_path: Path, zygote: Zygote) -> None:
+    """For longer than it may be silent, from the other ranks as well: it is swapped, and a spare when it is back."""
+    cluster = Cluster(tmp_path, zygote, *FLAGS, "--network-namespaces")
+    try:
+        series = Series(cluster, random.Random(SEED))
+        cluster.wait_until(lambda: cluster.progress()[1] >= 5, "training begins")
+        for moment in MOMENTS if DRAWN else ("start-up", "saving", "remedy"):
+            series.run("cut off", moment)
+        series.end()
+    finally:
+        cluster.close()
+
+
 def drawn() -> list[tuple[str, str]]:
     draw = random.Random(SEED)
     pairs = [*itertools.product(FAULTS, MOMENTS)]
@@ -261,9 +272,7 @@ def drawn() -> list[tuple[str, str]]:
 
 
 def test_a_cluster_gets_over_each_fault_in_each_moment(tmp_path: Path, zygote: Zygote) -> None:
-    settings = ["quarantine_s=0.5", "thaw_s=0.5", "hang_floor_s=2.5", "dwell_s=0.5"]
-    flags = [word for each in settings for word in ("--supervisor-set", each)]
-    cluster = Cluster(tmp_path, zygote, "--nnodes", RANKS, "--spares", 1, "--max-restarts", 1000, *flags)
+    cluster = Cluster(tmp_path, zygote, *FLAGS)
     try:
         series = Series(cluster, random.Random(SEED))
         cluster.wait_until(lambda: cluster.progress()[1] >= 5, "training begins")

@@ -1,5 +1,5 @@
 """``resiliency run --spares`` with launchers that train nothing: arguments are the state folder, a file that ends the
-ranks, hosts, and fewest hosts. A process of its own, because it takes the signals."""
+ranks, hosts, fewest hosts, and whether hosts have network namespaces. A process of its own, because it takes the signals."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from resiliency.supervisor.local_processes import LocalProcess
 
 
 def main() -> int:
-    state, finished, hosts, fewest = sys.argv[1:]
+    state, finished, hosts, fewest, namespaces = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     launcher = os.path.join(os.path.dirname(__file__), "quick_launcher.py")
     local_cluster._LOOKS = (1.5, 3.0)
     local_cluster._NO_HOSTS_S = 5.0
     start = local_cluster.start
 
-    def start_with_quick_launcher(name, number, words, variables):
+    def start_with_quick_launcher(name, number, words, variables, fds=()):
         if words[0] != "host-monitor":
-            return start(name, number, words, variables)
+            return start(name, number, words, variables, fds)
         package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
         code = (
             "import sys; from resiliency.supervisor import monitor_settings as m;"
@@ -35,6 +35,7 @@ def main() -> int:
             [sys.executable, "-c", code, *words],
             env=child_environment(package) | dict(variables),
             start_new_session=True,
+            pass_fds=fds,
         )
         return LocalProcess(name, number, popen, os.pidfd_open(popen.pid))
 
@@ -47,6 +48,7 @@ def main() -> int:
         script=("train.py",),
         workload={"dwell_s": 0.2},
         state_dir=state,
+        network_namespaces=namespaces == "True",
     )
     return local_cluster.run_local_cluster(cluster)
 

@@ -30,6 +30,7 @@ class SimulatedHost:
         healthy: a check passes.
         obeys: it takes the places that it is given.
         trains: its ranks make steps.
+        block: its failure domain.
     """
 
     name: str
@@ -38,6 +39,7 @@ class SimulatedHost:
     healthy: bool = True
     obeys: bool = True
     trains: bool = True
+    block: str = ""
     incarnation: int = 0
     place: Place | None = None
     asked: list[tuple[int, StepKind]] = field(default_factory=list)
@@ -63,6 +65,10 @@ class Simulation:
         self.hosts = {f"host-{number}": SimulatedHost(f"host-{number}") for number in range(hosts)}
         self.spec = spec
         self.step = 0
+        #: The wall clock's difference from the one that time passes on.
+        self.wall_ahead_s = 0.0
+        #: Steps of plans in which time stands still.
+        self.held: set[StepKind] = set()
         self.finishes_at: int | None = None
         self.stored: dict[str, dict] = {"workloads": {}, "incidents": {}, "plans": {}, "hosts": {}}
         self._new_supervisor()
@@ -105,6 +111,22 @@ class Simulation:
     def workload(self) -> Workload:
         return self.controller.workloads[self.spec.name]
 
+    # -- moments ------------------------------------------------------------------------------------------------------
+
+    def hold(self, kind: StepKind) -> None:
+        """No plan gets beyond a step of this kind: hosts do not take their places, or make no steps in them."""
+        self.held.add(kind)
+        for host in self.hosts.values():
+            host.obeys, host.trains = StepKind.PLACE not in self.held, StepKind.PROGRESS not in self.held
+
+    def release(self) -> None:
+        self.held.clear()
+        for host in self.hosts.values():
+            host.obeys = host.trains = True
+
+    def is_at(self, kind: StepKind) -> bool:
+        return any(plan.step is not None and plan.step.kind is kind for plan in self.controller.active_plans())
+
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def pass_time(self, seconds: float, step_s: float = 0.25) -> None:
@@ -112,7 +134,7 @@ class Simulation:
             self.now += step_s
             self._train(step_s)
             self._report()
-            self.controller.look(self.now, self.now)
+            self.controller.look(self.now, self.now + self.wall_ahead_s)
             self.store()
             self._carry_out()
             self.store()
@@ -140,7 +162,7 @@ class Simulation:
         for host in self.hosts.values():
             if not (host.up and host.heard):
                 continue
-            self.sensor.heard(host.name, str(host.incarnation), self.now)
+            self.sensor.heard(host.name, str(host.incarnation), self.now, block=host.block)
             place = self.controller.place_of(host.name)
             if host.obeys:
                 if place is not None and (host.place is None or host.place.epoch != place.epoch):
@@ -166,7 +188,7 @@ class Simulation:
     def _carry_out(self) -> None:
         for plan in self.controller.active_plans():
             step = plan.step
-            if step is None or step.kind in (StepKind.PLACE, StepKind.PROGRESS):
+            if step is None or step.kind in {StepKind.PLACE, StepKind.PROGRESS, *self.held}:
                 continue
             bad = []
             if step.kind is StepKind.VERIFY:

@@ -1022,3 +1022,44 @@ def test_a_straggler_stays_while_there_is_no_spare() -> None:
     seen(job, "host-1", ObservationKind.STRAGGLER, workload="job", epoch=1, rank=1)
     job.pass_time(2)
     assert remedies(job) == [] and job.workload.state is RUNNING
+
+
+def in_blocks(*blocks: str, **settings) -> Simulation:
+    made = Simulation(job(**settings), len(blocks))
+    for host, block in zip(made.hosts.values(), blocks, strict=True):
+        host.block = block
+    made.until(lambda: made.workload.state is RUNNING)
+    return made
+
+
+def test_a_place_goes_to_a_spare_of_the_same_block_whichever_host_is_lost_with_it() -> None:
+    job = in_blocks("rack-1", "rack-2", "rack-3", "rack-3", "rack-2", "rack-1")
+    for host in ("host-0", "host-2"):
+        job.kill(host)
+    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    assert job.workload.places == ("host-5", "host-1", "host-3") and remedies(job) == [RemedyKind.HOT_SWAP]
+
+
+def test_so_it_does_when_a_host_goes_because_restarts_do_not_help_and_without_one_any_spare_will_do() -> None:
+    job = in_blocks("rack-1", "rack-2", "rack-3", "rack-4", "rack-2", max_in_job_restarts=0, max_workload_restarts=0)
+    job.lose_worker("host-1")
+    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    assert job.workload.places == ("host-0", "host-4", "host-2")
+    job.kill("host-0")
+    job.until(lambda: job.workload.epoch == 3 and job.workload.state is RUNNING)
+    assert job.workload.places == ("host-3", "host-4", "host-2")
+
+
+def test_ranks_that_still_run_get_the_users_signal_before_each_set_of_places() -> None:
+    made = Simulation(job(), 4, settings=ControllerSettings(hook_signal=10))
+    made.until(lambda: made.workload.state is RUNNING)
+    first = made.controller.plans[max(made.controller.plans)]
+    assert StepKind.SIGNAL not in {step.kind for step in first.steps}  # nobody is there to get it
+    made.kill("host-1")
+    made.until(lambda: made.workload.epoch == 2 and made.workload.state is RUNNING)
+    steps = made.controller.plans[max(made.controller.plans)].steps
+    kinds = [step.kind for step in steps]
+    assert kinds.index(StepKind.SIGNAL) < kinds.index(StepKind.PLACE)
+    (sent,) = [step for step in steps if step.kind is StepKind.SIGNAL]
+    assert (sent.signal, sent.hosts, sent.required) == (10, ("host-0", "host-2"), False)
+    assert from_jsonable(Plan, to_jsonable(made.controller.plans[max(made.controller.plans)])).steps == steps

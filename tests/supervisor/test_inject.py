@@ -150,7 +150,6 @@ def test_one_bit_of_one_committed_file_is_flipped_and_only_with_yes(tmp_path: Pa
 def test_faults_that_lack_something_are_refused() -> None:
     for fields, said in [
         ({"kind": "melt"}, "there are kill, stop"),
-        ({"kind": "xid"}, "--source"),
         ({"kind": "corrupt"}, "--folder"),
         ({"kind": "slow"}, "--for"),
         ({"kind": "slow", "seconds": 1, "duty": 1.5}, "--duty"),
@@ -159,6 +158,8 @@ def test_faults_that_lack_something_are_refused() -> None:
             Fault(**fields)
     with pytest.raises(ConfigError, match="--state-dir"):
         Target().ranks()
+    with pytest.raises(ConfigError, match="xid needs --state-dir .* or --source"):
+        Injector(Target(), print).inject(Fault(kind="xid"))
     with pytest.raises(ConfigError, match="no monitor"):
         Target(state_dir="/nowhere", host="h").ranks()
 

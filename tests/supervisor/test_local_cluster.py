@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,9 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
+from resiliency.cli.inject import main as inject
 from resiliency.errors import ConfigError
+from resiliency.supervisor.client import OperatorClient
 from resiliency.supervisor.local_cluster import _locked
 from resiliency.supervisor.store import Store
+from tests.networks import has_route_to, network_of, processes_in
 from tests.processes import wait_ended
 
 pytestmark = pytest.mark.kill
@@ -26,14 +30,14 @@ pytestmark = pytest.mark.kill
 class Run:
     """In a session of its own; whatever it has started is killed at the end."""
 
-    def __init__(self, folder: Path, *, hosts: int, fewest: int = 1) -> None:
+    def __init__(self, folder: Path, *, hosts: int, fewest: int = 1, namespaces: bool = False) -> None:
         self.state, self.finished = folder / "state", folder / "finished"
         self.output = folder / f"output-{time.monotonic_ns()}"
         words = [sys.executable, str(Path(__file__).with_name("local_run.py")), str(self.state), str(self.finished)]
         path = os.pathsep.join(filter(None, sys.path))
         with self.output.open("wb") as output:
             self.popen = subprocess.Popen(
-                [*words, str(hosts), str(fewest)],
+                [*words, str(hosts), str(fewest), str(namespaces)],
                 env={**os.environ, "PYTHONPATH": path, "RESILIENCY_NODE": "this machine"},
                 stdout=output,
                 stderr=output,
@@ -133,3 +137,112 @@ def test_hosts_whose_monitors_are_killed_are_gone_with_all_of_it(start: Any) -> 
     monitors[1].kill()
     assert run.wait() == 3, run.text[-6000:]
     assert "no host is left" in run.text and not wait_ended(run.seen.values(), timeout_s=10)
+
+
+def test_faults_of_devices_are_put_into_a_job_that_runs_and_its_host_goes(start: Any) -> None:
+    """By its class: an application's own fault is no reason to do anything, and a device that is lost is one."""
+    run = start(hosts=2)
+    run.until(lambda: "scale_up helped" in run.text.rpartition("epoch")[2] and ", 2 hosts)" in run.text)
+
+    def put_in(*words: str) -> None:
+        assert inject([*words, "--state-dir", str(run.state / "host-0"), "--host", "this-machine-0"]) == 0
+
+    plans = run.text.count("(plan ")
+    put_in("xid", "--code", "45", "--device", "0000:3b:00")  # follows a kill, and is ignored
+    run.until(lambda: "XID 45" in run.text)
+    put_in("xid", "--code", "79", "--device", "0000:3b:00")
+    run.until(lambda: "scale_down this-machine-0" in run.text)
+    assert run.text.count("(plan ") == plans + 1
+    put_in("ecc", "--errors", "2", "--device", "0000:5e:00")
+    run.until(lambda: "2 memory errors were not corrected (put in on purpose)" in run.text)
+    run.finished.touch()
+    assert run.wait() == 0, run.text[-6000:]
+
+
+def test_chain_of_aborts_nobody_ends_because_another_was_killed(start: Any) -> None:
+    """Neither at once nor when tries to reach it have failed for a while."""
+    run = start(hosts=2)
+    run.until(lambda: "scale_up helped" in run.text.rpartition("epoch")[2] and ", 2 hosts)" in run.text)
+    everybody = psutil.Process(run.popen.pid).children(recursive=True)
+    run.look()
+    (supervisor,) = (one for one in everybody if {"supervisor", "run"} <= set(one.cmdline()))
+    killed = [supervisor, run.monitor(0)]
+    run.popen.kill()  # it would start the supervisor again
+    for one in killed:
+        one.kill()
+    others = [one for one in everybody if one not in killed and one.is_running()]
+    assert len(others) >= 5  # a monitor, two launchers with a rank each
+    assert wait_ended(others, timeout_s=9) == others
+    assert "this is tried again for ever" in run.text
+
+
+# ---- each host with a network of its own
+
+
+class Networks:
+    """Of two hosts that have places, as they are seen from outside."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        run.until(lambda: "scale_up helped" in run.text.rpartition("epoch")[2] and ", 2 hosts)" in run.text)
+        self.supervisor = (run.state / "address").read_text().strip()
+        self.first = self.supervisor.rpartition(".")[0]
+        self.namespaces = {network_of(run.monitor(number).pid) for number in range(2)}
+        assert len(self.namespaces) == 2 and network_of(os.getpid()) not in self.namespaces
+        assert has_route_to(f"{self.first}.0")
+
+    def reaches(self, number: int) -> bool:
+        """Nobody listens there: a host that is reached says so."""
+        with socket.socket() as end:
+            end.settimeout(0.3)
+            try:
+                end.connect((f"{self.first}.{10 + number}", 1))
+            except ConnectionRefusedError:
+                return True
+            except OSError:
+                return False
+        raise AssertionError("somebody listens at port 1")
+
+    def cut_off(self, number: int, seconds: int) -> None:
+        where = ["--state-dir", str(self.run.state / f"host-{number}"), "--host", f"this-machine-{number}"]
+        assert inject(["partition", *where, "--for", str(seconds)]) == 0, self.run.text[-6000:]
+
+    def is_gone(self) -> bool:
+        return not has_route_to(f"{self.first}.0") and not processes_in(self.namespaces)
+
+
+@pytest.mark.namespaces
+def test_a_host_is_cut_off_until_its_monitor_says_so_or_is_gone_and_no_network_is_left(start: Any) -> None:
+    run = start(hosts=2, namespaces=True)
+    networks = Networks(run)
+    assert networks.reaches(0) and networks.reaches(1)
+    networks.cut_off(0, 1)
+    assert not networks.reaches(0) and networks.reaches(1)
+    run.until(lambda: networks.reaches(0))
+    networks.cut_off(0, 600)
+    run.until(lambda: "this-machine-0 is silent" in run.text)
+    assert not networks.reaches(0)
+    run.monitor(0).kill()
+    run.until(lambda: networks.reaches(0))
+    os.kill(run.popen.pid, signal.SIGUSR2)
+    run.until(lambda: "taking over the launcher" in run.text)  # whose socket is of that host's network alone
+    assert {network_of(run.monitor(number).pid) for number in range(2)} == networks.namespaces
+    networks.cut_off(1, 600)
+    os.kill(run.popen.pid, signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM, run.text[-6000:]
+    assert not wait_ended(run.seen.values(), timeout_s=10) and networks.is_gone()
+
+
+@pytest.mark.namespaces
+def test_hosts_go_on_when_what_has_made_their_network_is_killed_and_take_it_with_them(start: Any) -> None:
+    run = start(hosts=2, namespaces=True)
+    networks = Networks(run)
+    run.look()
+    run.popen.kill()
+    run.popen.wait(10)
+    assert networks.reaches(0) and networks.reaches(1)
+    client = OperatorClient(f"http://{networks.supervisor}", token=(run.state / "operator-token").read_text())
+    assert [host["state"] for host in client.get("/v1/status")["hosts"]] == ["ready", "ready"]
+    run.finished.touch()
+    assert not wait_ended(run.seen.values(), timeout_s=30)
+    run.until(networks.is_gone, within_s=10)  # the kernel does it when nobody holds them any more

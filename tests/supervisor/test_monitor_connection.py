@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +18,12 @@ from resiliency.supervisor.connection import ConnectionSettings
 from resiliency.supervisor.messages import MAX_MESSAGE_BYTES, Ask, Desired, Hello, Observed, Report, StepEnded, pack
 from resiliency.supervisor.model import Observation, ObservationKind, StepKind
 from resiliency.supervisor.outbox import Outbox
+from tests.supervisor.fake_monitors import until
 from tests.supervisor.monitored import Host, on_host, place
 
 
-def ask(kind: StepKind, *, plan: int = 1, at: int = 0, timeout_s: float = 5.0) -> Ask:
-    return Ask(plan=plan, at=at, kind=kind, timeout_s=timeout_s)
+def ask(kind: StepKind, *, plan: int = 1, at: int = 0, timeout_s: float = 5.0, **fields: Any) -> Ask:
+    return Ask(plan=plan, at=at, kind=kind, timeout_s=timeout_s, **fields)
 
 
 def test_what_was_seen_while_the_supervisor_was_away_is_said_afterwards(tmp_path: Path) -> None:
@@ -180,7 +184,7 @@ def test_a_host_whose_launcher_still_imports_is_not_at_fault_when_it_joins(tmp_p
     async def scenario(host: Host) -> None:
         host.start_monitor(command=("/bin/sleep", "600"))
         await host.supervisor.want(asks=(ask(StepKind.VERIFY, plan=0, timeout_s=0.2),))
-        await host.supervisor.want(asks=(ask(StepKind.VERIFY, plan=1, timeout_s=0.4),))
+        await host.supervisor.want(asks=(ask(StepKind.VERIFY, plan=1, timeout_s=2.0),))
         (answer,) = await host.supervisor.until(lambda: host.supervisor.answers)
         assert answer.plan == 1 and "not ready" in answer.problem
 
@@ -203,6 +207,42 @@ def test_a_checkpoint_is_what_the_launcher_says_it_is(tmp_path: Path) -> None:
         await host.supervisor.until(lambda: len(host.supervisor.answers) == 3)
         problems = [one.problem for one in host.supervisor.answers]
         assert problems[:2] == ["", "nothing saves on request"] and "has not said" in problems[2]
+
+    on_host(tmp_path, scenario)
+
+
+def test_a_signal_reaches_the_ranks_that_run_once_and_no_signal_that_nobody_can_handle(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+
+    async def scenario(host: Host) -> None:
+        words = f"""if True:
+            import signal
+            signal.signal(signal.SIGUSR1, lambda *_: open({str(said)!r}, "a").write("it\\n"))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # whatever the test's process has blocked
+            open({str(said)!r}, "w").close()
+            while True:
+                signal.pause()
+        """
+        rank = await asyncio.create_subprocess_exec(sys.executable, "-S", "-E", "-c", words)
+        try:
+            host.start_monitor()
+            pid = (await host.with_place(1))["pid"]
+            host.launchers.say(pid, kind="running", epoch=1, ranks={"0": [0, rank.pid]})
+            await until(said.exists)
+            given = [ask(StepKind.SIGNAL, at=1, signal=int(signal.SIGUSR1)), ask(StepKind.SIGNAL, at=2, signal=9)]
+            await until(lambda: rank.pid in host.monitor._seen.running.values())
+            await host.supervisor.want(place=place(1), asks=tuple(given))
+            await until(lambda: {one.at for one in host.supervisor.answers} == {1, 2} and said.read_text())
+            by_step = {one.at: one.problem for one in host.supervisor.answers}
+            assert by_step == {1: "", 2: "9 is no signal that a rank can handle"} and rank.returncode is None
+            answered = len(host.supervisor.answers)
+            await host.supervisor.want(place=place(1), asks=tuple(given))
+            await until(lambda: len(host.supervisor.answers) >= answered + 2)
+            await asyncio.sleep(0.3)
+            assert said.read_text() == "it\n"
+        finally:
+            rank.kill()
+            await rank.wait()
 
     on_host(tmp_path, scenario)
 

@@ -167,6 +167,29 @@ def test_a_lost_rank_leads_to_one_new_epoch(tmp_path: Path) -> None:
     run(work)
 
 
+@pytest.mark.parametrize("jump_s", [-(10.0**6), 10.0**6])
+def test_a_wall_clock_that_jumps_is_no_reason_to_do_anything_and_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b", "c") as hosts:
+            await until(lambda: is_running(supervisor) and len(supervisor.service.sensor.ready) == 3)
+            right = time.time
+            monkeypatch.setattr(time, "time", lambda: right() + jump_s)
+            await asyncio.sleep(2 * TIMEOUT_S)
+            assert remedies(supervisor) == ["scale_up"] and is_running(supervisor)
+            (dead,) = (one for one in hosts if one.place is not None and one.place.node_rank == 1)
+            other = next(one for one in hosts if one.place is not None and one is not dead)
+            other.trains = False  # it waits for the one that is gone
+            await dead.die()
+            await until(lambda: supervisor.service.controller.workloads["job"].plan is not None, within_s=5.0)
+            other.trains = True
+            await until(lambda: is_running(supervisor, 2), within_s=5.0)
+            assert remedies(supervisor) == ["scale_up", "hot_swap"]
+
+    run(work)
+
+
 def test_a_dead_host_is_swapped_for_a_verified_spare(tmp_path: Path) -> None:
     async def work() -> None:
         async with (

@@ -10,7 +10,7 @@ import yaml
 
 from resiliency.errors import ConfigError
 from resiliency.supervisor.auth import Authority
-from resiliency.supervisor.settings import SupervisorSettings, read_settings
+from resiliency.supervisor.settings import HookSettings, SupervisorSettings, read_settings
 
 
 def read(folder: Path, **values: Any) -> SupervisorSettings:
@@ -74,7 +74,9 @@ def test_a_workload_says_otherwise_than_all(tmp_path: Path) -> None:
         ({"num_dp_replicas": 4, "min_num_dp_replicas": 2, "enable_workload_scaling": False}, "never reached"),
         ({"replicas": 1, "heartbeat_timeout_s": 1}, "more than one period"),
         ({"replicas": 1, "fault_injection_period_s": 10}, "does nothing without"),
-        ({"replicas": 1, "hook": {"command": []}}, "hook"),
+        ({"replicas": 1, "hook": {"command": []}}, "pass command, the words of a program, or signal"),
+        ({"replicas": 1, "hook": {"signal": "KILL"}}, "no signal that a process can handle"),
+        ({"replicas": 1, "hook": {"signal": "usr9"}}, "no signal that a process can handle"),
         ({"replicas": 1, "hook": {"command": ["x"], "timeout": 1}}, "timeout"),
         ({"replicas": 1, "listen": "7600"}, "pass HOST:PORT"),
         ({"replicas": 1, "dry_run": "perhaps"}, "dry_run"),
@@ -117,3 +119,10 @@ def test_token_files_are_bound_to_names_and_are_secret(tmp_path: Path) -> None:
     tokens.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         Authority.of(found)
+
+
+def test_a_signal_is_named_as_people_do(tmp_path: Path) -> None:
+    for name in ("USR1", "sigusr1", "SIGUSR1"):
+        hook = HookSettings(signal=name)
+        assert (hook.signal, hook.number, hook.command) == ("SIGUSR1", 10, [])
+    assert HookSettings(command=["x"]).number == 0

@@ -24,6 +24,15 @@ _QUERY = "pci.bus_id,ecc.errors.uncorrected.volatile.total"
 Counts = Mapping[str, int]
 
 
+def ecc_finding(device: str, count: int, text: str) -> Finding:
+    return Finding(
+        code="ecc",
+        device=device,
+        device_class=DeviceClass.RESET,
+        detail=f"{count} memory errors were not corrected ({text})",
+    )
+
+
 class EccWatchdog(Watchdog):
     """What was counted before the first look is no news; what is counted after it is, until it was passed on.
 
@@ -61,14 +70,7 @@ class EccWatchdog(Watchdog):
                 self._baseline[device] = 0
                 before = 0
             if count > before:
-                found.append(
-                    Finding(
-                        code="ecc",
-                        device=device,
-                        device_class=DeviceClass.RESET,
-                        detail=f"{count - before} memory errors were not corrected ({count} since the driver started)",
-                    )
-                )
+                found.append(ecc_finding(device, count - before, f"{count} since the driver started"))
         return found
 
     def reported(self, finding: Finding) -> None:

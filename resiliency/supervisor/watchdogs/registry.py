@@ -133,6 +133,10 @@ class Watchdogs:
         if self._keep_now or new or time.monotonic() - self._kept_s > _KEEP_EVERY_S:
             self.keep_cursors()
 
+    def put_in(self, finding: Finding) -> None:
+        """As if a watchdog had found it just now, for the first time."""
+        self._passed_on(finding)
+
     def _passed_on(self, finding: Finding) -> None:
         self._keep_now = True
         detail = finding.detail[:_LONGEST_DETAIL]

@@ -10,7 +10,7 @@ from resiliency.supervisor.watchdogs.base import Finding, Watchdog
 from resiliency.supervisor.watchdogs.kernel_log import KernelLog, open_kernel_log
 from resiliency.supervisor.watchdogs.xid_codes import XID_CODES, meaning
 
-__all__ = ["XidWatchdog", "parse_xid"]
+__all__ = ["XidWatchdog", "parse_xid", "xid_finding"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,17 @@ def parse_xid(line: str) -> tuple[str, int, str] | None:
     """Device, code and the rest of a line; None: it is about something else."""
     found = _LINE.search(line)
     return None if found is None else (found[1].lower(), int(found[2]), found[3].strip())
+
+
+def xid_finding(device: str, code: int, text: str) -> Finding:
+    """By the class of the code."""
+    known = meaning(code, text)
+    return Finding(
+        code=f"xid-{code}/{known.device_class}",  # of XID 154 the class changes
+        device=device,
+        device_class=known.device_class,
+        detail=f"XID {code}, {known.name}: {text or '(no text)'} [{known.device_class}: {known.reason}]",
+    )
 
 
 class XidWatchdog(Watchdog):
@@ -51,18 +62,10 @@ class XidWatchdog(Watchdog):
             if parsed is None:
                 continue
             device, code, text = parsed
-            known = meaning(code, text)
             if code not in XID_CODES and code not in self._unknown:
                 self._unknown.add(code)
                 logger.warning("XID %d is not known to this version, and is ignored: %s", code, line[:300])
-            found.append(
-                Finding(
-                    code=f"xid-{code}/{known.device_class}",  # of XID 154 the class changes
-                    device=device,
-                    device_class=known.device_class,
-                    detail=f"XID {code}, {known.name}: {text or '(no text)'} [{known.device_class}: {known.reason}]",
-                )
-            )
+            found.append(xid_finding(device, code, text))
         self._cursor = self._log.cursor()
         # The worst first: of one device the others are often its echo.
         return sorted(found, key=lambda one: -_ORDER.index(one.device_class or DeviceClass.IGNORE))
