@@ -161,8 +161,8 @@ class Collector:
         if not isinstance(kind, str):
             run.quality["bad_values"] += 1
             return
-        attempt = _count(number) if (number := record.get("attempt")) is not None else None
-        if attempt is None and number is not None:
+        attempt = _count(record.get("attempt"))
+        if attempt is None and "attempt" in record:
             run.quality["bad_values"] += 1  # it would be an attempt of its own
             return
         stamp = record.get("timestamp", record.get("time"))
@@ -198,6 +198,7 @@ class Collector:
             if clock is None and len(run.others) < MAX_CLOCKS:
                 clock = run.others[host, attempt] = Segment(attempt=attempt, lane=-1, host=host, serial=-1)
             if clock is not None:
+                clock.boot = str(record.get("boot") or clock.boot)[:MOST_NAME]
                 clock.tell(time, mono)
                 time = clock.at(time, mono)
         run.saw(time)
@@ -345,6 +346,7 @@ class Collector:
         if isinstance(logs, list):
             segment.logs = tuple(str(path)[:MOST_PATH] for path in logs[:MOST_LOGS])
         segment.device = str(record.get("device") or segment.device)[:32]
+        segment.boot = str(record.get("boot") or segment.boot)[:MOST_NAME]
         since = _seconds(record.get("since_launcher_s"))
         if 0 < since < LONGEST_START_S:
             segment.launched = time - since

@@ -30,10 +30,13 @@ MAX_DAYS = 8_192
 
 def parse_stamp(stamp: bytes | str | float | int | None) -> float | None:
     """UTC seconds of an ISO timestamp (UTC if it has no zone) or a number; None when it is neither."""
-    if stamp is None or isinstance(stamp, bool):
+    if isinstance(stamp, bool) or not isinstance(stamp, (bytes, str, float, int)):
         return None
     if isinstance(stamp, (int, float)):
-        seconds = float(stamp)
+        try:
+            seconds = float(stamp)
+        except OverflowError:
+            return None
     else:
         text = stamp.decode("ascii", "replace") if isinstance(stamp, bytes) else stamp
         moment = _iso(text.strip())
@@ -154,6 +157,8 @@ class Segment:
         self.terminated: float | None = None
         self.reason = ""
         self.device = ""
+        #: Which start of which machine its monotonic clock counts from; "": not told.
+        self.boot = ""
         self.first: float | None = None
         self.last: float | None = None
         self.world: int | None = None
@@ -238,6 +243,25 @@ class Segment:
             stamps = (parse_stamp(window.last_stamp) for window in self.steps.windows.values())
             votes += sum(1 for stamp in stamps if stamp is not None and low <= stamp <= high)
         return votes
+
+    @property
+    def base(self) -> float | None:
+        """When the clock that nobody sets began, in UTC seconds by the clock of this segment; None: it tells none."""
+        if self._base is not None:
+            return self._base
+        found = self._step_bases()
+        return found[0][0] if found else None
+
+    @property
+    def was_set(self) -> bool:
+        """Whether the clock was set between its first step and its last."""
+        bases = [base for base, _ in self._step_bases()]
+        return len(bases) > 1 and abs(bases[0] - bases[-1]) > CLOCK_JUMP_S
+
+    @property
+    def heard(self) -> float:
+        """How many events speak for its base."""
+        return self._bases[0][1] + self.steps.n if self._bases else self.steps.n
 
     def keep(self, within: Callable[[float], bool]) -> int:
         """Forgets the times for which ``within`` is False; how many those were."""
