@@ -8,7 +8,7 @@ from resiliency.events import EventKind
 from resiliency.goodput.words import duration
 from resiliency.telemetry.facts import Mark
 
-__all__ = ["OBSERVATIONS", "incidents_over", "marks_of_incident", "remedy_words", "supervised_remedy"]
+__all__ = ["OBSERVATIONS", "last_told", "marks_of_incident", "remedy_words", "supervised_remedy"]
 
 _REMEDIES = {
     "nothing": "nothing",
@@ -37,14 +37,14 @@ def remedy_words(kind: str) -> str:
     return _REMEDIES.get(kind, kind.replace("_", " "))
 
 
-def incidents_over(known: Sequence[Mark], time: float) -> set[object]:
-    """Numbers of the incidents of which the supervisor has said the last before ``time``."""
+def last_told(known: Sequence[Mark]) -> dict[object, float]:
+    """When the supervisor has said the last of each incident, by its number."""
     last: dict[object, float] = {}
     for mark in known:
         number = mark.fields.get("incident")
         if number is not None:
             last[number] = max(last.get(number, mark.time), mark.time)
-    return {number for number, at in last.items() if at < time}
+    return last
 
 
 def marks_of_incident(near: Sequence[Mark], known: Sequence[Mark]) -> list[Mark]:

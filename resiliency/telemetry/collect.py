@@ -13,6 +13,7 @@ from typing import Any
 
 from resiliency.events import Event, EventKind
 from resiliency.telemetry.facts import Mark, RunFacts, Segment, parse_stamp
+from resiliency.telemetry.plain_text import plain
 from resiliency.telemetry.seen_lines import SeenLines
 
 __all__ = ["Collector"]
@@ -98,6 +99,14 @@ def _monotonic(value: object) -> float | None:
     return number if number is not None and 0.0 <= number < MAX_SECONDS else None
 
 
+def _is_plain(value: object) -> bool:
+    return value.isprintable() if isinstance(value, str) else not isinstance(value, (list, dict))
+
+
+def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: plain(value) for key, value in record.items()}
+
+
 class Collector:
     """Sorts events into runs. Thread: one.
 
@@ -154,6 +163,8 @@ class Collector:
                 "host": record.host,
                 "step": record.step,
             }
+        if not all(map(_is_plain, record.values())):
+            record = _plain(record)
         kind = record.get("event_type")
         name = record.get("job_name")
         run = self.run(name if isinstance(name, str) and name else "default")
