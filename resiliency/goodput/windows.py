@@ -121,7 +121,7 @@ def kept_windows(windows: Windows, start: float, end: float) -> tuple[Span, ...]
         drop(windows.until.at(start, end), end)
     for first, last in windows.exclude:
         low, high = first.at(start, end), last.at(start, end)
-        # Those of one kind were put in order before. What ends before the end of the run may fit once the run has grown.
+        # Those of one kind were put in order before. What ends some time before the end may fit once the run has grown.
         fixed = first.is_offset != last.is_offset or first.from_end
         if low > high and fixed and not last.from_end and math.isfinite(high):
             raise ConfigError(

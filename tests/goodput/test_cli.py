@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from resiliency.cli.goodput import app
@@ -217,3 +219,17 @@ def test_a_locale_without_bars_gets_the_rest(logs: Path) -> None:
     result = CliRunner(charset="ascii").invoke(app, ["report", str(logs)])
     assert result.exit_code == 0, result.exception
     assert "Productive" in result.output and "100.0 %" in result.output
+
+
+@pytest.mark.parametrize(("width", "words"), [(80, ["10-09 08:53", "thrown away"]), (64, ["First start", "100.0 %"])])
+def test_a_narrow_terminal_cuts_no_figure(
+    logs: Path, monkeypatch: pytest.MonkeyPatch, width: int, words: list[str]
+) -> None:
+    from resiliency.goodput.table import print_report
+
+    (summary,) = json.loads(run(app, ["report", str(logs), "--json"]).output)["runs"]
+    console = Console(file=io.StringIO(), width=width)
+    print_report([summary], console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\u2026" not in text and all(word in text for word in words)
+    assert max(map(len, text.splitlines())) <= width
