@@ -88,6 +88,12 @@ def _seconds(value: object) -> float:
     return number if number is not None and 0.0 < number < MAX_SECONDS else 0.0
 
 
+def _since(record: Mapping[str, Any], key: str) -> float:
+    """How long ago something began that led to this start; 0: not told, or longer ago than it can be."""
+    seconds = _seconds(record.get(key))
+    return seconds if seconds < LONGEST_START_S else 0.0
+
+
 def _name(value: object) -> str:
     """Of a span, as a report shows it."""
     return str(value or "unnamed")[:MOST_NAME]
@@ -340,16 +346,16 @@ class Collector:
         if segment.started is not None:
             run.quality["duplicates"] += 1
         segment.started = time if segment.started is None else min(time, segment.started)
-        if since := _seconds(record.get("since_process_s")):
+        if since := _since(record, "since_process_s"):
             segment.process = time - since
-        if since := _seconds(record.get("since_callback_s")):
+        if since := _since(record, "since_callback_s"):
             segment.callback = time - since
             if record.get("imports_s") is not None:
                 segment.imports_s = _seconds(record.get("imports_s"))
-        if since := _seconds(record.get("since_group_s")):
+        if since := _since(record, "since_group_s"):
             segment.group = time - since
             segment.grouped = min(time, segment.group + _seconds(record.get("group_s")))
-        if since := _seconds(record.get("opening_s")):
+        if since := _since(record, "opening_s"):
             segment.opening = time - since
         if (workload := record.get("workload")) and isinstance(workload, str) and len(run.workloads) < MOST_LOGS:
             run.workloads.add(workload)
@@ -358,8 +364,7 @@ class Collector:
             segment.logs = tuple(str(path)[:MOST_PATH] for path in logs[:MOST_LOGS])
         segment.device = str(record.get("device") or segment.device)[:32]
         segment.boot = str(record.get("boot") or segment.boot)[:MOST_NAME]
-        since = _seconds(record.get("since_launcher_s"))
-        if 0 < since < LONGEST_START_S:
+        if since := _since(record, "since_launcher_s"):
             segment.launched = time - since
         segment.world = _count(record.get("world_size")) or segment.world
 

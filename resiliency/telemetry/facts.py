@@ -19,6 +19,8 @@ __all__ = ["CheckpointTier", "DaySpan", "Mark", "RunFacts", "Segment", "parse_st
 CLOCK_JUMP_S = 0.5
 #: A stamp that differs by more than this from what the rest of a process's log tells is wrong.
 WRONG_S = 5.0
+#: A clock that nobody sets is doubted where it says that an event is farther than this from the one before.
+FAR_FROM_LAST_S = 600.0
 _MOST_BASES = 16
 MAX_MARKS = 20_000
 MAX_SPANS = 256
@@ -179,6 +181,7 @@ class Segment:
         self.logs: tuple[str, ...] = ()
         self.jumps = 0
         self._base: float | None = None
+        self._latest: float | None = None
         #: What events tell of when the host's other clock began: [UTC seconds, events]; those that agree are one.
         self._bases: list[list[float]] = []
 
@@ -284,8 +287,15 @@ class Segment:
         if self._base is None:
             self._base = base
         elif abs(base - self._base) > CLOCK_JUMP_S:
-            return self._base + mono
+            time = self._likely(time, self._base + mono)
+        self._latest = time
         return time
+
+    def _likely(self, told: float, straight: float) -> float:
+        """What people's clock says, or what the other one says: that, unless it alone is far from the event before."""
+        if self._latest is None or abs(straight - self._latest) < FAR_FROM_LAST_S:
+            return straight
+        return told if abs(told - self._latest) < abs(straight - self._latest) / 10 else straight
 
     def saw(self, time: float) -> None:
         if self.first is None or time < self.first:

@@ -53,6 +53,7 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
     found: dict[str, Path] = {}
     left: dict[str, Path] = {}
     unread: dict[str, Path] = {}
+    exports: dict[str, Path] = {}  # of which most are something else
     listed = list(paths)
     for given in listed:
         path = Path(given)
@@ -70,15 +71,16 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
                         unread.setdefault(os.path.realpath(file), file)
                     elif name.endswith(".jsonl") or _holds_events(file):
                         found.setdefault(os.path.realpath(file), file)
-                    elif not export:
-                        left.setdefault(os.path.realpath(file), file)
+                    else:
+                        (exports if export else left).setdefault(os.path.realpath(file), file)
         elif path.exists():
             found.setdefault(os.path.realpath(path), path)
         else:
             raise ConfigError(f"no event log at {path}; give the checkpoint folder, its events folder or a log file")
     if not found:
         where = ", ".join(str(path) for path in listed)
-        others = f" ({_names(left.values())} hold no event)" if left else ""
+        silent = {**left, **exports}
+        others = f" ({_names(silent.values())} hold no event)" if silent else ""
         others += f" ({_names(unread.values())} cannot be read as one)" if unread else ""
         raise ConfigError(
             f"no *.jsonl or *.log below {where}{others}; does this job use ModelCheckpoint or GoodputCallback?"

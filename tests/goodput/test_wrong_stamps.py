@@ -199,3 +199,20 @@ def test_a_stamp_that_is_no_time_is_refused_and_counted(stamp: object) -> None:
     collector.add({"timestamp": stamp, "event_type": EventKind.JOB_STARTED, "rank": 0, "attempt": 0})
     collector.add({"timestamp": START, "event_type": EventKind.STEP, "rank": 0, "attempt": None, "step": 1})
     assert collector.runs["default"].quality == {"bad_times": 1, "bad_values": 1}
+
+
+@pytest.mark.parametrize("mono", [0.0, 5.0, 1e6, 9e8])
+@pytest.mark.parametrize("kind", [EventKind.TRAIN_STARTED, EventKind.CHECKPOINT_LOADED, EventKind.JOB_TERMINATED])
+def test_one_wrong_reading_of_the_other_clock_changes_nothing(kind: str, mono: float) -> None:
+    job = crash()
+    number = next(n for n, event in enumerate(job.events) if event.kind == kind and event.rank == 1)
+    job.events[number] = dataclasses.replace(job.events[number], monotonic_s=mono)
+    assert_matches(job.ledger(), job)
+
+
+@pytest.mark.parametrize("field", ["since_process_s", "since_launcher_s", "since_callback_s", "opening_s"])
+def test_a_start_that_took_longer_than_it_can_is_not_believed(field: str) -> None:
+    job = crash()
+    event = next(event for event in job.events if event.kind == EventKind.JOB_STARTED)
+    event.fields[field] = 5e6  # type: ignore[index]
+    assert_matches(job.ledger(), job)
