@@ -7,6 +7,7 @@ A line is a superset of the older goodput library's (``timestamp``, ``job_name``
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -15,12 +16,23 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 from resiliency.regular_file import open_regular
 
-__all__ = ["BackgroundSink", "Event", "EventKind", "EventSink", "EventWriter", "JsonlSink", "NullSink", "boot_seconds"]
+__all__ = [
+    "BackgroundSink",
+    "Event",
+    "EventKind",
+    "EventSink",
+    "EventWriter",
+    "JsonlSink",
+    "NullSink",
+    "boot_id",
+    "boot_seconds",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +52,8 @@ class EventKind:
     USER_TERMINATED = "user_terminated"
     #: One per rank and attempt, when training has its checkpointer; since_process_s, since_callback_s, since_group_s,
     #: opening_s and since_launcher_s say how long ago the process, the callback, the process group, the checkpointer
-    #: and the launcher began; imports_s and group_s how long imports and the process group took.
+    #: and the launcher began; imports_s and group_s how long imports and the process group took; boot, since when
+    #: monotonic_s counts.
     JOB_STARTED = "job_started"
     JOB_TERMINATED = "job_terminated"  # reason: "finished" | "exception" | "signal"
     CHECKPOINT_LOADED = "checkpoint_loaded"  # step, duration_s, source tier, bytes
@@ -71,7 +84,7 @@ class EventKind:
     WORKER_LOST = "worker_lost"  # seen by a launcher or monitor: worker (the lost rank), exit_code or signal
     HANG_DETECTED = "hang_detected"  # worker, quiet_s: how long it had made no progress
     #: The launcher of a host. Its events carry the attempt that ranks have told it of last.
-    LAUNCHER_STARTED = "launcher_started"  # since_process_s
+    LAUNCHER_STARTED = "launcher_started"  # since_process_s, boot
     RANKS_STARTED = "ranks_started"  # it starts its host's ranks: count, kept (those that stay in their process)
     LAUNCHER_ENDED = "launcher_ended"
     #: The interpreter of a rank ends, where a launcher has started it; or (rank -1) that of a launcher of ours.
@@ -95,6 +108,15 @@ class EventKind:
 def boot_seconds() -> float:
     """This host's clock that nobody sets; it goes on while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@functools.cache
+def boot_id() -> str:
+    """Which start of which machine :func:`boot_seconds` counts from; "": the kernel does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "").strip()[:12]
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ from resiliency.checkpoint.shard_plan import ShardPlanner, Wanted
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError
-from resiliency.events import EventKind, EventSink
+from resiliency.events import EventKind, EventSink, boot_id
 from resiliency.launch.start_times import start_fields
 from resiliency.settings import environment
 from resiliency.spans import traced
@@ -203,7 +203,7 @@ class Checkpointer:
                 agree_timeout=self.options.agree_timeout,
             ),
         )
-        times: dict[str, Any] = {"opening_s": round(time.monotonic() - began, 6), **start_fields()}
+        times: dict[str, Any] = {"opening_s": round(time.monotonic() - began, 6), "boot": boot_id(), **start_fields()}
         session.events.emit(
             EventKind.JOB_STARTED,
             pid=os.getpid(),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -69,6 +72,8 @@ TensorBoardOption = Annotated[
 ]
 
 
+T = TypeVar("T")
+
 #: As of the other commands: wrong arguments, or a path where there is no log.
 _WRONG = 2
 _NOTHING_LEFT = "--since, --until and --exclude leave nothing of the run"
@@ -83,6 +88,8 @@ def _console() -> Console:
     """Standard output; 120 columns wide when it is no terminal, so that a report in a file is not narrowed."""
     from rich.console import Console
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale without our bars is no reason to show nothing
     return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
@@ -110,16 +117,22 @@ def _windows(since: str | None, until: str, exclude: list[str] | None) -> tuple[
     return Windows(since=first, until=last, exclude=left_out), counted
 
 
-def _read(paths: list[Path]) -> LogReader:
+def _or_fail(call: Callable[..., T], *arguments: Any) -> T:
+    """What the call returns; its refusal in one line."""
     from resiliency.errors import ResiliencyError
+
+    try:
+        return call(*arguments)
+    except ResiliencyError as error:
+        _fail(str(error))
+
+
+def _read(paths: list[Path]) -> LogReader:
     from resiliency.telemetry.reader import read_logs
 
     if not paths:
         _fail("say which log to read: --log DIR or --log FILE")
-    try:
-        return read_logs(paths)
-    except ResiliencyError as error:
-        _fail(str(error))
+    return _or_fail(read_logs, paths)
 
 
 def _ledgers(
@@ -131,6 +144,7 @@ def _ledgers(
     windows: Windows | None = None,
     reference: float | None = None,
 ) -> list[Ledger]:
+    """Raises ConfigError where ``windows`` do not fit the run."""
     from resiliency.goodput.ledger import account
     from resiliency.goodput.windows import ALL_TIME
     from resiliency.telemetry.supervised import join_supervisors
@@ -143,36 +157,53 @@ def _ledgers(
         _fail("these are logs of ml-goodput-measurement, which has other events; its own library reads them")
     if not chosen:
         _fail("there is no event in these logs; does this job use ModelCheckpoint or GoodputCallback?")
-    looked_at = windows or ALL_TIME
-    ledgers = [
+    return [
         account(
             facts,
             until=until,
             capacity=capacity,
             gpus_per_rank=gpus,
-            windows=looked_at,
+            windows=windows or ALL_TIME,
             reference_step_s=reference or None,
         )
         for facts in chosen
     ]
+
+
+def _up_to_now(
+    reader: LogReader, run: str | None, capacity: int | None, gpus: int, windows: Windows, reference: float | None
+) -> list[Ledger]:
+    """The same of jobs that may run: the time since their last event counts, too."""
+    ledgers = _ledgers(reader, run, None, capacity, gpus, windows, reference)
+    if any(ledger.timings and ledger.timings[-1].outcome == "open" for ledger in ledgers):
+        now = max(time.time(), *(ledger.end for ledger in ledgers))  # a host's clock may be ahead of ours
+        ledgers = _ledgers(reader, run, now, capacity, gpus, windows, reference)
     return ledgers
 
 
-def _leave_nothing(windows: Windows, ledgers: list[Ledger]) -> bool:
-    return bool(windows) and not any(ledger.wall_us for ledger in ledgers)
+def _leave_nothing(windows: Windows, ledgers: list[Ledger], until: float | None = None) -> bool:
+    return (bool(windows) or until is not None) and not any(ledger.wall_us for ledger in ledgers)
+
+
+def _names(paths: Sequence[Path]) -> str:
+    from resiliency.telemetry.plain_text import plain
+
+    names = ", ".join(plain(path.name) for path in paths[:5])
+    return names + (f" and {len(paths) - 5} others" if len(paths) > 5 else "")
 
 
 def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None) -> list[dict[str, Any]]:
     from resiliency.goodput.summary import summarize
+    from resiliency.telemetry.plain_text import plain
 
     # Lines and files without events belong to no run; they are reported with the first.
-    names = [path.name for path in reader.left_out]
-    more = f" and {len(names) - 5} others" if len(names) > 5 else ""
-    notes = [f"Counted up to where it is cut or damaged: {name} ({why})." for name, why in sorted(reader.cut.items())]
-    if names:
-        notes.append(
-            f"Left out, because {'they hold' if names[1:] else 'it holds'} no event: {', '.join(names[:5])}{more}."
-        )
+    cut = sorted(reader.cut.items())
+    notes = [f"Counted up to where it is cut or damaged: {plain(name)} ({why})." for name, why in cut]
+    if reader.left_out:
+        held = "they hold" if reader.left_out[1:] else "it holds"
+        notes.append(f"Left out, because {held} no event: {_names(reader.left_out)}.")
+    if reader.unread:
+        notes.append(f"Not read, being neither a log nor one rotated or packed by gzip: {_names(reader.unread)}.")
     return [
         summarize(
             ledger,
@@ -204,8 +235,8 @@ def report(
     """Print where the time of each run went."""
     windows, end = _windows(since, until, exclude)
     reader = _read([*(log or []), *(more or [])])
-    ledgers = _ledgers(reader, run, end, capacity, gpus_per_rank, windows, reference_step_time)
-    if _leave_nothing(windows, ledgers):
+    ledgers = _or_fail(_ledgers, reader, run, end, capacity, gpus_per_rank, windows, reference_step_time)
+    if _leave_nothing(windows, ledgers, end):
         _fail(_NOTHING_LEFT)
     summaries = _summaries(reader, ledgers, reference_step_time)
     if html is not None:
@@ -294,8 +325,8 @@ def compare(
     both = []
     for path, run in ((a, run_a), (b, run_b)):
         reader = _read([path])
-        ledgers = _ledgers(reader, run, end, capacity, gpus_per_rank, windows, reference_step_time)
-        if _leave_nothing(windows, ledgers):
+        ledgers = _or_fail(_ledgers, reader, run, end, capacity, gpus_per_rank, windows, reference_step_time)
+        if _leave_nothing(windows, ledgers, end):
             _fail(_NOTHING_LEFT)
         if len(ledgers) > 1:
             _fail(
@@ -349,36 +380,37 @@ def watch(
     with (
         _Gauges(prometheus, tensorboard) as gauges,
         Live(console=_console(), auto_refresh=False, vertical_overflow="crop") as live,
+        contextlib.suppress(KeyboardInterrupt),  # how it is ended, wherever it is
     ):
         looked = 0
         while True:
+            waits = "for the first event"
             try:
                 reader.read(find_logs(paths), final=False)
             except ResiliencyError as error:
-                live.update(f"waiting for a log: {error}", refresh=True)
+                waits = f"for a log: {error}"
             begun = join_supervisors(reader.collector.runs)
             if run is not None and run not in begun:
                 there = ", ".join(sorted(begun)) or "none"
                 live.update(f"waiting for run {run!r}; so far there are: {there}", refresh=True)
-            elif begun:
-                ledgers = _ledgers(reader, run, None, capacity, gpus_per_rank, windows, reference_step_time)
-                if any(ledger.timings and ledger.timings[-1].outcome == "open" for ledger in ledgers):
-                    # The job runs, so the time since its last event counts too; a host's clock may be ahead of ours.
-                    now = max(time.time(), *(ledger.end for ledger in ledgers))
-                    ledgers = _ledgers(reader, run, now, capacity, gpus_per_rank, windows, reference_step_time)
-                if _leave_nothing(windows, ledgers):
+            elif not begun:
+                live.update(f"waiting {waits}", refresh=True)
+            else:
+                try:
+                    ledgers = _up_to_now(reader, run, capacity, gpus_per_rank, windows, reference_step_time)
+                except ResiliencyError as error:  # a part that this run may have later
+                    live.update(f"waiting: {error}", refresh=True)
+                    ledgers = []
+                if ledgers and _leave_nothing(windows, ledgers):
                     live.update("waiting: --since and --exclude leave nothing of the run so far", refresh=True)
-                else:
+                elif ledgers:
                     summaries = _summaries(reader, ledgers, reference_step_time)
                     live.update(Group(*(render(summary) for summary in summaries)), refresh=True)
                     gauges.write(summaries)
             looked += 1
             if rounds and looked >= rounds:
                 return
-            try:
-                stop.wait(interval)
-            except KeyboardInterrupt:
-                return
+            stop.wait(interval)
 
 
 @app.command()

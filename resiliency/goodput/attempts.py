@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from resiliency.telemetry.facts import Segment, parse_stamp
+from resiliency.telemetry.facts import RunFacts, Segment, parse_stamp
 
-__all__ = ["NO_OFFSETS", "Attempt", "Offsets", "cluster", "host_offsets"]
+__all__ = ["NO_OFFSETS", "Attempt", "Offsets", "clock_changes", "cluster", "host_offsets"]
 
 #: Ranks that start this far apart may still be of one attempt (image pulls, queueing).
 START_SPREAD_S = 600.0
@@ -31,12 +31,20 @@ class Offsets:
     def __bool__(self) -> bool:
         return bool(self.hosts)
 
-    def note(self, attempt: Attempt, host: str, seconds: float) -> None:
-        self._attempts[attempt.number, host] = seconds
+    def add(self, segment: Segment, seconds: float) -> None:
+        """Of a rank, in an attempt, the clock was ahead by so much."""
         if seconds:
-            if abs(seconds) > abs(self.hosts.get(host, 0.0)):
-                self.hosts[host] = seconds
-            self._segments.update({id(segment): seconds for segment in attempt.segments if segment.host == host})
+            self._segments[id(segment)] = seconds
+            self._largest(segment.host, seconds)
+
+    def add_host(self, number: int | None, host: str, seconds: float) -> None:
+        """For the events of a host in the attempt of this number."""
+        self._attempts[number, host] = seconds
+        self._largest(host, seconds)
+
+    def _largest(self, host: str, seconds: float) -> None:
+        if abs(seconds) > abs(self.hosts.get(host, 0.0)):
+            self.hosts[host] = seconds
 
     def same(self, segment: Segment, copy: Segment) -> None:
         """``copy`` stands for ``segment`` from now on."""
@@ -99,6 +107,11 @@ def cluster(segments: Sequence[Segment], offsets: Offsets) -> list[Attempt]:
             by_number.setdefault(segment.attempt, []).append(segment)
     attempts: list[Attempt] = []
     for number, members in by_number.items():
+        lanes = {segment.lane for segment in members}
+        if number is not None and len(lanes) == len(members) and len({segment.host for segment in members}) > 1:
+            # Each rank has this number once: it is one attempt, by however much the clocks of its hosts disagree.
+            attempts.append(Attempt(number, {segment.lane: [segment] for segment in members}))
+            continue
         members.sort(key=lambda segment: (_start(segment, offsets), segment.serial))
         attempts.extend(_by_time(number, members, offsets))
     attempts.sort(key=lambda attempt: attempt.start(offsets))
@@ -141,17 +154,58 @@ def _rejoins(late: Attempt, running: Attempt, offsets: Offsets) -> bool:
     return went_on * 2 > len(others)
 
 
-def host_offsets(attempts: Sequence[Attempt], usual_step_s: float) -> Offsets:
+def clock_changes(run: RunFacts) -> Offsets:
+    """By how much each host's clock was ahead in each attempt of what it showed to most of its events.
+
+    All processes of a machine have one clock that nobody sets, as long as it is up (``boot``), so it tells when the
+    other one was set between two attempts. Machines that do not tell their ``boot`` are left alone: another one may
+    have the same name.
+    """
+    everything = (*run.segments, *run.nodes, *run.others.values())
+    boots: dict[str, set[str]] = {}
+    for segment in everything:
+        if segment.boot:
+            boots.setdefault(segment.host, set()).add(segment.boot)
+    told: dict[tuple[str, str], list[tuple[float, Segment]]] = {}
+    for segment in everything:
+        # Most events of a launcher tell no boot.
+        boot = segment.boot or (min(boots[segment.host]) if len(boots.get(segment.host, ())) == 1 else "")
+        if boot and (base := segment.base) is not None:
+            told.setdefault((segment.host, boot), []).append((base, segment))
+    offsets = Offsets()
+    for (host, _), bases in told.items():
+        usual = _usual_base(bases)
+        launchers = {id(segment) for segment in run.others.values()}
+        for base, segment in sorted(bases, key=lambda one: id(one[1]) in launchers):  # theirs count for the host
+            ahead = base - usual if abs(base - usual) > SKEW_TOLERATED_S else 0.0
+            offsets.add(segment, ahead)
+            offsets.add_host(segment.attempt, host, ahead)
+    return offsets
+
+
+def _usual_base(bases: Sequence[tuple[float, Segment]]) -> float:
+    """The one that most events speak for; those within a second of each other are one."""
+    votes: list[list[float]] = []
+    for base, segment in sorted(bases, key=lambda one: one[0]):
+        if votes and base - votes[-1][0] <= SKEW_TOLERATED_S:
+            votes[-1][1] += segment.heard
+        else:
+            votes.append([base, segment.heard])
+    return max(votes, key=lambda vote: vote[1])[0]
+
+
+def host_offsets(attempts: Sequence[Attempt], usual_step_s: float, changes: Offsets = NO_OFFSETS) -> Offsets:
     """Seconds each host's clock is ahead in each attempt; 0 where it is off by less than a second or a step.
 
     Ranks of a synchronous job end a step at the same moment, so the stamps of one step show the difference. With two
     hosts the clock of the lowest rank's host is the reference, with more the host with the median difference. An
     attempt that shows nothing (it ended before its first step) has the offsets of the one before, else of the next.
+    What a host's own two clocks have shown (``changes``) is taken out before, and is in the result.
     """
     hosts: list[str] = []
-    found = [_differences(attempt, hosts) for attempt in attempts]
+    found = [_differences(attempt, hosts, changes) for attempt in attempts]
     if not any(found):
-        return NO_OFFSETS
+        return changes
     limit = max(SKEW_TOLERATED_S, usual_step_s)
     offsets = Offsets()
     known: dict[str, float] = {}
@@ -160,12 +214,14 @@ def host_offsets(attempts: Sequence[Attempt], usual_step_s: float) -> Offsets:
         known[host] = first if abs(first) > limit else 0.0
     for attempt, differences in zip(attempts, found, strict=True):
         known.update({host: value if abs(value) > limit else 0.0 for host, value in differences.items()})
-        for host, value in known.items():
-            offsets.note(attempt, host, value)
+        for segment in attempt.segments:
+            offsets.add(segment, known.get(segment.host, 0.0) + changes.of(segment))
+        for host in {*known, *changes.hosts}:
+            offsets.add_host(attempt.number, host, known.get(host, 0.0) + changes.at(attempt.number, host))
     return offsets
 
 
-def _differences(attempt: Attempt, hosts: list[str]) -> dict[str, float]:
+def _differences(attempt: Attempt, hosts: list[str], changes: Offsets) -> dict[str, float]:
     """Seconds by which hosts are ahead in one attempt; empty when it does not show. Adds its hosts to ``hosts``."""
     lanes = [attempt.lanes[lane][-1] for lane in sorted(attempt.lanes) if attempt.lanes[lane][-1].steps.high >= 0]
     for segment in lanes:
@@ -177,10 +233,16 @@ def _differences(attempt: Attempt, hosts: list[str]) -> dict[str, float]:
     shift = max(segment.steps.shift for segment in lanes)
     ends: dict[tuple[int, int], dict[str, float]] = {}
     for segment in lanes:
-        for key, window in segment.steps.at_shift(shift).items():
-            time = parse_stamp(window.last_stamp)
+        windows = segment.steps.at_shift(shift)
+        latest = max(windows, default=0)
+        for key, window in windows.items():
+            # Where the clock was set between two steps, only the last of them is known to be right.
+            if segment.was_set:
+                time = segment.last_step_time() if key == latest else None
+            else:
+                time = parse_stamp(window.last_stamp)
             if time is not None:
-                ends.setdefault((key, window.last_step), {}).setdefault(segment.host, time)
+                ends.setdefault((key, window.last_step), {}).setdefault(segment.host, time - changes.of(segment))
     for times in ends.values():
         if len(times) < 2:
             continue

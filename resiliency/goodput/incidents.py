@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,11 @@ from resiliency.events import EventKind
 from resiliency.goodput.ledger import Ledger
 from resiliency.goodput.remedies import (
     OBSERVATIONS,
-    incidents_over,
+    last_told,
     marks_of_incident,
     remedy_words,
     supervised_remedy,
+    was_over,
 )
 from resiliency.goodput.split import SLOW_STEP
 from resiliency.goodput.taxonomy import Bucket
@@ -22,8 +24,8 @@ from resiliency.telemetry.facts import Mark, parse_stamp
 
 __all__ = ["Incident", "incidents"]
 
-#: At most this many incidents of each kind are listed, so that a report stays readable.
-MOST = 100
+#: At most this many incidents of each kind are kept, the costliest: tables show fewer, and say so.
+MOST = 10_000
 #: Files of output that are named for one incident.
 MOST_LOGS = 4
 #: Slow steps shorter than this are not incidents.
@@ -82,12 +84,67 @@ class Incident:
 
 def incidents(ledger: Ledger) -> list[Incident]:
     """All incidents of a run, in order of time."""
-    found = [_ended(ledger, timing) for timing in ledger.timings if _went_wrong(timing)][:MOST]
+    context = _Context.of(ledger)
+    found = [_ended(ledger, timing, context) for timing in ledger.timings if _went_wrong(timing)]
+    found = sorted(found, key=lambda incident: -incident.cost_gpu_s)[:MOST]
     found += _survived(ledger)[:MOST]
     found += _stalls(ledger)[:MOST]
     if not ledger.is_whole:
         found = [incident for incident in found if ledger.holds(incident.time) or incident.cost_gpu_s > 0]
     return sorted(found, key=lambda incident: incident.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Context:
+    """What all incidents of a run need, gathered once: there may be thousands of them.
+
+    Attributes:
+        tails: microseconds by bucket, of each attempt, from its last step on.
+        starts: the same until its first batch, and of its first steps.
+        lost: microseconds of each attempt that were done again.
+        thrown: attempts whose work was lost, by the attempt that began before it.
+        told: what a supervisor has logged of incidents, and when it said the last of each.
+        changes: swaps of hosts and changes of the job's size.
+    """
+
+    tails: dict[int, Counter[Bucket]]
+    starts: dict[int, Counter[Bucket]]
+    lost: Counter[int]
+    thrown: dict[int, list[Timing]]
+    told: list[Mark]
+    last_told: dict[object, Mark]
+    changes: list[Mark]
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> _Context:
+        tails: dict[int, Counter[Bucket]] = defaultdict(Counter)
+        starts: dict[int, Counter[Bucket]] = defaultdict(Counter)
+        lost: Counter[int] = Counter()
+        for lane in ledger.lanes:
+            for interval in lane.intervals:
+                parts, attempt = interval.parts, interval.attempt
+                lost[attempt] += parts.get(Bucket.LOST_WORK, 0) * lane.copies
+                if interval.phase in ("detection", "restart", "end"):
+                    for bucket in (Bucket.DETECTION, Bucket.RESTART, Bucket.CHECKPOINT_STALL):
+                        tails[attempt][bucket] += parts.get(bucket, 0) * lane.copies
+                starts[attempt][Bucket.WARM_UP] += parts.get(Bucket.WARM_UP, 0) * lane.copies
+                if interval.phase in ("start", "restore"):
+                    for bucket in (Bucket.RESTART, Bucket.RESTORE):
+                        starts[attempt][bucket] += parts.get(bucket, 0) * lane.copies
+        thrown: dict[int, list[Timing]] = defaultdict(list)
+        for timing in ledger.timings:
+            if timing.lost_by is not None:
+                thrown[timing.lost_by].append(timing)
+        told = [mark for mark in ledger.facts.marks if mark.fields.get("incident") is not None]
+        return cls(
+            tails=tails,
+            starts=starts,
+            lost=lost,
+            thrown=thrown,
+            told=told,
+            last_told=last_told(told),
+            changes=[mark for mark in ledger.facts.marks if mark.kind in _CHANGES],
+        )
 
 
 def _went_wrong(timing: Timing) -> bool:
@@ -98,40 +155,31 @@ def _next(ledger: Ledger, timing: Timing) -> Timing | None:
     return ledger.timings[timing.index + 1] if timing.index + 1 < len(ledger.timings) else None
 
 
-def _ended(ledger: Ledger, timing: Timing) -> Incident:
+def _ended(ledger: Ledger, timing: Timing, context: _Context) -> Incident:
     following = _next(ledger, timing)
-    costs: dict[Bucket, float] = {}
-
-    def add(bucket: Bucket, microseconds: int) -> None:
-        if microseconds:
-            costs[bucket] = costs.get(bucket, 0.0) + microseconds / 1e6
-
-    thrown = {t.index for t in ledger.timings if following is not None and t.lost_by == following.index}
-    for lane in ledger.lanes:
-        for interval in lane.intervals:
-            if interval.attempt in thrown:
-                add(Bucket.LOST_WORK, interval.parts.get(Bucket.LOST_WORK, 0) * lane.copies)
-            if interval.attempt == timing.index and interval.phase in ("detection", "restart", "end"):
-                for bucket in (Bucket.DETECTION, Bucket.RESTART, Bucket.CHECKPOINT_STALL):
-                    add(bucket, interval.parts.get(bucket, 0) * lane.copies)
-            if following is not None and interval.attempt == following.index:
-                for bucket in (Bucket.RESTART, Bucket.RESTORE, Bucket.WARM_UP):
-                    if interval.phase in ("start", "restore") or bucket is Bucket.WARM_UP:
-                        add(bucket, interval.parts.get(bucket, 0) * lane.copies)
-    lost = sum((t.top or 0) - (t.lost_above or 0) for t in ledger.timings if t.index in thrown)
-    over = incidents_over(ledger.facts.marks, timing.progress, near_s=SAME_S)
+    costs = Counter(context.tails.get(timing.index, {}))
+    thrown: Sequence[Timing] = ()
+    if following is not None:
+        costs.update(context.starts.get(following.index, {}))
+        thrown = context.thrown.get(following.index, ())
+        costs[Bucket.LOST_WORK] += sum(context.lost[earlier.index] for earlier in thrown)
+    lost = sum((t.top or 0) - (t.lost_above or 0) for t in thrown)
     near = [mark for mark in timing.marks if mark.time >= timing.progress - NEAR_S]
-    near = [mark for mark in near if mark.fields.get("incident") not in over]
+    near = [
+        mark
+        for mark in near
+        if not was_over(context.last_told.get(mark.fields.get("incident")), timing.progress, near_s=SAME_S)
+    ]
     what, where, rank = _describe(timing, near)
-    about = marks_of_incident(near, ledger.facts.marks)
-    told = supervised_remedy(about, [mark for mark in ledger.facts.marks if mark.kind in _CHANGES])
+    about = marks_of_incident(near, context.told)
+    told = supervised_remedy(about, context.changes)
     return Incident(
         time=timing.progress,
         attempt=timing.index,
         what=what,
         where=where,
         remedy=_remedy(timing, following, near, told),
-        gpu_s=costs,
+        gpu_s={bucket: amount / 1e6 for bucket, amount in costs.items() if amount},
         lost_steps=max(0, lost),
         logs=_logs(timing, rank),
     )

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from resiliency.goodput.attempts import NO_OFFSETS, Attempt, Offsets, cluster, host_offsets
+from resiliency.goodput.attempts import Attempt, Offsets, clock_changes, cluster, host_offsets
 from resiliency.goodput.coarse import fill_coarse
 from resiliency.goodput.cut import cut_attempts
 from resiliency.goodput.fill import LaneFiller
@@ -161,8 +161,9 @@ def account(
     segments = run.segments if _ranks_logged(run.segments) or not run.nodes else run.nodes
     coarse = not any(segment.steps.high >= 0 for segment in segments)
     overall = merged_typical([segment.steps for segment in segments])
-    rough = cluster(segments, NO_OFFSETS)
-    offsets = NO_OFFSETS if coarse else host_offsets(rough, overall or 0.0)
+    changes = clock_changes(run)
+    rough = cluster(segments, changes)
+    offsets = changes if coarse else host_offsets(rough, overall or 0.0, changes)
     attempts = cluster(segments, offsets) if offsets else rough
     start, end = _bounds(run, attempts, offsets, until)
     cut_attempts(attempts, offsets)

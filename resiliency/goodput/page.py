@@ -115,12 +115,10 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
     badput = [row for row in summary["buckets"] if row["bucket"] != Bucket.PRODUCTIVE.value and row["share"] > 0]
     rows, hidden = _rows(ledger, wall)
     attempts = summary["attempts"]
-    shown = (
-        attempts if len(attempts) <= MOST_ATTEMPTS else sorted(attempts, key=lambda row: -row["wall_s"])[:MOST_ATTEMPTS]
-    )
     lost = {
-        row["attempt"]: sum(row["gpu_s"].values()) - row["gpu_s"].get(Bucket.PRODUCTIVE.value, 0.0) for row in shown
+        row["attempt"]: sum(row["gpu_s"].values()) - row["gpu_s"].get(Bucket.PRODUCTIVE.value, 0.0) for row in attempts
     }
+    shown = sorted(attempts, key=lambda row: -lost[row["attempt"]])[:MOST_ATTEMPTS]
     opened = set(sorted(lost, key=lambda number: -lost[number])[:ATTEMPTS_OPEN])
     worst = max((1.0 - row["shares"].get(Bucket.PRODUCTIVE.value, 0.0) for row in shown), default=0.0)
     return {
@@ -130,6 +128,7 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
         "causes": largest_causes(summary),
         "incidents": listed,
         "incidents_hidden": len(summary["incidents"]) - len(listed),
+        "attempts_hidden": len(attempts) - len(shown),
         "worst_bucket": max(badput, key=lambda row: row["share"]) if badput else None,
         "largest_badput": max((row["share"] for row in badput), default=0.0),
         "lost_gpu_s": summary["gpu_s"] * (1.0 - summary["goodput"]),

@@ -8,7 +8,7 @@ from resiliency.events import EventKind
 from resiliency.goodput.words import duration
 from resiliency.telemetry.facts import Mark
 
-__all__ = ["OBSERVATIONS", "incidents_over", "marks_of_incident", "remedy_words", "supervised_remedy"]
+__all__ = ["OBSERVATIONS", "last_told", "marks_of_incident", "remedy_words", "supervised_remedy", "was_over"]
 
 _REMEDIES = {
     "nothing": "nothing",
@@ -37,17 +37,23 @@ def remedy_words(kind: str) -> str:
     return _REMEDIES.get(kind, kind.replace("_", " "))
 
 
-def incidents_over(known: Sequence[Mark], progress: float, *, near_s: float) -> set[object]:
-    """Numbers of the incidents that were over when an attempt last made ``progress``, so that none of them ended it.
+def last_told(known: Sequence[Mark]) -> dict[object, Mark]:
+    """What the supervisor has said last of each incident, by its number."""
+    last: dict[object, Mark] = {}
+    for mark in known:
+        number = mark.fields.get("incident")
+        if number is not None and (number not in last or mark.time >= last[number].time):
+            last[number] = mark
+    return last
+
+
+def was_over(last: Mark | None, progress: float, *, near_s: float) -> bool:
+    """Whether an incident was over when an attempt last made ``progress``, so that it did not end it.
 
     Over is one of which the supervisor has said the last ``near_s`` before, or of which the last word is that its plan
     is done: what began an attempt may have been done a second before that attempt was lost.
     """
-    last: dict[object, Mark] = {}
-    for mark in sorted(known, key=lambda mark: mark.time):
-        if (number := mark.fields.get("incident")) is not None:
-            last[number] = mark
-    return {number for number, mark in last.items() if mark.time < progress - (0.0 if _is_done(mark) else near_s)}
+    return last is not None and last.time < progress - (0.0 if _is_done(last) else near_s)
 
 
 def marks_of_incident(near: Sequence[Mark], known: Sequence[Mark]) -> list[Mark]:

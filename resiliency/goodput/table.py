@@ -79,7 +79,7 @@ def _buckets(summary: dict[str, Any], color: str) -> Table:
     table.add_column("bucket", no_wrap=True)
     for name in ("share", "wall", f"{unit_word(summary)} time"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=False)  # where there is little room, what is narrowed first
     largest = max((row["share"] for row in summary["buckets"]), default=0.0) or 1.0
     for row in summary["buckets"]:
         info = BUCKETS[Bucket(row["bucket"])]
@@ -91,7 +91,7 @@ def _buckets(summary: dict[str, Any], color: str) -> Table:
             Text(figure(row["share"]), style=dim),
             Text(duration(row["wall_s"]), style=dim),
             Text(duration(row["gpu_s"]), style=dim),
-            Text(bar, style=style),
+            Text(bar, style=style, no_wrap=True, overflow="crop"),
         )
         for part in row["parts"]:
             cells = (f"  {part['label']}", "", duration(part["wall_s"]), duration(part["gpu_s"]), "")
@@ -179,7 +179,7 @@ def _attempts(summary: dict[str, Any]) -> Table:
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("steps", justify="right", no_wrap=True)
     table.add_column("goodput", justify="right", no_wrap=True)
-    table.add_column("largest badput", no_wrap=True)
+    table.add_column("largest badput", overflow="fold")  # where there is little room, what is folded first
     table.add_column("end", no_wrap=True)
     shown = summary["attempts"]
     if len(shown) > ATTEMPTS_SHOWN:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from statistics import median
 
 from resiliency.events import EventKind
 from resiliency.goodput.attempts import Attempt, Offsets
-from resiliency.goodput.remedies import incidents_over
+from resiliency.goodput.remedies import last_told, was_over
 from resiliency.telemetry.facts import Mark, RunFacts, Segment
 
 __all__ = ["ABNORMAL", "Timing", "time_attempts"]
@@ -130,7 +131,8 @@ def _marks_of(
     earlier = attempts[index - 1].number if index > 0 else None
     later = attempts[index + 1].number if index + 1 < len(attempts) else None
     found = []
-    for time, mark in marks[_after(marks, begin) :]:
+    for place in range(_after(marks, begin), len(marks)):
+        time, mark = marks[place]
         if index + 1 < len(attempts) and time > end:
             if time > end + LATE_NOTICE_S:
                 break
@@ -208,13 +210,13 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         time = _shifted(segment.terminated, segment, offsets)
         if time is not None and begin <= time <= end:
             ends[time] = segment.reason
-    over = incidents_over(timing.marks, timing.progress, near_s=patience)
+    told = last_told(timing.marks)
     notices = [
         m.time - offsets.at(m.attempt, m.host)
         for m in timing.marks
         if m.kind in NOTICES
         and m.time - offsets.at(m.attempt, m.host) >= timing.progress - patience
-        and m.fields.get("incident") not in over
+        and not was_over(told.get(m.fields.get("incident")), timing.progress, near_s=patience)
     ]
     finished = [segment for segment in segments if segment.finished]
     bad = [time for time, reason in ends.items() if reason in ABNORMAL]
@@ -257,25 +259,26 @@ def _work_done(segment: Segment) -> float | None:
 
 def _lost(timings: list[Timing]) -> None:
     """Marks what is lost: if an attempt begins at step R, what earlier attempts did after R."""
+    # How far the kept work of each attempt goes, the farthest first: a job may have thousands of attempts.
+    kept: list[tuple[int, int]] = []
     for index, timing in enumerate(timings):
-        if timing.position is None:
-            continue
-        for earlier in timings[:index]:
-            if _counts_anew(timing, earlier):
-                continue
-            top = earlier.top if earlier.lost_above is None else min(earlier.top or 0, earlier.lost_above)
-            if top is not None and top > timing.position:
-                earlier.lost_above = timing.position
-                earlier.lost_by = index
-
-
-def _counts_anew(timing: Timing, earlier: Timing) -> bool:
-    """True when a lower step is no return to it: nothing was loaded, and the work before was done or its process lives
-    on (another fit in one script)."""
-    segments = list(timing.attempt.segments)
-    if any(segment.loaded is not None for segment in segments):
-        return False
-    return earlier.outcome == "finished" or all(segment.rollback for segment in segments)
+        others: list[tuple[int, int]] = []
+        position = timing.position
+        if position is not None:
+            loaded = any(segment.loaded is not None for segment in timing.attempt.segments)
+            rollback = all(segment.rollback for segment in timing.attempt.segments)
+            while kept and -kept[0][0] > position:
+                top, number = heapq.heappop(kept)
+                earlier = timings[number]
+                # A lower step is no return to it when nothing was loaded, and the work before was done or its process
+                # lives on (another fit in one script).
+                if loaded or not (earlier.outcome == "finished" or rollback):
+                    earlier.lost_above, earlier.lost_by, top = position, index, -position
+                others.append((top, number))
+        for one in others:
+            heapq.heappush(kept, one)
+        if timing.top is not None:
+            heapq.heappush(kept, (-timing.top, index))
 
 
 def save_pace(timings: Sequence[Timing]) -> float | None:

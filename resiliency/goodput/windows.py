@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
+from resiliency.errors import ConfigError
 from resiliency.goodput.lanes import LaneInterval, us
 
 __all__ = ["ALL_TIME", "Moment", "Span", "Windows", "clip", "kept_windows", "parse_moment", "parse_span"]
@@ -93,8 +94,19 @@ def parse_span(text: str) -> tuple[Moment, Moment]:
     return begin, end
 
 
+def _utc(time: float) -> str:
+    try:
+        return datetime.fromtimestamp(time, timezone.utc).isoformat(sep=" ", timespec="seconds")
+    except (OverflowError, ValueError, OSError):
+        return f"{time:g}"
+
+
 def kept_windows(windows: Windows, start: float, end: float) -> tuple[Span, ...]:
-    """What is left of a run from ``start`` to ``end``, in order, without gaps between neighbours."""
+    """What is left of a run from ``start`` to ``end``, in order, without gaps between neighbours.
+
+    Raises:
+        ConfigError: a stretch to be left out ends before it begins.
+    """
     kept: list[Span] = [(us(start), us(end))]
 
     def drop(first: float, last: float) -> None:
@@ -108,7 +120,15 @@ def kept_windows(windows: Windows, start: float, end: float) -> tuple[Span, ...]
     if windows.until is not None:
         drop(windows.until.at(start, end), end)
     for first, last in windows.exclude:
-        drop(first.at(start, end), last.at(start, end))
+        low, high = first.at(start, end), last.at(start, end)
+        # Those of one kind were put in order before. What ends some time before the end may fit once the run has grown.
+        fixed = first.is_offset != last.is_offset or first.from_end
+        if low > high and fixed and not last.from_end and math.isfinite(high):
+            raise ConfigError(
+                f"--exclude: of this run, the stretch from {_utc(low)} ends before it begins, at {_utc(high)};"
+                " write the earlier moment first"
+            )
+        drop(low, high)
     return tuple(kept)
 
 

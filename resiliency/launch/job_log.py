@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from resiliency.events import Event, EventKind, JsonlSink, boot_seconds
+from resiliency.events import Event, EventKind, JsonlSink, boot_id, boot_seconds
 from resiliency.launch.channel import send
 from resiliency.launch.start_times import process_age_s
 from resiliency.settings import LAUNCHER_VARIABLE, all_variables, environment
@@ -61,6 +61,7 @@ class JobLog:
         """Something happened in, or after, the attempt that was told last."""
         if kind == EventKind.LAUNCHER_STARTED:  # its imports were time of the job, too
             fields.setdefault("since_process_s", round(process_age_s(), 6))
+            fields.setdefault("boot", boot_id())
         event = Event(
             kind=kind,
             time=time.time(),

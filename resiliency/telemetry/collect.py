@@ -13,6 +13,7 @@ from typing import Any
 
 from resiliency.events import Event, EventKind
 from resiliency.telemetry.facts import Mark, RunFacts, Segment, parse_stamp
+from resiliency.telemetry.plain_text import plain
 from resiliency.telemetry.seen_lines import SeenLines
 
 __all__ = ["Collector"]
@@ -87,6 +88,12 @@ def _seconds(value: object) -> float:
     return number if number is not None and 0.0 < number < MAX_SECONDS else 0.0
 
 
+def _since(record: Mapping[str, Any], key: str) -> float:
+    """How long ago something began that led to this start; 0: not told, or longer ago than it can be."""
+    seconds = _seconds(record.get(key))
+    return seconds if seconds < LONGEST_START_S else 0.0
+
+
 def _name(value: object) -> str:
     """Of a span, as a report shows it."""
     return str(value or "unnamed")[:MOST_NAME]
@@ -96,6 +103,14 @@ def _monotonic(value: object) -> float | None:
     """Seconds since a host was started; None when that is missing, negative or more than it can be."""
     number = _number(value)
     return number if number is not None and 0.0 <= number < MAX_SECONDS else None
+
+
+def _is_plain(value: object) -> bool:
+    return value.isprintable() if isinstance(value, str) else not isinstance(value, (list, dict))
+
+
+def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: plain(value) for key, value in record.items()}
 
 
 class Collector:
@@ -154,6 +169,8 @@ class Collector:
                 "host": record.host,
                 "step": record.step,
             }
+        if not all(map(_is_plain, record.values())):
+            record = _plain(record)
         kind = record.get("event_type")
         name = record.get("job_name")
         run = self.run(name if isinstance(name, str) and name else "default")
@@ -161,8 +178,8 @@ class Collector:
         if not isinstance(kind, str):
             run.quality["bad_values"] += 1
             return
-        attempt = _count(number) if (number := record.get("attempt")) is not None else None
-        if attempt is None and number is not None:
+        attempt = _count(record.get("attempt"))
+        if attempt is None and "attempt" in record:
             run.quality["bad_values"] += 1  # it would be an attempt of its own
             return
         stamp = record.get("timestamp", record.get("time"))
@@ -198,6 +215,7 @@ class Collector:
             if clock is None and len(run.others) < MAX_CLOCKS:
                 clock = run.others[host, attempt] = Segment(attempt=attempt, lane=-1, host=host, serial=-1)
             if clock is not None:
+                clock.boot = str(record.get("boot") or clock.boot)[:MOST_NAME]
                 clock.tell(time, mono)
                 time = clock.at(time, mono)
         run.saw(time)
@@ -328,16 +346,16 @@ class Collector:
         if segment.started is not None:
             run.quality["duplicates"] += 1
         segment.started = time if segment.started is None else min(time, segment.started)
-        if since := _seconds(record.get("since_process_s")):
+        if since := _since(record, "since_process_s"):
             segment.process = time - since
-        if since := _seconds(record.get("since_callback_s")):
+        if since := _since(record, "since_callback_s"):
             segment.callback = time - since
             if record.get("imports_s") is not None:
                 segment.imports_s = _seconds(record.get("imports_s"))
-        if since := _seconds(record.get("since_group_s")):
+        if since := _since(record, "since_group_s"):
             segment.group = time - since
             segment.grouped = min(time, segment.group + _seconds(record.get("group_s")))
-        if since := _seconds(record.get("opening_s")):
+        if since := _since(record, "opening_s"):
             segment.opening = time - since
         if (workload := record.get("workload")) and isinstance(workload, str) and len(run.workloads) < MOST_LOGS:
             run.workloads.add(workload)
@@ -345,8 +363,8 @@ class Collector:
         if isinstance(logs, list):
             segment.logs = tuple(str(path)[:MOST_PATH] for path in logs[:MOST_LOGS])
         segment.device = str(record.get("device") or segment.device)[:32]
-        since = _seconds(record.get("since_launcher_s"))
-        if 0 < since < LONGEST_START_S:
+        segment.boot = str(record.get("boot") or segment.boot)[:MOST_NAME]
+        if since := _since(record, "since_launcher_s"):
             segment.launched = time - since
         segment.world = _count(record.get("world_size")) or segment.world
 

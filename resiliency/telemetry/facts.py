@@ -19,6 +19,8 @@ __all__ = ["CheckpointTier", "DaySpan", "Mark", "RunFacts", "Segment", "parse_st
 CLOCK_JUMP_S = 0.5
 #: A stamp that differs by more than this from what the rest of a process's log tells is wrong.
 WRONG_S = 5.0
+#: A clock that nobody sets is doubted where it says that an event is farther than this from the one before.
+FAR_FROM_LAST_S = 600.0
 _MOST_BASES = 16
 MAX_MARKS = 20_000
 MAX_SPANS = 256
@@ -30,10 +32,13 @@ MAX_DAYS = 8_192
 
 def parse_stamp(stamp: bytes | str | float | int | None) -> float | None:
     """UTC seconds of an ISO timestamp (UTC if it has no zone) or a number; None when it is neither."""
-    if stamp is None or isinstance(stamp, bool):
+    if isinstance(stamp, bool) or not isinstance(stamp, (bytes, str, float, int)):
         return None
     if isinstance(stamp, (int, float)):
-        seconds = float(stamp)
+        try:
+            seconds = float(stamp)
+        except OverflowError:
+            return None
     else:
         text = stamp.decode("ascii", "replace") if isinstance(stamp, bytes) else stamp
         moment = _iso(text.strip())
@@ -154,6 +159,8 @@ class Segment:
         self.terminated: float | None = None
         self.reason = ""
         self.device = ""
+        #: Which start of which machine its monotonic clock counts from; "": not told.
+        self.boot = ""
         self.first: float | None = None
         self.last: float | None = None
         self.world: int | None = None
@@ -174,6 +181,7 @@ class Segment:
         self.logs: tuple[str, ...] = ()
         self.jumps = 0
         self._base: float | None = None
+        self._latest: float | None = None
         #: What events tell of when the host's other clock began: [UTC seconds, events]; those that agree are one.
         self._bases: list[list[float]] = []
 
@@ -239,6 +247,25 @@ class Segment:
             votes += sum(1 for stamp in stamps if stamp is not None and low <= stamp <= high)
         return votes
 
+    @property
+    def base(self) -> float | None:
+        """When the clock that nobody sets began, in UTC seconds by the clock of this segment; None: it tells none."""
+        if self._base is not None:
+            return self._base
+        found = self._step_bases()
+        return found[0][0] if found else None
+
+    @property
+    def was_set(self) -> bool:
+        """Whether the clock was set between its first step and its last."""
+        bases = [base for base, _ in self._step_bases()]
+        return len(bases) > 1 and abs(bases[0] - bases[-1]) > CLOCK_JUMP_S
+
+    @property
+    def heard(self) -> float:
+        """How many events speak for its base."""
+        return self._bases[0][1] + self.steps.n if self._bases else self.steps.n
+
     def keep(self, within: Callable[[float], bool]) -> int:
         """Forgets the times for which ``within`` is False; how many those were."""
         gone = [name for name in _TIMES if (time := getattr(self, name)) is not None and not within(time)]
@@ -260,8 +287,15 @@ class Segment:
         if self._base is None:
             self._base = base
         elif abs(base - self._base) > CLOCK_JUMP_S:
-            return self._base + mono
+            time = self._likely(time, self._base + mono)
+        self._latest = time
         return time
+
+    def _likely(self, told: float, straight: float) -> float:
+        """What people's clock says, or what the other one says: that, unless it alone is far from the event before."""
+        if self._latest is None or abs(straight - self._latest) < FAR_FROM_LAST_S:
+            return straight
+        return told if abs(told - self._latest) < abs(straight - self._latest) / 10 else straight
 
     def saw(self, time: float) -> None:
         if self.first is None or time < self.first:

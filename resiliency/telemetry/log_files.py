@@ -15,8 +15,11 @@ from resiliency.telemetry.packed_log import PackedLog
 
 __all__ = ["LogFiles", "find", "find_logs", "is_array", "open_log"]
 
-#: ``rank-00000.jsonl``, ``goodput.log.2``, ``agent.jsonl.gz``, ``launcher.jsonl.1.gz``.
-_NAME = re.compile(r"\.(?:jsonl|log)(?:\.(\d{1,6}))?(?:\.gz)?")
+#: ``rank-00000.jsonl``, ``goodput.log.2``, ``agent.jsonl.gz``, ``launcher.jsonl.1.gz``, and with the day (and more) on
+#: which it was rotated away: ``rank-00000.jsonl-20260131.gz``, ``rank-00000.jsonl.2026-01-31_12``.
+_NAME = re.compile(r"\.(?:jsonl|log)(?:\.(\d{1,6})|([-.]\d{4}-?\d\d-?\d\d(?:[-_T.:\d]*\d)?))?(?:\.gz)?$")
+#: What else bears such a name, whatever was made of it: a copy, another compression.
+_ALIKE = re.compile(r"\.jsonl[^/]*$|\.log\.[^/]*(?:bz2|xz|zst|lz4|zip|old|bak)$", re.IGNORECASE)
 #: A log with events has one in its first bytes.
 _SNIFF_BYTES = 1 << 16
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -28,6 +31,8 @@ class LogFiles:
 
     files: tuple[Path, ...]
     left_out: tuple[Path, ...] = ()
+    #: Named like a log, but neither one nor rotated or compressed in a way that is known here.
+    unread: tuple[Path, ...] = ()
 
 
 def find_logs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
@@ -37,8 +42,8 @@ def find_logs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
     """Log files under ``paths``: files as given; folders are searched for ``*.jsonl``, ``*.log``, what was rotated away
-    from them (``.1``, ``.2``) and what was compressed (``.gz``), and for an export of Cloud Logging (``*.json``) that
-    lies right there.
+    from them (``.1``, ``.2``, ``-20260131``) and what was compressed (``.gz``), and for an export of Cloud Logging
+    (``*.json``) that lies right there.
 
     A file found twice counts once. Hidden folders are searched too: our logs are below ``.resiliency``.
 
@@ -47,6 +52,8 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
     """
     found: dict[str, Path] = {}
     left: dict[str, Path] = {}
+    unread: dict[str, Path] = {}
+    exports: dict[str, Path] = {}  # of which most are something else
     listed = list(paths)
     for given in listed:
         path = Path(given)
@@ -55,24 +62,34 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
                 folders.sort()
                 for name in sorted(names, key=_oldest_first):
                     export = name.endswith(".json") and Path(folder) == path
-                    if not (_NAME.search(name) and _NAME.split(name)[-1] == "") and not export:
-                        continue
                     file = Path(folder, name)
-                    if name.endswith(".jsonl") or _holds_events(file):
+                    if not _NAME.search(name) and not export:
+                        if _ALIKE.search(name) and file.is_file():
+                            unread.setdefault(os.path.realpath(file), file)
+                        continue
+                    if not file.exists():  # a link to nothing, or gone since the folder was listed
+                        unread.setdefault(os.path.realpath(file), file)
+                    elif name.endswith(".jsonl") or _holds_events(file):
                         found.setdefault(os.path.realpath(file), file)
-                    elif not export:
-                        left.setdefault(os.path.realpath(file), file)
+                    else:
+                        (exports if export else left).setdefault(os.path.realpath(file), file)
         elif path.exists():
             found.setdefault(os.path.realpath(path), path)
         else:
             raise ConfigError(f"no event log at {path}; give the checkpoint folder, its events folder or a log file")
     if not found:
         where = ", ".join(str(path) for path in listed)
-        others = f" ({_names(left.values())} hold no event)" if left else ""
+        silent = {**left, **exports}
+        others = f" ({_names(silent.values())} hold no event)" if silent else ""
+        others += f" ({_names(unread.values())} cannot be read as one)" if unread else ""
         raise ConfigError(
             f"no *.jsonl or *.log below {where}{others}; does this job use ModelCheckpoint or GoodputCallback?"
         )
-    return LogFiles(files=tuple(found.values()), left_out=tuple(file for key, file in left.items() if key not in found))
+    return LogFiles(
+        files=tuple(found.values()),
+        left_out=tuple(file for key, file in left.items() if key not in found),
+        unread=tuple(unread.values()),
+    )
 
 
 def _names(files: Iterable[Path]) -> str:
@@ -80,12 +97,12 @@ def _names(files: Iterable[Path]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
 
 
-def _oldest_first(name: str) -> tuple[str, int]:
-    """A log that was rotated away is older than what bears its name now."""
+def _oldest_first(name: str) -> tuple[str, int, str]:
+    """A log that was rotated away is older than what bears its name now; by number the highest, by day the first."""
     match = _NAME.search(name)
     if match is None:
-        return name, 0
-    return name[: match.start()], -int(match[1] or 0)
+        return name, 0, ""
+    return name[: match.start()], -int(match[1] or 0), (match[2] or "").replace("-", "") or "~"
 
 
 def _holds_events(file: Path) -> bool:

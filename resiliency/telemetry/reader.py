@@ -22,6 +22,7 @@ from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.facts import RunFacts, Segment
 from resiliency.telemetry.log_files import find, find_logs, is_array, open_log
 from resiliency.telemetry.packed_log import PackedLog
+from resiliency.telemetry.plain_text import plain
 from resiliency.telemetry.stepstats import StepStats
 from resiliency.telemetry.wrapped_steps import ENTRY_BREAK, WrappedStep, find_step
 
@@ -73,11 +74,15 @@ class LogReader:
         self.lines = 0
         #: Files that look like logs and hold no event.
         self.left_out: tuple[Path, ...] = ()
+        #: Files named like logs that cannot be read as one.
+        self.unread: tuple[Path, ...] = ()
         #: Compressed files that are cut or damaged, and how; what is before that is read.
         self.cut: dict[str, str] = {}
         #: Lines of Google's ml-goodput-measurement, which has other events.
         self.measurement_lines = 0
         self._offsets: dict[str, int] = {}
+        #: The first bytes of each file, which begin with a time: another file may have taken its name.
+        self._begins: dict[str, bytes] = {}
         #: Of wrapped steps: where each rank's go, and of which generation of the collector that is.
         self._known: dict[tuple[bytes, ...], tuple[RunFacts, Segment]] = {}
         self._known_of = -1
@@ -86,7 +91,7 @@ class LogReader:
         """Reads what was added to ``files``.
 
         Args:
-            files: logs; one that shrank (rotated) is read from its start again.
+            files: logs; one that shrank or begins otherwise (rotated) is read from its start again.
             final: a last line without its newline counts as cut (True) or as still being written (False).
 
         Returns:
@@ -106,7 +111,11 @@ class LogReader:
             if size == offset:
                 return
             with open_log(path) as file:
-                if is_array(file.read(_START_BYTES)) and self._array(file):
+                start = file.read(_START_BYTES)
+                if not start.startswith(self._begins.get(path, b"")):
+                    offset = 0
+                self._begins[path] = start
+                if is_array(start) and self._array(file):
                     self._offsets[path] = size
                     return
                 packed = path.endswith(".gz")
@@ -282,10 +291,10 @@ class LogReader:
         return True
 
     def _resolve(self, name: bytes, who: bytes) -> tuple[RunFacts, Segment]:
-        run = self.collector.run(name.decode("utf-8", "replace"))
+        run = self.collector.run(plain(name.decode("utf-8", "replace")))
         match = _WHO.fullmatch(who)
         assert match is not None
-        host = match[3].decode("utf-8", "replace")
+        host = plain(match[3].decode("utf-8", "replace"))
         attempt, rank = min(int(match[1]), 2**62), min(int(match[2]), 2**62)
         return run, self.collector.segment_for_step(run, attempt, rank, host)
 
@@ -387,6 +396,6 @@ def _stamp(record: object) -> str:
 def read_logs(paths: Iterable[str | os.PathLike[str]]) -> LogReader:
     """Finds and reads all logs under ``paths``; see :func:`find` for what is found and what raises."""
     logs, reader = find(paths), LogReader()
-    reader.left_out = logs.left_out
+    reader.left_out, reader.unread = logs.left_out, logs.unread
     reader.read(logs.files)
     return reader

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from resiliency.events import EventKind, EventWriter
+from resiliency.events import EventKind, EventWriter, boot_id
 from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, StepTiming
 
 __all__ = ["StepEvents", "log_steps"]
@@ -45,7 +45,7 @@ class StepEvents(StepSubscriber):
         writes this event to the same log."""
         if not self._started:
             self._started = True
-            self.writer.emit(EventKind.JOB_STARTED, **fields)
+            self.writer.emit(EventKind.JOB_STARTED, **{"boot": boot_id(), **fields})
 
     def job_terminated(self, reason: str, **fields: Any) -> None:
         """Writes pending steps and the end of the trainer process ("finished", "exception" or "signal"), at the first

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from resiliency.cli.goodput import app
@@ -184,3 +186,50 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, logs:
 def test_calculator_and_tracker_are_subcommands_too(logs: Path) -> None:
     result = run(app, ["calculator", "--job-name", "job", "--log-file", str(logs), "--reference-step-time", "2"])
     assert result.exit_code == 0, result.output
+
+
+def test_an_end_before_the_run_leaves_nothing(logs: Path) -> None:
+    for command in (["report", str(logs)], ["compare", str(logs), str(logs)]):
+        result = run(app, [*command, "--until", "2001-01-01"])
+        assert result.exit_code == 2 and "leave nothing of the run" in result.output
+
+
+@pytest.mark.parametrize("stretch", ["400..2001-01-01", "2099-01-01..10", "-5..10"])
+def test_a_stretch_that_turns_out_to_be_reversed_is_refused(logs: Path, stretch: str) -> None:
+    result = run(app, ["report", str(logs), "--exclude", stretch])
+    assert result.exit_code == 2 and "ends before it begins" in result.output
+    assert run(app, ["watch", str(logs), "--exclude", stretch, "--rounds", "1"]).exit_code == 0
+
+
+def test_watch_says_that_it_waits_for_the_first_event(tmp_path: Path) -> None:
+    (tmp_path / "job.jsonl").touch()
+    result = run(app, ["watch", str(tmp_path), "--rounds", "1"])
+    assert result.exit_code == 0 and "waiting for the first event" in result.output
+
+
+def test_an_interrupt_ends_a_watch_well_wherever_it_comes(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("resiliency.telemetry.reader.LogReader.read", interrupted)
+    assert run(app, ["watch", str(logs)]).exit_code == 0
+
+
+def test_a_locale_without_bars_gets_the_rest(logs: Path) -> None:
+    result = CliRunner(charset="ascii").invoke(app, ["report", str(logs)])
+    assert result.exit_code == 0, result.exception
+    assert "Productive" in result.output and "100.0 %" in result.output
+
+
+@pytest.mark.parametrize(("width", "words"), [(80, ["10-09 08:53", "thrown away"]), (64, ["First start", "100.0 %"])])
+def test_a_narrow_terminal_cuts_no_figure(
+    logs: Path, monkeypatch: pytest.MonkeyPatch, width: int, words: list[str]
+) -> None:
+    from resiliency.goodput.table import print_report
+
+    (summary,) = json.loads(run(app, ["report", str(logs), "--json"]).output)["runs"]
+    console = Console(file=io.StringIO(), width=width)
+    print_report([summary], console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\u2026" not in text and all(word in text for word in words)
+    assert max(map(len, text.splitlines())) <= width

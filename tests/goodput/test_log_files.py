@@ -172,3 +172,64 @@ def test_what_was_seen_is_known_in_bounded_memory() -> None:
     assert all(map(seen.seen, lines[-2000:]))
     assert len(seen._slots) <= 1 << 12
     assert not seen.seen(lines[0]), "forgotten"
+
+
+@pytest.mark.parametrize(
+    "ending", ["-20260131", "-20260131.gz", "-2026013112", ".2026-01-31", ".2026-01-31_12-30-00", ".2026-01-31.gz"]
+)
+def test_logs_that_bear_the_day_they_were_rotated_on_are_read_first(tmp_path: Path, ending: str) -> None:
+    job = crash()
+    lines = lines_of(job)
+    pack = gzip.compress if ending.endswith(".gz") else bytes
+    older = ending.replace("31", "30", 1) if "-20" in ending[:3] else ending.replace("-31", "-30")
+    third = len(lines) // 3
+    for name, part in ((older, lines[:third]), (ending, lines[third : 2 * third]), ("", lines[2 * third :])):
+        data = ("\n".join(part) + "\n").encode()
+        (tmp_path / f"job.jsonl{name}").write_bytes(pack(data) if name else data)
+    assert [path.name for path in find_logs([tmp_path])] == [f"job.jsonl{name}" for name in (older, ending, "")]
+    assert_matches(ledger_of(tmp_path), job)
+
+
+def test_what_is_named_like_a_log_and_cannot_be_read_is_named(tmp_path: Path) -> None:
+    crash().write(tmp_path)
+    names = ["job.jsonl.1.bz2", "job.jsonl.old", "job.jsonl.swp", "job.jsonl.xz"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"what")
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "else.txt").write_text("no log")
+    assert sorted(path.name for path in find([tmp_path]).unread) == ["gone.jsonl", *names]
+    report = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert report.exit_code == 0, report.output
+    assert "Not read, being neither a log nor one rotated or packed by gzip: " in " ".join(report.output.split())
+
+
+def test_another_file_of_the_same_name_is_read_from_its_start(tmp_path: Path) -> None:
+    """A log that was rotated away and has outgrown the old one since."""
+    job = crash()
+    lines = lines_of(job)
+    reader, log, half = LogReader(), tmp_path / "job.jsonl", len(lines) // 3
+    log.write_text("\n".join(lines[:half]) + "\n")
+    reader.read(find_logs([tmp_path]), final=False)
+    log.rename(tmp_path / "job.jsonl.1")
+    log.write_text("\n".join(lines[half:]) + "\n")
+    assert log.stat().st_size > (tmp_path / "job.jsonl.1").stat().st_size
+    reader.read(find_logs([tmp_path]), final=False)
+    assert_matches(account(reader.collector.runs["job"]), job)
+    assert not reader.torn_lines
+
+
+def test_what_a_terminal_would_obey_and_what_no_file_can_hold_is_replaced(tmp_path: Path) -> None:
+    job = crash()
+    odd = "a\x1b]0;title\x07\x9b31m\u202eb\ud800c"
+    job.run = odd
+    lines = [
+        json.dumps({**json.loads(line), "job_name": odd, "host": odd, "reason": odd, "logs": [odd], odd: odd})
+        for line in lines_of(job)
+    ]
+    (tmp_path / "job.jsonl").write_text("\n".join(lines) + "\n")
+    page, gauges = tmp_path / "page.html", tmp_path / "x.prom"
+    words = ["report", str(tmp_path), "--html", str(page), "--prometheus", str(gauges)]
+    report = CliRunner().invoke(app, words)
+    assert report.exit_code == 0, report.output
+    for text in (report.output, page.read_text(), gauges.read_text()):
+        assert "a\ufffd" in text and "c" in text and not set(text) & set(odd) - set("a]0;title31mbc")

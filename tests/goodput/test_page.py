@@ -268,7 +268,14 @@ def test_parts_of_a_restart_and_spans_fit(browser: Browser, tmp_path: Path, widt
 @pytest.mark.browser
 def test_a_week_fits_on_a_few_screens_and_the_time_line_on_the_first(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "week.html"
-    path.write_text(page_of(long_week()), encoding="utf-8")
+    job = long_week()
+    for event in job.events:  # all that takes place
+        if event.kind == "job_started":
+            event.fields.update(since_process_s=30.0, since_callback_s=20.0, imports_s=5.0, opening_s=3.0)  # type: ignore[attr-defined]
+            event.fields.update(since_group_s=10.0, group_s=4.0)  # type: ignore[attr-defined]
+        if event.kind == "step":
+            event.fields.update(data_wait_s=0.1, loop_s=0.1, stall_s=0.1)  # type: ignore[attr-defined]
+    path.write_text(page_of(job), encoding="utf-8")
     browser.open(path, width=1440, dark=False)
     assert browser.evaluate("document.documentElement.scrollHeight") < 2500
     assert browser.evaluate("document.querySelector('.chart').getBoundingClientRect().bottom") < 900
@@ -346,3 +353,33 @@ def test_the_page_needs_no_script(browser: Browser, page: Path) -> None:
     image = browser.screenshot(width=1280, height=1600)
     browser.open(page, width=1280, dark=False)
     assert abs(len(browser.screenshot(width=1280, height=1600)) - len(image)) < 2000
+
+
+@pytest.mark.browser
+def test_long_names_do_not_widen_the_page(browser: Browser, tmp_path: Path) -> None:
+    job = Job(hosts={n: f"host-{n}" + "x" * 180 for n in range(4)})
+    job.start()
+    job.steps(20)
+    job.save(tier="t" * 180)
+    job.fail(detection=2, signal="s" * 180)
+    job.start(load=20)
+    job.emit("checkpoint_failed", 0, step=20, tier="t" * 180, reason="r" * 180)
+    job.steps(20)
+    job.finish()
+    path = tmp_path / "long.html"
+    path.write_text(page_of(job), encoding="utf-8")
+    for width in (1280, 400):
+        browser.open(path, width=width, dark=False)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_attempts_and_incidents_that_have_no_place_are_counted() -> None:
+    job = Job(ranks=1)
+    for attempt in range(120):
+        job.start(load=job.step if attempt else None, startup=5.0)
+        job.steps(2)
+        job.save()
+        job.fail(detection=1.0)
+    text = page_of(job)
+    assert "117 more attempts" in text and "60 with still less are not shown" in text
+    assert "97 cheaper ones" in text and "20 cheaper ones are not shown" in text

@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from resiliency.cli.goodput import app
 from resiliency.events import Event, EventKind
+from resiliency.goodput import timing as timing_module
+from resiliency.goodput.attempts import Attempt
 from resiliency.goodput.incidents import Incident, incidents
 from resiliency.goodput.ledger import account
+from resiliency.goodput.timing import Timing
 from resiliency.supervisor.event_log import EventLog
 from resiliency.supervisor.store import HistoryEvent
 from resiliency.telemetry.collect import Collector
+from resiliency.telemetry.facts import Segment
 from resiliency.telemetry.supervised import join_supervisors
 
 from .scripted import START, Job, assert_matches
@@ -218,3 +224,41 @@ def test_any_remedy_has_words(word: str) -> None:
     (lost,) = [event.time for event in job.events if event.kind == EventKind.WORKER_LOST]
     told(job, EventKind.RESTART_REQUESTED, lost, incident=1, plan=2, remedy=word, reason="")
     assert only_incident(job).remedy.split(" (not")[0] in ("hot swap", "made up remedy", "restart")
+
+
+def test_every_failure_of_a_crash_loop_is_an_incident() -> None:
+    job = Job(ranks=1)
+    for attempt in range(130):
+        job.start(load=job.step if attempt else None, startup=1.0)
+        job.steps(1)
+        job.save()
+        job.fail(detection=1.0)
+    found = incidents(job.ledger())
+    assert [one.attempt for one in found] == list(range(130))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans(), st.booleans(), st.booleans()), max_size=9)
+)
+def test_what_is_lost_is_what_each_return_says_of_all_attempts_before_it(
+    script: list[tuple[int, int, bool, bool, bool]],
+) -> None:
+    made = []
+    for index, (position, steps, loaded, rollback, finished) in enumerate(script):
+        segment = Segment(attempt=index, lane=0, host="", serial=index)
+        segment.loaded, segment.rollback = (1.0 if loaded else None), rollback
+        timing = Timing(Attempt(index, {0: [segment]}), index, (0.0, 1.0), None, 0.0)
+        timing.position, timing.top = position, position + steps
+        timing.outcome = "finished" if finished else "failed"
+        made.append(timing)
+    timing_module._lost(made)
+    for index, earlier in enumerate(made):
+        above, by = None, None
+        for later in made[index + 1 :]:
+            (segment,) = later.attempt.segments
+            anew = segment.loaded is None and (earlier.outcome == "finished" or segment.rollback)
+            reached = earlier.top if above is None else above
+            assert later.position is not None and reached is not None
+            if not anew and reached > later.position:
+                above, by = later.position, later.index
+        assert (earlier.lost_above, earlier.lost_by) == (above, by)

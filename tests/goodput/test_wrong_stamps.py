@@ -10,6 +10,7 @@ import pytest
 from resiliency.events import Event, EventKind, EventWriter
 from resiliency.goodput.summary import summarize
 from resiliency.goodput.taxonomy import Bucket
+from resiliency.telemetry.collect import Collector
 
 from .scripted import START, STEP_S, Job, assert_matches
 from .test_ledger_truth import crash
@@ -127,3 +128,91 @@ def test_the_days_of_a_suspended_machine_are_time_of_the_job() -> None:
     EventWriter(run="job", attempt=0, rank=0, host="h", sinks=(Sink(),)).emit("step")
     assert seen[0].monotonic_s == pytest.approx(time.clock_gettime(time.CLOCK_BOOTTIME), abs=5.0)
     assert STEP_S > 0
+
+
+def mended(hosts: dict[int, str], ahead: float, *, boot: str = "boot-{host}") -> Job:
+    """The clock of host-0 was wrong in the first of two attempts."""
+    job = Job(skew={"host-0": ahead}, hosts=hosts)
+    job.start()
+    job.steps(50)
+    job.save()
+    job.fail(detection=2.0)
+    job.skew.clear()
+    job.start(load=50)
+    job.steps(70)
+    job.finish()
+    for event in job.events:
+        if event.kind == EventKind.JOB_STARTED:
+            event.fields["boot"] = boot.format(host=event.host, attempt=event.attempt)  # type: ignore[index]
+    return job
+
+
+@pytest.mark.parametrize("ahead", [-40.0, 40.0, 3600.0, -86_400.0, -50 * 86_400.0])
+@pytest.mark.parametrize("hosts", [dict.fromkeys(range(4), "host-0"), {n: f"host-{n % 2}" for n in range(4)}])
+def test_a_clock_that_was_set_between_two_attempts_moves_neither(hosts: dict[int, str], ahead: float) -> None:
+    """The other clock is that of the machine, for all processes on it."""
+    job = mended(hosts, ahead)
+    ledger = job.ledger()
+    assert len(ledger.timings) == 2
+    assert_matches(ledger, job)
+    assert ledger.offsets == pytest.approx({"host-0": ahead}, abs=0.1)
+    assert any("The clock of host-0 was" in note for note in ledger.notes)
+
+
+def test_another_machine_of_the_same_name_has_another_clock() -> None:
+    job = mended(dict.fromkeys(range(4), "host-0"), 0.0, boot="{attempt}")
+    for number, event in enumerate(job.events):
+        if event.attempt == 1:
+            job.events[number] = dataclasses.replace(event, monotonic_s=event.monotonic_s + 900_000.0)
+    ledger = job.ledger()
+    assert_matches(ledger, job)
+    assert not ledger.offsets
+
+
+@pytest.mark.parametrize("until", [40.0, 80.0, 110.0])
+def test_a_clock_that_was_set_while_steps_ran_is_not_taken_for_a_difference_between_hosts(until: float) -> None:
+    job = mended({n: f"host-{n % 2}" for n in range(4)}, 0.0)
+    for number, event in enumerate(job.events):
+        if event.host == "host-0" and event.time < START + until:
+            job.events[number] = dataclasses.replace(event, time=event.time + 40.0)
+    assert_matches(job.ledger(), job)
+
+
+@pytest.mark.parametrize("ahead", [3600.0, -7 * 3600.0])
+def test_ranks_of_hosts_whose_clocks_are_hours_apart_are_of_one_attempt(ahead: float) -> None:
+    job = Job(skew={"host-1": ahead}, ranks_per_host=2)
+    job.start()
+    job.steps(30)
+    job.save()
+    job.fail(detection=2.0)
+    job.start(load=30)
+    job.steps(30)
+    job.finish()
+    ledger = job.ledger()
+    assert len(ledger.timings) == 2
+    assert_matches(ledger, job)
+
+
+@pytest.mark.parametrize("stamp", [[], {}, None, True, 10**400, "1" * 5000], ids=lambda one: str(one)[:8])
+def test_a_stamp_that_is_no_time_is_refused_and_counted(stamp: object) -> None:
+    collector = Collector()
+    collector.add({"timestamp": stamp, "event_type": EventKind.JOB_STARTED, "rank": 0, "attempt": 0})
+    collector.add({"timestamp": START, "event_type": EventKind.STEP, "rank": 0, "attempt": None, "step": 1})
+    assert collector.runs["default"].quality == {"bad_times": 1, "bad_values": 1}
+
+
+@pytest.mark.parametrize("mono", [0.0, 5.0, 1e6, 9e8])
+@pytest.mark.parametrize("kind", [EventKind.TRAIN_STARTED, EventKind.CHECKPOINT_LOADED, EventKind.JOB_TERMINATED])
+def test_one_wrong_reading_of_the_other_clock_changes_nothing(kind: str, mono: float) -> None:
+    job = crash()
+    number = next(n for n, event in enumerate(job.events) if event.kind == kind and event.rank == 1)
+    job.events[number] = dataclasses.replace(job.events[number], monotonic_s=mono)
+    assert_matches(job.ledger(), job)
+
+
+@pytest.mark.parametrize("field", ["since_process_s", "since_launcher_s", "since_callback_s", "opening_s"])
+def test_a_start_that_took_longer_than_it_can_is_not_believed(field: str) -> None:
+    job = crash()
+    event = next(event for event in job.events if event.kind == EventKind.JOB_STARTED)
+    event.fields[field] = 5e6  # type: ignore[index]
+    assert_matches(job.ledger(), job)
