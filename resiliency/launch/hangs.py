@@ -81,6 +81,8 @@ def hang_text(rank: int, pid: int, seen: Seen, ranks: Mapping[int, Seen]) -> str
     else:
         state = ", and a signal has stopped it" if seen.stopped_s else ""
         longest = f"its longest step took {seen.page.longest_s:.2g} s"
+        if not seen.page.longest_s:
+            longest = "no step of it was measured yet: --hang-timeout must be longer than any takes"
         what = f"has made no progress for {seen.quiet_s:.0f} s ({longest}){state}"
     step = f"step {seen.page.step} ({seen.page.phase}), " if seen.page is not None and seen.page.step >= 0 else ""
     return (

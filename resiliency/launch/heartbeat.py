@@ -13,6 +13,7 @@ import mmap
 import os
 import signal
 import socket
+import sys
 import time
 
 from resiliency.errors import ConfigError
@@ -39,7 +40,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: The first times between beats, in which caches are filled and kernels are chosen, tell nothing of the next ones.
+#: The first times between beats, in which caches are filled and kernels are chosen, tell nothing of those after them.
 _WARM_UP = 3
 #: Makes a rank write the stacks of all its threads to its standard error, also while native code holds the GIL.
 STACKS_SIGNAL = signal.SIGRTMIN + 11
@@ -104,7 +105,7 @@ class Heartbeat:
 
     def start_anew(self) -> None:
         """What was observed in an attempt before means nothing."""
-        self._beats = self._last = self._longest = self._shown = 0
+        self._beats = self._last = self._longest = self._longest_first = self._shown = 0
         self._step, self._phase, self._attempt = -1, Phase.STARTING, environment().restart
         self._taken = -1
         self._own_ns = self._own_steps = 0
@@ -121,8 +122,11 @@ class Heartbeat:
     def beat(self, step: int | None) -> None:
         """The rank has made progress, and will again."""
         now = time.monotonic_ns()
-        if self._beats > _WARM_UP and self._last:
-            self._longest = max(self._longest, now - self._last)
+        if self._last:
+            if self._beats > _WARM_UP:
+                self._longest = max(self._longest, now - self._last)
+            else:
+                self._longest_first = max(self._longest_first, now - self._last)
         self._beats += 1
         self._last = self._shown = now
         self._phase = Phase.TRAINING
@@ -175,8 +179,9 @@ class Heartbeat:
 
     def _write(self, *, watched: bool) -> None:
         place = place_word(step=self._step, phase=self._phase, attempt=self._attempt, watched=watched)
+        longest = self._longest or self._longest_first  # the first ones, as long as nothing better is known
         for page in self._pages:
-            page.write(beats=self._beats, last_ns=self._shown, longest_ns=self._longest, place=place)
+            page.write(beats=self._beats, last_ns=self._shown, longest_ns=longest, place=place)
 
 
 #: Of this process, by its id; None where nobody watches.
@@ -187,8 +192,11 @@ def _heartbeat() -> Heartbeat | None:
     pid = os.getpid()
     if pid in _own:
         return _own[pid]
-    _own.clear()  # of a parent
+    of_parent = any(_own.values())
+    _own.clear()
     _own[pid] = None
+    if of_parent or _is_loader_worker():
+        return None  # its beats say nothing of the rank, and would be taken for the rank's
     launcher, folder = all_variables().get(LAUNCHER_VARIABLE, ""), environment().heartbeat_dir
     if launcher:
         try:
@@ -201,6 +209,12 @@ def _heartbeat() -> Heartbeat | None:
         except (OSError, ConfigError) as error:
             logger.warning("RESILIENCY_HEARTBEAT_DIR=%s: this rank has no heartbeat there: %s", folder, error)
     return _own[pid]
+
+
+def _is_loader_worker() -> bool:
+    """This process loads data for a rank."""
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    return getattr(worker, "_worker_info", None) is not None
 
 
 def publish(folder: str) -> None:
@@ -226,7 +240,8 @@ def beat(step: int | None = None) -> None:
 
     With a callback of this library it is called after each batch. From then on a rank of ``resiliency run`` that does
     not call it for long (``--hang-timeout``) is taken for hung. Where nobody watches it does nothing. Thread: the
-    training thread. Costs: about a microsecond; the first time, a connection to the launcher and a file.
+    training thread; in a worker process of a data loader, and in a fork of a process that beats, it does nothing.
+    Costs: about a microsecond; the first time, a connection to the launcher and a file.
 
     Args:
         step: optimizer steps done; None: as said before.

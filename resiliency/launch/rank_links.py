@@ -184,11 +184,14 @@ class RankLinks:
 
     def heartbeat_of(self, group: int) -> tuple[int, Page] | None:
         """Of the rank that has this process group, with the process that beats: another one than the first of the
-        group where a script of the user's has started it."""
-        for link in self._links:
-            if link.group == group and link.page is not None and not link.closed:
-                return link.pid, Page.read(link.page)
-        return None
+        group where a script of the user's has started it. Where the first one beats, what it has started does not
+        count, also when that came first."""
+        found = [(link.pid, link.page) for link in self._links if link.group == group and not link.closed]
+        beating = [(pid, page) for pid, page in found if page is not None]
+        if not beating:
+            return None
+        pid, page = next((one for one in beating if one[0] == group), beating[0])
+        return pid, Page.read(page)
 
     def want_save(self, group: int, step: int) -> bool:
         """Has the rank that has this process group save after this many optimizer steps. False: nothing in it looks for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import queue
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from resiliency.errors import ResiliencyError
+from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.launch import heartbeat
+from resiliency.launch.attempt_state import process_state
 from resiliency.launch.channel import receive, send
 from resiliency.launch.leaving import (
     abort_collectives,
@@ -93,7 +95,19 @@ def restartable(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
     Thread: main. One call in a process can be run again, the first. Collective: no. A rank that does not leave within
     10 s (``--leave-timeout``) is killed, and a new process takes its place.
+
+    Raises:
+        ConfigError: a call of ``function`` runs nothing: it is a coroutine function or a generator.
     """
+    if (
+        inspect.iscoroutinefunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    ):
+        raise ConfigError(
+            f"restartable({function.__qualname__}): a call of it only makes a coroutine or a generator, and what that"
+            " does later is not run again; decorate a plain function that runs it, as with asyncio.run"
+        )
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -169,14 +183,16 @@ class _Survivor:
         sys.unraisablehook = functools.partial(self._swallowed, hook)
         threading.Thread(target=self._listen, name="resiliency-launcher", daemon=True).start()
         try:
-            children, handlers = child_processes(), signal_handlers()
+            children, handlers, state = child_processes(), signal_handlers(), process_state()
             while True:
                 self._say("inside")
                 ended = self._call(function)
                 if isinstance(ended, _Returned):
                     return ended.value
+                state.restore()  # before the handler of an alarm is gone
                 leave_attempt(ended, children=children, handlers=handlers)
                 del ended
+                state.restore()  # after the clean-ups of what was taken apart
                 self._meet_again()
         finally:
             with self._changed:  # ends the thread that interrupts, also when this rank has not left
@@ -245,7 +261,8 @@ class _Survivor:
             for name, value in message["environment"].items():
                 set_variable(name, value)
             for number, fd in enumerate(output, start=1):
-                (sys.stdout if number == 1 else sys.stderr).flush()
+                with suppress(AttributeError, OSError, ValueError):  # None, broken or closed
+                    (sys.stdout if number == 1 else sys.stderr).flush()
                 os.dup2(fd, number)
                 os.close(fd)
         heartbeat.start_anew()

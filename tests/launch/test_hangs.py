@@ -10,11 +10,11 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from resiliency.launch import heartbeat
+from resiliency.launch import heartbeat, heartbeat_page
 from resiliency.launch.hangs import Seen, hang_text, hung, threshold
 from resiliency.launch.heartbeat import Page
 from tests.launch.launching import wait_for
@@ -65,6 +65,11 @@ def test_what_is_said_names_the_rank_its_process_and_how_far_it_came() -> None:
     assert "a signal has stopped it" in text and "41 beats; the other ranks of this host are at 42 to 43" in text
 
 
+def test_of_a_rank_no_step_of_which_was_measured_it_is_said_what_the_time_out_must_be() -> None:
+    text = hang_text(0, 77, seen(1, 4, longest_s=0), {0: seen(1, 4, longest_s=0)})
+    assert "no step of it was measured yet: --hang-timeout must be longer than any takes" in text
+
+
 def test_of_a_rank_that_never_had_a_word_it_is_said_that_it_was_stopped() -> None:
     text = hang_text(1, 77, seen(0, 0, stopped_s=12.2), {0: seen(0, 0), 1: seen(0, 0, stopped_s=12.2)})
     assert "rank 1 (process 77) was stopped by a signal 12 s ago: it hangs" in text
@@ -105,6 +110,40 @@ def test_a_beat_costs_a_few_microseconds_and_is_read_from_outside(monkeypatch: p
         own = heartbeat._own[os.getpid()]
         assert own is not None
         own._connection.close()
+
+
+def test_the_first_steps_count_as_long_as_no_later_one_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose steps take longer than the floor is not taken for hung in each of its first ones."""
+    times = iter([0, 5, 15, 18, 19, 20, 22])  # seconds of beats
+    own = heartbeat.Heartbeat("")
+    page = mmap.mmap(-1, heartbeat_page.PAGE_BYTES)
+    own._pages.append(heartbeat_page.PageWriter(page))
+    monkeypatch.setattr(heartbeat.time, "monotonic_ns", lambda: (next(times) + 1) * 10**9)
+    longest = []
+    for _ in range(7):
+        own.beat(None)
+        longest.append(Page.read(page).longest_s)
+    assert longest == [0, 5, 10, 10, 1, 1, 2]
+    own.start_anew()
+    assert Page.read(page).longest_s == 0
+
+
+@pytest.mark.parametrize("where", ["in a worker of a loader", "in a fork"])
+def test_what_loads_data_or_was_forked_does_not_beat_for_the_rank(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connected: list[str] = []
+    monkeypatch.setattr(heartbeat, "Heartbeat", lambda launcher: connected.append(launcher))
+    monkeypatch.setenv("RESILIENCY_LAUNCHER", "somebody")
+    monkeypatch.setattr(heartbeat, "_own", {})
+    if where == "in a fork":
+        heartbeat._own[os.getpid() + 1] = cast(Any, object())
+    else:
+        monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", object())
+    heartbeat.beat()
+    assert connected == []
+    monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", None)
+    heartbeat._own.clear()
+    heartbeat.beat()
+    assert connected == ["somebody"]
 
 
 def _seconds_of_beats(count: int) -> float:

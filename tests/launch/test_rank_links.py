@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import socket
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from resiliency.launch.channel import send
+from resiliency.launch.heartbeat_page import PAGE_BYTES, PageWriter
 from resiliency.launch.rank_links import RankLinks
 
 
@@ -55,3 +57,29 @@ def test_a_rank_that_has_left_in_time_is_given_time_to_begin_however_late_the_ne
         link.deadline = began - 60
         assert links.start(link, 2, {}, [1, 2]) and link.deadline <= time.monotonic()
         links.close()
+
+
+def test_what_a_rank_has_started_does_not_beat_for_it_though_it_came_first() -> None:
+    links = RankLinks(fork=lambda request, fds: None, log=lambda message: None)
+    ends = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    group, pages = os.getpgid(0), [os.memfd_create("page") for _ in ends]
+    try:
+        for end, page, beats in zip(ends, pages, (7, 9), strict=True):
+            os.ftruncate(page, PAGE_BYTES)
+            PageWriter(mmap.mmap(page, PAGE_BYTES)).write(beats=beats, last_ns=1, longest_ns=0, place=1)
+            end.connect("\0" + links.address)
+            send(end, {"kind": "heartbeat", "number": 0}, [page])
+        links.serve()
+        worker, rank = links._links
+        worker.pid, rank.pid = group + 1, group
+        found = links.heartbeat_of(group)
+        assert found is not None and found[0] == group and found[1].beats == 9
+        rank.pid = group + 2  # a shell that has started what beats
+        found = links.heartbeat_of(group)
+        assert found is not None and found[0] == group + 1 and found[1].beats == 7
+    finally:
+        links.close()
+        for end in ends:
+            end.close()
+        for page in pages:
+            os.close(page)

@@ -24,8 +24,9 @@ from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 from resiliency.checkpoint import Checkpointer, checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions
 from resiliency.checkpoint.session import Session
+from resiliency.errors import ConfigError
 from resiliency.launch import AttemptEnded, leaving, restartable, survivor
-from resiliency.launch.channel import pair, send
+from resiliency.launch.channel import pair, receive, send
 from resiliency.launch.elastic import StandbyAgent
 from resiliency.launch.leaving import (
     child_processes,
@@ -773,6 +774,88 @@ def test_nothing_interrupts_a_rank_whose_leaving_was_interrupted_itself(
         for thread in filter(threading.Thread.is_alive, left):  # one that begins at this moment cannot be joined
             thread.join(1)
     assert signal.getsignal(survivor._SIGNAL) == signal.SIG_DFL
+
+
+def test_an_attempt_finds_its_thread_and_process_as_the_one_before_found_them(
+    joined: tuple[survivor._Survivor, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that is a new process finds them so, too; a context manager that was entered may never be left."""
+    monkeypatch.chdir(tmp_path)
+    rank, launcher = joined
+    kept: list[Any] = []
+
+    def found() -> dict[str, Any]:
+        depth = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        return {
+            "folder": os.getcwd(),
+            "umask": re.findall("Umask.*", Path("/proc/self/status").read_text()),
+            "timer": signal.getitimer(signal.ITIMER_PROF),
+            "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            "streams": (sys.stdout, sys.stderr, sys.excepthook),
+            "grad": torch.is_grad_enabled(),
+            "dtype": torch.get_default_dtype(),
+            "device": torch.get_default_device(),
+            "modes": torch._C._len_torch_function_stack(),
+            "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), depth),
+        }
+
+    def function() -> dict[str, Any]:
+        if kept:
+            send(launcher, {"kind": "exit", "number": 0})
+            return found()
+        kept.append(found())
+        (tmp_path / "sub").mkdir()
+        os.chdir(tmp_path / "sub")
+        signal.signal(signal.SIGPROF, lambda *arguments: None)
+        signal.setitimer(signal.ITIMER_PROF, 60)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        os.umask(0o777)
+        sys.excepthook = lambda *arguments: None
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        for context in (torch.autocast("cpu", torch.float16), torch.device("meta")):
+            context.__enter__()
+            kept.append(context)
+        with open(os.devnull, "w") as sys.stdout:
+            telling.start()
+            threading.Event().wait(60)
+        raise AssertionError("it was not told to leave")
+
+    def tell() -> None:
+        """In a thread, which is not interrupted between two of them."""
+        send(launcher, {"kind": "leave", "number": -1})
+        _start(launcher, 0)
+
+    telling = threading.Thread(target=tell)
+    assert rank.run(function) == kept[0]
+    telling.join(60)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_rank_whose_output_is_none_or_closed_takes_that_of_its_next_attempt(
+    closed: bool, joined: tuple[survivor._Survivor, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller of the function may have replaced it."""
+    rank, launcher = joined
+    with open(os.devnull, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file if closed else None)
+    send(launcher, {"kind": "start", "number": 0, "environment": {}}, [1, 2])
+    message = receive(rank._connection)
+    assert message is not None
+    rank._to_leave = rank._number
+    rank._orders.put(message)
+    rank._meet_again()
+    assert rank._number == 0
+
+
+@pytest.mark.parametrize("kind", ["async def main(): pass", "def main(): yield", "async def main(): yield"])
+def test_a_function_that_a_call_does_not_run_is_refused(kind: str) -> None:
+    names: dict[str, Any] = {}
+    exec(kind, names)
+    with pytest.raises(ConfigError, match=r"restartable\(main\).*plain function"):
+        restartable(names["main"])
 
 
 def test_threads_and_files_of_a_checkpointer_that_was_interrupted_as_it_opened_are_gone(
