@@ -276,8 +276,11 @@ def test_a_week_fits_on_a_few_screens_and_the_time_line_on_the_first(browser: Br
         if event.kind == "step":
             event.fields.update(data_wait_s=0.1, loop_s=0.1, stall_s=0.1)  # type: ignore[attr-defined]
     path.write_text(page_of(job), encoding="utf-8")
-    browser.open(path, width=1440, dark=False)
-    assert browser.evaluate("document.documentElement.scrollHeight") < 2500
+    for width in (400, 1280, 1440):
+        browser.open(path, width=width, dark=False)
+        assert browser.evaluate("document.documentElement.scrollHeight") < 2500
+        folds = browser.evaluate("[...document.querySelectorAll('details.fold')].map((e) => e.open)")
+        assert len(folds) == 3 and all(is_open is (width >= 600) for is_open in folds)
     assert browser.evaluate("document.querySelector('.chart').getBoundingClientRect().bottom") < 900
     for place, label in browser.evaluate("""[...document.querySelectorAll('.chart .axis span')].map((e) => {
         const a = e.parentElement.getBoundingClientRect(), b = e.getBoundingClientRect();
