@@ -276,6 +276,7 @@ def test_a_week_fits_on_a_few_screens_and_the_time_line_on_the_first(browser: Br
         if event.kind == "step":
             event.fields.update(data_wait_s=0.1, loop_s=0.1, stall_s=0.1)  # type: ignore[attr-defined]
     path.write_text(page_of(job), encoding="utf-8")
+    assert "deviation 0 s" in path.read_text(), "of steps that are equal but for the last bit of a float"
     for width in (400, 1280, 1440):
         browser.open(path, width=width, dark=False)
         assert browser.evaluate("document.documentElement.scrollHeight") < 2500
