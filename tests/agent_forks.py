@@ -38,6 +38,9 @@ VARIABLE = "RESILIENCY_TESTS_AGENT_FORKS"
 ANSWER_S = 30.0
 PRELOAD = (AGENT_FUNCTION.partition(":")[0], "asyncio", "fsspec.implementations.local")
 
+#: An agent is found by its folder in the list of processes, and can show no more words than this process has.
+_ROOM = "." * 4096
+
 _start_interpreter = _start._spawn
 
 
@@ -131,7 +134,7 @@ class AgentForks:
             listener.bind("\0" + self.address)
             listener.listen(64)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(listener.fileno())],
+                [sys.executable, "-m", __name__, str(listener.fileno()), _ROOM],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
                 pass_fds=(listener.fileno(),),

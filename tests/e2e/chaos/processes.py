@@ -135,13 +135,15 @@ class Processes:
     def agents(self) -> list[int]:
         """Agents of this folder: they have its path in their arguments."""
         found = []
-        needle = json.dumps(str(self.directory)).encode()
+        folder = str(self.directory).encode()
+        needle = json.dumps(str(self.directory)).encode()  # of an interpreter of its own: in its configuration
         for entry in os.listdir("/proc"):
             if not entry.isdigit():
                 continue
             with suppress(OSError):
                 arguments = Path("/proc", entry, "cmdline").read_bytes()
-                if AGENT_WORD.encode() in arguments.split(b"\0") and needle in arguments:
+                words = arguments.split(b"\0")
+                if AGENT_WORD.encode() in words and (folder in words or needle in arguments):
                     found.append(int(entry))
         return sorted(found)
 
