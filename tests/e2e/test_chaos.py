@@ -49,7 +49,11 @@ def _torment(world: World, seed: int, count: int, stop: threading.Event) -> None
 @pytest.mark.long
 @pytest.mark.kill
 @pytest.mark.timeout(180 + 2 * ACTIONS)
-def test_whatever_happens_what_is_loaded_is_the_newest_committed_state(zygote: Zygote, tmp_path: Path) -> None:
+def test_whatever_happens_what_is_loaded_is_the_newest_committed_state(
+    zygote: Zygote, tmp_path: Path, started_agents: None
+) -> None:
+    """Agents are interpreters of their own: of jobs that open within a tenth of a second, beside a folder that is moved
+    away and back, the ledger does not tell in which of the two folders they did."""
     share = -(-ACTIONS // len(MODELS))
     stop = threading.Event()  # a problem in one folder ends the others too
     worlds = {model: World(zygote, tmp_path / model, model, stop=stop) for model in MODELS}
