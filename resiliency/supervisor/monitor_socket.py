@@ -24,6 +24,7 @@ from resiliency.supervisor.messages import (
     pack,
     unpack,
 )
+from resiliency.supervisor.said_rarely import SaidRarely
 from resiliency.supervisor.service import Forged, Service
 
 __all__ = ["MonitorSocket"]
@@ -41,12 +42,20 @@ class MonitorSocket:
     Args:
         patterns: names of hosts that it may speak for.
         service: who leads now; None: nobody here.
+        rarely: where it is said that a message was refused.
     """
 
     def __init__(
-        self, request: web.Request, patterns: Sequence[str], service: Callable[[], Service | None], handshake_s: float
+        self,
+        request: web.Request,
+        patterns: Sequence[str],
+        service: Callable[[], Service | None],
+        handshake_s: float,
+        *,
+        rarely: SaidRarely,
     ) -> None:
         self.host, self.incarnation = "", ""
+        self._rarely = rarely
         self._request, self._patterns, self._service, self._handshake_s = request, patterns, service, handshake_s
         self._socket = web.WebSocketResponse(
             max_msg_size=MAX_MESSAGE_BYTES, compress=False, autoping=True, timeout=_CLOSE_TIMEOUT_S
@@ -125,7 +134,9 @@ class MonitorSocket:
             handled(time.perf_counter() - began_s)
 
     async def _refuse(self, reason: str, service: Service | None) -> None:
-        logger.warning("refused %s: %s", self.host or f"a connection from {self._request.remote}", reason)
+        # Of a stranger one reason is enough: the words of others may be in them.
+        text = f"refused {self.host or f'a connection from {self._request.remote}'}: {reason}"
+        self._rarely.warning(text if self.host else str(self._request.remote), text)
         if service is not None:
             service.counts.refused["message"] += 1
         if self._closed:

@@ -23,6 +23,7 @@ from resiliency.supervisor.metrics import Metrics
 from resiliency.supervisor.model import Workload
 from resiliency.supervisor.monitor_socket import MonitorSocket
 from resiliency.supervisor.policy import load_policy
+from resiliency.supervisor.said_rarely import SaidRarely, ServerLog
 from resiliency.supervisor.service import Service
 from resiliency.supervisor.settings import SupervisorSettings, split_address
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, Store
@@ -84,6 +85,7 @@ class Supervisor:
             self.store.close()
             raise
         self._stopping = asyncio.Event()
+        self._rarely = SaidRarely(logger)
         #: Connections that have not sent a whole request yet.
         self._unproven: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._runner: web.AppRunner | None = None
@@ -109,7 +111,12 @@ class Supervisor:
         add_routes(app, self)
         app.router.add_get("/v1/monitor", self._monitor)
         self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, keepalive_timeout=_KEEPALIVE_S, shutdown_timeout=1.0
+            app,
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=_KEEPALIVE_S,
+            shutdown_timeout=1.0,
+            logger=ServerLog(logger, self._rarely),
         )
         await self._runner.setup()
         try:
@@ -208,7 +215,7 @@ class Supervisor:
         if loop.time() - self._counted_s > _COUNT_S:  # to count them takes long when there are thousands
             self._counted_s, self._connections = loop.time(), len(self._runner.server.connections)
         if self._connections >= self.settings.most_connections:
-            return _Refusing()
+            return _Refusing(self._rarely)
         self._connections += 1
         made = self._runner.server()
         self._unproven[made] = loop.call_later(self.settings.handshake_timeout_s, self._cut, made)
@@ -234,7 +241,8 @@ class Supervisor:
         certificate = None if transport is None else transport.get_extra_info("peercert")
         patterns = self.authority.monitor_patterns(request.headers.get("Authorization", ""), certificate)
         if not patterns:
-            logger.warning("a monitor at %s has no token that is known here", request.remote)
+            sender = str(request.remote)
+            self._rarely.warning(sender, f"a monitor at {sender} has no token that is known here")
             return web.json_response({"error": "no token that is known here"}, status=401, headers=_LAST)
         if self.service is None:
             return web.json_response({"error": STANDS_BY}, status=STANDS_BY_STATUS, headers=_LAST)
@@ -242,7 +250,9 @@ class Supervisor:
             return web.json_response({"error": "this is where monitors connect by WebSocket"}, status=426)
         if transport is not None and (plain := transport.get_extra_info("socket")) is not None:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        monitor = MonitorSocket(request, patterns, lambda: self.service, self.settings.handshake_timeout_s)
+        monitor = MonitorSocket(
+            request, patterns, lambda: self.service, self.settings.handshake_timeout_s, rarely=self._rarely
+        )
         return await monitor.serve()
 
     async def _close(self) -> None:
@@ -263,7 +273,12 @@ _LAST = {"Connection": "close"}
 class _Refusing(asyncio.Protocol):
     """There are too many connections."""
 
+    def __init__(self, rarely: SaidRarely) -> None:
+        self._rarely = rarely
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        logger.warning("a connection is refused: there are too many; raise `most_connections`")
+        self._rarely.warning(
+            "too many connections", "a connection is refused: there are too many; raise `most_connections`"
+        )
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
