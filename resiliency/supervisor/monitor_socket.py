@@ -95,11 +95,6 @@ class MonitorSocket:
         hello = unpack(_text(first))
         if not isinstance(hello, Hello):
             raise Forged(f"the first message is a Hello, not a {type(hello).__name__}")
-        if hello.version != PROTOCOL_VERSION:
-            raise Forged(
-                f"the monitor speaks version {hello.version} of the protocol, this supervisor {PROTOCOL_VERSION};"
-                " install the same version of the library on both"
-            )
         if not Authority.may_speak_for(self._patterns, hello.host):
             raise Forged(f"this token or certificate is not that of a host named {hello.host[:80]!r}")
         if not 0 < len(hello.incarnation) <= 200:
@@ -108,6 +103,8 @@ class MonitorSocket:
         if service is None:
             raise Forged(STANDS_BY)
         self.host, self.incarnation = hello.host, hello.incarnation
+        if hello.term > service.term:
+            raise Forged(await service.outranked(hello.term))
         welcome = Welcome(version=PROTOCOL_VERSION, term=service.term, period_s=service.settings.sensor.period_s)
         await self._socket.send_str(pack(welcome))
         if self._service() is not service:

@@ -24,7 +24,7 @@ from resiliency.supervisor.model import Workload
 from resiliency.supervisor.monitor_socket import MonitorSocket
 from resiliency.supervisor.policy import load_policy
 from resiliency.supervisor.said_rarely import SaidRarely, ServerLog
-from resiliency.supervisor.service import Service
+from resiliency.supervisor.service import Service, TermTooLow
 from resiliency.supervisor.settings import SupervisorSettings, split_address
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, Store
 
@@ -154,6 +154,8 @@ class Supervisor:
             if self._until_ended and not self._stopping.is_set():
                 self.ended = service.ended
                 self._stopping.set()
+        except TermTooLow as error:
+            logger.warning("this supervisor begins a higher term: %s", error)
         except LeadershipLost as error:
             logger.error("this supervisor leads no more, and stands by: %s", error)
         finally:

@@ -14,7 +14,13 @@ from resiliency.supervisor.said_rarely import SaidRarely
 
 from .fake_monitors import leading, settings, url_of
 
-GARBAGE = (bytes(64), b"\xff" * 20_000, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\nA\x00: b\r\n\r\n")
+GARBAGE = (
+    bytes(64),
+    b"\xff" * 20_000,
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET / HTTP/1.1\r\nA\x00: b\r\n\r\n",
+)
 HERE = "resiliency.supervisor.said_rarely"
 
 
@@ -22,9 +28,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_garbage_is_one_line_with_its_sender_and_no_traceback(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_garbage_is_one_line_with_its_sender_and_no_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with leading(settings(tmp_path)) as supervisor:
             assert supervisor.address is not None
