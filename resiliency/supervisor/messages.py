@@ -167,10 +167,15 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnded:
-    """Attributes: problem: "": it was done."""
+    """
+    Attributes:
+        plan, at, epoch: of the :class:`Ask`.
+        problem: "": it was done.
+    """
 
     plan: int
     at: int
+    epoch: int = 0
     problem: str = ""
 
 

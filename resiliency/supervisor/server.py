@@ -9,11 +9,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from aiohttp import web
 
 from resiliency.errors import ConfigError
+from resiliency.supervisor._tasks import end_tasks
 from resiliency.supervisor.addresses import STANDS_BY, STANDS_BY_STATUS
 from resiliency.supervisor.api import add_routes
 from resiliency.supervisor.auth import Authority, server_context
@@ -162,17 +164,15 @@ class Supervisor:
             self.service = None
             self.lease.release()
 
-    async def _unless_stopped(self, work: Awaitable[int]) -> int | None:
+    async def _unless_stopped(self, work: Coroutine[Any, Any, int]) -> int | None:
         """What it returns; None: :meth:`stop` came before."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(work)
         stopped = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() else None
         finally:
-            for each in (task, stopped):
-                each.cancel()
-            await asyncio.gather(task, stopped, return_exceptions=True)
+            await end_tasks([task, stopped])
 
     # -- listening ----------------------------------------------------------------------------------------------------
 

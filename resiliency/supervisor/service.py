@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from resiliency import faultpoints
 from resiliency.events import EventKind
 from resiliency.storage.typed_json import to_jsonable
+from resiliency.supervisor._tasks import end_tasks
 from resiliency.supervisor.actuator import Actuator
 from resiliency.supervisor.clusters.base import Cluster
 from resiliency.supervisor.clusters.local import LocalCluster
@@ -269,12 +270,10 @@ class Service:
         Raises:
             LeadershipLost: another supervisor does; nothing may be said any more.
         """
-        tasks = [asyncio.create_task(self._keep_looking()), asyncio.create_task(self._keep_storing())]
+        works = (self._keep_looking(), self._keep_storing(), self._stopped.wait())
+        tasks = [asyncio.create_task(work) for work in works]
         try:
-            done, _ = await asyncio.wait(
-                [*tasks, waits := asyncio.create_task(self._stopped.wait())], return_when=asyncio.FIRST_COMPLETED
-            )
-            waits.cancel()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             try:
                 for task in done:
                     task.result()
@@ -286,9 +285,7 @@ class Service:
                 with contextlib.suppress(LeadershipLost, sqlite3.Error, OSError):
                     await self._store_pending()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             if self._policy is not None:
                 self._policy.close()
             await self._actuator.close()
@@ -719,8 +716,12 @@ class Service:
                 self._offer([link.host])
             return
         plan = self.decided.plans.get(message.plan)
-        if plan is None or plan.at != message.at or link.host not in self.decided.asked(plan):
-            return  # of a plan that is over, or told twice
+        if (
+            plan is None
+            or (plan.at, plan.epoch) != (message.at, message.epoch)
+            or link.host not in self.decided.asked(plan)
+        ):
+            return  # of a plan that is over or of another state file, or told twice
         faultpoints.hit("supervisor.step.ended")
         answers = self._answers.setdefault((plan.number, plan.at), {})
         answers.setdefault(link.host, problem)

@@ -1,0 +1,154 @@
+"""Steps of plans that work, fail, hang, are answered late, twice and by others, with hosts lost and the supervisor killed
+around every transaction: each is carried out once or its fallback is, and every incident ends."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from resiliency.supervisor.messages import StepEnded
+from resiliency.supervisor.model import DeviceClass, ObservationKind, StepKind, WorkloadSpec, WorkloadState
+
+from .simulated_service import BEHAVIOURS, Whole
+
+NAMES = [f"h-{number}" for number in range(5)]
+HOST_STEPS = [StepKind.VERIFY, StepKind.CHECKPOINT, StepKind.RESET_DEVICES, StepKind.SIGNAL]
+
+
+def spec(**values: object) -> WorkloadSpec:
+    given = {
+        "name": "job",
+        "replicas": 3,
+        "dwell_s": 1.0,
+        "start_timeout_s": 6.0,
+        "stop_timeout_s": 1.0,
+        "verify_timeout_s": 3.0,
+        "checkpoint_timeout_s": 2.0,
+        "reset_timeout_s": 3.0,
+        "healthy_s": 20.0,
+        "wait_timeout_s": 3600.0,
+        **values,
+    }
+    return WorkloadSpec(**given)  # type: ignore[arg-type]
+
+
+class Machine(RuleBasedStateMachine):
+    """``Whole.check`` looks at what must hold after every half second, and the journal at each transaction."""
+
+    @initialize(
+        in_job=st.integers(0, 2),
+        restarts=st.integers(0, 2),
+        fewest=st.integers(1, 3),
+        checks=st.lists(st.sampled_from(BEHAVIOURS), min_size=len(NAMES), max_size=len(NAMES)),
+    )
+    def start(self, in_job: int, restarts: int, fewest: int, checks: list[str]) -> None:
+        given = {"max_in_job_restarts": in_job, "max_workload_restarts": restarts, "min_replicas": fewest}
+        self.all = Whole(spec(**given), len(NAMES))
+        for host, how in zip(self.all.hosts.values(), checks, strict=True):
+            host.behaves[StepKind.VERIFY] = how
+        self.all.pass_time(1.0)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 8.0]))
+    def wait(self, seconds: float) -> None:
+        self.all.pass_time(seconds)
+
+    @rule(name=st.sampled_from(NAMES), kind=st.sampled_from(HOST_STEPS), how=st.sampled_from(BEHAVIOURS))
+    def script(self, name: str, kind: StepKind, how: str) -> None:
+        self.all.hosts[name].behaves[kind] = how
+
+    @rule(hook=st.sampled_from([*BEHAVIOURS, "throws"]), cluster=st.sampled_from([*BEHAVIOURS, "throws"]))
+    def script_own(self, hook: str, cluster: str) -> None:
+        self.all.hook_behaves, self.all.cluster_behaves = hook, cluster
+
+    @rule(name=st.sampled_from(NAMES), kind=st.sampled_from([DeviceClass.RESET, DeviceClass.SWAP]))
+    def device_fault(self, name: str, kind: DeviceClass) -> None:
+        self.all.observed(name, ObservationKind.DEVICE_FAULT, device="0", device_class=kind)
+        self.all.pass_time(0.5)
+
+    @rule(name=st.sampled_from(NAMES))
+    def lose_worker(self, name: str) -> None:
+        if self.all.hosts[name].place is not None:
+            self.all.observed(name, ObservationKind.WORKER_LOST, rank=0)
+            self.all.pass_time(0.5)
+
+    @rule(name=st.sampled_from(NAMES))
+    def drain(self, name: str) -> None:
+        if self.all.service is not None:
+            self.all.service.drain(name, "maintenance")
+            self.all.observed(name, ObservationKind.DRAIN)
+            self.all.pass_time(0.5)
+
+    @rule(name=st.sampled_from(NAMES))
+    def lose_host(self, name: str) -> None:
+        self.all.lose_host(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def bring_back(self, name: str) -> None:
+        self.all.bring_back(name)
+
+    @rule(data=st.data())
+    def answer_again(self, data: st.DataObject) -> None:
+        """An answer of before, as it was, or of another epoch or step."""
+        if self.all.said:
+            name, ended = data.draw(st.sampled_from(self.all.said[-12:]))
+            shift = data.draw(st.sampled_from([(0, 0), (1, 0), (0, -1), (0, 1)]))
+            self.all.hosts[name].say(
+                StepEnded(plan=ended.plan, at=ended.at + shift[0], epoch=ended.epoch + shift[1], problem=ended.problem)
+            )
+            self.all.pass_time(0.5)
+
+    @rule(name=st.sampled_from(NAMES), shift=st.sampled_from([(1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1)]))
+    def answer_for_another(self, name: str, shift: tuple[int, int, int]) -> None:
+        """What is asked of a host now, but for the plan, the step, or the epoch: of a state file that is lost."""
+        for plan in [plan for plan in self.all.journal.plans.values() if plan.step is not None]:
+            number, at, epoch = plan.number + shift[0], plan.at + shift[1], plan.epoch + shift[2]
+            self.all.hosts[name].say(StepEnded(plan=number, at=at, epoch=epoch))
+        self.all.pass_time(0.5)
+
+    @rule(when=st.sampled_from(["before", "after"]), seconds=st.sampled_from([0.5, 3.0]))
+    def kill_at_a_transaction(self, when: str, seconds: float) -> None:
+        self.all.journal.dies = when
+        self.all.pass_time(seconds)
+        self.all.journal.dies = ""
+
+    @rule(away_s=st.sampled_from([0.0, 1.0]))
+    def kill(self, away_s: float) -> None:
+        self.all.kill()
+        if away_s:
+            self.all.pass_time(away_s)
+        self.all.start()
+
+    def teardown(self) -> None:
+        """All is well from now on: every incident ends, and the job trains or was stopped with a reason."""
+        if not hasattr(self, "all"):
+            return
+        try:
+            self.all.hook_behaves = self.all.cluster_behaves = "works"
+            for host in self.all.hosts.values():
+                host.behaves.clear()
+                if not host.up:
+                    self.all.bring_back(host.name)
+                assert self.all.service is not None
+                self.all.service.uncordon(host.name)
+            self.all.until(self._has_settled, within_s=2000)
+        finally:
+            self.all.close()
+
+    def _has_settled(self) -> bool:
+        job = self.all.job
+        if job.plan is not None or job.incident is not None:
+            return False
+        if job.state is WorkloadState.STOPPED:
+            return bool(job.reason)
+        return job.state is WorkloadState.RUNNING and len(job.places) == job.spec.hosts
+
+
+Machine.TestCase.settings = settings(
+    max_examples=40,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink what is found takes minutes
+)
+TestAnyOrder = Machine.TestCase
