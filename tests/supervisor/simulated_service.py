@@ -48,7 +48,8 @@ class Killed(Exception):
 
 
 class Journal:
-    """The disk. Attributes: dies: "before" or "after" the next transaction the supervisor is killed."""
+    """The disk. Attributes: dies: "before" or "after" a transaction the supervisor is killed, the next one or, with
+    ``dies_at`` = N, the Nth."""
 
     path = "journal"
 
@@ -57,7 +58,7 @@ class Journal:
         self.incidents: dict[int, Any] = {}
         self.plans: dict[int, Plan] = {}
         self.hosts: dict[str, Any] = {}
-        self.dies = ""
+        self.dies, self.dies_at = "", 0
         self.transitions: list[tuple[Plan, Plan]] = []
 
     def load(self) -> Stored:
@@ -69,7 +70,8 @@ class Journal:
         )
 
     def commit(self, term: int, changes: Changes, hosts: Any = None, events: Any = ()) -> None:
-        if self.dies == "before":
+        self.dies_at -= 1
+        if self.dies == "before" and self.dies_at <= 0:
             raise Killed
         for number, plan in changes.plans.items():
             if number in self.plans:
@@ -81,7 +83,7 @@ class Journal:
             if host is not None:
                 self.hosts[name] = host
         self.check()
-        if self.dies == "after":
+        if self.dies == "after" and self.dies_at <= 0:
             raise Killed
 
     def check(self) -> None:
@@ -256,7 +258,7 @@ class Whole:
             made._actuator._run_hook = self._run_hook  # type: ignore[method-assign]
             return made
 
-        self.own, self.journal.dies = Counter(), ""
+        self.own, self.journal.dies, self.journal.dies_at = Counter(), "", 0
         self._steps_since.clear()
         self.service = self.loop.complete(begin())
         self._running = self.loop.create_task(self.service.run())

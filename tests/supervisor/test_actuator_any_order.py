@@ -3,12 +3,23 @@ around every transaction: each is carried out once or its fallback is, and every
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from resiliency.supervisor.messages import StepEnded
-from resiliency.supervisor.model import DeviceClass, ObservationKind, StepKind, WorkloadSpec, WorkloadState
+from resiliency.supervisor.model import (
+    DeviceClass,
+    ObservationKind,
+    Outcome,
+    Plan,
+    StepKind,
+    WorkloadSpec,
+    WorkloadState,
+)
 
 from .simulated_service import BEHAVIOURS, Whole
 
@@ -152,3 +163,65 @@ Machine.TestCase.settings = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink what is found takes minutes
 )
 TestAnyOrder = Machine.TestCase
+
+
+@pytest.fixture
+def running() -> Iterator[Whole]:
+    made = Whole(spec(), len(NAMES))
+    try:
+        made.until(lambda: made.job is not None and made.job.state is WorkloadState.RUNNING)
+        yield made
+    finally:
+        made.close()
+
+
+def live(made: Whole) -> Plan:
+    (plan,) = [plan for plan in made.journal.plans.values() if plan.step is not None]
+    return plan
+
+
+@pytest.mark.parametrize("hook", ["hangs", "slow"])
+def test_the_program_of_a_plan_that_is_overtaken_is_ended(running: Whole, hook: str) -> None:
+    running.hook_behaves = hook
+    running.observed("h-0", ObservationKind.WORKER_LOST, rank=0)
+    running.until(lambda: bool(running.own_now), within_s=3)
+    number = live(running).number
+    running.observed("h-1", ObservationKind.DEVICE_FAULT, device="0", device_class=DeviceClass.SWAP)
+    running.until(lambda: running.journal.plans[number].outcome is Outcome.OVERTAKEN, within_s=3)
+    assert number not in {plan for plan, _ in running.own_now}
+    running.hook_behaves = "works"
+    running.until(lambda: running.job.incident is None)
+
+
+@pytest.mark.parametrize("shift", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1)])
+def test_an_answer_of_another_plan_step_or_epoch_is_none(running: Whole, shift: tuple[int, int, int]) -> None:
+    running.hosts["h-0"].behaves[StepKind.RESET_DEVICES] = "hangs"
+    running.observed("h-0", ObservationKind.DEVICE_FAULT, device="0", device_class=DeviceClass.RESET)
+    running.pass_time(1.0)
+    plan = live(running)
+    assert plan.step is not None and plan.step.kind is StepKind.RESET_DEVICES
+    wrong = StepEnded(plan=plan.number + shift[0], at=plan.at + shift[1], epoch=plan.epoch + shift[2])
+    running.hosts["h-0"].say(wrong)
+    running.pass_time(0.5)
+    assert live(running).at == plan.at
+    running.until(lambda: running.job.incident is None)
+    assert running.journal.plans[plan.number].outcome is not Outcome.DONE
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_whenever_it_is_killed_a_step_is_carried_out_once(running: Whole, when: str) -> None:
+    """Around each transaction of a remedy, one after the other."""
+    for count in range(12):
+        running.until(lambda: all(host.link is not None for host in running.hosts.values()), within_s=5)
+        begun = len(running.journal.plans)
+        running.journal.dies, running.journal.dies_at = when, count + 1
+        running.observed("h-0", ObservationKind.DEVICE_FAULT, device=str(count), device_class=DeviceClass.RESET)
+        running.pass_time(1.0)
+        if running.journal.dies:  # the remedy has fewer transactions
+            assert count >= 5
+            break
+        running.until(lambda: running.job.incident is None)
+        # Killed before the first transaction, it has not heard of it; a monitor says it again, which is not simulated.
+        assert len(running.journal.plans) > begun or (when, count) == ("before", 0)
+        running.until(lambda: running.job.state is WorkloadState.RUNNING)
+    assert {plan.outcome for plan in running.journal.plans.values()} == {Outcome.DONE}
