@@ -1,4 +1,4 @@
-"""A host is killed under a supervisor, and a spare takes its place: the time that takes beyond the heartbeat timeout."""
+"""A host is killed under a supervisor, and a spare takes its place: seconds beyond the heartbeat timeout."""
 
 from __future__ import annotations
 
