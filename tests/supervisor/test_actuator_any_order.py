@@ -225,3 +225,22 @@ def test_whenever_it_is_killed_a_step_is_carried_out_once(running: Whole, when: 
         assert len(running.journal.plans) > begun or (when, count) == ("before", 0)
         running.until(lambda: running.job.state is WorkloadState.RUNNING)
     assert {plan.outcome for plan in running.journal.plans.values()} == {Outcome.DONE}
+
+
+@pytest.mark.parametrize("turns", range(-2, 5))
+def test_it_ends_when_it_is_told_to_in_the_moment_of_a_message(running: Whole, turns: int) -> None:
+    """The message is so many turns of the event loop later, or earlier. Waits of Python before 3.12 forget a cancellation
+    that comes in the moment in which they end."""
+    service, task = running.service, running._running
+    assert service is not None and task is not None
+    running.loop.pass_time(0.05)  # it waits for something to look at
+    acts = (service.stop, service._due.set) if turns >= 0 else (service._due.set, service.stop)
+    acts[0]()
+    for _ in range(abs(turns)):
+        running.loop.call_soon(running.loop.stop)
+        running.loop.run_forever()
+    acts[1]()
+    running.loop.pass_time(1.0)
+    assert task.done()
+    running.service = None
+    running.start()
