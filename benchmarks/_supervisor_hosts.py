@@ -13,6 +13,8 @@ import sys
 import time
 from typing import Any
 
+from resiliency.supervisor.messages import PROTOCOL_VERSION
+
 __all__ = ["Host", "Hosts", "main"]
 
 
@@ -53,7 +55,7 @@ class Host(asyncio.Protocol):
             if b" 101 " not in head.split(b"\r\n")[0]:
                 raise RuntimeError(head.decode(errors="replace"))
             self._upgraded, self._buffer = True, rest
-            hello = {"type": "Hello", "version": 1, "host": self.name, "incarnation": self.incarnation}
+            hello = {"type": "Hello", "version": PROTOCOL_VERSION, "host": self.name, "incarnation": self.incarnation}
             self.send({**hello, "address": "10.0.0.1", "block": ""})
             asyncio.get_running_loop().call_later(random.random() * self.owner.period_s, self.beat)
         while len(self._buffer) >= 2:
@@ -81,7 +83,7 @@ class Host(asyncio.Protocol):
         if message["type"] != "Desired":
             return
         for ask in message["asks"]:
-            self.send({"type": "StepEnded", "plan": ask["plan"], "at": ask["at"], "problem": ""})
+            self.send({"type": "StepEnded", "plan": ask["plan"], "at": ask["at"], "epoch": ask["epoch"]})
         self.master = message["master"]
         place = message["place"]
         if (place and place["epoch"]) != (self.place and self.place["epoch"]):

@@ -3,7 +3,7 @@
 The same Lightning job, the same kills and the same machine for torchrun and for ``resiliency run``, one after the
 other, and for NVRx's ``ft_launcher`` where it is installed. A kill is a SIGKILL to one rank, in the middle of the
 training; the first new step is the first that every rank ends in a later attempt, restored from a checkpoint. The parts
-are those of the rank that comes last.
+are those of the rank that comes last. After that whole hosts are killed, below a supervisor with a spare.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks._host_death import HostDeath, host_table, measure_hosts
 from benchmarks._machine import cores
 
 __all__ = ["Marks", "Recovery", "main", "measure"]
@@ -227,7 +228,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.restart", description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--kills", type=int, default=20, help="kills for each launcher and number of ranks")
-    parser.add_argument("--launchers", nargs="+", choices=list(launchers()), default=list(launchers()))
+    parser.add_argument("--host-kills", type=int, default=5, help="kills of a host that a spare takes the place of")
+    parser.add_argument("--heartbeat-timeout", type=float, default=2.0, help="seconds until a silent host is lost")
+    parser.add_argument("--launchers", nargs="*", choices=list(launchers()), default=list(launchers()))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args(argv)
@@ -248,8 +251,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 recoveries += found
                 if cost is not None:
                     costs[name, ranks] = cost
+        deaths: list[HostDeath] = []
+        if options.host_kills:
+            deaths_task = progress.add_task("hosts", total=options.host_kills)
+            deaths = measure_hosts(
+                JOB,
+                kills=options.host_kills,
+                timeout_s=options.heartbeat_timeout,
+                seed=options.seed,
+                advance=lambda: progress.advance(deaths_task),
+            )
     console = Console(width=150)
-    console.print(table(recoveries))
+    if recoveries:
+        console.print(table(recoveries))
+    if deaths:
+        console.print(host_table(deaths))
     for (name, ranks), cost in costs.items():
         console.print(
             f"{name}, {ranks} ranks: a process that waits has at most {cost.own_mib:.1f} MiB of its own; all of them"
@@ -258,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json is not None:
         waiting = [{"launcher": name, "ranks": ranks, **asdict(cost)} for (name, ranks), cost in costs.items()]
         figures = {"cores": cores(), "kills": [asdict(one) for one in recoveries], "standbys": waiting}
+        figures["hosts"] = [{**asdict(one), "beyond_s": one.beyond_s} for one in deaths]
         options.json.write_text(json.dumps(figures, indent=1))
     return 0
 

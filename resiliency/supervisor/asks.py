@@ -119,7 +119,7 @@ class Asks:
         return kind in (StepKind.CHECKPOINT, StepKind.RESET_DEVICES, StepKind.SIGNAL)
 
     def _say(self, key: _Key, problem: str) -> None:
-        self._answer(StepEnded(plan=key[0], at=key[1], problem=problem))
+        self._answer(StepEnded(plan=key[0], at=key[1], epoch=key[2], problem=problem))
 
     async def close(self) -> None:
         """What runs is given up."""

@@ -11,7 +11,7 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -120,7 +120,7 @@ class SupervisorConnection:
     """Thread: one, with an event loop.
 
     Args:
-        hello: said first on each connection.
+        hello: said first on each connection, with the term.
         report: gives what is true now, with a number.
         obey: called with each :class:`Desired` of a supervisor whose term is not lower than ``term`` says.
         term: of the highest supervisor heard so far; called with a new one, it keeps it.
@@ -218,7 +218,7 @@ class SupervisorConnection:
     async def _open(self, urls: Sequence[str], check_term: Callable[[int], None]) -> OpenConnection:
         return await open_where_one_leads(
             urls,
-            self._hello,
+            replace(self._hello, term=self._term(None)),
             token=self._settings.token(),
             ssl_context=self._settings.ssl_context(),
             check_term=check_term,
@@ -284,10 +284,7 @@ class SupervisorConnection:
     def _check_term(self, term: int) -> None:
         seen = self._term(None)
         if term < seen:
-            raise AgentError(
-                f"its term is {term}, and one of term {seen} was heard: it is not the leader any more, or its"
-                " state file is a new one and its clock is behind"
-            )
+            raise AgentError(f"its term is {term}, and one of term {seen} was heard: it is not the leader any more")
         if term > seen:
             self._term(term)
 

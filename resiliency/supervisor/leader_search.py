@@ -14,7 +14,6 @@ from resiliency.supervisor._tasks import end_tasks
 from resiliency.supervisor.addresses import STANDS_BY, STANDS_BY_STATUS
 from resiliency.supervisor.messages import (
     MAX_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
     Hello,
     Message,
     Refused,
@@ -84,8 +83,6 @@ async def open_connection(
         welcome = message_of(await asyncio.wait_for(socket.receive(), _HANDSHAKE_S))
         if not isinstance(welcome, Welcome):
             raise AgentError(f"its first message is {type(welcome).__name__}, not Welcome")
-        if welcome.version != PROTOCOL_VERSION:
-            raise AgentError(f"it speaks version {welcome.version}, and this monitor {PROTOCOL_VERSION}")
         check_term(welcome.term)
     except BaseException:
         await _close(session, socket)

@@ -3,6 +3,10 @@
 The supervisor never sends commands to run. It says what is to be true (:class:`Desired`), again and again, and a
 monitor makes it so; being told twice, late, or by a supervisor that was replaced, does no harm. Every message is
 checked field by field, and is bounded in size.
+
+A field that is not known is refused, so a message that gets a new one, or a new kind, raises the version. It is looked
+at before any other field of a first message, which may have others in another version; :class:`Refused` has one field
+in all versions, so that it can always be said why.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 #: The number of an ask that belongs to no plan: the check of a host that joins. Plans' numbers begin at 1.
 NO_PLAN = 0
 #: The problem of a host whose monitor was told to end, and has no other.
@@ -51,6 +55,7 @@ class Hello:
         incarnation: of the monitor's process, random.
         address: that other hosts reach this one by.
         block: failure domain, see :class:`~resiliency.supervisor.model.Host`.
+        term: the highest of a supervisor that it has obeyed; 0: none.
     """
 
     version: int
@@ -58,6 +63,7 @@ class Hello:
     incarnation: str
     address: str = ""
     block: str = ""
+    term: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +167,15 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnded:
-    """Attributes: problem: "": it was done."""
+    """
+    Attributes:
+        plan, at, epoch: of the :class:`Ask`.
+        problem: "": it was done.
+    """
 
     plan: int
     at: int
+    epoch: int = 0
     problem: str = ""
 
 
@@ -206,6 +217,8 @@ def unpack(text: str | bytes) -> Message:
     try:
         fields = json.loads(text)
         kind = _KINDS[fields.pop("type")]
+        if kind is Hello or kind is Welcome:
+            _check_version(fields.get("version"))
         if kind is Report and type(fields.get("ranks")) is list:
             ranks = tuple([_flat(RankReport, _RANK_KINDS, rank) for rank in fields.pop("ranks")])
             report: Report = _flat(Report, _REPORT_KINDS, fields)
@@ -217,6 +230,14 @@ def unpack(text: str | bytes) -> Message:
         raise AgentError(
             f"not a message of the supervisor's protocol ({type(error).__name__}: {error}): {text[:80]!r}"
         ) from error
+
+
+def _check_version(version: Any) -> None:
+    if type(version) is int and version != PROTOCOL_VERSION:
+        raise AgentError(
+            f"it speaks version {version} of the protocol of supervisor and monitors, and this side version"
+            f" {PROTOCOL_VERSION}; install the same version of the library on both"
+        )
 
 
 _NUMBER = (float, int)

@@ -24,6 +24,7 @@ from resiliency.supervisor.messages import (
     pack,
     unpack,
 )
+from resiliency.supervisor.said_rarely import SaidRarely
 from resiliency.supervisor.service import Forged, Service
 
 __all__ = ["MonitorSocket"]
@@ -41,12 +42,20 @@ class MonitorSocket:
     Args:
         patterns: names of hosts that it may speak for.
         service: who leads now; None: nobody here.
+        rarely: where it is said that a message was refused.
     """
 
     def __init__(
-        self, request: web.Request, patterns: Sequence[str], service: Callable[[], Service | None], handshake_s: float
+        self,
+        request: web.Request,
+        patterns: Sequence[str],
+        service: Callable[[], Service | None],
+        handshake_s: float,
+        *,
+        rarely: SaidRarely,
     ) -> None:
         self.host, self.incarnation = "", ""
+        self._rarely = rarely
         self._request, self._patterns, self._service, self._handshake_s = request, patterns, service, handshake_s
         self._socket = web.WebSocketResponse(
             max_msg_size=MAX_MESSAGE_BYTES, compress=False, autoping=True, timeout=_CLOSE_TIMEOUT_S
@@ -86,11 +95,6 @@ class MonitorSocket:
         hello = unpack(_text(first))
         if not isinstance(hello, Hello):
             raise Forged(f"the first message is a Hello, not a {type(hello).__name__}")
-        if hello.version != PROTOCOL_VERSION:
-            raise Forged(
-                f"the monitor speaks version {hello.version} of the protocol, this supervisor {PROTOCOL_VERSION};"
-                " install the same version of the library on both"
-            )
         if not Authority.may_speak_for(self._patterns, hello.host):
             raise Forged(f"this token or certificate is not that of a host named {hello.host[:80]!r}")
         if not 0 < len(hello.incarnation) <= 200:
@@ -99,6 +103,8 @@ class MonitorSocket:
         if service is None:
             raise Forged(STANDS_BY)
         self.host, self.incarnation = hello.host, hello.incarnation
+        if hello.term > service.term:
+            raise Forged(await service.outranked(hello.term))
         welcome = Welcome(version=PROTOCOL_VERSION, term=service.term, period_s=service.settings.sensor.period_s)
         await self._socket.send_str(pack(welcome))
         if self._service() is not service:
@@ -125,7 +131,9 @@ class MonitorSocket:
             handled(time.perf_counter() - began_s)
 
     async def _refuse(self, reason: str, service: Service | None) -> None:
-        logger.warning("refused %s: %s", self.host or f"a connection from {self._request.remote}", reason)
+        # Of a stranger one reason is enough: the words of others may be in them.
+        text = f"refused {self.host or f'a connection from {self._request.remote}'}: {reason}"
+        self._rarely.warning(text if self.host else str(self._request.remote), text)
         if service is not None:
             service.counts.refused["message"] += 1
         if self._closed:

@@ -9,11 +9,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from aiohttp import web
 
 from resiliency.errors import ConfigError
+from resiliency.supervisor._tasks import end_tasks
 from resiliency.supervisor.addresses import STANDS_BY, STANDS_BY_STATUS
 from resiliency.supervisor.api import add_routes
 from resiliency.supervisor.auth import Authority, server_context
@@ -23,7 +25,8 @@ from resiliency.supervisor.metrics import Metrics
 from resiliency.supervisor.model import Workload
 from resiliency.supervisor.monitor_socket import MonitorSocket
 from resiliency.supervisor.policy import load_policy
-from resiliency.supervisor.service import Service
+from resiliency.supervisor.said_rarely import SaidRarely, ServerLog
+from resiliency.supervisor.service import Service, TermTooLow
 from resiliency.supervisor.settings import SupervisorSettings, split_address
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, Store
 
@@ -84,6 +87,7 @@ class Supervisor:
             self.store.close()
             raise
         self._stopping = asyncio.Event()
+        self._rarely = SaidRarely(logger)
         #: Connections that have not sent a whole request yet.
         self._unproven: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._runner: web.AppRunner | None = None
@@ -109,7 +113,12 @@ class Supervisor:
         add_routes(app, self)
         app.router.add_get("/v1/monitor", self._monitor)
         self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, keepalive_timeout=_KEEPALIVE_S, shutdown_timeout=1.0
+            app,
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=_KEEPALIVE_S,
+            shutdown_timeout=1.0,
+            logger=ServerLog(logger, self._rarely),
         )
         await self._runner.setup()
         try:
@@ -147,23 +156,23 @@ class Supervisor:
             if self._until_ended and not self._stopping.is_set():
                 self.ended = service.ended
                 self._stopping.set()
+        except TermTooLow as error:
+            logger.warning("this supervisor begins a higher term: %s", error)
         except LeadershipLost as error:
             logger.error("this supervisor leads no more, and stands by: %s", error)
         finally:
             self.service = None
             self.lease.release()
 
-    async def _unless_stopped(self, work: Awaitable[int]) -> int | None:
+    async def _unless_stopped(self, work: Coroutine[Any, Any, int]) -> int | None:
         """What it returns; None: :meth:`stop` came before."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(work)
         stopped = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() else None
         finally:
-            for each in (task, stopped):
-                each.cancel()
-            await asyncio.gather(task, stopped, return_exceptions=True)
+            await end_tasks([task, stopped])
 
     # -- listening ----------------------------------------------------------------------------------------------------
 
@@ -208,7 +217,7 @@ class Supervisor:
         if loop.time() - self._counted_s > _COUNT_S:  # to count them takes long when there are thousands
             self._counted_s, self._connections = loop.time(), len(self._runner.server.connections)
         if self._connections >= self.settings.most_connections:
-            return _Refusing()
+            return _Refusing(self._rarely)
         self._connections += 1
         made = self._runner.server()
         self._unproven[made] = loop.call_later(self.settings.handshake_timeout_s, self._cut, made)
@@ -234,7 +243,8 @@ class Supervisor:
         certificate = None if transport is None else transport.get_extra_info("peercert")
         patterns = self.authority.monitor_patterns(request.headers.get("Authorization", ""), certificate)
         if not patterns:
-            logger.warning("a monitor at %s has no token that is known here", request.remote)
+            sender = str(request.remote)
+            self._rarely.warning(sender, f"a monitor at {sender} has no token that is known here")
             return web.json_response({"error": "no token that is known here"}, status=401, headers=_LAST)
         if self.service is None:
             return web.json_response({"error": STANDS_BY}, status=STANDS_BY_STATUS, headers=_LAST)
@@ -242,7 +252,9 @@ class Supervisor:
             return web.json_response({"error": "this is where monitors connect by WebSocket"}, status=426)
         if transport is not None and (plain := transport.get_extra_info("socket")) is not None:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        monitor = MonitorSocket(request, patterns, lambda: self.service, self.settings.handshake_timeout_s)
+        monitor = MonitorSocket(
+            request, patterns, lambda: self.service, self.settings.handshake_timeout_s, rarely=self._rarely
+        )
         return await monitor.serve()
 
     async def _close(self) -> None:
@@ -263,7 +275,12 @@ _LAST = {"Connection": "close"}
 class _Refusing(asyncio.Protocol):
     """There are too many connections."""
 
+    def __init__(self, rarely: SaidRarely) -> None:
+        self._rarely = rarely
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        logger.warning("a connection is refused: there are too many; raise `most_connections`")
+        self._rarely.warning(
+            "too many connections", "a connection is refused: there are too many; raise `most_connections`"
+        )
         assert isinstance(transport, asyncio.Transport)
         transport.abort()

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from resiliency import faultpoints
 from resiliency.events import EventKind
 from resiliency.storage.typed_json import to_jsonable
+from resiliency.supervisor._tasks import end_tasks
 from resiliency.supervisor.actuator import Actuator
 from resiliency.supervisor.clusters.base import Cluster
 from resiliency.supervisor.clusters.local import LocalCluster
@@ -50,7 +51,7 @@ from resiliency.supervisor.settings import SupervisorSettings
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, Store
 from resiliency.supervisor.straggler_watch import StragglerWatch
 
-__all__ = ["Forged", "Link", "Service"]
+__all__ = ["Forged", "Link", "Service", "TermTooLow"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ _MOST_TEXT = 2000
 #: Of a step that a rank says it has made: what is higher is no step, and numbers must stay ones that can be reckoned
 #: with.
 _MOST_STEP = 1 << 53
+#: Of a term that a monitor says it has obeyed: what is higher is none, and one above it must be a number still.
+_MOST_TERM = 1 << 53
 #: Without a look for so long, or a transaction that takes so long: steps of plans are not late for it.
 _AWAY_S = 1.0
 _ADDRESS = re.compile(r"[A-Za-z0-9._:\[\]-]{3,300}")
@@ -88,6 +91,10 @@ _SEEN_BY_MONITORS = frozenset(
 
 class Forged(Exception):
     """A message that its sender had no right to send; the text says why. The connection is closed."""
+
+
+class TermTooLow(LeadershipLost):
+    """Nobody has taken over, but hosts obey a higher term only."""
 
 
 class Link(Protocol):
@@ -212,6 +219,7 @@ class Service:
         #: Since when a transaction is being written; None: none is.
         self._writes_since_s: float | None = None
         self._inject_at_s = now_s + settings.fault_injection_period_s
+        self._outranked_by = 0
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="supervisor-store")
         self._restore(now_s)
 
@@ -262,21 +270,22 @@ class Service:
         Raises:
             LeadershipLost: another supervisor does; nothing may be said any more.
         """
-        tasks = [asyncio.create_task(self._keep_looking()), asyncio.create_task(self._keep_storing())]
+        works = (self._keep_looking(), self._keep_storing(), self._stopped.wait())
+        tasks = [asyncio.create_task(work) for work in works]
         try:
-            done, _ = await asyncio.wait(
-                [*tasks, waits := asyncio.create_task(self._stopped.wait())], return_when=asyncio.FIRST_COMPLETED
-            )
-            waits.cancel()
-            for task in done:
-                task.result()
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                for task in done:
+                    task.result()
+            except LeadershipLost:
+                if self._outranked_by:
+                    raise TermTooLow(f"hosts have obeyed term {self._outranked_by}, and this was {self.term}") from None
+                raise
             if self._lease.is_mine() and self._has_pending():
                 with contextlib.suppress(LeadershipLost, sqlite3.Error, OSError):
                     await self._store_pending()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             if self._policy is not None:
                 self._policy.close()
             await self._actuator.close()
@@ -287,6 +296,33 @@ class Service:
 
     def stop(self) -> None:
         self._stopped.set()
+
+    async def outranked(self, term: int) -> str:
+        """A host has obeyed a higher term than this one's.
+
+        Terms of a new state file begin at the seconds of the wall clock. Where that is behind the one that the lost
+        file was begun by, hosts would obey no supervisor with the new file. A leader that has given no places yet with
+        its file has nothing that could be out of date: its next term is above that of the host. Any other may be one
+        that was replaced elsewhere, with another file, and has come back: it is refused.
+
+        Returns: what the host is told.
+        """
+        told = f"this host has obeyed a supervisor of term {term}, and the term of this one is {self.term}"
+        if term >= _MOST_TERM:
+            return f"{term} is no term"
+        loop = asyncio.get_running_loop()
+        try:
+            if self.settings.dry_run or await loop.run_in_executor(self._executor, self._store.has_given_places):
+                return (
+                    f"{told}: another one was started with another state file, and leads. End this one; or, if the"
+                    " other is lost, end this one, move its state file away and start it anew"
+                )
+            if await loop.run_in_executor(self._executor, self._store.rise_above, self.term, term):
+                self._outranked_by = max(self._outranked_by, term)
+                self._due.set()
+        except (sqlite3.Error, OSError, RuntimeError) as error:  # the last: this leadership ends in this moment
+            return f"{told}; its state file cannot be used now: {error}"
+        return f"{told}: it begins a higher one; come again"
 
     async def _keep_looking(self) -> None:
         while True:
@@ -299,6 +335,8 @@ class Service:
 
     def _look(self) -> None:
         now_s, wall = self._clock(), time.time()
+        if self._outranked_by:
+            raise LeadershipLost("hosts obey a higher term")
         if not self._lease.is_mine():
             raise LeadershipLost("another supervisor leads")
         if now_s - self._renewed_s >= self._lease.looks_every_s:
@@ -678,8 +716,12 @@ class Service:
                 self._offer([link.host])
             return
         plan = self.decided.plans.get(message.plan)
-        if plan is None or plan.at != message.at or link.host not in self.decided.asked(plan):
-            return  # of a plan that is over, or told twice
+        if (
+            plan is None
+            or (plan.at, plan.epoch) != (message.at, message.epoch)
+            or link.host not in self.decided.asked(plan)
+        ):
+            return  # of a plan that is over or of another state file, or told twice
         faultpoints.hit("supervisor.step.ended")
         answers = self._answers.setdefault((plan.number, plan.at), {})
         answers.setdefault(link.host, problem)

@@ -257,6 +257,30 @@ class Store:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
 
+    def has_given_places(self) -> bool:
+        """Hosts may have ranks because of what is in this file."""
+        with self._lock:
+            return self._has_plans()
+
+    def _has_plans(self) -> bool:
+        return bool(self._db.execute("SELECT EXISTS (SELECT 1 FROM plans)").fetchone()[0])
+
+    def rise_above(self, term: int, heard: int) -> bool:
+        """The next term is one above ``heard``, which hosts have obeyed; ``term`` is over then. False: another one has
+        begun meanwhile, or places were given."""
+        with self._lock:
+            self._see_that_it_is_there(may_be_another=False)
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                if int(self._meta("term")) != term or heard < term or self._has_plans():
+                    return False
+                self._db.execute("UPDATE meta SET value = ? WHERE key = 'term'", (str(heard),))
+                self._db.execute("COMMIT")
+                return True
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+
     # -- what is stored -----------------------------------------------------------------------------------------------
 
     def load(self) -> Stored:

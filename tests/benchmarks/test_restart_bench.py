@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from benchmarks import restart
+from benchmarks._host_death import HostDeath, host_table
 
 
 def test_marks_of_attempts_are_read_and_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
@@ -30,3 +32,11 @@ def test_the_table_shows_the_median_of_the_kills_and_its_parts() -> None:
     ]
     assert rows[0] == ["a", "2", "3", "2.00", "9.00", "0.20", "0.20", "0.20", "0.60", "0.80"]
     assert rows[1][:5] == ["b", "4", "1", "1.00", "1.00"]
+
+
+@pytest.mark.parametrize(("totals", "verdict"), [((2.5, 3.0, 3.9), "2, met"), ((2.5, 4.1), "2, missed")])
+def test_the_death_of_a_host_is_counted_from_the_end_of_the_timeout(totals: tuple[float, ...], verdict: str) -> None:
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(host_table([HostDeath(timeout_s=2.0, total_s=total) for total in totals]))
+    (row,) = [line.split("│")[1:-1] for line in console.export_text().splitlines() if "│" in line]
+    assert [cell.strip() for cell in row][-2:] == [f"{max(totals) - 2:.2f}", verdict]

@@ -2,12 +2,14 @@
 ``cluster_job.py FOLDER``. It ends when ``FOLDER/enough`` is there.
 
 A rank stands still in the moment that ``FOLDER/hold`` names ("saving 1": rank 1, when a save has begun), says so in
-``FOLDER/held``, and goes on when the first file is gone.
+``FOLDER/held``, and goes on when the first file is gone. Each rank writes its loss, bit by bit, and the samples that it has
+seen in each step to ``FOLDER/records-RANK``.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -23,9 +25,11 @@ from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.launch import beat, restartable
 from tests.launch.soak_job import SIZE, gradient
 
-__all__ = ["checksum"]
+__all__ = ["BATCH", "checksum", "loss_of", "samples"]
 
 SAVE_EVERY = 5
+#: Samples of each rank in a step.
+BATCH = 2
 #: No rank stands still for longer: then the test has failed already.
 HOLD_S = 60.0
 
@@ -33,6 +37,23 @@ HOLD_S = 60.0
 def checksum(weights: torch.Tensor) -> int:
     """Of weights that are whole numbers; another one when two of them are swapped."""
     return int((weights * torch.arange(1, SIZE + 1, dtype=torch.float64)).sum().item())
+
+
+@functools.lru_cache(maxsize=4)
+def _order(times: int) -> list[int]:
+    found: list[int] = torch.randperm(SIZE, generator=torch.Generator().manual_seed(times)).tolist()
+    return found
+
+
+def samples(seen: int, rank: int) -> list[int]:
+    """Of one rank, after all ranks have seen so many."""
+    first = seen + rank * BATCH
+    return [_order(number // SIZE)[number % SIZE] for number in range(first, first + BATCH)]
+
+
+def loss_of(weights: torch.Tensor, ids: list[int], step: int) -> str:
+    """Of whole numbers one division, which is rounded in one way: equal losses are equal in all bits."""
+    return float(weights[ids].sum().item() / (step + 3)).hex()
 
 
 def append(path: Path, line: str) -> None:
@@ -70,20 +91,24 @@ def main(folder: Path) -> None:
         restored = checkpointer.load()
         weights = restored.state["w"] if restored is not None else torch.arange(SIZE, dtype=torch.float64)
         step = restored.step if restored is not None else 0
+        seen = int(restored.state["seen"]) if restored is not None else 0
         ends = False
         while not ends:
             beat()
             checkpointer.fence()
             total = torch.cat([gradient(weights, step, rank), torch.tensor([float((folder / "enough").exists())])])
             dist.all_reduce(total)
+            ids = samples(seen, rank)
+            loss = loss_of(weights, ids, step)
             weights, ends = (weights + total[:-1]).remainder(65521), bool(total[-1])
-            step += 1
+            step, seen = step + 1, seen + BATCH * ranks
+            append(folder / f"records-{rank}", f"{epoch} {step} {loss} {','.join(map(str, ids))}")
             time.sleep(0.02)
             if rank == 0:
                 append(folder / "steps", f"{epoch} {step} {checksum(weights)}")
             hold(folder, "training", rank)
             if step % SAVE_EVERY == 0:
-                checkpointer.save(step, {"w": weights.clone()})
+                checkpointer.save(step, {"w": weights.clone(), "seen": torch.tensor(seen)})
                 hold(folder, "saving", rank)
         checkpointer.fence()
     (folder / f"end-{rank}").write_text(f"{ranks} {step} {checksum(weights)}")

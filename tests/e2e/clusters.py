@@ -24,12 +24,12 @@ from resiliency.supervisor.launcher_process import find_launcher
 from resiliency.supervisor.monitor_state import StateFolder
 from resiliency.testing.zygote import Zygote
 from tests.e2e import cluster_job
-from tests.e2e.cluster_job import checksum
+from tests.e2e.cluster_job import BATCH, checksum, loss_of, samples
 from tests.launch.launching import Job
 from tests.launch.soak_job import SIZE, gradient
 from tests.processes import wait_ended
 
-__all__ = ["POLL_S", "Cluster", "Reference"]
+__all__ = ["POLL_S", "Cluster", "Reference", "check_records"]
 
 JOB = Path(cluster_job.__file__)
 POLL_S = 0.05
@@ -47,20 +47,44 @@ CONNECTED = "connected to the supervisor at"
 
 
 class Reference:
-    """The checksum after each step of a run in which nothing happened."""
+    """The checksum after each step of a run in which nothing happened, and what its ranks have written of it."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._weights = torch.arange(SIZE, dtype=torch.float64)
         self._sums = [checksum(self._weights)]
+        self._records: list[list[tuple[str, list[int]]]] = []
+
+    def record(self, step: int, rank: int) -> tuple[str, list[int]]:
+        """Loss and samples of a rank in a step."""
+        self.after(step)
+        return self._records[step - 1][rank]
 
     def after(self, step: int) -> int:
         while len(self._sums) <= step:
             done = len(self._sums) - 1
+            ids = [samples(done * BATCH * self._ranks, rank) for rank in range(self._ranks)]
+            self._records.append([(loss_of(self._weights, each, done), each) for each in ids])
             total = sum(gradient(self._weights, done, rank) for rank in range(self._ranks))
             self._weights = (self._weights + total).remainder(65521)
             self._sums.append(checksum(self._weights))
         return self._sums[step]
+
+
+def check_records(folder: Path, reference: Reference, ranks: int, last: int) -> None:
+    """The losses of all ranks up to a step are those of a run in which nothing happened, bit for bit, and so are the
+    samples: each was seen once, but in steps that were made again."""
+    seen: Counter[int] = Counter()
+    for rank in range(ranks):
+        records: dict[int, tuple[str, list[int]]] = {}
+        for line in (folder / f"records-{rank}").read_text().splitlines():
+            _, step, loss, ids = line.split()
+            records[int(step)] = loss, [int(one) for one in ids.split(",")]
+            assert records[int(step)] == reference.record(int(step), rank), f"rank {rank}, step {step}"
+        assert sorted(records) == [*range(1, last + 1)], f"rank {rank} has left out steps"
+        seen.update(one for _, ids in records.values() for one in ids)
+    assert max(seen.values()) - min(seen.values()) <= 1, "some samples were seen more often than others"
+    assert sum(seen.values()) == last * ranks * BATCH
 
 
 class Cluster:

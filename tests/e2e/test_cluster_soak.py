@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from resiliency.testing.zygote import Zygote
-from tests.e2e.clusters import POLL_S, Cluster, Reference
+from tests.e2e.clusters import POLL_S, Cluster, Reference, check_records
 
 DRAWN = int(os.environ.get("RESILIENCY_CLUSTER_SOAK", "0"))
 SEED = int(os.environ.get("RESILIENCY_CLUSTER_SOAK_SEED", "11"))
@@ -247,6 +247,7 @@ class Series:
         for rank in range(RANKS):
             ranks, step, found = map(int, (self._cluster.folder / f"end-{rank}").read_text().split())
             assert ranks == RANKS and found == self._reference.after(step)
+        check_records(self._cluster.folder, self._reference, RANKS, step)
         assert job.left(60) == []
 
 

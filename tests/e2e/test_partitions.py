@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from resiliency.testing.zygote import Zygote
-from tests.e2e.clusters import Cluster, Reference
+from tests.e2e.clusters import Cluster, Reference, check_records
 from tests.networks import has_route_to, network_of, processes_in
 
 RANKS, HOSTS = 3, 4
@@ -132,3 +132,5 @@ def check_steps(cluster: Cluster, *, ended: bool = False) -> None:
         newest = epoch
     ends: list[Any] = [(cluster.folder / f"end-{rank}").read_text().split() for rank in range(RANKS) if ended]
     assert all((int(ranks), int(found)) == (RANKS, reference.after(int(step))) for ranks, step, found in ends)
+    if ended:
+        check_records(cluster.folder, reference, RANKS, int(ends[0][1]))

@@ -175,7 +175,7 @@ class FakeMonitor:
             for ask in message.asks:
                 self.asked.append((ask.plan, ask.at, ask.kind))
                 if ask.kind in self.answers:
-                    await self.send(StepEnded(plan=ask.plan, at=ask.at, problem=self.problem))
+                    await self.send(StepEnded(plan=ask.plan, at=ask.at, epoch=ask.epoch, problem=self.problem))
 
     async def _beat(self) -> None:
         while True:

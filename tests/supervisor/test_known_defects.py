@@ -1,20 +1,25 @@
 """What supervisors are known to get wrong, each as a test of its own. A peer that is away ends one, and whoever depends
 on that one (``test_chain_of_aborts`` in test_local_cluster.py); who carries a remedy out sees nothing meanwhile; a reset forgets the limits, so that the next fault
-is taken for the worst; a spare that died counts; fewer hosts are decided on, and nothing is done."""
+is taken for the worst; a spare that died counts; fewer hosts are decided on, and nothing is done; a backend that throws loses
+the event; what was known is gone with the process; a port that is none, or is taken, and names in other letters."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import socket
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from resiliency.errors import ConfigError
+from resiliency.supervisor import server
 from resiliency.supervisor.model import (
+    DeviceClass,
     HostState,
     ObservationKind,
+    Outcome,
     Remedy,
     RemedyKind,
     StepKind,
@@ -22,10 +27,12 @@ from resiliency.supervisor.model import (
     WorkloadState,
 )
 from resiliency.supervisor.policy import Situation
-from resiliency.supervisor.settings import HookSettings
+from resiliency.supervisor.settings import HookSettings, split_address
+from resiliency.supervisor.watchdogs.registry import WatchdogSettings, make_watchdogs
 
 from .fake_monitors import TIMEOUT_S, job, leading, monitors, settings, until, url_of
 from .simulated import Simulation
+from .simulated_service import Whole
 
 RUNNING = WorkloadState.RUNNING
 
@@ -149,3 +156,60 @@ def test_ranks_that_are_taken_for_hung_on_purpose_are_really_replaced(tmp_path: 
             }
 
     run(work)
+
+
+@pytest.fixture
+def whole() -> Iterator[Whole]:
+    given = {"name": "job", "replicas": 2, "dwell_s": 1.0, "start_timeout_s": 6.0, "verify_timeout_s": 3.0}
+    made = Whole(WorkloadSpec(**given, max_in_job_restarts=1), 4)  # type: ignore[arg-type]
+    try:
+        made.until(lambda: made.job is not None and made.job.state is RUNNING)
+        yield made
+    finally:
+        made.close()
+
+
+def test_lost_events_a_backend_that_throws_ends_no_remedy(whole: Whole) -> None:
+    whole.cluster_behaves = "throws"
+    whole.observed("h-0", ObservationKind.DEVICE_FAULT, device="0", device_class=DeviceClass.SWAP)
+    whole.until(lambda: "h-0" not in whole.job.places and whole.job.incident is None)
+    plan = whole.journal.plans[max(whole.journal.plans)]
+    assert plan.outcome is Outcome.DONE and plan.remedy.kind is RemedyKind.HOT_SWAP
+    at = next(at for at, step in enumerate(plan.steps) if step.kind is StepKind.CLUSTER_OUT)
+    assert (plan.number, at) in whole.own_ever and whole.job.state is RUNNING
+
+
+def test_nothing_persisted_hosts_cordons_and_counts_outlive_the_supervisor(whole: Whole) -> None:
+    whole.observed("h-0", ObservationKind.WORKER_LOST, rank=0)
+    whole.until(lambda: whole.job.epoch > 1 and whole.job.incident is None)
+    assert whole.service is not None and whole.service.drain("h-3", "maintenance")
+    whole.pass_time(0.5)
+    before = whole.job
+    whole.kill()
+    whole.start()
+    assert {host.name for host in whole.service.sensor.hosts()} == set(whole.hosts)
+    assert whole.service.sensor.state_of("h-3") is HostState.CORDONED
+    known = whole.service.controller.workloads["job"]
+    assert (known.in_job_restarts, known.places, known.epoch) == (1, before.places, before.epoch)
+
+
+def test_wrong_port_one_that_is_none_is_refused_and_whoever_has_one_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="a port up to 65535"):
+        split_address("0.0.0.0:90090")
+    monkeypatch.setattr(server, "_BIND_S", 0.0)
+
+    async def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            made = settings(tmp_path, listen=f"127.0.0.1:{taken.getsockname()[1]}")
+            with pytest.raises(ConfigError, match="cannot listen on .*pass another address with --listen"):
+                await server.Supervisor(made).run()
+            socket.create_connection(taken.getsockname(), timeout=5).close()
+
+    run(work)
+
+
+def test_names_of_watchdogs_one_that_is_written_otherwise_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="there is no watchdog 'XID'; there are .*ecc.*xid"):
+        make_watchdogs(["XID"], WatchdogSettings())

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from typing import get_args
 
 import pytest
 
 from resiliency.errors import AgentError
-from resiliency.supervisor.messages import MAX_MESSAGE_BYTES, RankReport, Report, pack, unpack
+from resiliency.supervisor.messages import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Ask,
+    Hello,
+    Message,
+    RankReport,
+    Refused,
+    Report,
+    Welcome,
+    pack,
+    unpack,
+)
+from resiliency.supervisor.model import Observation, ObservationKind, Place, StepKind
 
 
 def text(**rank: object) -> str:
@@ -40,3 +55,21 @@ def test_a_rank_with_a_wrong_field_is_refused(rank: dict[str, object]) -> None:
 def test_garbage_is_refused(bad: str) -> None:
     with pytest.raises(AgentError):
         unpack(bad)
+
+
+@pytest.mark.parametrize("kind", [Hello, Welcome])
+def test_a_peer_of_another_version_is_told_so_whatever_fields_it_has(kind: type) -> None:
+    made = {Hello: Hello(version=1, host="a", incarnation="1"), Welcome: Welcome(version=1, term=1, period_s=1.0)}[kind]
+    of_later = {**json.loads(pack(made)), "version": PROTOCOL_VERSION + 1, "of_later": {}}
+    for words in (pack(made), json.dumps(of_later)):
+        with pytest.raises(AgentError, match="speaks version .* this side version .*install the same version"):
+            unpack(words)
+
+
+def test_messages_are_those_of_this_version_of_the_protocol() -> None:
+    """Unknown fields are refused: whoever adds a field, or a kind, raises the version, and then changes this."""
+    fields = {kind.__name__: sorted(kind.__dataclass_fields__) for kind in get_args(Message)}
+    fields |= {kind.__name__: sorted(kind.__dataclass_fields__) for kind in (Ask, RankReport, Observation, Place)}
+    known = hashlib.sha256(json.dumps([fields, sorted(StepKind), sorted(ObservationKind)]).encode()).hexdigest()
+    assert (PROTOCOL_VERSION, known[:16]) == (2, "b22bc44d475945d5")
+    assert list(Refused.__dataclass_fields__) == ["reason"], "of all versions"

@@ -16,6 +16,7 @@ from resiliency import faultpoints
 from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.messages import (
     MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
     Desired,
     Hello,
     Observed,
@@ -242,7 +243,7 @@ def test_a_check_is_asked_for_once_and_never_again_when_it_was_answered(tmp_path
         ("nonsense", "not a message"),
         (pack(Report(number=1)), "first message is a Hello"),
         (pack(Hello(version=99, host="a", incarnation="1")), "version 99"),
-        (pack(Hello(version=1, host="../a", incarnation="1")), "not that of a host"),
+        (pack(Hello(version=PROTOCOL_VERSION, host="../a", incarnation="1")), "not that of a host"),
         (None, "no Hello within"),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from resiliency.supervisor.watchdogs.ecc import EccWatchdog
 from resiliency.supervisor.watchdogs.memory import MemoryWatchdog
 from resiliency.supervisor.watchdogs.registry import WatchdogSettings, make_watchdogs
 from resiliency.supervisor.watchdogs.xid import XidWatchdog
+from tests import entry_points
 from tests.supervisor.monitored import Host, on_host, place
 
 
@@ -153,13 +156,40 @@ def test_those_of_a_name_that_is_not_known_are_refused() -> None:
             make_watchdogs([name], settings)
 
 
-def test_one_of_an_entry_point_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.metadata
+def test_one_that_is_installed_is_found_by_its_entry_point_and_heard_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site-packages"
+    described = site / "of_the_user-1.0.dist-info"
+    described.mkdir(parents=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: of-the-user\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text("[resiliency.watchdogs]\nof-the-user = of_the_user_watchdog:Mine\n")
+    (site / "of_the_user_watchdog.py").write_text(
+        "from resiliency.supervisor.watchdogs.base import Finding, Watchdog\n"
+        "class Mine(Watchdog):\n"
+        "    name, interval_s = 'mine', 0.02\n"
+        "    def look(self):\n"
+        "        return [Finding(code='unmounted', detail='/data is not mounted')]\n"
+    )
+    # What is installed is looked up once in a process of tests.
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points._of_all.__wrapped__)
+    with pytest.raises(ConfigError, match="there is no watchdog 'of-the-user'"):
+        make_watchdogs(["of-the-user"], WatchdogSettings())
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, "of_the_user_watchdog", raising=False)
 
-    point = importlib.metadata.EntryPoint("of-the-user", f"{__name__}:Scripted", "resiliency.watchdogs")
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] if "watchdogs" in group else [])
-    (made,) = make_watchdogs(["of-the-user"], WatchdogSettings())
-    assert isinstance(made, Watchdog)
+    async def scenario(host: Host) -> None:
+        host.watchdogs = make_watchdogs(["of-the-user"], WatchdogSettings())
+        host.start_monitor()
+        (seen,) = await host.supervisor.observed(1)
+        assert seen.kind is ObservationKind.HOST_UNHEALTHY and "/data is not mounted" in seen.detail
+
+    try:
+        on_host(tmp_path, scenario)
+        with pytest.raises(ConfigError, match="there are .*of-the-user"):
+            make_watchdogs(["nothing"], WatchdogSettings())
+    finally:
+        sys.modules.pop("of_the_user_watchdog", None)
 
 
 # ---- in a monitor

@@ -1,0 +1,77 @@
+"""Log lines that strangers cause: whoever can reach the port must not be able to fill the disk with the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from aiohttp.http_exceptions import HttpProcessingError
+
+from resiliency.supervisor.plain_text import plain_text
+
+__all__ = ["SaidRarely", "ServerLog"]
+
+#: For so long one line of a sender, and so many of all senders; what is left out is counted.
+_EVERY_S, _MOST = 60.0, 20
+_MOST_TEXT = 300
+
+
+class SaidRarely:
+    """Thread: the event loop's."""
+
+    def __init__(self, logger: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger, self._clock = logger, clock
+        #: Of this minute, by sender: how many lines it was worth.
+        self._counts: dict[str, int] = {}
+        self._beyond = 0
+        self._since_s = clock()
+
+    def warning(self, sender: str, text: str) -> None:
+        """One line, unless there was one of this sender within the minute, or too many of others."""
+        if self._clock() - self._since_s >= _EVERY_S:
+            self._say_what_was_left_out()
+        if sender in self._counts:
+            self._counts[sender] += 1
+        elif len(self._counts) < _MOST:
+            self._counts[sender] = 1
+            self._logger.warning("%s", plain_text(text, _MOST_TEXT))
+        else:
+            self._beyond += 1
+
+    def _say_what_was_left_out(self) -> None:
+        again = {sender: count - 1 for sender, count in self._counts.items() if count > 1}
+        left_out, elsewhere = sum(again.values()) + self._beyond, self._beyond
+        since_s, self._since_s = self._since_s, self._clock()
+        self._counts, self._beyond = {}, 0
+        if left_out:
+            most = max(again, key=lambda sender: again[sender], default="")
+            self._logger.warning(
+                "%d more warnings like those within %.0f s were not written%s%s",
+                left_out,
+                self._since_s - since_s,
+                f", {again[most]} of them because of {plain_text(most, _MOST_TEXT)}" if most else "",
+                f", {elsewhere} because of further senders" if elsewhere else "",
+            )
+
+
+class ServerLog(logging.LoggerAdapter):  # type: ignore[type-arg]  # takes no argument before Python 3.11
+    """The log of aiohttp's server: what is no HTTP is one line with its sender, rarely, in place of a traceback. What
+    fails on this side keeps its own."""
+
+    def __init__(self, logger: logging.Logger, rarely: SaidRarely) -> None:
+        super().__init__(logger, {})
+        self._rarely = rarely
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        error = kwargs.get("exc_info")
+        if level >= logging.WARNING and isinstance(error, HttpProcessingError):
+            sender = str(args[0]) if args else "somebody"
+            what = error.message.splitlines()[0] if error.message else type(error).__name__
+            self._rarely.warning(sender, f"{sender} has sent what is no HTTP request ({what}); it is cut off")
+            return
+        super().log(level, msg, *args, **kwargs)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, kwargs
