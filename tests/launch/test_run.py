@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -300,8 +301,9 @@ def test_ranks_outlive_the_process_that_forked_them_and_the_next_ones_are_forked
     job = launch(WAITING, "--nproc-per-node", 2, "--max-restarts", 3, arguments=[tmp_path])
     pids = [int(wait_for(tmp_path / f"rank-{rank}-0")) for rank in (0, 1)]
     others = [process for process in job.descendants() if process.pid not in pids]
-    for process in others:  # the zygote and its standbys
-        process.kill()
+    for process in others:  # the zygote and its standbys, which end with it
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     assert not wait_ended(others, timeout_s=10)
     assert all(psutil.pid_exists(pid) for pid in pids)
     os.kill(pids[0], signal.SIGKILL)
