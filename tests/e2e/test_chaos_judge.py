@@ -217,28 +217,6 @@ def test_of_two_that_descend_from_one_save_the_one_that_got_further_is_the_newes
     assert (found == []) is right, found
 
 
-@pytest.mark.parametrize(("is_away", "right"), [(True, True), (False, False)])
-def test_of_two_that_began_with_nothing_as_the_folder_was_away_either_may_be_the_newest(
-    is_away: bool, right: bool
-) -> None:
-    earlier, later = "0000000004-a0003-t-00", "0000000004-a0004-t-00"
-    hidden = {"what": "away", "id": "1", "keys": None if is_away else ["0000000002-a0002-t-00"]}
-
-    def begins(attempt: int) -> list[Line]:
-        begun = {"what": "loading", "load": "1", "how": "attempt", "scope": "newest", "seen": [], "falls_back": True}
-        line = {"what": "loaded", "load": "1", "rank": 0, "key": None, "state": None, "own": None, "checked": True}
-        job = {"job": f"job-{attempt}"}
-        return [{"what": "opened", "attempt": attempt, **job}, begun, {**line, "still": [], **job}]
-
-    lines = [hidden, *begins(3), *begins(4), BACK]
-    for key in (earlier, later):
-        lines += [{"what": "save", "key": key, "rank": 0, "state": key, "own": key}, {"what": "committed", "key": key}]
-    lines.append({"what": "loading", "load": "2", "how": "a", "scope": "newest", "seen": [], "falls_back": True})
-    line = {"what": "loaded", "load": "2", "rank": 0, "key": earlier, "state": earlier, "own": earlier}
-    found = problems(*lines, {**line, "checked": True, "still": [earlier, later]})
-    assert (found == []) is right, found
-
-
 def test_steps_are_listed_whatever_line_they_belong_to(tmp_path: Path) -> None:
     """After a restart the folder's name has the line too; what is not listed is never damaged, moved or demanded."""
     step = StepId(7, 2, "abcdef", 0, 1)

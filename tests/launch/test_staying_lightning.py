@@ -19,9 +19,6 @@ RANKS = 4
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(180)]
 
 
-# Gloo keeps one wait in some hundred kills, which nobody can end (resiliency/launch/peer_connections.py); the rank is
-# replaced and says so. Here that is allowed once: two runs in which something is waited for are no accident.
-@pytest.mark.flaky(reruns=1, only_rerun="takes its place")
 def test_nobody_waits_for_a_rank_that_was_told_to_leave(launch: Any, tmp_path: Path) -> None:
     flags = ["--standalone", "--nproc-per-node", RANKS, "--max-restarts", 100, "--crash-loop", 0]
     job = launch("", *flags, arguments=[JOB, tmp_path, "--restartable"], env={"TORCH_CPP_LOG_LEVEL": "ERROR"})

@@ -77,7 +77,6 @@ class Judge:
         self._newest_attempt = 0
         self._attempts: dict[str, int] = {}  # job -> its attempt
         self._went_on_from: dict[int, str | None] = {}  # attempt -> the save that it loaded
-        self._began_blind: set[int] = set()  # attempts that found nothing, because the folder was away
         self._collective: dict[str, list[_Load]] = {}  # job -> what its ranks load at its start, one load of all
         self._blows = 0  # how often processes of a job were killed or stopped
         self._blows_before: dict[str, int] = {}  # job -> how many of them when it was started
@@ -121,10 +120,7 @@ class Judge:
 
     def _got_further(self, key: str | None, other: str) -> bool:
         """True when ``other`` is of an attempt that went on from a save before ``key`` without seeing it, and has not
-        come as far; or when both began with nothing while the folder was away: neither has seen the other's saves, and
-        whose line has the larger number depends on what each found in its place."""
-        if key is not None and {_attempt_of(key), _attempt_of(other)} <= self._began_blind:
-            return True
+        come as far."""
         origin = self._went_on_from.get(_attempt_of(other))
         if key not in self._saves or origin not in self._saves or key is None or origin is None:
             return False
@@ -200,10 +196,7 @@ class Judge:
     def _loaded(self, line: dict[str, Any]) -> None:
         load = self._loads.pop(line["load"])
         if load.line["how"] == "attempt" and line.get("job", "") in self._attempts:
-            attempt = self._attempts[line.get("job", "")]
-            self._went_on_from[attempt] = line["key"]
-            if line["key"] is None and None in self._away.values():
-                self._began_blind.add(attempt)
+            self._went_on_from[self._attempts[line.get("job", "")]] = line["key"]
         self.counts["loads"] += 1
         self.counts[f"loads: {load.line['how']}"] += 1
         self._check_bytes(load, line)
