@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 #: A host that falls again and again is kept in quarantine twice as long each time, up to 2 to the power of this.
 _MOST_DOUBLINGS = 6
+#: Part of what the timeout is longer than a period, by which a report may be later than its period: a host sleeps for a
+#: period between two, and what it does besides comes on top.
+_LATENESS = 0.25
 #: Timeouts for which a host without a place may be silent before it counts no more for what falls silent at once.
 _LASTING = 3
 
@@ -304,7 +307,8 @@ class Sensor:
         if self._are_many(len(late) + len(self._silent), len(counted)):
             return late
         counted.sort()
-        due_s = self._settings.period_s
+        period_s, timeout_s = self._settings.period_s, self._settings.timeout_s
+        due_s = period_s + _LATENESS * (timeout_s - period_s)
         return [host for host in late if not self._are_many(bisect_right(counted, host.heard_s + due_s), len(counted))]
 
     def _counts(self, host: Host) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection
 
 import pytest
@@ -74,6 +75,32 @@ def test_a_network_that_is_cut_between_reports_freezes_before_anything_is_done(
         job.cut, job.trains = set(), True
         job.pass_time(60)
         assert job.workload.state is WorkloadState.RUNNING and job.workload.epoch == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_network_is_cut_while_hosts_report_later_than_their_period_by_what_they_do_besides(seed: int) -> None:
+    """Nobody is silent before all that were cut are: a host that was about to report is no host that died."""
+    chance = random.Random(seed)
+    sensor = Sensor(SensorSettings(period_s=0.5, timeout_s=2.0), 0.0)
+    names = [f"host-{number}" for number in range(4)]
+    cut_s = {name: 10 + chance.uniform(0.0, 0.1) for name in names[: chance.choice([3, 4])]}
+    reports: list[tuple[float, str]] = []
+    for name in names:
+        at = chance.uniform(0.0, 0.5)
+        while at < min(cut_s.get(name, 20.0), 20.0):
+            reports.append((at, name))
+            at += 0.5 + chance.uniform(0.0, 0.25)
+    reports.sort()
+    for tick in range(1, 260):
+        now = tick / 20
+        while reports and reports[0][0] <= now:
+            at, name = reports.pop(0)
+            sensor.heard(name, "1", at)
+            sensor.checked(name, "", at)
+        sensor.look(now)
+        silent = [name for name in names if sensor.state_of(name) is HostState.SILENT]
+        assert sensor.frozen == (len(silent) >= 3) and len(silent) in (0, 3, 4), (now, silent)
+    assert sensor.frozen and set(cut_s) == set(silent)
 
 
 @pytest.mark.parametrize("dead", [["host-0"], ["host-3"], ["host-1", "host-2"]], ids=str)
