@@ -45,6 +45,8 @@ class PeerConnections:
     def __init__(self) -> None:
         #: Monotonic seconds when a connection to a store was seen first, by its inode.
         self._seen: dict[int, float] = {}
+        #: Gloo had no connection when they were shut down last: it has seen the ends of all.
+        self.closed = False
 
     def shut_down(self, store_port: int | None, *, pairs: int) -> int:
         """Shuts down gloo's connections and those to a store, so that what waits for them ends with an error.
@@ -60,7 +62,10 @@ class PeerConnections:
         Returns:
             How many.
         """
-        watched = {fd for epoll in _epolls() for fd in _watched(epoll)}
+        loops = _loops()
+        watched = {fd for epoll in loops if epoll is not None for fd in _watched(epoll)}
+        # A loop that runs is one that may have connections.
+        self.closed = None not in loops
         return sum(self._shut_down(fd, watched, store_port, pairs) for fd in _sockets())
 
     def _shut_down(self, fd: int, watched: Set[int], store_port: int | None, pairs: int) -> bool:
@@ -75,6 +80,7 @@ class PeerConnections:
                     return False
                 if fd not in watched and not (one.getpeername()[1] == store_port and self._is_old(one)):
                     return False
+                self.closed = self.closed and fd not in watched
                 one.shutdown(socket.SHUT_RD if fd in watched else socket.SHUT_RDWR)
         except OSError as error:  # closed meanwhile, or not connected
             logger.debug("connection %d to a peer was not shut down: %s", fd, error)
@@ -96,16 +102,23 @@ def _sockets() -> list[int]:
     return found
 
 
-def _epolls() -> set[int]:
-    """File descriptors that threads of gloo wait on; each is in ``epoll_wait`` nearly always."""
-    found = set()
+def _loops() -> list[int | None]:
+    """Of each thread of gloo, the file descriptor that it waits on; it is in ``epoll_wait`` nearly always. None: not
+    now, or the kernel does not say."""
+    found: list[int | None] = []
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError, ValueError, IndexError):  # a thread that ends, or runs at this moment
+        with suppress(OSError):  # a thread that ends
             if (task / "comm").read_text().strip() == _LOOP:
-                fd = int((task / "syscall").read_text().split()[1], 16)
-                if os.readlink(f"/proc/self/fd/{fd}") == _EPOLL:
-                    found.add(fd)
+                found.append(_epoll_of(task))
     return found
+
+
+def _epoll_of(task: Path) -> int | None:
+    with suppress(OSError, ValueError, IndexError):  # a thread that ends, or runs at this moment
+        fd = int((task / "syscall").read_text().split()[1], 16)
+        if os.readlink(f"/proc/self/fd/{fd}") == _EPOLL:
+            return fd
+    return None
 
 
 def _watched(epoll: int) -> list[int]:

@@ -23,6 +23,7 @@ from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.launch import heartbeat
 from resiliency.launch.attempt_state import process_state
 from resiliency.launch.channel import receive, send
+from resiliency.launch.gloo_waits import GlooWaits
 from resiliency.launch.leaving import (
     abort_collectives,
     child_processes,
@@ -304,7 +305,7 @@ class _Survivor:
     def _interrupt_until_left(self, number: int) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        connections, waits, stuck_s, cpu_s = PeerConnections(), False, 0.0, _cpu_s(main)
+        connections, gloo_waits, waits, stuck_s, cpu_s = PeerConnections(), GlooWaits(), False, 0.0, _cpu_s(main)
         self._spared_until_s, self._interrupt_at_s, self._heard = time.monotonic() + _SPARED_S, 0.0, False
         with self._changed:
             while self._left < number:
@@ -314,6 +315,9 @@ class _Survivor:
                 if self._inside and time.monotonic() >= self._interrupt_at_s:
                     signal.pthread_kill(main, _SIGNAL)
                 self._changed.wait_for(lambda: self._left >= number, _SOON_S)
+                if self._left < number and not (self._inside and self._heard):
+                    # The exception is raised as the main thread's wait returns, so nobody uses what that returned.
+                    gloo_waits.end(closed=connections.closed)
                 waits = self._inside and not self._heard and _cpu_s(main) - cpu_s < _STUCK_CPU_S
                 stuck_s = stuck_s + _SOON_S if waits else 0.0
                 for_peers = stuck_s >= _STUCK_FOR_PEERS_S and waits_for_peers_only(sys._current_frames().get(main))

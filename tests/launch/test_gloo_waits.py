@@ -1,0 +1,87 @@
+"""Waits of gloo for messages that a dead peer has left half sent or half received, with real processes."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import pytest
+
+from resiliency.launch.gloo_waits import GlooWaits
+
+pytestmark = pytest.mark.timeout(120)
+
+#: Rank 1 dies in the middle of a message from (attempt 0) or to (attempt 1) rank 0. Gloo tells neither end.
+HALF_A_MESSAGE = """
+    import os, signal, sys, time
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    from resiliency.launch import restartable
+
+    folder = Path(sys.argv[1])
+
+    def written():
+        return int(Path("/proc/self/io").read_text().split("wchar:")[1].split()[0])
+
+    def wait_until(holds):
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+
+    @restartable
+    def main():
+        rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        os.write(1, f"rank {rank} attempt {attempt} process {os.getpid()}\\n".encode())
+        dist.init_process_group("gloo")
+        dist.barrier()
+        before = written()
+        if attempt == 0 and rank == 1:
+            dist.irecv(torch.zeros(1 << 25), 0)
+            (folder / "stops").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif attempt == 0:
+            wait_until((folder / "stops").exists)
+            peer = int((folder / "stops").read_text())
+            wait_until(lambda: Path(f"/proc/{peer}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+            work = dist.isend(torch.zeros(1 << 25), 1)
+            wait_until(lambda: written() > before + 100_000)
+            os.kill(peer, signal.SIGKILL)
+            work.wait()
+        elif attempt == 1 and rank == 1:
+            work = dist.isend(torch.zeros(1 << 26), 0)
+            wait_until(lambda: written() > before + 100_000)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif attempt == 1:
+            dist.recv(torch.zeros(1 << 26), 1)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        os.write(1, f"rank {rank} sums {int(total)}\\n".encode())
+        dist.destroy_process_group()
+
+    main()
+"""
+
+
+def test_a_rank_stays_whose_peer_died_in_the_middle_of_a_message(launch: Any, tmp_path: Any) -> None:
+    job = launch(
+        HALF_A_MESSAGE, "--nproc-per-node", 2, "--max-restarts", 2, "--crash-loop", 0, arguments=[tmp_path]
+    )
+    assert job.wait(60) == 0, job.text
+    assert "this rank waits in native code" not in job.text, job.text
+    assert len(set(re.findall(r"rank 0 attempt \d process (\d+)", job.text))) == 1, job.text
+    assert len(set(re.findall(r"rank 1 attempt \d process (\d+)", job.text))) == 3, job.text
+    assert re.findall(r"rank \d sums (\d)", job.text) == ["2", "2"], job.text
+
+
+def test_what_waits_for_something_else_is_left_alone() -> None:
+    event = threading.Event()
+    thread = threading.Thread(target=event.wait)
+    thread.start()
+    waits = GlooWaits()
+    assert [waits.end(closed=True) for _ in range(2)] == [0, 0]
+    assert thread.is_alive()
+    event.set()
+    thread.join(10)
