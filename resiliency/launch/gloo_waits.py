@@ -1,10 +1,11 @@
 """Ends waits of gloo that nothing else ends.
 
 A buffer of gloo's is told that its connection has ended where it waits to be sent or received. Not told is one whose
-bytes could not be written, because the peer had died a moment before (``Pair::write`` takes a reset for a full pipe, and
-``Pair::sendAsyncMode`` leaves the buffer in ``tx_``), and one that was received in part, as the peer died in the middle
-of its message (``Pair::prepareRead`` has moved it to ``rx_``): ``Pair::signalException`` looks at neither. The thread
-that waits for it is left until the timeout of its group, which is half an hour, and with it the rank.
+bytes could not all be written, because the peer had died a moment before or did not read (``Pair::write`` takes a
+reset for a full pipe, and ``Pair::sendAsyncMode`` leaves the buffer in ``tx_``), and one that was received in part, as
+the peer died in the middle of its message (``Pair::prepareRead`` has moved it to ``rx_``): ``Pair::signalException``
+looks at neither. The thread that waits for it is left until the timeout of its group, which is half an hour, and with
+it the rank.
 
 Gloo can end such a wait (``UnboundBuffer::abortWaitSend``, ``abortWaitRecv``), but torch calls that for single messages
 only, and never for collective operations. So it is called here. The buffer is found by where its thread waits: on a
@@ -93,7 +94,9 @@ def _buffers(table: int) -> Iterator[tuple[int, int]]:
     """Threads that wait on something in a buffer, and its address."""
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for task in os.listdir("/proc/self/task"):
-            with suppress(OSError, ValueError, IndexError, OverflowError):  # it has ended, runs, or waits for no address
+            with suppress(
+                OSError, ValueError, IndexError, OverflowError
+            ):  # it has ended, runs, or waits for no address
                 with open(f"/proc/self/task/{task}/syscall") as file:
                     argument = int(file.read().split()[1], 16)
                 address = argument - argument % _POINTER.size

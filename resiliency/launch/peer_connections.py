@@ -4,10 +4,7 @@
   neighbours only. A rank whose neighbours are alive, and have left, waits until their groups are gone, which may be
   never where something still refers to them. Gloo has no word for its sockets; they are those that its event loop
   watches. They are ended for reading only: its event loop then sees an end and tells all that wait, except those whose
-  bytes it could not write (``Pair::signalException`` looks at buffers that wait to be sent and received, not at those
-  in ``tx_``, where ``Pair::write`` leaves what it could not write to a closed connection). A thread that was about to
-  send would wait for good: 3 in 900 on two loaded cores, none in 1,800 since it can still write. Where the peer has
-  died it cannot, so this still happens, more rarely.
+  bytes it could not write or had received in part, which ``gloo_waits`` ends when all connections are closed.
 * That gloo waits for as a group forms: of two ranks one listens until the other one connects and says which pair it
   belongs to; pairs of a group are numbered from 0 (``gloo/transport/tcp/listener.cc``). Where the other one never comes
   this process does, in its place, and hangs up.

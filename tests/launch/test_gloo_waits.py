@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from resiliency.launch import gloo_waits
 from resiliency.launch.gloo_waits import GlooWaits
 
 pytestmark = pytest.mark.timeout(120)
@@ -66,14 +67,28 @@ HALF_A_MESSAGE = """
 
 
 def test_a_rank_stays_whose_peer_died_in_the_middle_of_a_message(launch: Any, tmp_path: Any) -> None:
-    job = launch(
-        HALF_A_MESSAGE, "--nproc-per-node", 2, "--max-restarts", 2, "--crash-loop", 0, arguments=[tmp_path]
-    )
+    job = launch(HALF_A_MESSAGE, "--nproc-per-node", 2, "--max-restarts", 2, "--crash-loop", 0, arguments=[tmp_path])
     assert job.wait(60) == 0, job.text
     assert "this rank waits in native code" not in job.text, job.text
     assert len(set(re.findall(r"rank 0 attempt \d process (\d+)", job.text))) == 1, job.text
     assert len(set(re.findall(r"rank 1 attempt \d process (\d+)", job.text))) == 3, job.text
     assert re.findall(r"rank \d sums (\d)", job.text) == ["2", "2"], job.text
+
+
+def test_a_wait_is_ended_when_it_was_there_before_and_all_connections_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int | None] = []
+    fake = gloo_waits._Gloo(table=0, ends=(lambda address: ended.append(address.value),))
+    monkeypatch.setattr(gloo_waits, "_loaded", lambda: fake)
+    seen = {(1, 0x10)}
+    monkeypatch.setattr(gloo_waits, "_buffers", lambda table: iter(seen))
+    waits = GlooWaits()
+    assert [waits.end(closed=closed) for closed in (True, False, False, True)] == [0, 0, 0, 0]
+    assert ended == []
+    seen = {(1, 0x10), (2, 0x20)}
+    assert waits.end(closed=True) == 1
+    assert ended == [0x10]
 
 
 def test_what_waits_for_something_else_is_left_alone() -> None:

@@ -86,8 +86,12 @@ def test_connections_of_gloo_are_shut_down_and_those_of_others_are_not(loop: Loo
         socket.create_connection(listener.getsockname()) as of_others,
         listener.accept()[0] as peer_of_others,
     ):
+        connections = PeerConnections()
+        connections.shut_down(None, pairs=3)
+        assert connections.closed, "gloo has none yet"
         loop.epoll.register(of_gloo, select.EPOLLPRI)
-        assert PeerConnections().shut_down(None, pairs=3) == 1
+        assert connections.shut_down(None, pairs=3) == 1
+        assert not connections.closed, "its loop has not seen the end yet"
         of_gloo.settimeout(10)
         assert of_gloo.recv(1) == b""
         # Gloo waits for good for what it could not write.
