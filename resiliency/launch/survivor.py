@@ -55,8 +55,8 @@ _SOON_S = 0.05
 #: Seconds for which a thread may be in a place where it is not to be interrupted.
 _SPARED_S = 2.0
 #: Seconds for which the main thread may wait in native code when all that it could wait for has been ended, less where
-#: that can only be peers: a wait of gloo may outlive the connection to a dead one, and ``gloo_waits`` does not find it in
-#: every torch. What it may compute meanwhile: signals take some.
+#: that can only be peers: a wait of gloo may outlive the connection to a dead one, and ``gloo_waits`` does not find it
+#: in every torch. What it may compute meanwhile: signals take some.
 _STUCK_S, _STUCK_FOR_PEERS_S, _STUCK_CPU_S = 2.0, 0.5, 0.02
 #: Characters of an error, with where it was raised, that the launcher shows.
 _MAX_ERROR = 4000
