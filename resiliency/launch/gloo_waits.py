@@ -92,15 +92,25 @@ def _loaded() -> _Gloo | None:
 
 def _buffers(table: int) -> Iterator[tuple[int, int]]:
     """Threads that wait on something in a buffer, and its address."""
-    with open("/proc/self/mem", "rb", buffering=0) as memory:
+    with suppress(OSError), open("/proc/self/mem", "rb", buffering=0) as memory:  # not of a process that hides it
         for task in os.listdir("/proc/self/task"):
-            with suppress(
-                OSError, ValueError, IndexError, OverflowError
-            ):  # it has ended, runs, or waits for no address
-                with open(f"/proc/self/task/{task}/syscall") as file:
-                    argument = int(file.read().split()[1], 16)
-                address = argument - argument % _POINTER.size
-                for at in range(address, address - _REACH, -_POINTER.size):
-                    if _POINTER.unpack(os.pread(memory.fileno(), _POINTER.size, at))[0] == table:
-                        yield int(task), at
-                        break
+            address = _waits_on(task)
+            for at in range(address, max(address - _REACH, 0), -_POINTER.size):
+                if _word(memory.fileno(), at) == table:
+                    yield int(task), at
+                    break
+
+
+def _waits_on(task: str) -> int:
+    """The word in which the first argument of a thread's system call points; 0: it runs, has ended, or is not shown."""
+    with suppress(OSError, ValueError, IndexError), open(f"/proc/self/task/{task}/syscall") as file:
+        argument = int(file.read().split()[1], 16)
+        return argument - argument % _POINTER.size
+    return 0
+
+
+def _word(memory: int, address: int) -> int | None:
+    """None: nothing is there, as the argument was no address."""
+    with suppress(OSError, OverflowError, struct.error):
+        return int(_POINTER.unpack(os.pread(memory, _POINTER.size, address))[0])
+    return None
