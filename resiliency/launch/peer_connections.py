@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import struct
 import time
-from collections.abc import Set
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +43,8 @@ class PeerConnections:
     def __init__(self) -> None:
         #: Monotonic seconds when a connection to a store was seen first, by its inode.
         self._seen: dict[int, float] = {}
+        #: What threads of gloo wait on, from when they last did; a thread keeps to one.
+        self._epolls: dict[str, int] = {}
         #: Gloo had no connection when they were shut down last: it has seen the ends of all.
         self.closed = False
 
@@ -60,12 +63,13 @@ class PeerConnections:
             How many.
         """
         loops = _loops()
-        watched = {fd for epoll in loops if epoll is not None for fd in _watched(epoll)}
-        # A loop that runs is one that may have connections.
-        self.closed = None not in loops
+        self._epolls = {task: epoll for task, epoll in self._epolls.items() if task in loops}
+        self._epolls |= {task: epoll for task, epoll in loops.items() if epoll is not None}
+        watched = {fd: waits for epoll in self._epolls.values() for fd, waits in _watched(epoll).items()}
+        self.closed = loops.keys() == self._epolls.keys()  # of others it is not known
         return sum(self._shut_down(fd, watched, store_port, pairs) for fd in _sockets())
 
-    def _shut_down(self, fd: int, watched: Set[int], store_port: int | None, pairs: int) -> bool:
+    def _shut_down(self, fd: int, watched: Mapping[int, bool], store_port: int | None, pairs: int) -> bool:
         try:
             with socket.socket(fileno=os.dup(fd)) as one:
                 if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
@@ -77,7 +81,7 @@ class PeerConnections:
                     return False
                 if fd not in watched and not (one.getpeername()[1] == store_port and self._is_old(one)):
                     return False
-                self.closed = self.closed and fd not in watched
+                self.closed = self.closed and not watched.get(fd)
                 one.shutdown(socket.SHUT_RD if fd in watched else socket.SHUT_RDWR)
         except OSError as error:  # closed meanwhile, or not connected
             logger.debug("connection %d to a peer was not shut down: %s", fd, error)
@@ -99,14 +103,14 @@ def _sockets() -> list[int]:
     return found
 
 
-def _loops() -> list[int | None]:
+def _loops() -> dict[str, int | None]:
     """Of each thread of gloo, the file descriptor that it waits on; it is in ``epoll_wait`` nearly always. None: not
     now, or the kernel does not say."""
-    found: list[int | None] = []
+    found: dict[str, int | None] = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # a thread that ends
             if (task / "comm").read_text().strip() == _LOOP:
-                found.append(_epoll_of(task))
+                found[task.name] = _epoll_of(task)
     return found
 
 
@@ -118,12 +122,15 @@ def _epoll_of(task: Path) -> int | None:
     return None
 
 
-def _watched(epoll: int) -> list[int]:
+def _watched(epoll: int) -> dict[int, bool]:
+    """File descriptors, and whether an event of theirs is waited for: not where one was waited for and came, as from
+    those who have only said a number and hung up."""
     try:
         lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
     except OSError:
-        return []
-    return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+        return {}
+    entries = [line.split() for line in lines if line.startswith("tfd:")]
+    return {int(entry[1]): bool(int(entry[3], 16) & ~select.EPOLLONESHOT) for entry in entries}
 
 
 def _connect_and_hang_up(listener: socket.socket, pairs: int) -> None:
