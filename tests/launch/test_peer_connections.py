@@ -109,6 +109,23 @@ def test_connections_of_gloo_are_shut_down_and_those_of_others_are_not(loop: Loo
     assert accepted(listener) == [], "nobody but gloo's listener is connected to"
 
 
+def test_a_loop_that_runs_at_that_moment_is_remembered_and_one_that_was_never_seen_to_wait_is_not_known(
+    loop: Loop, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections, waiting = PeerConnections(), peer_connections._loops()
+    connections.shut_down(None, pairs=0)
+    monkeypatch.setattr(peer_connections, "_loops", lambda: dict.fromkeys(waiting))
+    connections.shut_down(None, pairs=0)
+    assert connections.closed, "it watches nothing"
+    with socket.create_connection(listener.getsockname()) as of_gloo, listener.accept()[0]:
+        loop.epoll.register(of_gloo, select.EPOLLPRI)
+        assert connections.shut_down(None, pairs=0) == 1
+        assert not connections.closed
+        unknown = PeerConnections()
+        assert unknown.shut_down(None, pairs=0) == 0
+        assert not unknown.closed, "it may have connections"
+
+
 def test_a_connection_to_a_store_is_shut_down_when_it_is_no_longer_new(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
