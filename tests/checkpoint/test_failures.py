@@ -541,14 +541,20 @@ def test_a_slow_store_neither_slows_training_nor_fills_the_local_tier(
 def test_who_waits_for_a_save_that_gave_way_hears_of_it_at_once(
     local: Path, remote: LocalTier, opened: Callable[[Tier], None]
 ) -> None:
-    free = threading.Event()
-    opened(SlowTier(remote, delay=timedelta(seconds=60), pause=lambda seconds: free.wait(seconds) and False))
+    busy, free = threading.Event(), threading.Event()
+
+    def pause(seconds: float) -> bool:
+        busy.set()
+        return free.wait(seconds) and False
+
+    opened(SlowTier(remote, delay=timedelta(seconds=60), pause=pause))
     with with_remote(local, remote) as checkpointer:
         tickets = []
         for step in (1, 2, 3):
             tickets.append(checkpointer.save(step, make_state(step)))
             assert tickets[-1] is not None
             tickets[-1].wait(Stage.COMMITTED, timeout=SOON)
+            assert busy.wait(SOON.total_seconds())  # with step 1, or that would give way to step 2
         began = time.monotonic()
         with pytest.raises(ResiliencyError, match="will not be durable on object_store: .*step 3 is newer"):
             tickets[1].wait(Stage.DURABLE, tier="object_store", timeout=SOON)
