@@ -41,7 +41,8 @@ HALF_A_MESSAGE = """
         before = written()
         if attempt == 0 and rank == 1:
             dist.irecv(torch.zeros(1 << 25), 0)
-            (folder / "stops").write_text(str(os.getpid()))
+            (folder / "part").write_text(str(os.getpid()))
+            (folder / "part").rename(folder / "stops")  # whole as soon as it is there
             os.kill(os.getpid(), signal.SIGSTOP)
         elif attempt == 0:
             wait_until((folder / "stops").exists)
