@@ -20,9 +20,24 @@ FAR_S = 30 * DAY_S
 
 def straighten(run: RunFacts) -> None:
     """Corrects the times of a run in place, and counts those it sets aside. Idempotent."""
-    moved = sum(segment.settle() != 0.0 for segment in (*run.segments, *run.nodes))
-    if _settle_hosts(run) or moved:
-        _find_ends(run)
+    peers: dict[tuple[str, int | None], list[Segment]] = {}
+    for segment in run.segments:
+        peers.setdefault((segment.host, segment.attempt), []).append(segment)
+    for segment in (*run.segments, *run.nodes):
+        segment.settle()
+    for segment in run.segments:  # again: those that are alone with what they tell ask the others of their host
+        segment.settle(peers[segment.host, segment.attempt])
+    moved = sum(clock.settle(peers.get(key, ())) for key, clock in run.others.items())
+    if moved:
+        run.quality["clocks_of_hosts_set_aright"] += moved
+    run.marks = [
+        dataclasses.replace(mark, time=mark.by.resolve(mark.told)) if mark.by is not None and mark.told is not None
+        else mark
+        for mark in run.marks
+    ]
+    if alone := sum(segment.alone for segment in (*run.segments, *run.nodes, *run.others.values())):
+        run.quality["clock_readings_set_aside"] = alone
+    _find_ends(run)
     eras = _eras(run)
     if len(eras) < 2:
         return
@@ -37,7 +52,7 @@ def straighten(run: RunFacts) -> None:
     run.saves = [save for save in run.saves if within(save[0])]
     run.loads = [load for load in run.loads if within(load[0])]
     gone += before - len(run.marks) - len(run.saves) - len(run.loads)
-    for name in ("scheduled", "terminated"):
+    for name in ("scheduled", "terminated", "first_alone", "last_alone"):
         time = getattr(run, name)
         if time is not None and not within(time):
             setattr(run, name, None)
@@ -50,33 +65,17 @@ def straighten(run: RunFacts) -> None:
         run.quality["stamps_set_aside"] += max(1, sum(day.events for day in aside.values()))
 
 
-def _settle_hosts(run: RunFacts) -> bool:
-    """Events that no rank wrote, a launcher's or an agent's, follow the ranks of their host and attempt; False when all
-    were right."""
-    shifted: dict[tuple[str, int | None], float] = {}
-    ranks: dict[tuple[str, int | None], list[Segment]] = {}
-    for segment in run.segments:
-        ranks.setdefault((segment.host, segment.attempt), []).append(segment)
-    for key, clock in run.others.items():
-        if delta := clock.settle(ranks.get(key, ())):
-            shifted[key] = delta
-    if not shifted:
-        return False
-    run.marks = [
-        dataclasses.replace(mark, time=mark.time + shifted[mark.host, mark.attempt])
-        if mark.hosts_clock and (mark.host, mark.attempt) in shifted
-        else mark
-        for mark in run.marks
-    ]
-    run.quality["clocks_of_hosts_set_aright"] += len(shifted)
-    return True
-
-
 def _find_ends(run: RunFacts) -> None:
-    """The first and last moment of a run whose times have moved."""
+    """The first and last moment of a run whose times are set aright."""
     segments = (*run.segments, *run.nodes, *run.others.values())
-    times = [time for segment in segments for time in (segment.start, segment.end) if time is not None]
-    times += [mark.time for mark in run.marks] + [t for t in (run.scheduled, run.terminated) if t is not None]
+    times = [
+        time
+        for segment in segments
+        for time in (segment.start, segment.end, segment.earliest, segment.latest)
+        if time is not None
+    ]
+    named = (run.scheduled, run.terminated, run.first_alone, run.last_alone)
+    times += [mark.time for mark in run.marks] + [time for time in named if time is not None]
     if times:
         run.first, run.last = min(times), max(times)
         low, high = int(run.first // DAY_S), int(run.last // DAY_S)

@@ -203,27 +203,31 @@ class Collector:
         rank = _count(record.get("rank"))
         mono = _monotonic(record.get("monotonic_s"))
         host = str(record.get("host") or "")
+        owner: Segment | None = None
         if kind in self._handlers:
             segment = self._segment(run, kind, time, mono, attempt, rank, _count(record.get("node_rank")), host)
             if segment is not None:
-                segment.tell(time, mono)
-                straight = segment.at(time, mono)
-                segment.jumps += straight != time
-                time = straight
+                owner = segment
+                time = segment.hear(time, mono)
                 segment.saw(time)
                 self._handlers[kind](run, segment, time, record)
         elif rank is not None and (known := self._open[run.name].get((attempt, rank))) is not None:
-            time = known.at(time, mono)
+            owner = known
+            time = known.hear(time, mono)
         elif mono is not None and host:
             clock = run.others.get((host, attempt))
             if clock is None and len(run.others) < MAX_CLOCKS:
                 clock = run.others[host, attempt] = Segment(attempt=attempt, lane=-1, host=host, serial=-1)
             if clock is not None:
                 clock.boot = str(record.get("boot") or clock.boot)[:MOST_NAME]
-                clock.tell(time, mono)
-                time = clock.at(time, mono)
+                owner = clock
+                time = clock.hear(time, mono)
+        if owner is not None:
+            owner.wrote(time)
+        else:
+            run.saw_alone(time)
         run.saw(time)
-        self._job_level(run, kind, time, rank, attempt, host, record)
+        self._job_level(run, kind, time, rank, attempt, host, record, owner)
 
     # -- segments ------------------------------------------------------------------------------------------------
 
@@ -248,7 +252,7 @@ class Collector:
             return None
         key = (attempt, lane)
         segment = table.get(key)
-        if segment is None or self._is_over(segment, kind, segment.at(time, mono) if segment else time):
+        if segment is None or self._is_over(segment, kind, segment.guess(time, mono)):
             rollback = segment is not None and kind in (EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED)
             segment = self._new(table, store, key, host)
             segment.rollback = rollback
@@ -349,18 +353,19 @@ class Collector:
     def _job_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         if segment.started is not None:
             run.quality["duplicates"] += 1
-        segment.started = time if segment.started is None else min(time, segment.started)
+        if segment.started is None or time < segment.started:
+            segment.put("started", time)
         if since := _since(record, "since_process_s"):
-            segment.process = time - since
+            segment.put("process", time - since)
         if since := _since(record, "since_callback_s"):
-            segment.callback = time - since
+            segment.put("callback", time - since)
             if record.get("imports_s") is not None:
                 segment.imports_s = _seconds(record.get("imports_s"))
         if since := _since(record, "since_group_s"):
-            segment.group = time - since
-            segment.grouped = min(time, segment.group + _seconds(record.get("group_s")))
+            segment.put("group", time - since)
+            segment.put("grouped", min(time, time - since + _seconds(record.get("group_s"))))
         if since := _since(record, "opening_s"):
-            segment.opening = time - since
+            segment.put("opening", time - since)
         if (workload := record.get("workload")) and isinstance(workload, str) and len(run.workloads) < MOST_LOGS:
             run.workloads.add(workload)
         logs = record.get("logs")
@@ -369,31 +374,35 @@ class Collector:
         segment.device = str(record.get("device") or segment.device)[:32]
         segment.boot = str(record.get("boot") or segment.boot)[:MOST_NAME]
         if since := _since(record, "since_launcher_s"):
-            segment.launched = time - since
+            segment.put("launched", time - since)
         segment.world = _count(record.get("world_size")) or segment.world
 
     def _restore_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
-        segment.restore = time if segment.restore is None else min(time, segment.restore)
+        if segment.restore is None or time < segment.restore:
+            segment.put("restore", time)
 
     def _loaded(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         step = _count(record.get("step"))
         if segment.loaded is None or time >= segment.loaded:
-            segment.loaded = time
+            segment.put("loaded", time)
             segment.loaded_step = step if step is not None else segment.loaded_step
             segment.loaded_s = _seconds(record.get("duration_s")) or segment.loaded_s
             segment.loaded_from = str(record.get("source") or record.get("tier") or segment.loaded_from)
 
     def _train_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
-        segment.train = time if segment.train is None else min(time, segment.train)
+        if segment.train is None or time < segment.train:
+            segment.put("train", time)
         step = _count(record.get("step"))
         segment.train_step = step if step is not None else segment.train_step
         segment.world = _count(record.get("world_size")) or segment.world
 
     def _train_ended(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
-        segment.train_ended = time if segment.train_ended is None else max(time, segment.train_ended)
+        if segment.train_ended is None or time > segment.train_ended:
+            segment.put("train_ended", time)
 
     def _job_terminated(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
-        segment.terminated = time if segment.terminated is None else max(time, segment.terminated)
+        if segment.terminated is None or time > segment.terminated:
+            segment.put("terminated", time)
         # The first reason counts: an engine that is closed afterwards only follows from it.
         segment.reason = segment.reason or str(record.get("reason") or "")
 
@@ -414,9 +423,7 @@ class Collector:
             segment.stall_s += stall
             if record.get("event_type") == EventKind.CHECKPOINT_STARTED:
                 segment.stall_between_s += stall
-            segment.stalls.append((time, stall))
-            if len(segment.stalls) > 16:
-                del segment.stalls[0]
+            segment.stalled(time, stall)
 
     def _job_level(
         self,
@@ -427,6 +434,7 @@ class Collector:
         attempt: int | None,
         host: str,
         record: Mapping[str, Any],
+        owner: Segment | None,
     ) -> None:
         """Events about the run as a whole, whichever process wrote them."""
         step = _count(record.get("step"))
@@ -437,7 +445,8 @@ class Collector:
             about = str(record.get("lost_host") or record.get("node") or host)
             fields = {k: v for k, v in record.items() if k not in _COMMON and isinstance(v, (str, int, float, bool))}
             who = subject if subject is not None else rank
-            run.mark(Mark(time, kind, who, about, attempt, step, rank is None, fields))
+            told = owner.told_now(time) if owner is not None else None
+            run.mark(Mark(time, kind, who, about, attempt, step, rank is None, fields, told, owner))
         if kind == EventKind.USER_SCHEDULED:
             run.scheduled = time if run.scheduled is None else min(time, run.scheduled)
         elif kind == EventKind.USER_TERMINATED:

@@ -9,18 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 from resiliency.telemetry.stepstats import StepStats
 
-__all__ = ["CheckpointTier", "DaySpan", "Mark", "RunFacts", "Segment", "parse_stamp"]
+__all__ = ["CheckpointTier", "DaySpan", "Mark", "RunFacts", "Segment", "Told", "parse_stamp"]
 
 #: A clock that moved by more than this against the monotonic one was set; smaller differences are drift.
 CLOCK_JUMP_S = 0.5
 #: A stamp that differs by more than this from what the rest of a process's log tells is wrong.
 WRONG_S = 5.0
-#: A clock that nobody sets is doubted where it says that an event is farther than this from the one before.
-FAR_FROM_LAST_S = 600.0
 _MOST_BASES = 16
 MAX_MARKS = 20_000
 MAX_SPANS = 256
@@ -70,6 +68,17 @@ def _iso(text: str) -> datetime | None:
         return None
 
 
+class Told(NamedTuple):
+    """The two times of an event as its line tells them, and its place among the events of its process."""
+
+    time: float
+    mono: float | None
+    #: Highest step read before it, and its number among the events.
+    place: tuple[int, float]
+    #: What was added to its time: it tells of something that was so long ago.
+    since: float = 0.0
+
+
 @dataclass(frozen=True)
 class Mark:
     """A rare event that a report lists. ``time`` in UTC seconds, ``rank`` is the rank it is about."""
@@ -83,6 +92,9 @@ class Mark:
     #: By the clock of a host, not of a rank.
     hosts_clock: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    #: As its line tells it, and the process by whose clocks.
+    told: Told | None = field(default=None, compare=False, repr=False)
+    by: Segment | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass
@@ -122,7 +134,31 @@ _TIMES = (
     "terminated",
     "first",
     "last",
+    "earliest",
+    "latest",
 )
+
+
+def _count(vote: Sequence[float]) -> float:
+    return vote[1]
+
+
+def _vote(votes: list[list[float]], base: float, count: float = 1.0) -> None:
+    """One more for those that are near ``base``."""
+    for known in votes:
+        if abs(known[0] - base) <= WRONG_S:
+            known[1] += count
+            return
+    if len(votes) < _MOST_BASES:
+        votes.append([base, count])
+
+
+def _misses(time: float, limits: tuple[float | None, float | None]) -> float:
+    """Seconds by which it lies outside; a second is none."""
+    low, high = limits
+    return max(0.0, (low if low is not None else time) - time - 1.0) + max(
+        0.0, time - (high if high is not None else time) - 1.0
+    )
 
 
 class Segment:
@@ -179,73 +215,167 @@ class Segment:
         self.span_sums: dict[str, list[float]] = {}
         #: Where this rank's output goes.
         self.logs: tuple[str, ...] = ()
+        #: Of all its events, also those that tell nothing of the rank.
+        self.earliest: float | None = None
+        self.latest: float | None = None
+        #: Events whose clock does not agree with the rest.
         self.jumps = 0
+        #: Those of them that are alone with what they tell.
+        self.alone = 0
         self._base: float | None = None
-        self._latest: float | None = None
         #: What events tell of when the host's other clock began: [UTC seconds, events]; those that agree are one.
         self._bases: list[list[float]] = []
+        self._told: dict[str, Told] = {}
+        self._stalls_told: list[Told] = []
+        self._now = Told(0.0, None, (-1, 0.0))
+        self._straight = 0.0
+        #: When processes with the same clocks lived.
+        self._around: tuple[float, float] | None = None
 
-    def tell(self, time: float, mono: float | None) -> None:
-        """An event of this process has these two times, one of which may be wrong."""
-        if mono is None:
-            return
-        base = time - mono
-        for known in self._bases:
-            if abs(known[0] - base) <= WRONG_S:
-                known[1] += 1
-                return
-        if len(self._bases) < _MOST_BASES:
-            self._bases.append([base, 1])
+    def hear(self, time: float, mono: float | None) -> float:
+        """An event of this process has these two times, one of which may be wrong. Returns what is thought of them so
+        far."""
+        self._now = Told(time, mono, (self.steps.high, self._now.place[1] + 1.0))
+        if mono is not None:
+            _vote(self._bases, time - mono)
+            self._base = max(self._bases, key=_count)[0]
+        self._straight = self.resolve(self._now)
+        return self._straight
 
-    def settle(self, others: Sequence[Segment] = ()) -> float:
-        """Sets the times aright where the first event, by which they were told, had a wrong clock. Idempotent.
+    def guess(self, time: float, mono: float | None) -> float:
+        """When an event that is not yet heard was, by what is known so far."""
+        return self.resolve(Told(time, mono, (self.steps.high, self._now.place[1] + 1.0)))
+
+    def told_now(self, time: float) -> Told:
+        """What the event that was heard last tells of ``time``, which follows from its own."""
+        return self._now._replace(since=time - self._straight)
+
+    def put(self, name: str, time: float) -> None:
+        """Sets a time, one of ``_TIMES``, that follows from the event that was heard last."""
+        setattr(self, name, time)
+        self._told[name] = self.told_now(time)
+
+    def resolve(self, told: Told) -> float:
+        """UTC seconds by the clock that most events of the process have; a line that is alone with what it tells has
+        one wrong clock, and its neighbours tell which."""
+        time, mono = told.time, told.mono
+        if mono is None or self._base is None:
+            return time + told.since
+        straight = self._base + mono
+        if abs(straight - time) <= CLOCK_JUMP_S:
+            return time + told.since
+        if self._votes(time - mono) > 1:
+            return straight + told.since  # people's clock was set
+        low, high = limits = self._limits(told.place)
+        misses = _misses(time, limits) - _misses(straight, limits)
+        if misses == 0.0 and (low is None) != (high is None):
+            near = low if low is not None else high or 0.0
+            misses = abs(time - near) - abs(straight - near)
+        return (time if misses < 0.0 else straight) + told.since
+
+    def _limits(self, place: tuple[int, float]) -> tuple[float | None, float | None]:
+        """Between which moments an event of this place lies, of those that are sure."""
+        low: float | None = None
+        high: float | None = None
+        known = [*self._told.values(), *self._stalls_told, *self._steps_told()]
+        for told in known:
+            if told.place == place or not self._is_sure(told):
+                continue
+            time = told.time if told.mono is None or self._base is None else self._base + told.mono
+            if told.place < place:
+                low = time if low is None else max(low, time)
+            else:
+                high = time if high is None else min(high, time)
+        if self._around is not None:
+            low = self._around[0] if low is None else low
+            high = self._around[1] if high is None else high
+        return low, high
+
+    def _is_sure(self, told: Told) -> bool:
+        if told.mono is None or self._base is None:
+            return self._base is None
+        base = told.time - told.mono
+        return abs(base - self._base) <= WRONG_S or self._votes(base) > 1
+
+    def _steps_told(self) -> list[Told]:
+        steps = self.steps
+        found: list[Told] = []
+        if steps.high < 0:
+            return found
+        pairs = [(steps.last_stamp, steps.last_mono, (steps.high, 0.0))]
+        if steps.first_step is not None:
+            pairs.append((steps.first_step[0], steps.first_step[1], (-1, float("inf"))))
+        for stamp, mono, place in pairs:
+            time = parse_stamp(stamp)
+            if time is not None and mono is not None:
+                found.append(Told(time, float(mono), place))
+        return found
+
+    def settle(self, others: Sequence[Segment] = ()) -> bool:
+        """Sets the times aright by what most events tell of the clocks. Idempotent.
 
         Args:
             others: processes of the same host and attempt, which have the same clocks.
 
         Returns:
-            By how many seconds its times moved.
+            Whether a time moved.
         """
-        if self._base is None or (len(self._bases) < 2 and self.steps.high < 0 and not others):
-            return 0.0
-        heard = [[one._base, one._votes(one._base, ())] for one in others if one._base is not None]
-        votes = [(self._votes(base, heard), base) for base, _ in [*self._bases, *self._step_bases(), *heard]]
-        most, best = max(votes, default=(0.0, self._base))
-        own, delta = self._votes(self._base, heard), best - self._base
-        if abs(delta) <= WRONG_S or most <= own:
-            return 0.0
-        self.jumps += max(1, round(own))
-        self._base = best
-        for name in _TIMES:
-            time = getattr(self, name)
-            if time is not None:
-                setattr(self, name, time + delta)
-        self.stalls = [(time + delta, seconds) for time, seconds in self.stalls]
-        self.spans = [(name, time + delta, seconds) for name, time, seconds in self.spans]
-        return delta
+        if not self._bases:
+            if self._base is None and self.steps.high >= 0 and (found := self._steps_told()):
+                self._base = found[-1].time - (found[-1].mono or 0.0)
+            return False
+        before = [getattr(self, name) for name in _TIMES]
+        old = self._base
+        own = [list(one) for one in self._bases]
+        for told in self._steps_told():
+            _vote(own, told.time - (told.mono or 0.0))
+        heard = [[one._base, one.heard] for one in others if one is not self and one._base is not None]
+        counts = {id(one): one[1] + (self._steps_between(one[0]) if len(own) > 1 else 0.0) for one in own}
+        own.sort(key=lambda one: -counts[id(one)])
+        best = own[0]
+        if heard and (counts[id(best)] < 2 or (len(own) > 1 and counts[id(own[1])] == counts[id(best)])):
+            theirs = [list(one) for one in own]
+            for base, count in heard:
+                _vote(theirs, base, count)
+            best = max(theirs, key=_count)
+        self._base = best[0]
+        lives = [(one.first, one.last) for one in others if one is not self and one.first is not None]
+        if lives:
+            ends = [one.end for one in others if one is not self and one.end is not None]
+            self._around = min(low for low, _ in lives if low is not None), max(ends)
+        wrong = [one for one in self._bases if abs(one[0] - self._base) > WRONG_S]
+        self.jumps = int(sum(count for _, count in wrong))
+        self.alone = sum(1 for base, _ in wrong if self._votes(base) < 2)
+        for name, told in self._told.items():
+            if getattr(self, name) is not None:
+                setattr(self, name, self.resolve(told))
+        self.stalls = [
+            (self.resolve(told), seconds) for told, (_, seconds) in zip(self._stalls_told, self.stalls, strict=True)
+        ]
+        delta = self._base - (old if old is not None else self._base)
+        if abs(delta) > CLOCK_JUMP_S:
+            self.spans = [(name, time + delta, seconds) for name, time, seconds in self.spans]
+        now = [getattr(self, name) for name in _TIMES]
+        return any(a is not None and b is not None and abs(a - b) > CLOCK_JUMP_S for a, b in zip(before, now, strict=True))
 
-    def _step_bases(self) -> list[list[float]]:
-        steps, found = self.steps, []
-        pairs = [(steps.last_stamp, steps.last_mono)]
-        if steps.first_step is not None:
-            pairs.append((steps.first_step[0], steps.first_step[1]))
-        for stamp, mono in pairs:
-            time = parse_stamp(stamp)
-            if time is not None and mono is not None:
-                found.append([time - float(mono), 1.0])
-        return found
-
-    def _votes(self, base: float, heard: Sequence[list[float]]) -> float:
-        """Events that agree with it, and stamps of steps that lie where it says that the steps were."""
-        votes = sum(
-            count for known, count in [*self._bases, *self._step_bases(), *heard] if abs(known - base) <= WRONG_S
-        )
+    def _steps_between(self, base: float) -> float:
+        """Stamps of steps that lie where this base says that the steps were."""
         first, last = self.steps.first_step, self.steps.last_mono
-        if first is not None and first[1] is not None and last is not None:
-            low, high = base + float(first[1]) - first[2] - WRONG_S, base + float(last) + WRONG_S
-            stamps = (parse_stamp(window.last_stamp) for window in self.steps.windows.values())
-            votes += sum(1 for stamp in stamps if stamp is not None and low <= stamp <= high)
+        if first is None or first[1] is None or last is None:
+            return 0.0
+        low, high = base + float(first[1]) - first[2] - WRONG_S, base + float(last) + WRONG_S
+        stamps = (parse_stamp(window.last_stamp) for window in self.steps.windows.values())
+        return float(sum(1 for stamp in stamps if stamp is not None and low <= stamp <= high))
+
+    def _votes(self, base: float) -> float:
+        """Lines that agree with it."""
+        votes = sum(count for known, count in self._bases if abs(known - base) <= WRONG_S)
+        for told in self._steps_told():
+            votes += abs(told.time - (told.mono or 0.0) - base) <= WRONG_S
         return votes
+
+    def _step_bases(self) -> list[float]:
+        return [told.time - (told.mono or 0.0) for told in self._steps_told()]
 
     @property
     def base(self) -> float | None:
@@ -253,12 +383,12 @@ class Segment:
         if self._base is not None:
             return self._base
         found = self._step_bases()
-        return found[0][0] if found else None
+        return found[0] if found else None
 
     @property
     def was_set(self) -> bool:
         """Whether the clock was set between its first step and its last."""
-        bases = [base for base, _ in self._step_bases()]
+        bases = self._step_bases()
         return len(bases) > 1 and abs(bases[0] - bases[-1]) > CLOCK_JUMP_S
 
     @property
@@ -271,37 +401,36 @@ class Segment:
         gone = [name for name in _TIMES if (time := getattr(self, name)) is not None and not within(time)]
         for name in gone:
             setattr(self, name, None)
+            self._told.pop(name, None)
         before = len(self.stalls)
+        left_told = [told for told, (time, _) in zip(self._stalls_told, self.stalls, strict=True) if within(time)]
         self.stalls = [(time, seconds) for time, seconds in self.stalls if within(time)]
+        self._stalls_told = left_told
         self.spans = [one for one in self.spans if within(one[1])]
         if gone:
             left = [time for name in _TIMES if (time := getattr(self, name)) is not None]
             self.first, self.last = min(left, default=None), max(left, default=None)
         return len(gone) + before - len(self.stalls)
 
-    def at(self, time: float, mono: float | None) -> float:
-        """``time`` without the changes made to the clock since this segment began."""
-        if mono is None:
-            return time
-        base = time - mono
-        if self._base is None:
-            self._base = base
-        elif abs(base - self._base) > CLOCK_JUMP_S:
-            time = self._likely(time, self._base + mono)
-        self._latest = time
-        return time
-
-    def _likely(self, told: float, straight: float) -> float:
-        """What people's clock says, or what the other one says: that, unless it alone is far from the event before."""
-        if self._latest is None or abs(straight - self._latest) < FAR_FROM_LAST_S:
-            return straight
-        return told if abs(told - self._latest) < abs(straight - self._latest) / 10 else straight
-
     def saw(self, time: float) -> None:
+        """The event that was heard last, of this time, is of the rank itself."""
         if self.first is None or time < self.first:
-            self.first = time
+            self.put("first", time)
         if self.last is None or time > self.last:
-            self.last = time
+            self.put("last", time)
+
+    def wrote(self, time: float) -> None:
+        """The event that was heard last, of this time, was written by this process."""
+        if self.earliest is None or time < self.earliest:
+            self.put("earliest", time)
+        if self.latest is None or time > self.latest:
+            self.put("latest", time)
+
+    def stalled(self, time: float, seconds: float) -> None:
+        self.stalls.append((time, seconds))
+        self._stalls_told.append(self.told_now(time))
+        if len(self.stalls) > 16:
+            del self.stalls[0], self._stalls_told[0]
 
     def span_began(self, name: str, time: float) -> None:
         if len(self.spans) < MAX_SPANS:
@@ -322,17 +451,20 @@ class Segment:
         """When the last step ended; None without steps."""
         if self.steps.high < 0:
             return None
-        time = parse_stamp(self.steps.last_stamp)
-        mono = self.steps.last_mono
-        return None if time is None else self.at(time, float(mono) if mono is not None else None)
+        time, mono = parse_stamp(self.steps.last_stamp), self.steps.last_mono
+        if time is None:
+            return None
+        return self.resolve(Told(time, float(mono) if mono is not None else None, (self.steps.high, 0.0)))
 
     def first_step_start(self) -> float | None:
         """When the first step that was logged began; None without steps."""
         first = self.steps.first_step
         if first is None:
             return None
-        time = parse_stamp(first[0])
-        return None if time is None else self.at(time, float(first[1]) if first[1] is not None else None) - first[2]
+        time, mono = parse_stamp(first[0]), first[1]
+        if time is None:
+            return None
+        return self.resolve(Told(time, float(mono) if mono is not None else None, (-1, float("inf")), -first[2]))
 
     @property
     def start(self) -> float | None:
@@ -389,6 +521,9 @@ class RunFacts:
     days: dict[int, DaySpan] = field(default_factory=dict)
     first: float | None = None
     last: float | None = None
+    #: The same of events that belong to no process with a second clock.
+    first_alone: float | None = None
+    last_alone: float | None = None
     #: Times of the first and last event that the job itself wrote.
     scheduled: float | None = None
     terminated: float | None = None
@@ -433,6 +568,10 @@ class RunFacts:
                 return
             day = self.days[number] = DaySpan(time, time)
         day.first, day.last, day.events = min(day.first, time), max(day.last, time), day.events + 1
+
+    def saw_alone(self, time: float) -> None:
+        self.first_alone = time if self.first_alone is None else min(time, self.first_alone)
+        self.last_alone = time if self.last_alone is None else max(time, self.last_alone)
 
     def saved(self, time: float, step: int) -> None:
         self.saves.append((time, step))
