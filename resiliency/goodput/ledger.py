@@ -29,6 +29,15 @@ from resiliency.goodput.windows import ALL_TIME, Span, Windows, clip, kept_windo
 from resiliency.telemetry.facts import DAY_S, RunFacts, Segment
 from resiliency.telemetry.stepstats import StepStats
 
+#: What one line says and nothing else in the log bears out, as a note tells it.
+_SET_ASIDE = {
+    "clock_readings_set_aside": "reading of a clock that contradicts the other clock and all events around it",
+    "starts_set_aside": "age of a process or launcher that contradicts the others of its host or attempt",
+    "lines_set_aside": "line that names an attempt or a rank of which nothing else tells",
+    "steps_set_aside": "step that has a number which the lines around it rule out",
+    "durations_set_aside": "step or stall that took longer than the time there was",
+}
+
 __all__ = ["LaneAccount", "Ledger", "account"]
 
 
@@ -158,7 +167,8 @@ def account(
         reference_step_s: what a step should take to compute; None: the best stable step time of the run.
     """
     straighten(run)
-    segments = run.segments if _ranks_logged(run.segments) or not run.nodes else run.nodes
+    ranks = [segment for segment in run.segments if not segment.aside]
+    segments = ranks if _ranks_logged(ranks) or not run.nodes else run.nodes
     coarse = not any(segment.steps.high >= 0 for segment in segments)
     overall = merged_typical([segment.steps for segment in segments])
     changes = clock_changes(run)
@@ -347,6 +357,9 @@ def _notes(
             f"Set aside, because a clock was wrong: {count} event{'' if count == 1 else 's'} more than"
             f" {FAR_S / DAY_S:.0f} days from all others."
         )
+    for name, what in _SET_ASIDE.items():
+        if count := run.quality.get(name):
+            notes.append(f"Set aside: {count} {what if count == 1 else what.replace(' that ', 's that ', 1)}.")
     if run.quality.get("stamps_without_zone"):
         notes.append("Stamps without a time zone (older library) are read as UTC.")
     return notes

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+from resiliency.goodput.phantoms import set_phantoms_aside
+from resiliency.goodput.start_claims import check_starts
 from resiliency.telemetry.facts import DAY_S, DaySpan, RunFacts, Segment, parse_stamp
 
 __all__ = ["FAR_S", "straighten"]
@@ -27,16 +29,30 @@ def straighten(run: RunFacts) -> None:
         segment.settle()
     for segment in run.segments:  # again: those that are alone with what they tell ask the others of their host
         segment.settle(peers[segment.host, segment.attempt])
-    moved = sum(clock.settle(peers.get(key, ())) for key, clock in run.others.items())
+    lived = [(one.began, one.end) for one in run.segments if one.lines > 1]
+    ends = [end for _, end in lived if end is not None]
+    life = (min(one for one, _ in lived if one is not None), max(ends)) if ends else None
+    moved = sum(clock.settle(peers.get(key, ()), life) for key, clock in run.others.items())
     if moved:
         run.quality["clocks_of_hosts_set_aright"] += moved
     run.marks = [
-        dataclasses.replace(mark, time=mark.by.resolve(mark.told)) if mark.by is not None and mark.told is not None
+        dataclasses.replace(mark, time=mark.by.resolve(mark.told))
+        if mark.by is not None and mark.told is not None
         else mark
         for mark in run.marks
     ]
     if alone := sum(segment.alone for segment in (*run.segments, *run.nodes, *run.others.values())):
         run.quality["clock_readings_set_aside"] = alone
+    too_long = run.too_long + sum(segment.steps.too_long for segment in run.segments)
+    for name, count in (
+        ("starts_set_aside", check_starts(run)),
+        ("lines_set_aside", set_phantoms_aside(run)),
+        ("durations_set_aside", too_long),
+    ):
+        if count:
+            run.quality[name] = count
+        else:
+            run.quality.pop(name, None)
     _find_ends(run)
     eras = _eras(run)
     if len(eras) < 2:
@@ -67,7 +83,7 @@ def straighten(run: RunFacts) -> None:
 
 def _find_ends(run: RunFacts) -> None:
     """The first and last moment of a run whose times are set aright."""
-    segments = (*run.segments, *run.nodes, *run.others.values())
+    segments = [one for one in (*run.segments, *run.nodes, *run.others.values()) if not one.aside]
     times = [
         time
         for segment in segments

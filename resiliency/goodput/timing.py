@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -190,7 +191,9 @@ def _position(timing: Timing, run: RunFacts) -> None:
     positions = [p for p in (segment.position for segment in timing.attempt.segments) if p is not None]
     tops = [segment.steps.high for segment in timing.attempt.segments if segment.steps.high >= 0]
     if positions:
-        timing.position = min(positions)
+        # All ranks begin at one step; one that tells another must not make work lost.
+        told = Counter(positions)
+        timing.position = min(told, key=lambda position: (-told[position], position))
     else:
         loads = [step for time, step in run.loads if timing.window[0] <= time <= timing.window[1]]
         if loads:

@@ -15,6 +15,7 @@ from resiliency.events import Event, EventKind
 from resiliency.telemetry.facts import Mark, RunFacts, Segment, parse_stamp
 from resiliency.telemetry.plain_text import plain
 from resiliency.telemetry.seen_lines import SeenLines
+from resiliency.telemetry.stepstats import StepLine, StepStats
 
 __all__ = ["Collector"]
 
@@ -45,12 +46,18 @@ _MARKED = frozenset(
 _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
 MAX_SECONDS = 1e9
 MAX_CLOCKS = 65_536
+#: A step that follows another one has a number that is no more than this higher, where one of both is doubted.
+NEXT_STEPS = 64
+#: A stall is told within the step it was in, and the step before at most this much late.
+LONGEST_OVERLAP_S = 1.0
 #: Characters of the name of a span.
 MOST_NAME = 80
 #: Files of a rank's output, and characters of their paths.
 MOST_LOGS, MOST_PATH = 4, 1024
 #: A launcher that ran for longer before the first attempt has not been starting it.
 LONGEST_START_S = 86_400.0
+#: What a launcher of ours does before its first line is to import itself.
+LONGEST_IMPORT_S = 600.0
 
 
 def _number(value: object) -> float | None:
@@ -211,10 +218,10 @@ class Collector:
                 time = segment.hear(time, mono)
                 segment.saw(time)
                 self._handlers[kind](run, segment, time, record)
-        elif rank is not None and (known := self._open[run.name].get((attempt, rank))) is not None:
+        if owner is None and rank is not None and (known := self._open[run.name].get((attempt, rank))) is not None:
             owner = known
             time = known.hear(time, mono)
-        elif mono is not None and host:
+        elif owner is None and mono is not None and host:
             clock = run.others.get((host, attempt))
             if clock is None and len(run.others) < MAX_CLOCKS:
                 clock = run.others[host, attempt] = Segment(attempt=attempt, lane=-1, host=host, serial=-1)
@@ -311,16 +318,45 @@ class Collector:
     ) -> None:
         """One step line; a step seen before is a copy, or shows that the rank went back and began a new segment."""
         stats = segment.steps
-        if step <= stats.high and not stats.missing(step):
-            if not _later(stamp, mono, stats.last_stamp, stats.last_mono):
-                run.quality["duplicates"] += 1
+        line = (step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
+        if step > stats.most:
+            if not self._is_confirmed(run, segment, line):
                 return
-            segment = self._new(self._open[run.name], run.segments, (segment.attempt, segment.lane), segment.host)
-            segment.rollback = True
             stats = segment.steps
         elif step <= stats.high:
-            run.quality["late_lines"] += 1
+            is_late = stats.missing(step)
+            later = _later(stamp, mono, stats.last_stamp, stats.last_mono)
+            if not later and not is_late:
+                run.quality["duplicates"] += 1
+                return
+            if later and (not is_late or step <= stats.low):
+                if not self._is_confirmed(run, segment, line):
+                    return
+                segment = self._open[run.name][segment.attempt, segment.lane]
+                stats = segment.steps
+            else:
+                run.quality["late_lines"] += 1
         stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
+
+    def _is_confirmed(self, run: RunFacts, segment: Segment, line: StepLine) -> bool:
+        """A step whose number leaps, or goes back while the clock goes on, waits for the next one: one wrong number
+        must not end a segment. False when it waits; else the place for ``line`` is ready, with the one that waited."""
+        stats = segment.steps
+        waited, stats.waits = stats.waits, line
+        if waited is None or not waited[0] < line[0] <= waited[0] + NEXT_STEPS + line[1]:
+            run.quality["steps_set_aside"] += 1
+            return False
+        stats.waits = None
+        run.quality["steps_set_aside"] -= 1
+        if len(stats.head) == 1 and not stats.clean and not stats.flight:
+            run.quality["steps_set_aside"] += 1  # the first one was wrong
+            segment.steps = StepStats()
+            self.generation += 1
+        elif line[0] <= stats.high:
+            segment = self._new(self._open[run.name], run.segments, (segment.attempt, segment.lane), segment.host)
+            segment.rollback = True
+        segment.steps.add(*waited)
+        return True
 
     def _parse_step(self, run: RunFacts, record: Mapping[str, Any], time: float, attempt: int | None) -> None:
         rank, step = _count(record.get("rank")), _count(record.get("step"))
@@ -392,6 +428,8 @@ class Collector:
     def _train_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         if segment.train is None or time < segment.train:
             segment.put("train", time)
+        if segment.steps.high < 0:
+            segment.steps.begins(time, _monotonic(record.get("monotonic_s")))
         step = _count(record.get("step"))
         segment.train_step = step if step is not None else segment.train_step
         segment.world = _count(record.get("world_size")) or segment.world
@@ -417,6 +455,10 @@ class Collector:
 
     def _stalled(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         stall = _seconds(record.get("stall_s"))
+        before = segment.last_step_time() or segment.train
+        if before is not None and 0.0 <= time - before < stall - LONGEST_OVERLAP_S:
+            run.too_long += 1
+            return  # longer than since the step before
         if record.get("event_type") == EventKind.CHECKPOINT_STARTED:
             segment.saves += 1
         if stall > 0.0:
@@ -438,8 +480,11 @@ class Collector:
     ) -> None:
         """Events about the run as a whole, whichever process wrote them."""
         step = _count(record.get("step"))
-        if kind == EventKind.LAUNCHER_STARTED and (since := _seconds(record.get("since_process_s"))) < LONGEST_START_S:
-            time -= since
+        if kind == EventKind.LAUNCHER_STARTED and (since := _seconds(record.get("since_process_s"))):
+            if since < LONGEST_IMPORT_S:
+                time -= since
+            else:
+                run.starts_forgotten += 1
         if kind in _MARKED or (kind == EventKind.PROCESS_ENDED and rank is None):
             subject = next((n for n in (_count(record.get(key)) for key in _SUBJECT) if n is not None), None)
             about = str(record.get("lost_host") or record.get("node") or host)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from resiliency.telemetry.stepstats import StepStats
+from resiliency.telemetry.utc_stamps import parse_stamp
 
 __all__ = ["CheckpointTier", "DaySpan", "Mark", "RunFacts", "Segment", "Told", "parse_stamp"]
 
@@ -26,46 +26,6 @@ MAX_SPAN_NAMES = 32
 MAX_SAVES = 4_096
 DAY_S = 86_400.0
 MAX_DAYS = 8_192
-
-
-def parse_stamp(stamp: bytes | str | float | int | None) -> float | None:
-    """UTC seconds of an ISO timestamp (UTC if it has no zone) or a number; None when it is neither."""
-    if isinstance(stamp, bool) or not isinstance(stamp, (bytes, str, float, int)):
-        return None
-    if isinstance(stamp, (int, float)):
-        try:
-            seconds = float(stamp)
-        except OverflowError:
-            return None
-    else:
-        text = stamp.decode("ascii", "replace") if isinstance(stamp, bytes) else stamp
-        moment = _iso(text.strip())
-        if moment is None:
-            return None
-        if moment.tzinfo is None:
-            moment = moment.replace(tzinfo=timezone.utc)
-        try:
-            seconds = moment.timestamp()
-        except (OverflowError, ValueError):
-            return None
-    return seconds if 0.0 < seconds < 1e10 else None
-
-
-def _iso(text: str) -> datetime | None:
-    if text.endswith(("Z", "z")):
-        text = text[:-1] + "+00:00"
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError:
-        pass  # Python 3.10 takes 3 or 6 digits of a second only; others are cut or padded below.
-    head, dot, rest = text.partition(".")
-    if not dot:
-        return None
-    digits = len(rest) - len(rest.lstrip("0123456789"))
-    try:
-        return datetime.fromisoformat(f"{head}.{rest[:digits][:6]:0<6}{rest[digits:]}")
-    except ValueError:
-        return None
 
 
 class Told(NamedTuple):
@@ -222,6 +182,8 @@ class Segment:
         self.jumps = 0
         #: Those of them that are alone with what they tell.
         self.alone = 0
+        #: It is one line that names a rank or an attempt that never was.
+        self.aside = False
         self._base: float | None = None
         #: What events tell of when the host's other clock began: [UTC seconds, events]; those that agree are one.
         self._bases: list[list[float]] = []
@@ -291,6 +253,49 @@ class Segment:
             high = self._around[1] if high is None else high
         return low, high
 
+    @property
+    def lines(self) -> int:
+        """How many lines it was made of; of steps, the first ones are counted."""
+        return int(self._now.place[1]) + len(self.steps.head)
+
+    @property
+    def began(self) -> float | None:
+        """Time of its earliest event, whatever that says of what was before."""
+        return min(
+            (time for time in (self.started, self.first, self.first_step_start()) if time is not None), default=None
+        )
+
+    def moments(self) -> list[float]:
+        """When its named events and its steps were, in order; each event once."""
+        events = {told.place: self.resolve(told._replace(since=0.0)) for told in self._told.values()}
+        times = [*events.values(), *(self.resolve(told) for told in self._steps_told())]
+        stamps = (parse_stamp(window.last_stamp) for window in self.steps.windows.values())
+        return sorted([*times, *(stamp for stamp in stamps if stamp is not None)])
+
+    def forget(self, time: float) -> bool:
+        """Takes out the event of this time; False when it is none, but a step."""
+        gone = {told.place for told in self._told.values() if self.resolve(told._replace(since=0.0)) == time}
+        if not gone:
+            return False
+        for name in [name for name, told in self._told.items() if told.place in gone]:
+            self.drop(name)
+        left = [value for name in _TIMES if name in self._told and (value := getattr(self, name)) is not None]
+        if left:
+            for name, value in (
+                ("first", min(left)),
+                ("earliest", min(left)),
+                ("last", max(left)),
+                ("latest", max(left)),
+            ):
+                if getattr(self, name) is None:
+                    setattr(self, name, value)
+        return True
+
+    def drop(self, name: str) -> None:
+        """Forgets one of its times."""
+        setattr(self, name, None)
+        self._told.pop(name, None)
+
     def _is_sure(self, told: Told) -> bool:
         if told.mono is None or self._base is None:
             return self._base is None
@@ -311,11 +316,12 @@ class Segment:
                 found.append(Told(time, float(mono), place))
         return found
 
-    def settle(self, others: Sequence[Segment] = ()) -> bool:
+    def settle(self, others: Sequence[Segment] = (), life: tuple[float, float] | None = None) -> bool:
         """Sets the times aright by what most events tell of the clocks. Idempotent.
 
         Args:
             others: processes of the same host and attempt, which have the same clocks.
+            life: when the ranks of the job lived; decides where nothing else does.
 
         Returns:
             Whether a time moved.
@@ -338,7 +344,12 @@ class Segment:
             for base, count in heard:
                 _vote(theirs, base, count)
             best = max(theirs, key=_count)
+        elif life is not None and len(own) > 1 and counts[id(own[1])] == counts[id(best)]:
+            tied = [one for one in own if counts[id(one)] == counts[id(best)]]
+            monos = [told.mono for told in self._told.values() if told.mono is not None]
+            best = min(tied, key=lambda one: sum(_misses(one[0] + mono, life) for mono in monos))
         self._base = best[0]
+        self._around = life
         lives = [(one.first, one.last) for one in others if one is not self and one.first is not None]
         if lives:
             ends = [one.end for one in others if one is not self and one.end is not None]
@@ -356,7 +367,9 @@ class Segment:
         if abs(delta) > CLOCK_JUMP_S:
             self.spans = [(name, time + delta, seconds) for name, time, seconds in self.spans]
         now = [getattr(self, name) for name in _TIMES]
-        return any(a is not None and b is not None and abs(a - b) > CLOCK_JUMP_S for a, b in zip(before, now, strict=True))
+        return any(
+            a is not None and b is not None and abs(a - b) > CLOCK_JUMP_S for a, b in zip(before, now, strict=True)
+        )
 
     def _steps_between(self, base: float) -> float:
         """Stamps of steps that lie where this base says that the steps were."""
@@ -533,6 +546,11 @@ class RunFacts:
     kinds: Counter[str] = field(default_factory=Counter)
     quality: Counter[str] = field(default_factory=Counter)
     gpus_per_rank: int = 1
+    #: Lines that were taken out of segments, and starts that were not believed.
+    lines_taken_out: int = 0
+    starts_forgotten: int = 0
+    #: Stalls that were longer than the time there was.
+    too_long: int = 0
     #: What a supervisor calls it.
     workloads: set[str] = field(default_factory=set)
 

@@ -213,7 +213,7 @@ class LogReader:
             eval_s = 0.0 if eval_b is None else float(eval_b)
             loop_s = 0.0 if loop_b is None else float(loop_b)
             steps += 1
-            if step > stats.high:
+            if stats.high < step <= stats.most:
                 in_flight = flight is not None
                 stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
             else:
@@ -283,7 +283,7 @@ class LogReader:
         loop_s = 0.0 if loop is None else float(loop)
         max_s = step_s / count if most is None else float(most)
         stats = segment.steps
-        if step > stats.high:
+        if stats.high < step <= stats.most:
             stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
         else:
             times = (step_s, data_s, stall_s, eval_s, busy_s)

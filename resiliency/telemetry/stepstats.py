@@ -9,7 +9,9 @@ from __future__ import annotations
 from math import log
 from typing import NamedTuple
 
-__all__ = ["HEAD_STEPS", "Head", "StepStats", "Window", "middle", "typical"]
+from resiliency.telemetry.utc_stamps import parse_stamp
+
+__all__ = ["HEAD_STEPS", "Head", "StepLine", "StepStats", "Window", "middle", "typical"]
 
 #: The first lines of an attempt are kept one by one, to measure the warm-up.
 HEAD_STEPS = 10
@@ -85,6 +87,12 @@ class Window:
             self.last_stamp = other.last_stamp
 
 
+#: The arguments of :meth:`StepStats.add`.
+StepLine = tuple[int, int, float, float, float, float, float, bool, float, bytes | float, bytes | float | None, float]
+#: A step number that is higher than the last one by more than this is doubted.
+LEAP = 100_000
+
+
 class StepStats:
     """All steps of one rank in one attempt. Thread: one."""
 
@@ -97,8 +105,12 @@ class StepStats:
         "high",
         "last_mono",
         "last_stamp",
+        "long_s",
         "low",
+        "most",
         "shift",
+        "too_long",
+        "waits",
         "windows",
         "_current",
         "_current_key",
@@ -121,8 +133,33 @@ class StepStats:
         self.last_mono: bytes | float | None = None
         #: Step numbers below ``high`` that have not been seen, as (first, last).
         self.gaps: list[tuple[int, int]] = []
+        #: Higher step numbers are doubted; the first one may be any.
+        self.most = 1 << 62
+        #: A line that is doubted until the next one bears it out.
+        self.waits: StepLine | None = None
+        #: Lines of more seconds are compared with the clock, and how many were longer than the time there was.
+        self.long_s = 0.0
+        self.too_long = 0
         self._current: Window | None = None
         self._current_key = -1
+
+    def begins(self, time: float, mono: float | None) -> None:
+        """The first step begins no earlier than this."""
+        self.last_stamp, self.last_mono = time, mono
+
+    def _believed(self, step: int, step_s: float, stamp: bytes | float, mono: bytes | float | None) -> float:
+        """The share of the seconds of a long line that fits between it and the line before, by either clock."""
+        before, now = parse_stamp(self.last_stamp), parse_stamp(stamp)
+        if step <= self.high or before is None or now is None:
+            return 1.0
+        most = now - before
+        if mono is not None and self.last_mono is not None:
+            most = max(most, float(mono) - float(self.last_mono))
+        if 0.0 <= most < step_s - max(1.0, 0.1 * most):
+            self.too_long += 1
+            return most / step_s
+        self.long_s = max(self.long_s, 2.0 * step_s)
+        return 1.0
 
     def missing(self, step: int) -> bool:
         """True when ``step`` is below the highest one and was never seen: a late line, not a duplicate."""
@@ -144,6 +181,11 @@ class StepStats:
         loop_s: float = 0.0,
     ) -> None:
         """Adds one line of ``count`` steps, the last of them ``step``. Seconds are sums over the line, all >= 0."""
+        if step_s > self.long_s:
+            share = self._believed(step, step_s, stamp, mono)
+            if share < 1.0:
+                step_s, data_s, stall_s, eval_s = step_s * share, data_s * share, stall_s * share, eval_s * share
+                loop_s, busy_s, max_s = loop_s * share, busy_s * share, max_s * share
         high = self.high
         if step > high:
             before = step - count
@@ -153,6 +195,7 @@ class StepStats:
             elif before > high and len(self.gaps) < MAX_GAPS:
                 self.gaps.append((high + 1, before))
             self.high = step
+            self.most = step + LEAP
             self.last_stamp = stamp
             self.last_mono = mono
         else:
@@ -160,7 +203,10 @@ class StepStats:
 
         compute = step_s - data_s - stall_s - eval_s - loop_s
         if compute < 0.0:
+            # Its parts cannot be longer than the whole.
             compute = 0.0
+            share = step_s / (data_s + stall_s + eval_s + loop_s)
+            data_s, stall_s, eval_s, loop_s = data_s * share, stall_s * share, eval_s * share, loop_s * share
         if len(self.head) < HEAD_STEPS:
             self.head.append(Head(step, count, compute, in_flight))
         else:
@@ -185,11 +231,11 @@ class StepStats:
         window.eval_s += eval_s
         window.loop_s += loop_s
         if busy_s > 0.0:
-            window.busy_s += busy_s
+            window.busy_s += busy_s if busy_s < step_s else step_s
             window.busy_n += count
         if in_flight:
             window.flight_n += count
-        if max_s > window.max_s:
+        if max_s > window.max_s and max_s <= step_s:
             window.max_s = max_s
         if step > window.last_step:
             window.last_step = step

@@ -1,0 +1,91 @@
+"""Lines that name an attempt or a rank that never was: one wrong number must not become a part of the job. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from resiliency.telemetry.facts import RunFacts, Segment
+
+__all__ = ["set_phantoms_aside"]
+
+
+def set_phantoms_aside(run: RunFacts) -> int:
+    """Marks segments that are one line, of a rank beyond the size of the job or of an attempt that nothing else tells
+    of, and takes single lines out of segments between whose events another attempt of the same rank lived.
+
+    Returns:
+        How many lines are set aside, now or before. A line that is followed by others is taken back.
+    """
+    lived = [segment for segment in run.segments if segment.lines > 1]
+    if not lived:
+        return 0
+    worlds = Counter(segment.world for segment in lived if segment.world)
+    usual = worlds.most_common(1)[0][0] if worlds else 0
+    numbers = {segment.attempt for segment in lived}
+    lanes = {segment.lane for segment in lived}
+    lines = Counter(segment.attempt for segment in run.segments)
+    for segment in run.segments:
+        segment.aside = segment.lines == 1 and (
+            (0 < usual <= segment.lane and segment.lane not in lanes and segment.lane >= _size(run, segment))
+            or (
+                segment.attempt not in numbers and lines[segment.attempt] == 1 and _is_unheard_of(segment, usual, lived)
+            )
+            or (segment.attempt in numbers and _within_another(segment, lived))
+        )
+    taken = 0
+    by_lane: dict[int, list[Segment]] = {}
+    for segment in lived:
+        by_lane.setdefault(segment.lane, []).append(segment)
+    for ranks in by_lane.values():
+        if len(ranks) > 1:
+            for segment in ranks:
+                taken += _take_out(segment, [one for one in ranks if one.attempt != segment.attempt])
+    run.lines_taken_out += taken
+    return run.lines_taken_out + sum(segment.aside for segment in run.segments)
+
+
+def _size(run: RunFacts, segment: Segment) -> int:
+    """The largest size that other ranks tell of the same attempt; 0: they tell none."""
+    sizes = (one.world for one in run.segments if one.attempt == segment.attempt and one is not segment and one.world)
+    return max(sizes, default=0)
+
+
+def _is_unheard_of(segment: Segment, usual: int, lived: list[Segment]) -> bool:
+    """A process that dies at once may write one line; then the number is the next one, and no other rank is there."""
+    numbers = {one.attempt for one in lived}
+    number = segment.attempt
+    if number is None:
+        return True
+    return usual > 1 or not {number - 1, number + 1} & numbers or _within_another(segment, lived)
+
+
+def _within_another(segment: Segment, lived: list[Segment]) -> bool:
+    """Another attempt of the same rank was alive then, or all of its own number's events are elsewhere."""
+    time = segment.start
+    if time is None:
+        return False
+    return any(
+        one.lane == segment.lane
+        and one is not segment
+        and one.start is not None
+        and one.end is not None
+        and one.start - 1.0 <= time <= one.end
+        for one in lived
+    )
+
+
+def _take_out(segment: Segment, others: list[Segment]) -> bool:
+    """Takes the first event out of a segment when another attempt of the rank lies between it and the next one."""
+    times = segment.moments()
+    if len(times) < 2:
+        return False
+    first, then = times[0], times[1]
+    if not any(first < time < then for one in others if not one.aside for time in _life(one)):
+        return False
+    return segment.forget(first)
+
+
+def _life(segment: Segment) -> list[float]:
+    """Moments of what it did: its steps and the middle of its events, not what may be one wrong line itself."""
+    times = segment.moments()
+    return times[1:-1] if len(times) > 2 else []

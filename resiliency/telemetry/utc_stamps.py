@@ -1,0 +1,47 @@
+"""The stamps of log lines, as UTC seconds. Pure."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+__all__ = ["parse_stamp"]
+
+
+def parse_stamp(stamp: bytes | str | float | int | None) -> float | None:
+    """UTC seconds of an ISO timestamp (UTC if it has no zone) or a number; None when it is neither."""
+    if isinstance(stamp, bool) or not isinstance(stamp, (bytes, str, float, int)):
+        return None
+    if isinstance(stamp, (int, float)):
+        try:
+            seconds = float(stamp)
+        except OverflowError:
+            return None
+    else:
+        text = stamp.decode("ascii", "replace") if isinstance(stamp, bytes) else stamp
+        moment = _iso(text.strip())
+        if moment is None:
+            return None
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=timezone.utc)
+        try:
+            seconds = moment.timestamp()
+        except (OverflowError, ValueError):
+            return None
+    return seconds if 0.0 < seconds < 1e10 else None
+
+
+def _iso(text: str) -> datetime | None:
+    if text.endswith(("Z", "z")):
+        text = text[:-1] + "+00:00"
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        pass  # Python 3.10 takes 3 or 6 digits of a second only; others are cut or padded below.
+    head, dot, rest = text.partition(".")
+    if not dot:
+        return None
+    digits = len(rest) - len(rest.lstrip("0123456789"))
+    try:
+        return datetime.fromisoformat(f"{head}.{rest[:digits][:6]:0<6}{rest[digits:]}")
+    except ValueError:
+        return None
