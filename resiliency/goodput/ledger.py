@@ -31,11 +31,11 @@ from resiliency.telemetry.stepstats import StepStats
 
 #: What one line says and nothing else in the log bears out, as a note tells it.
 _SET_ASIDE = {
-    "clock_readings_set_aside": "reading of a clock that contradicts the other clock and all events around it",
-    "starts_set_aside": "age of a process or launcher that contradicts the others of its host or attempt",
-    "lines_set_aside": "line that names an attempt or a rank of which nothing else tells",
-    "steps_set_aside": "step that has a number which the lines around it rule out",
-    "durations_set_aside": "step or stall that took longer than the time there was",
+    "clock_readings_set_aside": ("reading", "of a clock that the other clock and the events around it contradict"),
+    "starts_set_aside": ("age", "of a process or launcher that others of its host or attempt contradict"),
+    "lines_set_aside": ("line", "with the number of an attempt or a rank that nothing else bears out"),
+    "steps_set_aside": ("step", "with a number that the lines around it rule out"),
+    "durations_set_aside": ("length", "of a step or stall that is more than the time there was"),
 }
 
 __all__ = ["LaneAccount", "Ledger", "account"]
@@ -357,9 +357,9 @@ def _notes(
             f"Set aside, because a clock was wrong: {count} event{'' if count == 1 else 's'} more than"
             f" {FAR_S / DAY_S:.0f} days from all others."
         )
-    for name, what in _SET_ASIDE.items():
+    for name, (what, why) in _SET_ASIDE.items():
         if count := run.quality.get(name):
-            notes.append(f"Set aside: {count} {what if count == 1 else what.replace(' that ', 's that ', 1)}.")
+            notes.append(f"Set aside: {count} {what}{'' if count == 1 else 's'} {why}.")
     if run.quality.get("stamps_without_zone"):
         notes.append("Stamps without a time zone (older library) are read as UTC.")
     return notes

@@ -45,8 +45,8 @@ def straighten(run: RunFacts) -> None:
         run.quality["clock_readings_set_aside"] = alone
     too_long = run.too_long + sum(segment.steps.too_long for segment in run.segments)
     for name, count in (
-        ("starts_set_aside", check_starts(run)),
         ("lines_set_aside", set_phantoms_aside(run)),
+        ("starts_set_aside", check_starts(run)),
         ("durations_set_aside", too_long),
     ):
         if count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from resiliency.events import EventKind
@@ -21,6 +22,8 @@ def check_starts(run: RunFacts) -> int:
     attempts: dict[int | None, list[Segment]] = {}
     before: dict[int, float] = {}
     for segment in run.segments:
+        if segment.aside:
+            continue
         attempts.setdefault(segment.attempt, []).append(segment)
     launchers = [mark for mark in run.marks if mark.kind == EventKind.LAUNCHER_STARTED]
     gone = 0
@@ -33,10 +36,10 @@ def check_starts(run: RunFacts) -> int:
             ):
                 segment.drop("process")
                 gone += 1
-            told = [mark.time for mark in launchers if mark.host == segment.host]
+            marked = [mark.time for mark in launchers if mark.host == segment.host]
             if segment.launched is not None and (
                 _is_apart(segment.launched, segment, peers, "launched", SAME_LAUNCHER_S)
-                or (told and segment.launched < min(told) - SAME_LAUNCHER_S)
+                or (marked and segment.launched < min(marked) - SAME_LAUNCHER_S)
             ):
                 segment.drop("launched")
                 gone += 1
@@ -44,6 +47,14 @@ def check_starts(run: RunFacts) -> int:
             last = segment.last_step_time()
             if last is not None:
                 before[segment.lane] = max(last, before.get(segment.lane, 0.0))
+    for place, mark in enumerate(run.marks):
+        if mark.kind != EventKind.LAUNCHER_STARTED or mark.told is None or not mark.told.since:
+            continue
+        told = [one.launched for one in run.segments if one.launched is not None and one.host == mark.host]
+        if told and mark.time < min(told) - SAME_LAUNCHER_S:
+            time = mark.time - mark.told.since
+            run.marks[place] = dataclasses.replace(mark, time=time, told=mark.told._replace(since=0.0))
+            gone += 1
     run.starts_forgotten += gone
     return run.starts_forgotten
 

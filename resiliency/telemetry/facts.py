@@ -279,7 +279,7 @@ class Segment:
             return False
         for name in [name for name, told in self._told.items() if told.place in gone]:
             self.drop(name)
-        left = [value for name in _TIMES if name in self._told and (value := getattr(self, name)) is not None]
+        left = [self.resolve(told) for told in self._told.values() if told.since == 0.0]
         if left:
             for name, value in (
                 ("first", min(left)),
@@ -464,20 +464,21 @@ class Segment:
         """When the last step ended; None without steps."""
         if self.steps.high < 0:
             return None
-        time, mono = parse_stamp(self.steps.last_stamp), self.steps.last_mono
-        if time is None:
-            return None
-        return self.resolve(Told(time, float(mono) if mono is not None else None, (self.steps.high, 0.0)))
+        return self._step_time(self.steps.last_stamp, self.steps.last_mono, (self.steps.high, 0.0))
 
     def first_step_start(self) -> float | None:
         """When the first step that was logged began; None without steps."""
         first = self.steps.first_step
         if first is None:
             return None
-        time, mono = parse_stamp(first[0]), first[1]
-        if time is None:
-            return None
-        return self.resolve(Told(time, float(mono) if mono is not None else None, (-1, float("inf")), -first[2]))
+        time = self._step_time(first[0], first[1], (-1, float("inf")))
+        return None if time is None else time - first[2]
+
+    def _step_time(self, stamp: bytes | float, mono: bytes | float | None, place: tuple[int, float]) -> float | None:
+        time, clock = parse_stamp(stamp), None if mono is None else float(mono)
+        if time is not None:
+            return self.resolve(Told(time, clock, place))
+        return self._base + clock if self._base is not None and clock is not None else None
 
     @property
     def start(self) -> float | None:
