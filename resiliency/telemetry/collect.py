@@ -42,6 +42,12 @@ _MARKED = frozenset(
         EventKind.CHECKPOINT_REPAIRED,
     }
 )
+#: Of a rank; they belong to no tier.
+_STALLS = frozenset({EventKind.CHECKPOINT_STARTED, EventKind.CHECKPOINT_FENCED})
+#: Events that may show that the segment before them has ended.
+_BEGINNINGS = frozenset(
+    {EventKind.JOB_STARTED, EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED, EventKind.TRAIN_STARTED}
+)
 #: Fields that name the rank an event is about; its ``rank`` is the one that wrote it.
 _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
 MAX_SECONDS = 1e9
@@ -113,8 +119,11 @@ def _monotonic(value: object) -> float | None:
 
 
 def _are_plain(values: Iterable[object]) -> bool:
-    """One loop without calls: this is asked of each event."""
+    """One loop with few calls: this is asked of each event."""
     for value in values:
+        kind = type(value)
+        if kind is int or kind is float:
+            continue
         if not value.isprintable() if isinstance(value, str) else isinstance(value, (list, dict)):
             return False
     return True
@@ -204,20 +213,21 @@ class Collector:
         if raw is not None and self._seen.seen(raw):
             run.quality["duplicates"] += 1
             return
-        if isinstance(stamp, str) and stamp[-1:].isdigit() and "+" not in stamp and "-" not in stamp[11:]:
+        if isinstance(stamp, str) and "+" not in stamp and stamp[-1:].isdigit() and "-" not in stamp[11:]:
             run.quality["stamps_without_zone"] += 1
         run.kinds[kind] += 1
         rank = _count(record.get("rank"))
         mono = _monotonic(record.get("monotonic_s"))
         host = str(record.get("host") or "")
         owner: Segment | None = None
-        if kind in self._handlers:
+        handler = self._handlers.get(kind)
+        if handler is not None:
             segment = self._segment(run, kind, time, mono, attempt, rank, _count(record.get("node_rank")), host)
             if segment is not None:
                 owner = segment
                 time = segment.hear(time, mono)
                 segment.saw(time)
-                self._handlers[kind](run, segment, time, record)
+                handler(run, segment, time, record)
         if owner is None and rank is not None and (known := self._open[run.name].get((attempt, rank))) is not None:
             owner = known
             time = known.hear(time, mono)
@@ -259,7 +269,7 @@ class Collector:
             return None
         key = (attempt, lane)
         segment = table.get(key)
-        if segment is None or self._is_over(segment, kind, segment.guess(time, mono)):
+        if segment is None or (kind in _BEGINNINGS and self._is_over(segment, kind, segment.guess(time, mono))):
             rollback = segment is not None and kind in (EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED)
             segment = self._new(table, store, key, host)
             segment.rollback = rollback
@@ -455,10 +465,11 @@ class Collector:
 
     def _stalled(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         stall = _seconds(record.get("stall_s"))
-        before = segment.last_step_time() or segment.train
-        if before is not None and 0.0 <= time - before < stall - LONGEST_OVERLAP_S:
-            run.too_long += 1
-            return  # longer than since the step before
+        if stall > LONGEST_OVERLAP_S:
+            before = segment.last_step_time() or segment.train
+            if before is not None and 0.0 <= time - before < stall - LONGEST_OVERLAP_S:
+                run.too_long += 1
+                return  # longer than since the step before
         if record.get("event_type") == EventKind.CHECKPOINT_STARTED:
             segment.saves += 1
         if stall > 0.0:
@@ -496,7 +507,7 @@ class Collector:
             run.scheduled = time if run.scheduled is None else min(time, run.scheduled)
         elif kind == EventKind.USER_TERMINATED:
             run.terminated = time if run.terminated is None else max(time, run.terminated)
-        elif kind.startswith("checkpoint_"):
+        elif kind not in _STALLS and kind.startswith("checkpoint_"):
             _checkpoint(run, kind, time, step, f"{rank}@{host}", record)
 
 
@@ -519,8 +530,6 @@ def _checkpoint(
     run: RunFacts, kind: str, time: float, step: int | None, emitter: str, record: Mapping[str, Any]
 ) -> None:
     """Counts one checkpoint event under its tier."""
-    if kind in (EventKind.CHECKPOINT_STARTED, EventKind.CHECKPOINT_FENCED):
-        return  # these are stalls of a rank and belong to no tier
     tier = run.tier(str(record.get("source") or record.get("tier") or "unnamed"))
     if kind == EventKind.CHECKPOINT_SAVED:
         tier.saved[emitter if len(tier.saved) < 4096 else ""] += 1

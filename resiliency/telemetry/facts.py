@@ -197,12 +197,18 @@ class Segment:
     def hear(self, time: float, mono: float | None) -> float:
         """An event of this process has these two times, one of which may be wrong. Returns what is thought of them so
         far."""
-        self._now = Told(time, mono, (self.steps.high, self._now.place[1] + 1.0))
+        self._now = now = Told(time, mono, (self.steps.high, self._now.place[1] + 1.0))
         if mono is not None:
-            _vote(self._bases, time - mono)
-            self._base = max(self._bases, key=_count)[0]
-        self._straight = self.resolve(self._now)
-        return self._straight
+            bases, base = self._bases, time - mono
+            if len(bases) == 1 and abs(bases[0][0] - base) <= CLOCK_JUMP_S:  # nearly always
+                bases[0][1] += 1.0
+                self._base = bases[0][0]
+                self._straight = time
+                return time
+            _vote(bases, base)
+            self._base = max(bases, key=_count)[0]
+        self._straight = time = self.resolve(now)
+        return time
 
     def guess(self, time: float, mono: float | None) -> float:
         """When an event that is not yet heard was, by what is known so far."""
@@ -210,7 +216,7 @@ class Segment:
 
     def told_now(self, time: float) -> Told:
         """What the event that was heard last tells of ``time``, which follows from its own."""
-        return self._now._replace(since=time - self._straight)
+        return self._now if time == self._straight else self._now._replace(since=time - self._straight)
 
     def put(self, name: str, time: float) -> None:
         """Sets a time, one of ``_TIMES``, that follows from the event that was heard last."""
@@ -308,7 +314,7 @@ class Segment:
         if steps.high < 0:
             return found
         pairs = [(steps.last_stamp, steps.last_mono, (steps.high, 0.0))]
-        if steps.first_step is not None:
+        if steps.first_step is not None and steps.first_step[:2] != (steps.last_stamp, steps.last_mono):  # two lines
             pairs.append((steps.first_step[0], steps.first_step[1], (-1, float("inf"))))
         for stamp, mono, place in pairs:
             time = parse_stamp(stamp)
@@ -428,16 +434,16 @@ class Segment:
     def saw(self, time: float) -> None:
         """The event that was heard last, of this time, is of the rank itself."""
         if self.first is None or time < self.first:
-            self.put("first", time)
+            self.first, self._told["first"] = time, self._now
         if self.last is None or time > self.last:
-            self.put("last", time)
+            self.last, self._told["last"] = time, self._now
 
     def wrote(self, time: float) -> None:
         """The event that was heard last, of this time, was written by this process."""
         if self.earliest is None or time < self.earliest:
-            self.put("earliest", time)
+            self.earliest, self._told["earliest"] = time, self._now
         if self.latest is None or time > self.latest:
-            self.put("latest", time)
+            self.latest, self._told["latest"] = time, self._now
 
     def stalled(self, time: float, seconds: float) -> None:
         self.stalls.append((time, seconds))
@@ -586,7 +592,11 @@ class RunFacts:
             if len(self.days) >= MAX_DAYS:
                 return
             day = self.days[number] = DaySpan(time, time)
-        day.first, day.last, day.events = min(day.first, time), max(day.last, time), day.events + 1
+        if time < day.first:
+            day.first = time
+        elif time > day.last:
+            day.last = time
+        day.events += 1
 
     def saw_alone(self, time: float) -> None:
         self.first_alone = time if self.first_alone is None else min(time, self.first_alone)

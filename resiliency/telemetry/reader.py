@@ -12,7 +12,7 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,7 +24,14 @@ from resiliency.telemetry.log_files import find, find_logs, is_array, open_log
 from resiliency.telemetry.packed_log import PackedLog
 from resiliency.telemetry.plain_text import plain
 from resiliency.telemetry.stepstats import StepStats
-from resiliency.telemetry.wrapped_steps import ENTRY_BREAK, WrappedStep, find_step
+from resiliency.telemetry.wrapped_steps import (
+    DENSE_STEP,
+    ENTRY_BREAK,
+    SORTED_STEP,
+    WrappedStep,
+    find_as_written,
+    find_step,
+)
 
 __all__ = ["LogReader", "find_logs", "read_logs"]
 
@@ -243,13 +250,75 @@ class LogReader:
         lines = block.split(b"\n")
         del lines[-1]  # what follows the last newline: nothing
         self.lines += len(lines)
+        find: Callable[[bytes], re.Match[bytes] | None] = DENSE_STEP.search
+        find_other = find_step
+        collector, known = self.collector, self._known
         for line in lines:
-            if not ((found := find_step(line)) and line.endswith(b"}") and self._add_wrapped(found)) and line:
-                if _WRAPPED in line:
+            match = find(line)
+            if match is None or line[-1:] != b"}":
+                may_be = b'"step_s"' in line and line.endswith(b"}")
+                found = find_other(line) if may_be else None
+                if found and find == DENSE_STEP.search:  # the rest will be like this one
+                    if SORTED_STEP.search(line):
+                        find = SORTED_STEP.search
+                    else:
+                        find, find_other = _nothing, find_as_written
+                elif may_be and not found and find is _nothing:
+                    find, find_other = DENSE_STEP.search, find_step
+                    found = find_step(line)
+                if line and not (found and self._add_wrapped(found)):
+                    if _WRAPPED in line:
+                        self._other(line)
+                    else:
+                        self.lines -= 1
+                        self._block(line + b"\n")
+                continue
+            # As _add_wrapped, without the call.
+            (
+                attempt,
+                busy,
+                count_b,
+                data,
+                evals,
+                host,
+                name,
+                loop,
+                mono,
+                rank,
+                flight,
+                stall,
+                step_b,
+                most,
+                whole,
+                stamp,
+            ) = match.groups()
+            place = known.get((name, attempt, rank, host))
+            step = int(step_b)
+            if place is None or count_b is not None or not stamp or self._known_of != collector.generation:
+                if not self._add_wrapped(match.groups()):  # type: ignore[arg-type]
                     self._other(line)
-                else:
-                    self.lines -= 1
-                    self._block(line + b"\n")
+                continue
+            run, segment = place
+            stats = segment.steps
+            if stats.high < step <= stats.most:
+                run.events += 1
+                step_s = float(whole)
+                stats.add(
+                    step,
+                    1,
+                    step_s,
+                    float(data),
+                    0.0 if stall == b"0.0" else float(stall),
+                    0.0 if evals is None else float(evals),
+                    0.0 if busy is None else float(busy),
+                    flight is not None,
+                    step_s if most is None else float(most),
+                    stamp,
+                    mono,
+                    0.0 if loop is None else float(loop),
+                )
+            elif not self._add_wrapped(match.groups()):  # type: ignore[arg-type]
+                self._other(line)
 
     def _wrapped(self, entry: bytes) -> bool:
         """An entry of Cloud Logging with a step; False when it is none."""
@@ -364,6 +433,10 @@ class LogReader:
         if raw is None and event["event_type"] != EventKind.STEP:  # steps are known by their numbers
             raw = json.dumps(event, sort_keys=True).encode()
         self.collector.add(event, raw=raw)
+
+
+def _nothing(line: bytes) -> None:
+    return None
 
 
 def _first(pair: tuple[str, object]) -> str:

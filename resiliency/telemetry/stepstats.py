@@ -227,9 +227,13 @@ class StepStats:
         window.n += count
         window.step_s += step_s
         window.data_s += data_s
-        window.stall_s += stall_s
-        window.eval_s += eval_s
-        window.loop_s += loop_s
+        # Most steps have none of these: to ask costs less than to add.
+        if stall_s:
+            window.stall_s += stall_s
+        if eval_s:
+            window.eval_s += eval_s
+        if loop_s:
+            window.loop_s += loop_s
         if busy_s > 0.0:
             window.busy_s += busy_s if busy_s < step_s else step_s
             window.busy_n += count

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["ENTRY_BREAK", "WrappedStep", "find_step"]
+__all__ = ["DENSE_STEP", "ENTRY_BREAK", "SORTED_STEP", "WrappedStep", "find_as_written", "find_step"]
 
 #: Between two entries of an array as ``gcloud logging read --format=json`` prints it.
 ENTRY_BREAK = re.compile(rb"\n  \},\s*\n  \{\r?\n")
@@ -21,10 +21,15 @@ def _pair(name: str, value: bytes, *, optional: bool = False) -> bytes:
     return rb"(?:" + found + rb")?" if optional else found
 
 
+def _without_spaces(pattern: bytes) -> re.Pattern[bytes]:
+    """The same for text without spaces, as exporters of lines write it: found in four fifths of the time."""
+    return re.compile(pattern.replace(rb"\s?", b"").replace(rb"\s*", b""))
+
+
 _STEP = rb'"step"'
 _FLAG = rb"(?:(true)|false)"
 _OPEN = rb'"jsonPayload":\s?\{\s*'
-_SORTED = re.compile(
+_SORTED_TEXT = (
     _OPEN
     + _pair("attempt", _INT)
     + _pair("busy_s", _N, optional=True)
@@ -46,6 +51,9 @@ _SORTED = re.compile(
     + _pair("v", rb"1(?:\.0)?")
     + rb"\}"
 )
+SORTED_STEP = re.compile(_SORTED_TEXT)
+#: What :func:`find_step` finds in most lines; to be asked first where calls count. Its groups are a ``WrappedStep``.
+DENSE_STEP = _without_spaces(_SORTED_TEXT)
 _AS_WRITTEN = re.compile(
     _OPEN
     + _pair("timestamp", _TEXT)
@@ -93,9 +101,14 @@ WrappedStep = tuple[
 
 def find_step(entry: bytes) -> WrappedStep | None:
     """The step in an entry; None when it has none, or not in one of the two forms."""
-    match = _SORTED.search(entry)
+    match = SORTED_STEP.search(entry)
     if match is not None:
         return match.groups()  # type: ignore[return-value]
+    return find_as_written(entry)
+
+
+def find_as_written(entry: bytes) -> WrappedStep | None:
+    """The step in an entry whose keys are in the order of our writers; None for others."""
     match = _AS_WRITTEN.search(entry)
     if match is None:
         return None
