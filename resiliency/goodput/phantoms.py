@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 
 from resiliency.telemetry.facts import RunFacts, Segment
@@ -28,7 +29,9 @@ def set_phantoms_aside(run: RunFacts) -> int:
         segment.aside = segment.lines == 1 and (
             (0 < usual <= segment.lane and segment.lane not in lanes and segment.lane >= _size(run, segment))
             or (
-                segment.attempt not in numbers and lines[segment.attempt] == 1 and _is_unheard_of(segment, usual, lived)
+                segment.attempt not in numbers
+                and lines[segment.attempt] == 1
+                and _is_unheard_of(segment, usual, numbers, lived)
             )
             or (segment.attempt in numbers and _within_another(segment, lived))
         )
@@ -37,9 +40,8 @@ def set_phantoms_aside(run: RunFacts) -> int:
     for segment in lived:
         by_lane.setdefault(segment.lane, []).append(segment)
     for ranks in by_lane.values():
-        if len(ranks) > 1:
-            for segment in ranks:
-                taken += _take_out(segment, [one for one in ranks if one.attempt != segment.attempt])
+        if len({one.attempt for one in ranks}) > 1:
+            taken += _take_out(ranks)
     run.lines_taken_out += taken
     return run.lines_taken_out + sum(segment.aside for segment in run.segments)
 
@@ -50,9 +52,8 @@ def _size(run: RunFacts, segment: Segment) -> int:
     return max(sizes, default=0)
 
 
-def _is_unheard_of(segment: Segment, usual: int, lived: list[Segment]) -> bool:
+def _is_unheard_of(segment: Segment, usual: int, numbers: set[int | None], lived: list[Segment]) -> bool:
     """A process that dies at once may write one line; then the number is the next one, and no other rank is there."""
-    numbers = {one.attempt for one in lived}
     number = segment.attempt
     if number is None:
         return True
@@ -74,18 +75,16 @@ def _within_another(segment: Segment, lived: list[Segment]) -> bool:
     )
 
 
-def _take_out(segment: Segment, others: list[Segment]) -> bool:
-    """Takes the first event out of a segment when another attempt of the rank lies between it and the next one."""
-    times = segment.moments()
-    if len(times) < 2:
-        return False
-    first, then = times[0], times[1]
-    if not any(first < time < then for one in others if not one.aside for time in _life(one)):
-        return False
-    return segment.forget(first)
-
-
-def _life(segment: Segment) -> list[float]:
-    """Moments of what it did: its steps and the middle of its events, not what may be one wrong line itself."""
-    times = segment.moments()
-    return times[1:-1] if len(times) > 2 else []
+def _take_out(ranks: list[Segment]) -> int:
+    """Takes the first event out of each segment of a rank when another attempt lies between it and the next one."""
+    moments = [(segment, segment.moments()) for segment in ranks]
+    # What each did, without its first and last line, which may be the wrong ones themselves.
+    lives = sorted((time, place) for place, (_, times) in enumerate(moments) for time in times[1:-1])
+    taken = 0
+    for segment, times in moments:
+        if len(times) < 2:
+            continue
+        between = lives[bisect_right(lives, (times[0], len(moments))) : bisect_left(lives, (times[1], -1))]
+        if any(moments[place][0].attempt != segment.attempt for _, place in between):
+            taken += segment.forget(times[0])
+    return taken

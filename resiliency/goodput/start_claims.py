@@ -28,17 +28,17 @@ def check_starts(run: RunFacts) -> int:
     launchers = [mark for mark in run.marks if mark.kind == EventKind.LAUNCHER_STARTED]
     gone = 0
     for members in sorted(attempts.values(), key=lambda some: min(one.began or 0.0 for one in some)):
+        processes, launches = _Claims(members, "process"), _Claims(members, "launched")
         for segment in members:
-            peers = [one for one in members if one is not segment and one.lane != segment.lane]
             if segment.process is not None and (
-                _is_apart(segment.process, segment, peers, "process", SAME_HOST_S)
+                processes.is_apart(segment.process, segment, SAME_HOST_S)
                 or segment.process < before.get(segment.lane, 0.0) - SAME_LAUNCHER_S
             ):
                 segment.drop("process")
                 gone += 1
             marked = [mark.time for mark in launchers if mark.host == segment.host]
             if segment.launched is not None and (
-                _is_apart(segment.launched, segment, peers, "launched", SAME_LAUNCHER_S)
+                launches.is_apart(segment.launched, segment, SAME_LAUNCHER_S)
                 or (marked and segment.launched < min(marked) - SAME_LAUNCHER_S)
             ):
                 segment.drop("launched")
@@ -59,11 +59,25 @@ def check_starts(run: RunFacts) -> int:
     return run.starts_forgotten
 
 
-def _is_apart(time: float, segment: Segment, peers: Sequence[Segment], name: str, same_host_s: float) -> bool:
-    """Earlier than what all others of its host tell, or than others of the attempt by more than starts are apart."""
-    told: list[tuple[float | None, bool]] = [(getattr(one, name), one.host == segment.host) for one in peers]
-    near = [one for one, same in told if one is not None and same]
-    if near:
-        return time < min(near) - same_host_s
-    far = [one for one, _ in told if one is not None]
-    return bool(far) and time < min(far) - START_SPREAD_S
+class _Claims:
+    """What the ranks of an attempt tell of one start: the two earliest of each host, and of all."""
+
+    def __init__(self, members: Sequence[Segment], name: str) -> None:
+        self._earliest: dict[str | None, list[tuple[float, int]]] = {}
+        for one in members:
+            time = getattr(one, name)
+            if time is not None:
+                for key in (one.host, None):
+                    kept = self._earliest.setdefault(key, [])
+                    kept.append((time, one.lane))
+                    kept.sort()
+                    del kept[2:]
+
+    def is_apart(self, time: float, segment: Segment, same_host_s: float) -> bool:
+        """Earlier than what all others of its host tell, or than others of the attempt by more than starts are
+        apart."""
+        for key, most in ((segment.host, same_host_s), (None, START_SPREAD_S)):
+            others = [other for other, lane in self._earliest.get(key, ()) if lane != segment.lane]
+            if others:
+                return time < others[0] - most
+        return False

@@ -224,11 +224,9 @@ class Segment:
         )
 
     def moments(self) -> list[float]:
-        """When its named events and its steps were, in order; each event once."""
+        """When its named events, its first step and its last were, in order; each event once."""
         events = {told.place: self.resolve(told._replace(since=0.0)) for told in self._told.values()}
-        times = [*events.values(), *(self.resolve(told) for told in self._steps_told())]
-        stamps = (parse_stamp(window.last_stamp) for window in self.steps.windows.values())
-        return sorted([*times, *(stamp for stamp in stamps if stamp is not None)])
+        return sorted([*events.values(), *(self.resolve(told) for told in self._steps_told())])
 
     def forget(self, time: float) -> bool:
         """Takes out the event of this time; False when it is none, but a step."""
@@ -288,30 +286,30 @@ class Segment:
             if self._base is None and self.steps.high >= 0 and (found := self._steps_told()):
                 self._base = found[-1].time - (found[-1].mono or 0.0)
             return False
-        before = [getattr(self, name) for name in _TIMES]
-        old = self._base
         own = [list(one) for one in self._bases]
         for told in self._steps_told():
             _vote(own, told.time - (told.mono or 0.0))
-        heard = [[one._base, one.heard] for one in others if one is not self and one._base is not None]
+        if len(own) == 1 and own[0][1] > 1 and self._base == own[0][0]:
+            return False  # nearly always: all lines agree
+        before = [getattr(self, name) for name in _TIMES]
+        old = self._base
         counts = {id(one): one[1] + (self._steps_between(one[0]) if len(own) > 1 else 0.0) for one in own}
         own.sort(key=lambda one: -counts[id(one)])
         best = own[0]
+        heard = [one for one in others if one is not self and one._base is not None]
         if heard and (counts[id(best)] < 2 or (len(own) > 1 and counts[id(own[1])] == counts[id(best)])):
             theirs = [list(one) for one in own]
-            for base, count in heard:
-                _vote(theirs, base, count)
+            for one in heard:
+                _vote(theirs, one._base or 0.0, one.heard)
             best = max(theirs, key=_count)
         elif life is not None and len(own) > 1 and counts[id(own[1])] == counts[id(best)]:
             tied = [one for one in own if counts[id(one)] == counts[id(best)]]
             monos = [told.mono for told in self._told.values() if told.mono is not None]
             best = min(tied, key=lambda one: sum(_misses(one[0] + mono, life) for mono in monos))
         self._base = best[0]
-        self._around = life
-        lives = [(one.first, one.last) for one in others if one is not self and one.first is not None]
-        if lives:
-            ends = [one.end for one in others if one is not self and one.end is not None]
-            self._around = min(low for low, _ in lives if low is not None), max(ends)
+        starts = [one.first for one in others if one is not self and one.first is not None]
+        ends = [one.end for one in others if one is not self and one.first is not None]
+        self._around = (min(starts), max(end for end in ends if end is not None)) if starts else life
         wrong = [one for one in self._bases if abs(one[0] - self._base) > WRONG_S]
         self.jumps = int(sum(count for _, count in wrong))
         self.alone = sum(1 for base, _ in wrong if self._votes(base) < 2)
