@@ -24,6 +24,7 @@ def set_phantoms_aside(run: RunFacts) -> int:
     usual = worlds.most_common(1)[0][0] if worlds else 0
     numbers = {segment.attempt for segment in lived}
     lanes = {segment.lane for segment in lived}
+    processes = {(segment.attempt, segment.lane) for segment in lived}
     lines = Counter(segment.attempt for segment in run.segments)
     for segment in run.segments:
         segment.aside = segment.lines == 1 and (
@@ -33,6 +34,8 @@ def set_phantoms_aside(run: RunFacts) -> int:
                 and lines[segment.attempt] == 1
                 and _is_unheard_of(segment, usual, numbers, lived)
             )
+            # A single step beside the other lines of its rank and attempt is one that could not be put among them.
+            or (segment.steps.high >= 0 and (segment.attempt, segment.lane) in processes)
             or (segment.attempt in numbers and _within_another(segment, lived))
         )
     taken = 0

@@ -181,6 +181,13 @@ def test_a_launcher_that_is_read_last_with_a_wrong_clock_is_counted_aloud() -> N
     assert any(note.startswith("Set aside: 1 reading of a clock") for note in ledger.notes)
 
 
+def test_a_step_that_is_read_first_with_a_wrong_stamp_is_no_process_of_its_own() -> None:
+    number = next(n for n, event in enumerate(JOB.events) if event.kind == EventKind.STEP)
+    record = {**json.loads(LINES[number]), "timestamp": "1970-01-01T00:01:40.000000+00:00"}
+    lines = [json.dumps(record, separators=(",", ":")).encode(), *LINES[:number], *LINES[number + 1 :]]
+    assert _read(lines).goodput == pytest.approx(_read(LINES).goodput, abs=LITTLE)
+
+
 @pytest.mark.parametrize(("name", "value"), [("attempt", 10**6), ("rank", 4), ("rank", 10**6)])
 def test_an_attempt_or_rank_that_one_line_alone_names_is_none(name: str, value: int) -> None:
     number = next(n for n, e in enumerate(JOB.events) if e.kind == EventKind.JOB_STARTED and e.attempt == 1)
