@@ -91,6 +91,8 @@ class Window:
 StepLine = tuple[int, int, float, float, float, float, float, bool, float, bytes | float, bytes | float | None, float]
 #: A step number that is higher than the last one by more than this is doubted.
 LEAP = 100_000
+#: So many lines that are too long are no longer single wrong ones.
+MOST_TOO_LONG = 8
 
 
 class StepStats:
@@ -157,6 +159,9 @@ class StepStats:
             most = max(most, float(mono) - float(self.last_mono))
         if 0.0 <= most < step_s - max(1.0, 0.1 * most):
             self.too_long += 1
+            if self.too_long > MOST_TOO_LONG:
+                # It always is: a writer that counts otherwise, which the account as a whole is cut to.
+                self.long_s, self.too_long = float("inf"), 0
             return most / step_s
         self.long_s = max(self.long_s, 2.0 * step_s)
         return 1.0
