@@ -63,6 +63,8 @@ def straighten(run: RunFacts) -> None:
         return any(era.low <= time <= era.high for era in kept)
 
     gone = sum(segment.keep(within) for segment in (*run.segments, *run.nodes))
+    for clock in run.others.values():
+        clock.keep(within)  # else the next account of the run would reach to it
     before = len(run.marks) + len(run.saves) + len(run.loads)
     run.marks = [mark for mark in run.marks if within(mark.time)]
     run.saves = [save for save in run.saves if within(save[0])]

@@ -233,3 +233,14 @@ def test_a_process_that_dies_at_once_is_an_attempt_of_one_line() -> None:
     job.steps(5)
     job.finish()
     assert len(job.ledger().timings) == 3
+
+
+def test_the_account_of_a_run_is_the_same_when_it_is_made_again() -> None:
+    """Of a host without ranks, one line lies far from everything, which the first account sets aside."""
+    record = {"event_type": EventKind.AGENT_STARTED, "timestamp": 4_080_000_000.0, "monotonic_s": 0.0}
+    record |= {"job_name": "job", "attempt": 2, "rank": -1, "host": "elsewhere"}
+    reader = LogReader()
+    reader._block(b"\n".join([*LINES, json.dumps(record).encode()]) + b"\n")
+    first, second = (account(reader.collector.runs["job"]) for _ in range(2))
+    assert first.wall == second.wall
+    assert first.goodput == pytest.approx(_read(LINES).goodput, abs=0.001)
