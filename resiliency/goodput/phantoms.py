@@ -23,6 +23,8 @@ def set_phantoms_aside(run: RunFacts) -> int:
     worlds = Counter(segment.world for segment in lived if segment.world)
     usual = worlds.most_common(1)[0][0] if worlds else 0
     numbers = {segment.attempt for segment in lived}
+    # Launchers and agents bear an attempt out, too: they tell of ranks that died before a second line.
+    numbers.update(mark.attempt for mark in run.marks if mark.hosts_clock)
     lanes = {segment.lane for segment in lived}
     processes = {(segment.attempt, segment.lane) for segment in lived}
     lines = Counter(segment.attempt for segment in run.segments)

@@ -220,7 +220,7 @@ class LogReader:
             eval_s = 0.0 if eval_b is None else float(eval_b)
             loop_s = 0.0 if loop_b is None else float(loop_b)
             steps += 1
-            if stats.high < step <= stats.most:
+            if step == stats.high + count or stats.high < step <= stats.most:  # the first nearly always
                 in_flight = flight is not None
                 stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
             else:
@@ -300,7 +300,7 @@ class LogReader:
                 continue
             run, segment = place
             stats = segment.steps
-            if stats.high < step <= stats.most:
+            if step == stats.high + 1 or stats.high < step <= stats.most:  # the first nearly always
                 run.events += 1
                 step_s = float(whole)
                 stats.add(

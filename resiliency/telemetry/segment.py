@@ -141,6 +141,8 @@ class Segment:
         self._bases: list[list[float]] = []
         self._told: dict[str, Told] = {}
         self._stalls_told: list[Told] = []
+        #: Events that say that the clock was set by less than what is wrong.
+        self._small_jumps = 0
         self._now = Told(0.0, None, (-1, 0.0))
         self._straight = 0.0
         #: When processes with the same clocks lived.
@@ -159,6 +161,7 @@ class Segment:
                 return time
             _vote(bases, base)
             self._base = max(bases, key=_count)[0]
+            self._small_jumps += CLOCK_JUMP_S < abs(base - self._base) <= WRONG_S
         self._straight = time = self.resolve(now)
         return time
 
@@ -286,6 +289,7 @@ class Segment:
             if self._base is None and self.steps.high >= 0 and (found := self._steps_told()):
                 self._base = found[-1].time - (found[-1].mono or 0.0)
             return False
+        self.jumps = self._small_jumps
         own = [list(one) for one in self._bases]
         for told in self._steps_told():
             _vote(own, told.time - (told.mono or 0.0))
@@ -311,7 +315,7 @@ class Segment:
         ends = [one.end for one in others if one is not self and one.first is not None]
         self._around = (min(starts), max(end for end in ends if end is not None)) if starts else life
         wrong = [one for one in self._bases if abs(one[0] - self._base) > WRONG_S]
-        self.jumps = int(sum(count for _, count in wrong))
+        self.jumps = self._small_jumps + int(sum(count for _, count in wrong))
         self.alone = sum(1 for base, _ in wrong if self._votes(base) < 2)
         for name, told in self._told.items():
             if getattr(self, name) is not None:

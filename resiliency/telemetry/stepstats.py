@@ -109,7 +109,6 @@ class StepStats:
         "last_stamp",
         "long_s",
         "low",
-        "most",
         "shift",
         "too_long",
         "waits",
@@ -135,8 +134,6 @@ class StepStats:
         self.last_mono: bytes | float | None = None
         #: Step numbers below ``high`` that have not been seen, as (first, last).
         self.gaps: list[tuple[int, int]] = []
-        #: Higher step numbers are doubted; the first one may be any.
-        self.most = 1 << 62
         #: A line that is doubted until the next one bears it out.
         self.waits: StepLine | None = None
         #: Lines of more seconds are compared with the clock, and how many were longer than the time there was.
@@ -144,6 +141,11 @@ class StepStats:
         self.too_long = 0
         self._current: Window | None = None
         self._current_key = -1
+
+    @property
+    def most(self) -> int:
+        """Higher step numbers are doubted; the first one may be any."""
+        return self.high + LEAP if self.high >= 0 else 1 << 62
 
     def begins(self, time: float, mono: float | None) -> None:
         """The first step begins no earlier than this."""
@@ -200,7 +202,6 @@ class StepStats:
             elif before > high and len(self.gaps) < MAX_GAPS:
                 self.gaps.append((high + 1, before))
             self.high = step
-            self.most = step + LEAP
             self.last_stamp = stamp
             self.last_mono = mono
         else:

@@ -244,3 +244,23 @@ def test_the_account_of_a_run_is_the_same_when_it_is_made_again() -> None:
     first, second = (account(reader.collector.runs["job"]) for _ in range(2))
     assert first.wall == second.wall
     assert first.goodput == pytest.approx(_read(LINES).goodput, abs=0.001)
+
+
+def test_an_attempt_of_one_line_is_believed_when_a_launcher_tells_of_it_too() -> None:
+    """Four ranks, of which one wrote a line before all of them died."""
+    job = Job()
+    job.start()
+    job.steps(10)
+    job.fail(detection=1.0)
+    job.attempt += 1
+    job.emit(EventKind.JOB_STARTED, 0, world_size=4)
+    without = len(job.ledger().timings)
+    job.emit(EventKind.WORKER_LOST, -1, worker=0)
+    job.advance(5.0, Bucket.RESTART)
+    job.start(load=10)
+    job.steps(5)
+    job.finish()
+    ledger = job.ledger()
+    assert without == 1
+    assert len(ledger.timings) == 3
+    assert "lines_set_aside" not in ledger.facts.quality

@@ -47,6 +47,17 @@ def test_one_wrong_stamp_changes_nothing_and_is_counted(kind: str, last: bool, s
         assert summarize(ledger)["quality"]["clock_jumps"] >= 1
 
 
+@pytest.mark.parametrize("by", [-3.0, 0.7, 2.0, 4.9])
+def test_a_clock_that_is_set_by_a_little_changes_nothing_and_is_counted(by: float) -> None:
+    job = crash()
+    trains = max(n for n, event in enumerate(job.events) if event.kind == EventKind.TRAIN_STARTED)
+    for place in range(trains + 1, len(job.events)):
+        job.events[place] = dataclasses.replace(job.events[place], time=job.events[place].time + by)
+    ledger = job.ledger()
+    assert_matches(ledger, job)
+    assert summarize(ledger)["quality"]["clock_jumps"] >= 1
+
+
 @pytest.mark.parametrize("stamp", [WRONG["1970"], WRONG["2099"]], ids=["1970", "2099"])
 @pytest.mark.parametrize(
     "kind", [EventKind.WORKER_LOST, EventKind.CHECKPOINT_SAVED, EventKind.USER_SCHEDULED, EventKind.AGENT_STARTED]
