@@ -315,8 +315,7 @@ class _Survivor:
                 if self._inside and time.monotonic() >= self._interrupt_at_s:
                     signal.pthread_kill(main, _SIGNAL)
                 self._changed.wait_for(lambda: self._left >= number, _SOON_S)
-                if self._left < number and not (self._inside and self._heard):
-                    # The exception is raised as the main thread's wait returns, so nobody uses what that returned.
+                if self._left < number:
                     gloo_waits.end(closed=connections.closed)
                 waits = self._inside and not self._heard and _cpu_s(main) - cpu_s < _STUCK_CPU_S
                 stuck_s = stuck_s + _SOON_S if waits else 0.0
