@@ -109,6 +109,15 @@ def test_connections_of_gloo_are_shut_down_and_those_of_others_are_not(loop: Loo
     assert accepted(listener) == [], "nobody but gloo's listener is connected to"
 
 
+def test_without_a_thread_that_is_known_as_gloos_no_connection_is_known_to_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_connections, "_LOOP", "another name")  # older torch does not name it
+    connections = PeerConnections()
+    connections.shut_down(None, pairs=0)
+    assert not connections.closed
+
+
 def test_a_loop_that_runs_at_that_moment_is_remembered_and_one_that_was_never_seen_to_wait_is_not_known(
     loop: Loop, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
