@@ -4,8 +4,8 @@ A buffer of gloo's is told that its connection has ended where it waits to be se
 bytes could not all be written, because the peer had died a moment before or did not read (``Pair::write`` takes a
 reset for a full pipe, and ``Pair::sendAsyncMode`` leaves the buffer in ``tx_``), and one that was received in part, as
 the peer died in the middle of its message (``Pair::prepareRead`` has moved it to ``rx_``): ``Pair::signalException``
-looks at neither. The thread that waits for it is left until the timeout of its group, which is half an hour, and with
-it the rank.
+looks at neither. Nor is one told that receives from any rank. The thread that waits for it is left until the timeout of
+its group, which is half an hour, and with it the rank.
 
 Gloo tells a buffer by ``UnboundBuffer::signalException``, and so it is told here: the operation raises. (It must not go
 on, as after ``UnboundBuffer::abortWaitSend``: gloo's collective operations do not ask whether a wait was aborted, and
@@ -39,7 +39,7 @@ _POINTER = struct.Struct("P")
 _REACH = 192
 #: Of ``std::runtime_error``: a table and a pointer to the text.
 _ERROR_SIZE = 2 * struct.calcsize("P")
-_TEXT = b"[gloo] the connection to a peer has ended, in the middle of a message"
+_TEXT = b"[gloo] the connection to a peer has ended"
 
 
 @dataclass(frozen=True)

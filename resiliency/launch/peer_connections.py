@@ -3,8 +3,8 @@
 * Of gloo: torch's ``abort`` of a gloo group does nothing (seen with torch 2.13), and an operation waits for its
   neighbours only. A rank whose neighbours are alive, and have left, waits until their groups are gone, which may be
   never where something still refers to them. Gloo has no word for its sockets; they are those that its event loop
-  watches. They are ended for reading only: its event loop then sees an end and tells all that wait, except those whose
-  bytes it could not write or had received in part, which ``gloo_waits`` ends when all connections are closed.
+  watches. They are ended for reading only: its event loop then sees an end and tells nearly all that wait; the others
+  are ended by ``gloo_waits`` when all connections are closed.
 * That gloo waits for as a group forms: of two ranks one listens until the other one connects and says which pair it
   belongs to; pairs of a group are numbered from 0 (``gloo/transport/tcp/listener.cc``). Where the other one never comes
   this process does, in its place, and hangs up.
