@@ -26,6 +26,7 @@ __all__ = [
     "child_processes",
     "close_when_left",
     "end_loader_workers",
+    "is_importing",
     "leave_attempt",
     "looks_like_a_lost_peer",
     "may_be_interrupted",
@@ -80,11 +81,20 @@ def may_be_interrupted(frame: FrameType | None, outermost: CodeType) -> bool:
         frame: what a thread runs.
         outermost: code; what has called it is not looked at.
     """
+    return not any(
+        code.co_filename == _IMPORTING or code.co_name == "__del__" for code in _codes_around(frame, outermost)
+    )
+
+
+def is_importing(frame: FrameType | None, outermost: CodeType) -> bool:
+    """True within an import; the arguments are those of ``may_be_interrupted``."""
+    return any(code.co_filename == _IMPORTING for code in _codes_around(frame, outermost))
+
+
+def _codes_around(frame: FrameType | None, outermost: CodeType) -> Iterator[CodeType]:
     while frame is not None and frame.f_code is not outermost:
-        if frame.f_code.co_filename == _IMPORTING or frame.f_code.co_name == "__del__":
-            return False
+        yield frame.f_code
         frame = frame.f_back
-    return True
 
 
 def waits_for_peers_only(frame: FrameType | None) -> bool:

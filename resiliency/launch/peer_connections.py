@@ -3,8 +3,8 @@
 * Of gloo: torch's ``abort`` of a gloo group does nothing (seen with torch 2.13), and an operation waits for its
   neighbours only. A rank whose neighbours are alive, and have left, waits until their groups are gone, which may be
   never where something still refers to them. Gloo has no word for its sockets; they are those that its event loop
-  watches. They are ended for reading only: its event loop then sees an end and tells all that wait, except those whose
-  bytes it could not write or had received in part, which ``gloo_waits`` ends when all connections are closed.
+  watches. They are ended for reading only: its event loop then sees an end and tells nearly all that wait; the others
+  are ended by ``gloo_waits`` when all connections are closed.
 * That gloo waits for as a group forms: of two ranks one listens until the other one connects and says which pair it
   belongs to; pairs of a group are numbered from 0 (``gloo/transport/tcp/listener.cc``). Where the other one never comes
   this process does, in its place, and hangs up.
@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -32,9 +33,12 @@ _PAIR = struct.Struct("=q")
 _CONNECT_TIMEOUT_S = 1.0
 #: For a client to finish connecting to its store.
 _STORE_CONNECT_TIMEOUT_S = 0.3
-#: Name of the thread that is gloo's event loop, one for each device.
+#: Name of the thread that is gloo's event loop, one for each device. Torch 2.11 and older do not name it (looked up in
+#: 2.4, 2.7, 2.9, 2.10 and 2.11): there connections of gloo are not found, and none is known to be closed.
 _LOOP = "gloo_tcp_loop"
 _EPOLL = "anon_inode:[eventpoll]"
+#: A file descriptor and its inode.
+_Watched = tuple[int, int]
 
 
 class PeerConnections:
@@ -51,7 +55,8 @@ class PeerConnections:
     def shut_down(self, store_port: int | None, *, pairs: int) -> int:
         """Shuts down gloo's connections and those to a store, so that what waits for them ends with an error.
 
-        Gloo's are not found where the kernel does not show system calls of threads (a process that may not be traced).
+        Gloo's are not found where the kernel does not show system calls of threads (a process that may not be traced),
+        and in older torch.
         Thread: any. Blocks: for a connection to this process for each pair, which takes some 50 microseconds.
 
         Args:
@@ -62,28 +67,36 @@ class PeerConnections:
         Returns:
             How many.
         """
-        loops = _loops()
+        self.closed = False
+        try:
+            loops, sockets = _loops(), _sockets()
+        except OSError as error:  # no file descriptor is left: the thread that asks goes on to interrupt this process
+            logger.debug("connections to peers are not known: %s", error)
+            return 0
         self._epolls = {task: epoll for task, epoll in self._epolls.items() if task in loops}
         self._epolls |= {task: epoll for task, epoll in loops.items() if epoll is not None}
-        watched = {fd: waits for epoll in self._epolls.values() for fd, waits in _watched(epoll).items()}
-        self.closed = loops.keys() == self._epolls.keys()  # of others it is not known
-        return sum(self._shut_down(fd, watched, store_port, pairs) for fd in _sockets())
+        watched = {one: waits for epoll in self._epolls.values() for one, waits in _watched(epoll).items()}
+        self.closed = bool(loops) and loops.keys() == self._epolls.keys()  # of others it is not known
+        return sum(self._shut_down(fd, watched, store_port, pairs) for fd in sockets)
 
-    def _shut_down(self, fd: int, watched: Mapping[int, bool], store_port: int | None, pairs: int) -> bool:
+    def _shut_down(self, fd: int, by_gloo: Mapping[_Watched, bool], store_port: int | None, pairs: int) -> bool:
         try:
             with socket.socket(fileno=os.dup(fd)) as one:
+                # Gloo may have closed its own meanwhile, and somebody else have opened one with that number.
+                watched = by_gloo.get((fd, os.fstat(one.fileno()).st_ino))
                 if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
                     return False
                 if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     # Not shut down: gloo ends the process when it cannot accept.
-                    if fd in watched:
+                    if watched is not None:
                         _connect_and_hang_up(one, pairs)
                     return False
-                if fd not in watched and not (one.getpeername()[1] == store_port and self._is_old(one)):
+                if watched is None and not (one.getpeername()[1] == store_port and self._is_old(one)):
                     return False
-                self.closed = self.closed and not watched.get(fd)
-                one.shutdown(socket.SHUT_RD if fd in watched else socket.SHUT_RDWR)
-        except OSError as error:  # closed meanwhile, or not connected
+                self.closed = self.closed and not watched
+                one.shutdown(socket.SHUT_RDWR if watched is None else socket.SHUT_RD)
+        except OSError as error:  # closed meanwhile, not connected, or no file descriptor is left
+            self.closed = self.closed and error.errno != errno.EMFILE
             logger.debug("connection %d to a peer was not shut down: %s", fd, error)
             return False
         return True
@@ -122,15 +135,20 @@ def _epoll_of(task: Path) -> int | None:
     return None
 
 
-def _watched(epoll: int) -> dict[int, bool]:
-    """File descriptors, and whether an event of theirs is waited for: not where one was waited for and came, as from
-    those who have only said a number and hung up."""
+def _watched(epoll: int) -> dict[_Watched, bool]:
+    """Whether an event of theirs is waited for: not where one was waited for and came, as from those who have only said
+    a number and hung up."""
     try:
         lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
     except OSError:
         return {}
     entries = [line.split() for line in lines if line.startswith("tfd:")]
-    return {int(entry[1]): bool(int(entry[3], 16) & ~select.EPOLLONESHOT) for entry in entries}
+    return {
+        (int(entry[1]), int(one.removeprefix("ino:"), 16)): bool(int(entry[3], 16) & ~select.EPOLLONESHOT)
+        for entry in entries
+        for one in entry
+        if one.startswith("ino:")
+    }
 
 
 def _connect_and_hang_up(listener: socket.socket, pairs: int) -> None:

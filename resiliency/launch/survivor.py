@@ -27,6 +27,7 @@ from resiliency.launch.gloo_waits import GlooWaits
 from resiliency.launch.leaving import (
     abort_collectives,
     child_processes,
+    is_importing,
     leave_attempt,
     looks_like_a_lost_peer,
     may_be_interrupted,
@@ -52,8 +53,10 @@ _AGAIN_S = 5.0
 #: Seconds until operations are aborted again, because what a thread waits on is not seen while it runs, and until it
 #: is interrupted again when that had no effect.
 _SOON_S = 0.05
-#: Seconds for which a thread may be in a place where it is not to be interrupted.
-_SPARED_S = 2.0
+#: Seconds for which a thread may be in a place where it is not to be interrupted, and in an import. What is half
+#: imported may fail in the next attempt, which costs a restart, and torch imports its compiler for seconds when the
+#: first model of DDP is made. Less than the launcher waits.
+_SPARED_S, _SPARED_IMPORTING_S = 2.0, 8.0
 #: Seconds for which the main thread may wait in native code when all that it could wait for has been ended, less where
 #: that can only be peers: a wait of gloo may outlive the connection to a dead one, and ``gloo_waits`` does not find it
 #: in every torch. What it may compute meanwhile: signals take some.
@@ -146,8 +149,8 @@ class _Survivor:
         self._left = _FIRST - 1
         #: Nobody will be told to leave any more.
         self._no_restart = False
-        #: Monotonic seconds until when the main thread is left alone where an exception would do harm.
-        self._spared_until_s = 0.0
+        #: Monotonic seconds when the main thread was told to leave: it is left alone where an exception would do harm.
+        self._told_s = 0.0
         #: Monotonic seconds when it is to be interrupted next. At once, as long as it has not raised anything: a signal
         #: that comes just before a system call does not end that.
         self._interrupt_at_s = 0.0
@@ -306,7 +309,7 @@ class _Survivor:
         main = threading.main_thread().ident
         assert main is not None
         connections, gloo_waits, waits, stuck_s, cpu_s = PeerConnections(), GlooWaits(), False, 0.0, _cpu_s(main)
-        self._spared_until_s, self._interrupt_at_s, self._heard = time.monotonic() + _SPARED_S, 0.0, False
+        self._told_s, self._interrupt_at_s, self._heard = time.monotonic(), 0.0, False
         with self._changed:
             while self._left < number:
                 # The lock is held, so that it does not go on meanwhile: groups of its next attempt are not aborted.
@@ -315,8 +318,7 @@ class _Survivor:
                 if self._inside and time.monotonic() >= self._interrupt_at_s:
                     signal.pthread_kill(main, _SIGNAL)
                 self._changed.wait_for(lambda: self._left >= number, _SOON_S)
-                if self._left < number and not (self._inside and self._heard):
-                    # The exception is raised as the main thread's wait returns, so nobody uses what that returned.
+                if self._left < number:
                     gloo_waits.end(closed=connections.closed)
                 waits = self._inside and not self._heard and _cpu_s(main) - cpu_s < _STUCK_CPU_S
                 stuck_s = stuck_s + _SOON_S if waits else 0.0
@@ -330,8 +332,10 @@ class _Survivor:
         if not (self._inside and self._is_to_leave()):
             return
         self._heard = True
-        now = time.monotonic()
-        if now < self._spared_until_s and not may_be_interrupted(frame, _Survivor._call.__code__):
+        now, outermost = time.monotonic(), _Survivor._call.__code__
+        if now < self._told_s + _SPARED_S and not may_be_interrupted(frame, outermost):
+            return
+        if now < self._told_s + _SPARED_IMPORTING_S and is_importing(frame, outermost):
             return
         self._interrupt_at_s = now + _AGAIN_S
         raise AttemptEnded("another rank has died: this one leaves its attempt and begins the next one")

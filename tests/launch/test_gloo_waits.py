@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from resiliency.launch import gloo_waits
 from resiliency.launch.gloo_waits import GlooWaits
+from resiliency.launch.leaving import looks_like_a_lost_peer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,9 +86,8 @@ def test_a_rank_stays_whose_peer_died_in_the_middle_of_a_message(launch: Any, tm
 def test_a_wait_is_ended_when_it_was_there_before_and_all_connections_have_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ended: list[int | None] = []
-    fake = gloo_waits._Gloo(table=0, ends=(lambda address: ended.append(address.value),))
-    monkeypatch.setattr(gloo_waits, "_loaded", lambda: fake)
+    ended: list[int] = []
+    monkeypatch.setattr(gloo_waits, "_loaded", lambda: SimpleNamespace(table=0, end=ended.append))
     seen = {(1, 0x10)}
     monkeypatch.setattr(gloo_waits, "_buffers", lambda table: iter(seen))
     waits = GlooWaits()
@@ -90,6 +96,20 @@ def test_a_wait_is_ended_when_it_was_there_before_and_all_connections_have_ended
     seen = {(1, 0x10), (2, 0x20)}
     assert waits.end(closed=True) == 1
     assert ended == [0x10]
+
+
+def test_an_operation_whose_wait_is_ended_raises_and_returns_no_numbers() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        here, there = threads.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60)), range(2))
+        work = here.allreduce([torch.ones(1)])
+        waits, deadline = GlooWaits(), time.monotonic() + 30
+        while waits.end(closed=True) != 1:
+            assert time.monotonic() < deadline
+        with pytest.raises(RuntimeError, match="the connection to a peer has ended") as raised:
+            work.wait(timedelta(seconds=10))
+    assert looks_like_a_lost_peer(raised.value)
+    del work, here, there
 
 
 def test_what_waits_for_something_else_is_left_alone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import select
 import socket
 import struct
@@ -107,6 +109,53 @@ def test_connections_of_gloo_are_shut_down_and_those_of_others_are_not(loop: Loo
         of_others.sendall(b"x")
         assert peer_of_others.recv(1) == b"x"
     assert accepted(listener) == [], "nobody but gloo's listener is connected to"
+
+
+def test_without_a_thread_that_is_known_as_gloos_no_connection_is_known_to_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_connections, "_LOOP", "another name")  # older torch does not name it
+    connections = PeerConnections()
+    connections.shut_down(None, pairs=0)
+    assert not connections.closed
+
+
+def test_a_connection_of_others_that_takes_the_number_of_one_that_gloo_closes_meanwhile_is_left_alone(
+    loop: Loop, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = peer_connections._watched
+    with (
+        socket.create_connection(listener.getsockname()) as of_gloo,
+        listener.accept()[0],
+        socket.create_connection(listener.getsockname()) as of_others,
+        listener.accept()[0] as peer_of_others,
+    ):
+        loop.epoll.register(of_gloo, select.EPOLLPRI)
+
+        def closed_meanwhile(epoll: int) -> dict[tuple[int, int], bool]:
+            found = watched(epoll)
+            os.dup2(of_others.fileno(), of_gloo.fileno())
+            return found
+
+        monkeypatch.setattr(peer_connections, "_watched", closed_meanwhile)
+        assert PeerConnections().shut_down(None, pairs=0) == 0
+        peer_of_others.sendall(b"x")
+        assert of_others.recv(1) == b"x"
+
+
+def test_a_process_without_a_free_file_descriptor_shuts_down_nothing_and_takes_nothing_for_closed(
+    loop: Loop, listener: socket.socket
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_connection(listener.getsockname()) as of_gloo, listener.accept()[0]:
+        loop.epoll.register(of_gloo, select.EPOLLPRI)
+        connections = PeerConnections()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            assert connections.shut_down(None, pairs=0) == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not connections.closed
 
 
 def test_a_loop_that_runs_at_that_moment_is_remembered_and_one_that_was_never_seen_to_wait_is_not_known(

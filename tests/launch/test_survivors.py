@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,6 +205,37 @@ def test_a_rank_that_computes_in_native_code_is_given_its_time(launch: Any, tmp_
     job = _job(launch, tmp_path, textwrap.dedent(place), "--leave-timeout", 80)
     assert job.wait(60) == 0, job.text
     assert [len(set(pids)) for pids in _processes(job.text).values()] == [1, 2, 1], job.text
+
+
+def test_an_import_is_given_more_time_than_a_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection, peer = pair()
+    with connection, peer:
+        rank, now = survivor._Survivor(connection), [100.0]
+        rank._told_s, rank._inside, rank._to_leave = now[0], True, rank._number
+        monkeypatch.setattr(survivor, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(sys, "interrupt", lambda: rank._interrupt(0, sys._getframe()), raising=False)
+        monkeypatch.syspath_prepend(tmp_path)
+        (tmp_path / "takes_long.py").write_text("import sys; sys.interrupt()")
+
+        def __del__() -> None:
+            rank._interrupt(0, sys._getframe())
+
+        def interrupted_after(seconds: float) -> tuple[bool, bool]:
+            now[0] = 100 + seconds
+            raised = []
+            for run in (lambda: __import__("takes_long"), __del__):
+                try:
+                    run()
+                    raised.append(False)
+                except AttemptEnded:
+                    raised.append(True)
+            sys.modules.pop("takes_long", None)
+            importing, cleaning = raised
+            return importing, cleaning
+
+        assert interrupted_after(1) == (False, False)
+        assert interrupted_after(7) == (False, True)
+        assert interrupted_after(9) == (True, True)
 
 
 def test_what_a_group_waits_for_as_it_ends_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
