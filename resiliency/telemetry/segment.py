@@ -200,7 +200,7 @@ class Segment:
         """Between which moments an event of this place lies, of those that are sure."""
         low: float | None = None
         high: float | None = None
-        known = [*self._told.values(), *self._stalls_told, *self._steps_told()]
+        known = [*self._told.values(), *self._stalls_told, *self._steps_told(witnesses=True)]
         for told in known:
             if told.place == place or not self._is_sure(told):
                 continue
@@ -261,7 +261,8 @@ class Segment:
         base = told.time - told.mono
         return abs(base - self._base) <= WRONG_S or self._votes(base) > 1
 
-    def _steps_told(self) -> list[Told]:
+    def _steps_told(self, *, witnesses: bool = False) -> list[Told]:
+        """The first step and the last one; with ``witnesses``, two more of the last ones."""
         steps = self.steps
         found: list[Told] = []
         if steps.high < 0:
@@ -269,6 +270,9 @@ class Segment:
         pairs = [(steps.last_stamp, steps.last_mono, (steps.high, 0.0))]
         if steps.first_step is not None and steps.first_step[:2] != (steps.last_stamp, steps.last_mono):  # two lines
             pairs.append((steps.first_step[0], steps.first_step[1], (-1, float("inf"))))
+        if witnesses:
+            known = {(stamp, mono) for stamp, mono, _ in pairs}
+            pairs.extend((one[0], one[1], (one[2], 0.0)) for one in steps.opened if one and one[:2] not in known)
         for stamp, mono, place in pairs:
             time = parse_stamp(stamp)
             if time is not None and mono is not None:
@@ -343,7 +347,7 @@ class Segment:
     def _votes(self, base: float) -> float:
         """Lines that agree with it."""
         votes = sum(count for known, count in self._bases if abs(known - base) <= WRONG_S)
-        for told in self._steps_told():
+        for told in self._steps_told(witnesses=True):
             votes += abs(told.time - (told.mono or 0.0) - base) <= WRONG_S
         return votes
 
@@ -358,11 +362,19 @@ class Segment:
         found = self._step_bases()
         return found[0] if found else None
 
+    def has_clocks_of(self, other: Segment) -> bool:
+        """An event of the one may be of the other: they are of one host, and their clocks tell the same distance."""
+        if self.host != other.host:
+            return False
+        mine, theirs = self.base, other.base
+        return mine is None or theirs is None or abs(mine - theirs) <= WRONG_S
+
     @property
     def was_set(self) -> bool:
-        """Whether the clock was set between its first step and its last."""
+        """Whether the clock was set between its first step and its last, or before both."""
         bases = self._step_bases()
-        return len(bases) > 1 and abs(bases[0] - bases[-1]) > CLOCK_JUMP_S
+        told = bases if self._base is None else [*bases, self._base]
+        return bool(bases) and max(told) - min(told) > CLOCK_JUMP_S
 
     @property
     def heard(self) -> float:

@@ -87,6 +87,7 @@ class Window:
             self.last_stamp = other.last_stamp
 
 
+_Opened = tuple[bytes | float, bytes | float | None, int]
 #: The arguments of :meth:`StepStats.add`.
 StepLine = tuple[int, int, float, float, float, float, float, bool, float, bytes | float, bytes | float | None, float]
 #: A step number that is higher than the last one by more than this is doubted.
@@ -109,6 +110,7 @@ class StepStats:
         "last_stamp",
         "long_s",
         "low",
+        "opened",
         "shift",
         "too_long",
         "waits",
@@ -132,6 +134,8 @@ class StepStats:
         self.last_stamp: bytes | float = 0.0
         #: Monotonic seconds of the last step, as written in the log (bytes) or as a number.
         self.last_mono: bytes | float | None = None
+        #: Lines that opened the last two windows, as (stamp, monotonic seconds, step): other witnesses of the clocks.
+        self.opened: tuple[_Opened | None, _Opened | None] = (None, None)
         #: Step numbers below ``high`` that have not been seen, as (first, last).
         self.gaps: list[tuple[int, int]] = []
         #: A line that is doubted until the next one bears it out.
@@ -230,6 +234,8 @@ class StepStats:
         window = self._current
         if window is None or key != self._current_key:
             window = self._window(key)
+            if step > high:
+                self.opened = (self.opened[1], (stamp, mono, step))
         window.n += count
         window.step_s += step_s
         window.data_s += data_s
