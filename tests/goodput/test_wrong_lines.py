@@ -200,7 +200,7 @@ def test_an_attempt_or_rank_that_one_line_alone_names_is_none(name: str, value: 
     assert any(note.startswith("Set aside: 1 line with the number of") for note in ledger.notes)
 
 
-def test_a_line_of_a_new_attempt_is_believed_once_others_bear_it_out() -> None:
+def test_a_line_of_a_new_attempt_is_believed_when_it_is_the_start_of_a_process() -> None:
     """As ``watch`` reads: the account is made between two lines."""
     job = Job()
     job.start()
@@ -212,12 +212,15 @@ def test_a_line_of_a_new_attempt_is_believed_once_others_bear_it_out() -> None:
     job.finish()
     lines = [event.to_json().encode() + b"\n" for event in job.events]
     reader = LogReader()
-    reader._block(b"".join(lines[: seen + 1]))
+    stray = json.loads(lines[seen - 10])
+    reader._block(b"".join([*lines[:seen], json.dumps({**stray, "attempt": 1}).encode() + b"\n"]))
     assert len(account(reader.collector.runs["job"]).timings) == 1
+    reader._block(lines[seen])  # the start of a process
+    assert len(account(reader.collector.runs["job"]).timings) == 2
     reader._block(b"".join(lines[seen + 1 :]))
     ledger = account(reader.collector.runs["job"])
     assert len(ledger.timings) == 2
-    assert "lines_set_aside" not in ledger.facts.quality
+    assert ledger.facts.quality["lines_set_aside"] == 1  # the stray one
     assert_matches(ledger, job)
 
 
@@ -244,23 +247,3 @@ def test_the_account_of_a_run_is_the_same_when_it_is_made_again() -> None:
     first, second = (account(reader.collector.runs["job"]) for _ in range(2))
     assert first.wall == second.wall
     assert first.goodput == pytest.approx(_read(LINES).goodput, abs=0.001)
-
-
-def test_an_attempt_of_one_line_is_believed_when_a_launcher_tells_of_it_too() -> None:
-    """Four ranks, of which one wrote a line before all of them died."""
-    job = Job()
-    job.start()
-    job.steps(10)
-    job.fail(detection=1.0)
-    job.attempt += 1
-    job.emit(EventKind.JOB_STARTED, 0, world_size=4)
-    without = len(job.ledger().timings)
-    job.emit(EventKind.WORKER_LOST, -1, worker=0)
-    job.advance(5.0, Bucket.RESTART)
-    job.start(load=10)
-    job.steps(5)
-    job.finish()
-    ledger = job.ledger()
-    assert without == 1
-    assert len(ledger.timings) == 3
-    assert "lines_set_aside" not in ledger.facts.quality
