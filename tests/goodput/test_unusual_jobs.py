@@ -1,0 +1,169 @@
+"""Right logs of unusual jobs: nothing in them is set aside, and the account is the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from resiliency.events import EventKind
+from resiliency.goodput.ledger import Ledger
+from resiliency.goodput.taxonomy import Bucket
+
+from .scripted import START, STEP_S, Job, assert_matches
+
+
+def _nothing_set_aside(ledger: Ledger) -> bool:
+    return not any("Set aside" in note for note in ledger.notes)
+
+
+# ---- processes that die at once
+
+
+def _crash_loop(job: Job, times: int, *, writers: int, pause: float) -> None:
+    """Attempts of which some ranks write their start, and nothing else follows. No launcher tells of them."""
+    for _ in range(times):
+        job.attempt += 1
+        for rank in range(writers):
+            job.emit(EventKind.JOB_STARTED, rank, world_size=job.ranks)
+        job.advance(pause, Bucket.RESTART)
+
+
+@pytest.mark.parametrize(("ranks", "writers"), [(1, 1), (4, 1), (4, 4)])
+@pytest.mark.parametrize("pause", [0.05, 30.0])
+def test_each_attempt_of_a_crash_loop_is_one(ranks: int, writers: int, pause: float) -> None:
+    job = Job(ranks=ranks)
+    job.start()
+    job.steps(10)
+    job.training = False
+    _crash_loop(job, 3, writers=writers, pause=pause)
+    job.start(load=10)
+    job.steps(5)
+    job.finish()
+    ledger = job.ledger()
+    assert len(ledger.timings) == 5
+    assert _nothing_set_aside(ledger)
+    assert_matches(ledger, job)
+
+
+def test_a_job_that_could_not_start_for_long_has_waited_for_it() -> None:
+    """The first attempts are most of the time; were they not the job's, it would be reported as busy."""
+    job = Job()
+    _crash_loop(job, 5, writers=1, pause=100.0)
+    job.start()
+    job.steps(20)
+    job.finish()
+    ledger = job.ledger()
+    assert len(ledger.timings) == 6
+    assert ledger.goodput == pytest.approx(40.0 / 570.0, abs=0.001)
+
+
+def test_a_rank_that_moved_to_a_host_with_another_clock_was_not_in_two_attempts_at_once() -> None:
+    """By its clock, the start on the new host lies within the attempt before."""
+    job = Job(ranks=2, skew={"other": -40.0})
+    job.start()
+    job.steps(10)
+    job.training = False
+    job.hosts = {0: "other", 1: "other"}
+    _crash_loop(job, 1, writers=2, pause=10.0)
+    job.attempt += 1
+    job.emit(EventKind.JOB_STARTED, 1, world_size=2)
+    job.advance(10.0, Bucket.RESTART)
+    job.hosts = {}
+    job.start(load=10)
+    job.steps(5)
+    job.finish()
+    assert _nothing_set_aside(job.ledger())
+
+
+# ---- clocks
+
+
+def test_the_only_step_of_an_attempt_does_not_move_the_launcher_of_its_host() -> None:
+    """The clock of one host was set before it."""
+    job = Job(ranks=3)
+    job.emit(EventKind.LAUNCHER_STARTED, -1, boot="b")
+    job.emit(EventKind.RANKS_STARTED, -1)
+    job.hosts = {-1: "host-0"}
+    job.start()
+    job.skew["host-0"] = 3600.0
+    job.steps(1)
+    job.emit(EventKind.WORKER_LOST, -1, worker=1)
+    job.training = False
+    job.advance(20.0, Bucket.RESTART)
+    job.start(load=1)
+    job.steps(20)
+    job.finish()
+    events = [dataclasses.replace(one, host="host-0") if one.rank < 0 else one for one in job.events]
+    job.events = events
+    assert job.ledger().wall_us == pytest.approx(122e6, abs=1e6)
+
+
+def test_a_clock_that_is_set_back_during_the_last_attempt_does_not_cut_it() -> None:
+    """Many steps after it bear it out, of which the last one alone is no witness."""
+    job = Job(ranks=2)
+    job.start()
+    job.steps(20)
+    job.skew = {"host-1": -30.0}
+    job.steps(12)
+    ledger = job.ledger()
+    assert_matches(ledger, job)
+    assert _nothing_set_aside(ledger)
+
+
+# ---- starts
+
+
+def test_ages_of_hosts_with_other_clocks_do_not_contradict_each_other() -> None:
+    job = Job(skew={"host-2": -3600.0})
+    job.now += 30.0
+    job.start()
+    job.steps(20)
+    job.finish()
+    job.events = [
+        dataclasses.replace(one, monotonic_s=None, fields={**one.fields, "since_process_s": 25.0})
+        if one.kind == EventKind.JOB_STARTED
+        else one
+        for one in job.events
+    ]
+    ledger = job.ledger()
+    assert _nothing_set_aside(ledger)
+    assert ledger.wall[Bucket.FIRST_START] == pytest.approx(55e6, abs=1e6)
+
+
+def test_a_rank_that_joins_its_host_later_does_not_contradict_the_age_of_the_first() -> None:
+    job = Job(ranks=1)
+    job.now += 30.0
+    job.emit(EventKind.JOB_STARTED, 0, world_size=1, since_process_s=25.0, since_launcher_s=28.0)
+    job.attempt, job.alive, job.training = 0, 1, True
+    job.emit(EventKind.TRAIN_STARTED, 0, step=0, world_size=1)
+    job.steps(100)
+    job.hosts = {1: "host-0"}
+    job.emit(EventKind.JOB_STARTED, 1, world_size=2, since_process_s=5.0, since_launcher_s=28.0)
+    job.steps(100)
+    ledger = job.ledger()
+    assert _nothing_set_aside(ledger)
+    assert ledger.start == pytest.approx(START + 2.0)
+
+
+# ---- steps
+
+
+def test_ranks_that_join_later_do_not_say_where_the_attempt_began() -> None:
+    """One rank goes back to step 10, three more join it at step 40: what was done before is lost all the same."""
+    job = Job(ranks=4)
+    job.start()
+    job.steps(10)
+    job.steps(20, lost=True)
+    job.training = False
+    job.advance(5.0, Bucket.DETECTION)
+    job.start(ranks=1, load=10)
+    job.steps(30)
+    for rank in range(1, 4):
+        job.emit(EventKind.JOB_STARTED, rank, world_size=4)
+        job.emit(EventKind.TRAIN_STARTED, rank, step=40, world_size=4)
+    job.alive = 4
+    job.steps(30)
+    job.finish()
+    ledger = job.ledger()
+    assert ledger.gpu[Bucket.LOST_WORK] == pytest.approx(20 * STEP_S * 4 * 1e6, rel=0.05)
