@@ -44,10 +44,13 @@ _MARKED = frozenset(
 )
 #: Of a rank; they belong to no tier.
 _STALLS = frozenset({EventKind.CHECKPOINT_STARTED, EventKind.CHECKPOINT_FENCED})
-#: Events that may show that the segment before them has ended.
-_BEGINNINGS = frozenset(
-    {EventKind.JOB_STARTED, EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED, EventKind.TRAIN_STARTED}
-)
+#: Events that may show that the segment before them has ended, and the time of a segment that they tell.
+_BEGINNINGS = {
+    EventKind.JOB_STARTED: "started",
+    EventKind.RESTORE_STARTED: "restore",
+    EventKind.CHECKPOINT_LOADED: "loaded",
+    EventKind.TRAIN_STARTED: "train",
+}
 #: Fields that name the rank an event is about; its ``rank`` is the one that wrote it.
 _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
 MAX_SECONDS = 1e9
@@ -269,7 +272,11 @@ class Collector:
             return None
         key = (attempt, lane)
         segment = table.get(key)
-        if segment is None or (kind in _BEGINNINGS and self._is_over(segment, kind, segment.guess(time, mono))):
+        if segment is None or (
+            kind in _BEGINNINGS
+            and self._is_over(segment, kind, segment.guess(time, mono))
+            and not segment.lacks(_BEGINNINGS[kind], mono)
+        ):
             rollback = segment is not None and kind in (EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED)
             segment = self._new(table, store, key, host)
             segment.rollback = rollback

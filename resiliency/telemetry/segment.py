@@ -255,6 +255,14 @@ class Segment:
         setattr(self, name, None)
         self._told.pop(name, None)
 
+    def lacks(self, name: str, mono: float | None) -> bool:
+        """It has no such time yet, and an event of this moment, by the clock that nobody sets, was before the steps
+        that it already has: lines in the order of a clock that was set back."""
+        first = self.steps.first_step
+        if getattr(self, name) is not None or mono is None or first is None or first[1] is None:
+            return False
+        return mono <= float(first[1])
+
     def _is_sure(self, told: Told) -> bool:
         if told.mono is None or self._base is None:
             return self._base is None
@@ -315,9 +323,15 @@ class Segment:
             monos = [told.mono for told in self._told.values() if told.mono is not None]
             best = min(tied, key=lambda one: sum(_misses(one[0] + mono, life) for mono in monos))
         self._base = best[0]
-        starts = [one.first for one in others if one is not self and one.first is not None]
-        ends = [one.end for one in others if one is not self and one.first is not None]
-        self._around = (min(starts), max(end for end in ends if end is not None)) if starts else life
+        around = [(one.first, one.end, one) for one in others if one is not self]
+        # By the clock of this one: people's clock may have been set between two of them, the other one was not.
+        lives = [
+            (first + ahead, end + ahead)
+            for first, end, one in around
+            if first is not None and end is not None
+            for ahead in [self._base - one._base if one._base is not None else 0.0]
+        ]
+        self._around = (min(one[0] for one in lives), max(one[1] for one in lives)) if lives else life
         wrong = [one for one in self._bases if abs(one[0] - self._base) > WRONG_S]
         self.jumps = self._small_jumps + int(sum(count for _, count in wrong))
         self.alone = sum(1 for base, _ in wrong if self._votes(base) < 2)
@@ -373,8 +387,10 @@ class Segment:
     def was_set(self) -> bool:
         """Whether the clock was set between its first step and its last, or before both."""
         bases = self._step_bases()
-        told = bases if self._base is None else [*bases, self._base]
-        return bool(bases) and max(told) - min(told) > CLOCK_JUMP_S
+        if not bases:
+            return False
+        before = bases[0] if self._base is None else self._base
+        return max(bases) - min(bases) > CLOCK_JUMP_S or abs(bases[0] - before) > WRONG_S
 
     @property
     def heard(self) -> float:

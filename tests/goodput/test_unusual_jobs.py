@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
 from resiliency.events import EventKind
-from resiliency.goodput.ledger import Ledger
+from resiliency.goodput.ledger import Ledger, account
 from resiliency.goodput.taxonomy import Bucket
+from resiliency.telemetry.collect import Collector
 
 from .scripted import START, STEP_S, Job, assert_matches
 
@@ -167,3 +169,97 @@ def test_ranks_that_join_later_do_not_say_where_the_attempt_began() -> None:
     job.finish()
     ledger = job.ledger()
     assert ledger.gpu[Bucket.LOST_WORK] == pytest.approx(20 * STEP_S * 4 * 1e6, rel=0.05)
+
+
+# ---- one number for all attempts, and lines in the order of a clock
+
+
+def _records(job: Job, **changes: object) -> list[dict[str, object]]:
+    return [{**json.loads(one.to_json()), **changes} for one in job.events]
+
+
+def _account(records: list[dict[str, object]]) -> Ledger:
+    collector = Collector()
+    for record in records:
+        collector.add(record)
+    return account(collector.runs["job"])
+
+
+def test_attempts_of_one_number_on_a_machine_that_was_started_anew_keep_their_clocks() -> None:
+    """As of a job without a launcher: what the last boot tells says nothing of the attempts before it."""
+    job = Job(ranks=1)
+    job.start()
+    job.steps(20)
+    job.training = False
+    job.advance(1.0, Bucket.RESTART)
+    _crash_loop(job, 2, writers=1, pause=200.0)
+    before = len(job.events)
+    job.start(load=20)
+    job.steps(40)
+    job.finish()
+    records = _records(job)
+    for number, record in enumerate(records):
+        del record["attempt"]
+        if record["event_type"] == EventKind.JOB_STARTED:
+            record["boot"] = "a" if number < before else "b"
+        if number >= before:
+            record["monotonic_s"] = job.events[number].time - job.events[before].time + 30.0
+    ledger = _account(records)
+    assert len(ledger.timings) == 4
+    assert _nothing_set_aside(ledger)
+    assert_matches(ledger, job)
+
+
+def test_lines_in_the_order_of_a_clock_that_was_set_back_are_one_attempt() -> None:
+    """As an export sorts them: the steps after it are read before the start."""
+    job = Job(ranks=2, ranks_per_host=2)
+    job.start()
+    job.steps(20)
+    job.skew["host-0"] = -3600.0
+    job.steps(20)
+    job.finish()
+    ledger = _account(sorted(_records(job), key=lambda record: str(record["timestamp"])))
+    assert len(ledger.timings) == 1
+    assert ledger.wall[Bucket.PRODUCTIVE] == pytest.approx(80e6, abs=2e6)
+
+
+def test_a_host_whose_clock_is_set_during_an_attempt_is_no_reference_for_the_others() -> None:
+    """It shows one step only, and the other hosts show all: those are compared with one of themselves."""
+    job = Job(ranks=4, skew={"host-1": 3600.0})
+    job.start()
+    job.steps(20)
+    job.skew["host-0"] = -30.0
+    job.steps(20)
+    job.finish()
+    ledger = job.ledger()
+    assert ledger.offsets.keys() == {"host-1"}
+    assert_matches(ledger, job)
+
+
+def test_the_last_line_of_a_launcher_whose_clock_was_set_back_is_placed_by_the_other_clock() -> None:
+    """Its ranks, and most of their lines, were after that."""
+    job = Job(ranks=1)
+    job.start()
+    launcher = len(job.events)
+    job.emit(EventKind.LAUNCHER_STARTED, -1, boot="a")
+    job.emit(EventKind.RANKS_STARTED, -1)
+    job.skew = {"host-0": -3600.0}
+    for _ in range(4):
+        job.steps(5)
+        job.save()
+    for record in job.events[launcher : launcher + 2]:
+        assert record.time == START + 30.0  # by the clock before
+    job.hosts = {-1: "host-0"}
+    job.emit(EventKind.WORKER_LOST, -1, worker=0)
+    job.training = False
+    job.advance(20.0, Bucket.RESTART)
+    job.start(load=20)
+    job.steps(20)
+    records = _records(job)
+    for record in records:
+        if record["rank"] == -1:
+            record["host"] = "host-0"
+        if record["event_type"] in (EventKind.JOB_STARTED, EventKind.TRAIN_STARTED):
+            record["boot"] = "a"
+    assert records[launcher]["event_type"] == EventKind.LAUNCHER_STARTED
+    assert _account(records).wall_us == pytest.approx((job.now - START) * 1e6, abs=2e6)
