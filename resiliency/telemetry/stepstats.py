@@ -90,7 +90,7 @@ class Window:
 _Opened = tuple[bytes | float, bytes | float | None, int]
 #: The arguments of :meth:`StepStats.add`.
 StepLine = tuple[int, int, float, float, float, float, float, bool, float, bytes | float, bytes | float | None, float]
-#: A step number that is higher than the last one by more than this is doubted.
+#: A step number that is higher than the last one by more than this is doubted, unless such steps follow each other.
 LEAP = 100_000
 #: So many lines that are too long are no longer single wrong ones.
 MOST_TOO_LONG = 8
@@ -108,6 +108,7 @@ class StepStats:
         "high",
         "last_mono",
         "last_stamp",
+        "leap",
         "long_s",
         "low",
         "opened",
@@ -140,6 +141,8 @@ class StepStats:
         self.gaps: list[tuple[int, int]] = []
         #: A line that is doubted until the next one bears it out.
         self.waits: StepLine | None = None
+        #: By how much the number may rise from a line to the next.
+        self.leap = LEAP
         #: Lines of more seconds are compared with the clock, and how many were longer than the time there was.
         self.long_s = 0.0
         self.too_long = 0
@@ -149,7 +152,7 @@ class StepStats:
     @property
     def most(self) -> int:
         """Higher step numbers are doubted; the first one may be any."""
-        return self.high + LEAP if self.high >= 0 else 1 << 62
+        return self.high + self.leap if self.high >= 0 else 1 << 62
 
     def begins(self, time: float, mono: float | None) -> None:
         """The first step begins no earlier than this."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 
 import pytest
 
@@ -263,3 +264,48 @@ def test_the_last_line_of_a_launcher_whose_clock_was_set_back_is_placed_by_the_o
             record["boot"] = "a"
     assert records[launcher]["event_type"] == EventKind.LAUNCHER_STARTED
     assert _account(records).wall_us == pytest.approx((job.now - START) * 1e6, abs=2e6)
+
+
+# ---- numbers of steps
+
+
+def _steps_of(numbers: Iterable[int], *, seconds: float = 10.0, count: int = 1) -> Ledger:
+    """Lines of one rank, and no other event."""
+    job = Job(ranks=1)
+    for number in numbers:
+        job.now += seconds
+        job.emit(EventKind.STEP, 0, step=number, step_s=seconds, **({"count": count} if count > 1 else {}))
+    return job.ledger()
+
+
+@pytest.mark.parametrize("every", [1, 100, 1000])
+def test_a_counter_that_starts_again_is_a_new_attempt_however_many_steps_a_line_leaves_out(every: int) -> None:
+    ledger = _steps_of([every * number for _ in range(3) for number in range(1, 11)])
+    assert len(ledger.timings) == 3
+    assert ledger.wall_us == 300e6
+    assert _nothing_set_aside(ledger)
+
+
+def test_a_counter_of_samples_is_read_to_the_end() -> None:
+    ledger = _steps_of(4_000_000 * number for number in range(1, 31))
+    assert ledger.wall_us == 300e6
+    assert _nothing_set_aside(ledger)
+
+
+def test_many_steps_in_each_line_are_no_leap() -> None:
+    ledger = _steps_of((150_000 * number for number in range(1, 31)), count=150_000)
+    assert sum(one.steps.n for one in ledger.facts.segments) == 30 * 150_000
+    assert _nothing_set_aside(ledger)
+
+
+def test_a_number_that_leaps_at_a_restore_is_believed_at_the_second_line() -> None:
+    ledger = _steps_of([*range(1, 11), *range(10**6, 10**6 + 10)])
+    assert sum(one.steps.n for one in ledger.facts.segments) == 20
+    assert _nothing_set_aside(ledger)
+
+
+def test_a_wrong_number_of_long_ago_is_no_part_of_a_later_restart() -> None:
+    """Step 12 alone, among the hundredth ones, is wrong; the job goes back to step 20 much later."""
+    ledger = _steps_of([*range(1, 100), 12, *range(100, 150), *range(20, 30)])
+    assert [timing.position for timing in ledger.timings] == [0, 19]
+    assert ledger.facts.quality["steps_set_aside"] == 1
