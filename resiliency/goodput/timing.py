@@ -208,15 +208,12 @@ def _begins_at(attempt: Attempt, offsets: Offsets) -> int | None:
     if not told:
         return None
     usual, count = Counter(position for position, _ in told).most_common(1)[0]
-    lowest = [segment for position, segment in told if position == min(told, key=_first)[0]]
-    if len(lowest) > 1 or count < 2:
-        return min(told, key=_first)[0]
-    began = [_began(segment, offsets) for position, segment in told if position == usual]
-    return usual if min(began) <= _began(lowest[0], offsets) + SAME_MOMENT_S else lowest[0].position
-
-
-def _first(told: tuple[int, Segment]) -> int:
-    return told[0]
+    low = min(position for position, _ in told)
+    lowest = [segment for position, segment in told if position == low]
+    if low == usual or len(lowest) > 1 or count < 2:
+        return low
+    began = min(_began(segment, offsets) for position, segment in told if position == usual)
+    return usual if began <= _began(lowest[0], offsets) + SAME_MOMENT_S else low
 
 
 def _began(segment: Segment, offsets: Offsets) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import pytest
 
 from resiliency.events import EventKind
+from resiliency.goodput.attempts import Attempt
 from resiliency.goodput.ledger import Ledger, account
 from resiliency.goodput.taxonomy import Bucket
 from resiliency.telemetry.collect import Collector
@@ -309,3 +310,18 @@ def test_a_wrong_number_of_long_ago_is_no_part_of_a_later_restart() -> None:
     ledger = _steps_of([*range(1, 100), 12, *range(100, 150), *range(20, 30)])
     assert [timing.position for timing in ledger.timings] == [0, 19]
     assert ledger.facts.quality["steps_set_aside"] == 1
+
+
+# ---- many ranks
+
+
+def test_the_size_of_an_attempt_is_not_counted_anew_for_each_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time asks all ranks: of a thousand, the account took seconds for that alone."""
+    asked: list[int | None] = []
+    world = Attempt.world
+    monkeypatch.setattr(Attempt, "world", property(lambda self: asked.append(self.number) or world.fget(self)))
+    job = Job(ranks=16)
+    job.start()
+    job.steps(2)
+    job.ledger()
+    assert 0 < len(asked) < 8
