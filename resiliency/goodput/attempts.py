@@ -87,7 +87,13 @@ class Attempt:
     def world(self) -> int:
         """Number of ranks that the trainers logged; 0 when they did not."""
         logged = Counter(segment.world for segment in self.segments if segment.world)
-        return min(logged.most_common(1)[0][0], MAX_RANKS) if logged else 0
+        logged.update(segment.world_before for segment in self.segments if segment.world_before)
+        if not logged:
+            return 0
+        # Where as many lines tell one as the other, the ranks that are there decide.
+        most = max(logged.values())
+        told = [world for world, count in logged.items() if count == most]
+        return min(len(self.lanes) if len(self.lanes) in told else told[0], MAX_RANKS)
 
 
 def _start(segment: Segment, offsets: Offsets) -> float:

@@ -84,7 +84,9 @@ def _is_of_another(segment: Segment, lane: Sequence[Segment], tells_starts: bool
         return False
     after = bisect_right(lane, time, key=lambda one: one.began or 0.0)
     if segment.started is not None and tells_starts:
-        return after < len(lane) and lane[after].started is None and lane[after].has_clocks_of(segment)
+        # The one before, too: its clock may have been set back since.
+        near = lane[max(0, after - 1) : after + 1]
+        return any(one.started is None and one.has_clocks_of(segment) for one in near)
     # Overlapping attempts of one rank are few; the last ones that began before are looked at.
     return any(
         one.end is not None and time <= one.end and one.attempt != segment.attempt and one.has_clocks_of(segment)

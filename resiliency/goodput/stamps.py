@@ -19,6 +19,8 @@ __all__ = ["FAR_S", "straighten"]
 
 #: What lies farther than this from all other events of a run is set aside, unless a process lived there.
 FAR_S = 30 * DAY_S
+#: So many processes of a boot are asked for its clock.
+MOST_WITNESSES = 8
 
 
 def straighten(run: RunFacts) -> None:
@@ -28,8 +30,9 @@ def straighten(run: RunFacts) -> None:
         peers.setdefault((segment.host, segment.attempt), []).append(segment)
     for segment in (*run.segments, *run.nodes):
         segment.settle()
+    boots = _boots(run)
     for segment in run.segments:  # again: those that are alone with what they tell ask the others of their host
-        segment.settle(_peers_of(segment, peers))
+        segment.settle(_peers_of(segment, peers), boot=boots.get((segment.host, segment.boot), ()))
     lived = [(one.began, one.end) for one in run.segments if one.lines > 1]
     ends = [end for _, end in lived if end is not None]
     life = (min(one for one, _ in lived if one is not None), max(ends)) if ends else None
@@ -91,6 +94,15 @@ def _peers_of(segment: Segment, peers: Mapping[tuple[str, int | None], Sequence[
     if len({one.lane for one in found}) == len(found):
         return found
     return [one for one in found if segment.lane < 0 and one.boot == segment.boot]
+
+
+def _boots(run: RunFacts) -> dict[tuple[str, str], list[Segment]]:
+    """By host and boot, the processes that have told most of their clocks."""
+    boots: dict[tuple[str, str], list[Segment]] = {}
+    for segment in sorted(run.segments, key=lambda one: -one.heard):
+        if segment.boot and len(known := boots.setdefault((segment.host, segment.boot), [])) < MOST_WITNESSES:
+            known.append(segment)
+    return boots
 
 
 def _find_ends(run: RunFacts) -> None:

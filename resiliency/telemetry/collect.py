@@ -455,7 +455,10 @@ class Collector:
             segment.steps.begins(time, _monotonic(record.get("monotonic_s")))
         step = _count(record.get("step"))
         segment.train_step = step if step is not None else segment.train_step
-        segment.world = _count(record.get("world_size")) or segment.world
+        world = _count(record.get("world_size")) or segment.world
+        if segment.world is not None and world != segment.world:
+            segment.world_before = segment.world
+        segment.world = world
 
     def _train_ended(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         if segment.train_ended is None or time > segment.train_ended:

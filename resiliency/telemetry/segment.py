@@ -112,6 +112,8 @@ class Segment:
         self.first: float | None = None
         self.last: float | None = None
         self.world: int | None = None
+        #: What it told of that at first, where it told something else later.
+        self.world_before: int | None = None
         #: True when it began by going back to an older step in the same process.
         self.rollback = False
         self.steps = StepStats()
@@ -287,12 +289,18 @@ class Segment:
                 found.append(Told(time, float(mono), place))
         return found
 
-    def settle(self, others: Sequence[Segment] = (), life: tuple[float, float] | None = None) -> bool:
+    def settle(
+        self,
+        others: Sequence[Segment] = (),
+        life: tuple[float, float] | None = None,
+        boot: Sequence[Segment] = (),
+    ) -> bool:
         """Sets the times aright by what most events tell of the clocks. Idempotent.
 
         Args:
             others: processes of the same host and attempt, which have the same clocks.
             life: when the ranks of the job lived; decides where nothing else does.
+            boot: processes of the same boot of its host, whose other clock is the same.
 
         Returns:
             Whether a time moved.
@@ -312,7 +320,7 @@ class Segment:
         counts = {id(one): one[1] + (self._steps_between(one[0]) if len(own) > 1 else 0.0) for one in own}
         own.sort(key=lambda one: -counts[id(one)])
         best = own[0]
-        heard = [one for one in others if one is not self and one._base is not None]
+        heard = [one for one in dict.fromkeys((*others, *boot)) if one is not self and one._base is not None]
         if heard and (counts[id(best)] < 2 or (len(own) > 1 and counts[id(own[1])] == counts[id(best)])):
             theirs = [list(one) for one in own]
             for one in heard:
@@ -380,8 +388,13 @@ class Segment:
         """An event of the one may be of the other: they are of one host, and their clocks tell the same distance."""
         if self.host != other.host:
             return False
-        mine, theirs = self.base, other.base
-        return mine is None or theirs is None or abs(mine - theirs) <= WRONG_S
+        mine, theirs = self._all_bases(), other._all_bases()
+        return not mine or not theirs or any(abs(one - two) <= WRONG_S for one in mine for two in theirs)
+
+    def _all_bases(self) -> list[float]:
+        """One for each time that people's clock was set."""
+        bases = [base for base, _ in self._bases]
+        return bases if self.base is None else [*bases, self.base]
 
     @property
     def was_set(self) -> bool:
