@@ -86,7 +86,7 @@ def _is_of_another(segment: Segment, lane: Sequence[Segment], tells_starts: bool
     if segment.started is not None and tells_starts:
         # The one before, too: its clock may have been set back since.
         near = lane[max(0, after - 1) : after + 1]
-        return any(one.started is None and one.has_clocks_of(segment) for one in near)
+        return any(one.started is None and not one.rollback and one.has_clocks_of(segment) for one in near)
     # Overlapping attempts of one rank are few; the last ones that began before are looked at.
     return any(
         one.end is not None and time <= one.end and one.attempt != segment.attempt and one.has_clocks_of(segment)

@@ -320,11 +320,16 @@ class Segment:
         counts = {id(one): one[1] + (self._steps_between(one[0]) if len(own) > 1 else 0.0) for one in own}
         own.sort(key=lambda one: -counts[id(one)])
         best = own[0]
-        heard = [one for one in dict.fromkeys((*others, *boot)) if one is not self and one._base is not None]
+        heard = [one for one in others if one is not self and one._base is not None]
         if heard and (counts[id(best)] < 2 or (len(own) > 1 and counts[id(own[1])] == counts[id(best)])):
             theirs = [list(one) for one in own]
             for one in heard:
                 _vote(theirs, one._base or 0.0, one.heard)
+            most = max(count for _, count in theirs)
+            if sum(count == most for _, count in theirs) > 1:  # one word against another
+                for one in boot:
+                    if one is not self and one._base is not None and one not in others:
+                        _vote(theirs, one._base, one.heard)
             best = max(theirs, key=_count)
         elif life is not None and len(own) > 1 and counts[id(own[1])] == counts[id(best)]:
             tied = [one for one in own if counts[id(one)] == counts[id(best)]]

@@ -325,3 +325,21 @@ def test_the_size_of_an_attempt_is_not_counted_anew_for_each_of_its_ranks(monkey
     job.steps(2)
     job.ledger()
     assert 0 < len(asked) < 8
+
+
+def test_a_process_that_went_back_in_itself_misses_no_start() -> None:
+    """What dies at once after it is an attempt."""
+    job = Job(ranks=1)
+    job.start()
+    job.steps(20)
+    job.step = 10
+    job.steps(5)
+    job.training = False
+    job.advance(1.0, Bucket.RESTART)
+    _crash_loop(job, 2, writers=1, pause=5.0)
+    job.start(load=15)
+    job.steps(10)
+    job.finish()
+    ledger = job.ledger()
+    assert len(ledger.timings) == 5
+    assert _nothing_set_aside(ledger)
