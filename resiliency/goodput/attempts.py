@@ -87,7 +87,13 @@ class Attempt:
     def world(self) -> int:
         """Number of ranks that the trainers logged; 0 when they did not."""
         logged = Counter(segment.world for segment in self.segments if segment.world)
-        return min(logged.most_common(1)[0][0], MAX_RANKS) if logged else 0
+        logged.update(segment.world_before for segment in self.segments if segment.world_before)
+        if not logged:
+            return 0
+        # Where as many lines tell one as the other, the ranks that are there decide.
+        most = max(logged.values())
+        told = [world for world, count in logged.items() if count == most]
+        return min(len(self.lanes) if len(self.lanes) in told else told[0], MAX_RANKS)
 
 
 def _start(segment: Segment, offsets: Offsets) -> float:
@@ -243,12 +249,14 @@ def _differences(attempt: Attempt, hosts: list[str], changes: Offsets) -> dict[s
                 time = parse_stamp(window.last_stamp)
             if time is not None:
                 ends.setdefault((key, window.last_step), {}).setdefault(segment.host, time - changes.of(segment))
-    for times in ends.values():
-        if len(times) < 2:
-            continue
-        reference = next(times[host] for host in hosts if host in times)
-        for host, time in times.items():
-            differences.setdefault(host, []).append(time - reference)
+    compared = [times for times in ends.values() if len(times) > 1]
+    # One for all steps: some hosts show only one of them, and a mixture of references would be no difference at all.
+    shown = Counter(host for times in compared for host in times)
+    reference = max((host for host in hosts if host in shown), key=lambda host: shown[host], default="")
+    for times in compared:
+        for host, time in times.items() if reference in times else ():
+            differences.setdefault(host, []).append(time - times[reference])
     middle = {host: median_low(values) for host, values in differences.items()}
-    zero = median_low(middle.values()) if len(middle) > 2 else 0.0
+    first = next((middle[host] for host in hosts if host in middle), 0.0)
+    zero = median_low(middle.values()) if len(middle) > 2 else first
     return {host: value - zero for host, value in middle.items()}

@@ -187,17 +187,18 @@ def account(
     lanes: list[LaneAccount] = []
     splits: dict[tuple[int, int], list[TrainingSplit]] = {}
     pace = save_pace(timings)
+    worlds = [timing.attempt.world for timing in timings]  # once: each asks all ranks
     for number, copies in _lane_groups(attempts, capacity):
         lane = Lane(us(start), us(end))
         host = ""
-        for timing in timings:
+        for timing, world in zip(timings, worlds, strict=True):
             lane.attempt, lane.limit_us = timing.index, us(timing.window[1])
             pieces = _pieces(timing.attempt, number)
             host = pieces[-1].host if pieces and pieces[-1].host else host
             if coarse:
                 fill_coarse(lane, timing, present=bool(pieces), pace=pace, last=timing is timings[-1])
                 continue
-            best = given or bests.get((pieces[0].lane, timing.attempt.world), NO_BEST) if pieces else NO_BEST
+            best = given or bests.get((pieces[0].lane, world), NO_BEST) if pieces else NO_BEST
             filler = LaneFiller(lane, timing, offsets, late[timing.index], best, over=run.terminated is not None)
             parts = filler.fill(pieces)
             if number in timing.attempt.lanes:
@@ -283,8 +284,9 @@ def _bests(attempts: Sequence[Attempt], overall: float | None) -> dict[tuple[int
     """By rank and size of the job: another number of ranks may have other steps."""
     stats: dict[tuple[int, int], list[StepStats]] = {}
     for attempt in attempts:
+        world = attempt.world
         for lane, pieces in attempt.lanes.items():
-            stats.setdefault((lane, attempt.world), []).extend(piece.steps for piece in pieces if piece.steps.high >= 0)
+            stats.setdefault((lane, world), []).extend(piece.steps for piece in pieces if piece.steps.high >= 0)
     return {key: Best(step_s=best_stable(one, overall)) for key, one in stats.items()}
 
 

@@ -1,13 +1,21 @@
-"""Lines that name an attempt or a rank that never was: one wrong number must not become a part of the job. Pure."""
+"""Lines that name an attempt or a rank that never was: one wrong number must not become a part of the job. Pure.
+
+A process that dies at once leaves one line, too. What tells both apart: its line is the start of a process, which no
+other one misses, and no other process of its rank wrote before and after it.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 from resiliency.telemetry.facts import RunFacts, Segment
 
 __all__ = ["set_phantoms_aside"]
+
+#: By lane, in order of their beginnings.
+_Lanes = Mapping[int, Sequence[Segment]]
 
 
 def set_phantoms_aside(run: RunFacts) -> int:
@@ -25,62 +33,68 @@ def set_phantoms_aside(run: RunFacts) -> int:
     numbers = {segment.attempt for segment in lived}
     # Launchers and agents bear an attempt out, too: they tell of ranks that died before a second line.
     numbers.update(mark.attempt for mark in run.marks if mark.hosts_clock)
-    lanes = {segment.lane for segment in lived}
+    all_numbers = numbers | {segment.attempt for segment in run.segments}
+    by_lane: dict[int, list[Segment]] = defaultdict(list)
+    for segment in sorted(lived, key=lambda one: one.began or 0.0):
+        by_lane[segment.lane].append(segment)
     processes = {(segment.attempt, segment.lane) for segment in lived}
-    lines = Counter(segment.attempt for segment in run.segments)
+    sizes, lines = _sizes(run), Counter(segment.attempt for segment in run.segments)
+    tells_starts = 2 * sum(segment.started is not None for segment in lived) > len(lived)
     for segment in run.segments:
-        segment.aside = segment.lines == 1 and (
-            (0 < usual <= segment.lane and segment.lane not in lanes and segment.lane >= _size(run, segment))
-            or (
-                segment.attempt not in numbers
-                and lines[segment.attempt] == 1
-                and _is_unheard_of(segment, usual, numbers, lived)
-            )
+        if segment.lines != 1:
+            segment.aside = False
+            continue
+        number, lane = segment.attempt, segment.lane
+        alone = number not in numbers and lines[number] == 1
+        segment.aside = (
+            (0 < usual <= lane and lane not in by_lane and lane >= sizes.get(number, 0))
             # A single step beside the other lines of its rank and attempt is one that could not be put among them.
-            or (segment.steps.high >= 0 and (segment.attempt, segment.lane) in processes)
-            or (segment.attempt in numbers and _within_another(segment, lived))
+            or (segment.steps.high >= 0 and (number, lane) in processes)
+            # A process that dies at once has written its start.
+            or (alone and tells_starts and segment.started is None)
+            or (alone and not tells_starts and not _is_next(number, all_numbers))
+            or ((alone or number in numbers) and _is_of_another(segment, by_lane.get(lane, ()), tells_starts))
         )
     taken = 0
-    by_lane: dict[int, list[Segment]] = {}
-    for segment in lived:
-        by_lane.setdefault(segment.lane, []).append(segment)
     for ranks in by_lane.values():
         if len({one.attempt for one in ranks}) > 1:
-            taken += _take_out(ranks)
+            taken += _take_out(ranks, tells_starts)
     run.lines_taken_out += taken
     return run.lines_taken_out + sum(segment.aside for segment in run.segments)
 
 
-def _size(run: RunFacts, segment: Segment) -> int:
-    """The largest size that other ranks tell of the same attempt; 0: they tell none."""
-    sizes = (one.world for one in run.segments if one.attempt == segment.attempt and one is not segment and one.world)
-    return max(sizes, default=0)
+def _sizes(run: RunFacts) -> dict[int | None, int]:
+    """The largest size that ranks tell of each attempt."""
+    sizes: dict[int | None, int] = {}
+    for one in run.segments:
+        if one.world:
+            sizes[one.attempt] = max(one.world, sizes.get(one.attempt, 0))
+    return sizes
 
 
-def _is_unheard_of(segment: Segment, usual: int, numbers: set[int | None], lived: list[Segment]) -> bool:
-    """A process that dies at once may write one line; then the number is the next one, and no other rank is there."""
-    number = segment.attempt
-    if number is None:
-        return True
-    return usual > 1 or not {number - 1, number + 1} & numbers or _within_another(segment, lived)
+def _is_next(number: int | None, numbers: set[int | None]) -> bool:
+    """The number of an attempt follows that of another one, or comes before it."""
+    return number is not None and not {number - 1, number + 1}.isdisjoint(numbers)
 
 
-def _within_another(segment: Segment, lived: list[Segment]) -> bool:
-    """Another attempt of the same rank was alive then, or all of its own number's events are elsewhere."""
-    time = segment.start
+def _is_of_another(segment: Segment, lane: Sequence[Segment], tells_starts: bool) -> bool:
+    """Another attempt of the same rank was alive then, or it is the start that the next one does not have."""
+    time = segment.began
     if time is None:
         return False
+    after = bisect_right(lane, time, key=lambda one: one.began or 0.0)
+    if segment.started is not None and tells_starts:
+        # The one before, too: its clock may have been set back since.
+        near = lane[max(0, after - 1) : after + 1]
+        return any(one.started is None and not one.rollback and one.has_clocks_of(segment) for one in near)
+    # Overlapping attempts of one rank are few; the last ones that began before are looked at.
     return any(
-        one.lane == segment.lane
-        and one is not segment
-        and one.start is not None
-        and one.end is not None
-        and one.start - 1.0 <= time <= one.end
-        for one in lived
+        one.end is not None and time <= one.end and one.attempt != segment.attempt and one.has_clocks_of(segment)
+        for one in lane[max(0, after - 4) : after]
     )
 
 
-def _take_out(ranks: list[Segment]) -> int:
+def _take_out(ranks: Sequence[Segment], tells_starts: bool) -> int:
     """Takes the first event out of each segment of a rank when another attempt lies between it and the next one."""
     moments = [(segment, segment.moments()) for segment in ranks]
     # What each did, without its first and last line, which may be the wrong ones themselves.
@@ -90,6 +104,10 @@ def _take_out(ranks: list[Segment]) -> int:
         if len(times) < 2:
             continue
         between = lives[bisect_right(lives, (times[0], len(moments))) : bisect_left(lives, (times[1], -1))]
-        if any(moments[place][0].attempt != segment.attempt for _, place in between):
+        is_start = tells_starts and segment.started == times[0]
+        if any(
+            other.attempt != segment.attempt and other.has_clocks_of(segment) and not (is_start and other.started)
+            for other in {id(one): one for one in (moments[place][0] for _, place in between)}.values()
+        ):
             taken += segment.forget(times[0])
     return taken

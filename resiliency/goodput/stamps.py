@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from resiliency.goodput.phantoms import set_phantoms_aside
 from resiliency.goodput.start_claims import check_starts
@@ -18,6 +19,8 @@ __all__ = ["FAR_S", "straighten"]
 
 #: What lies farther than this from all other events of a run is set aside, unless a process lived there.
 FAR_S = 30 * DAY_S
+#: So many processes of a boot are asked for its clock.
+MOST_WITNESSES = 8
 
 
 def straighten(run: RunFacts) -> None:
@@ -27,12 +30,13 @@ def straighten(run: RunFacts) -> None:
         peers.setdefault((segment.host, segment.attempt), []).append(segment)
     for segment in (*run.segments, *run.nodes):
         segment.settle()
+    boots = _boots(run)
     for segment in run.segments:  # again: those that are alone with what they tell ask the others of their host
-        segment.settle(peers[segment.host, segment.attempt])
+        segment.settle(_peers_of(segment, peers), boot=boots.get((segment.host, segment.boot), ()))
     lived = [(one.began, one.end) for one in run.segments if one.lines > 1]
     ends = [end for _, end in lived if end is not None]
     life = (min(one for one, _ in lived if one is not None), max(ends)) if ends else None
-    moved = sum(clock.settle(peers.get(key, ()), life) for key, clock in run.others.items())
+    moved = sum(clock.settle(_peers_of(clock, peers), life) for clock in run.others.values())
     if moved:
         run.quality["clocks_of_hosts_set_aright"] += moved
     run.marks = [
@@ -81,6 +85,24 @@ def straighten(run: RunFacts) -> None:
     run.last = max((day.last for day in run.days.values()), default=None)
     if gone or aside:
         run.quality["stamps_set_aside"] += max(1, sum(day.events for day in aside.values()))
+
+
+def _peers_of(segment: Segment, peers: Mapping[tuple[str, int | None], Sequence[Segment]]) -> Sequence[Segment]:
+    """Processes with the same two clocks: of its host and attempt. Where a rank has that number twice, the machine may
+    have been started in between: a rank then has none, a launcher those of the boot that it tells."""
+    found = peers.get((segment.host, segment.attempt), ())
+    if len({one.lane for one in found}) == len(found):
+        return found
+    return [one for one in found if segment.lane < 0 and one.boot == segment.boot]
+
+
+def _boots(run: RunFacts) -> dict[tuple[str, str], list[Segment]]:
+    """By host and boot, the processes that have told most of their clocks."""
+    boots: dict[tuple[str, str], list[Segment]] = {}
+    for segment in sorted(run.segments, key=lambda one: -one.heard):
+        if segment.boot and len(known := boots.setdefault((segment.host, segment.boot), [])) < MOST_WITNESSES:
+            known.append(segment)
+    return boots
 
 
 def _find_ends(run: RunFacts) -> None:

@@ -33,6 +33,8 @@ PLANNED = frozenset({"signal", "preempted", "preemption", "terminated", "drained
 ABNORMAL = frozenset({"exception", "error", "killed", "crash", "failed"})
 #: A launcher on another host may report on an attempt this long after its end.
 LATE_NOTICE_S = 60.0
+#: Ranks that begin to train together do so within this of each other.
+SAME_MOMENT_S = 5.0
 
 
 @dataclass
@@ -111,7 +113,7 @@ def time_attempts(
         timing.saves = saves[_after(saves, begin) : None if last else _after(saves, end)]
         if coarse:
             _by_checkpoints(timing, run)
-        _position(timing, run)
+        _position(timing, run, offsets)
         timing.marks = _marks_of(attempts, index, marks, begin, end)
         _outcome(timing, run, attempts[index + 1] if not last else None, offsets)
         timings.append(timing)
@@ -186,21 +188,38 @@ def _by_checkpoints(timing: Timing, run: RunFacts) -> None:
         timing.train = min(timing.train, timing.progress)
 
 
-def _position(timing: Timing, run: RunFacts) -> None:
+def _position(timing: Timing, run: RunFacts, offsets: Offsets) -> None:
     """Where the attempt began and how far it came."""
-    positions = [p for p in (segment.position for segment in timing.attempt.segments) if p is not None]
     tops = [segment.steps.high for segment in timing.attempt.segments if segment.steps.high >= 0]
-    if positions:
-        # All ranks begin at one step; one that tells another must not make work lost.
-        told = Counter(positions)
-        timing.position = min(told, key=lambda position: (-told[position], position))
-    else:
+    timing.position = _begins_at(timing.attempt, offsets)
+    if timing.position is None:
         loads = [step for time, step in run.loads if timing.window[0] <= time <= timing.window[1]]
         if loads:
             timing.position = min(loads)
         elif timing.index == 0 and timing.saves:
             timing.position = 0
     timing.top = max(tops) if tops else (max(step for _, step in timing.saves) if timing.saves else timing.position)
+
+
+def _begins_at(attempt: Attempt, offsets: Offsets) -> int | None:
+    """The step it began at. All ranks begin at one step; one that tells a lower one than ranks that began with it must
+    not make work lost. Ranks that join later begin at a higher one."""
+    told = [(position, segment) for segment in attempt.segments if (position := segment.position) is not None]
+    if not told:
+        return None
+    usual, count = Counter(position for position, _ in told).most_common(1)[0]
+    low = min(position for position, _ in told)
+    lowest = [segment for position, segment in told if position == low]
+    if low == usual or len(lowest) > 1 or count < 2:
+        return low
+    began = min(_began(segment, offsets) for position, segment in told if position == usual)
+    return usual if began <= _began(lowest[0], offsets) + SAME_MOMENT_S else low
+
+
+def _began(segment: Segment, offsets: Offsets) -> float:
+    """When it began to train."""
+    times = (segment.train, segment.first_step_start(), segment.loaded)
+    return min((time for time in times if time is not None), default=0.0) - offsets.of(segment)
 
 
 def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: Offsets) -> None:

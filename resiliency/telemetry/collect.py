@@ -44,16 +44,21 @@ _MARKED = frozenset(
 )
 #: Of a rank; they belong to no tier.
 _STALLS = frozenset({EventKind.CHECKPOINT_STARTED, EventKind.CHECKPOINT_FENCED})
-#: Events that may show that the segment before them has ended.
-_BEGINNINGS = frozenset(
-    {EventKind.JOB_STARTED, EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED, EventKind.TRAIN_STARTED}
-)
+#: Events that may show that the segment before them has ended, and the time of a segment that they tell.
+_BEGINNINGS = {
+    EventKind.JOB_STARTED: "started",
+    EventKind.RESTORE_STARTED: "restore",
+    EventKind.CHECKPOINT_LOADED: "loaded",
+    EventKind.TRAIN_STARTED: "train",
+}
 #: Fields that name the rank an event is about; its ``rank`` is the one that wrote it.
 _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
 MAX_SECONDS = 1e9
 MAX_CLOCKS = 65_536
 #: A step that follows another one has a number that is no more than this higher, where one of both is doubted.
 NEXT_STEPS = 64
+#: A writer that leaves out so many steps between two lines may leave out this many times as many.
+MOST_PACES = 64
 #: A stall is told within the step it was in, and the step before at most this much late.
 LONGEST_OVERLAP_S = 1.0
 #: Characters of the name of a span.
@@ -269,7 +274,11 @@ class Collector:
             return None
         key = (attempt, lane)
         segment = table.get(key)
-        if segment is None or (kind in _BEGINNINGS and self._is_over(segment, kind, segment.guess(time, mono))):
+        if segment is None or (
+            kind in _BEGINNINGS
+            and self._is_over(segment, kind, segment.guess(time, mono))
+            and not segment.lacks(_BEGINNINGS[kind], mono)
+        ):
             rollback = segment is not None and kind in (EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED)
             segment = self._new(table, store, key, host)
             segment.rollback = rollback
@@ -329,7 +338,7 @@ class Collector:
         """One step line; a step seen before is a copy, or shows that the rank went back and began a new segment."""
         stats = segment.steps
         line = (step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
-        if step > stats.most:
+        if step > stats.most and step - count != stats.high:
             if not self._is_confirmed(run, segment, line):
                 return
             stats = segment.steps
@@ -353,12 +362,14 @@ class Collector:
         must not end a segment. False when it waits; else the place for ``line`` is ready, with the one that waited."""
         stats = segment.steps
         waited, stats.waits = stats.waits, line
-        if waited is None or not waited[0] < line[0] <= waited[0] + NEXT_STEPS + line[1]:
+        if waited is None or not _follows(line, waited, stats):
             run.quality["steps_set_aside"] += 1
             return False
         stats.waits = None
         run.quality["steps_set_aside"] -= 1
-        if len(stats.head) == 1 and not stats.clean and not stats.flight:
+        stats.leap = max(stats.leap, MOST_PACES * (line[0] - waited[0]))
+        near = line[0] <= waited[0] + NEXT_STEPS + line[1]
+        if near and len(stats.head) == 1 and not stats.clean and not stats.flight:
             run.quality["steps_set_aside"] += 1  # the first one was wrong
             segment.steps = StepStats()
             self.generation += 1
@@ -366,6 +377,8 @@ class Collector:
             segment = self._new(self._open[run.name], run.segments, (segment.attempt, segment.lane), segment.host)
             segment.rollback = True
         segment.steps.add(*waited)
+        if not run.quality["steps_set_aside"]:
+            del run.quality["steps_set_aside"]
         return True
 
     def _parse_step(self, run: RunFacts, record: Mapping[str, Any], time: float, attempt: int | None) -> None:
@@ -442,7 +455,10 @@ class Collector:
             segment.steps.begins(time, _monotonic(record.get("monotonic_s")))
         step = _count(record.get("step"))
         segment.train_step = step if step is not None else segment.train_step
-        segment.world = _count(record.get("world_size")) or segment.world
+        world = _count(record.get("world_size")) or segment.world
+        if segment.world is not None and world != segment.world:
+            segment.world_before = segment.world
+        segment.world = world
 
     def _train_ended(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         if segment.train_ended is None or time > segment.train_ended:
@@ -516,12 +532,20 @@ _COMMON = frozenset(
 )
 
 
+def _follows(line: StepLine, waited: StepLine, stats: StepStats) -> bool:
+    """Both doubted lines go on from each other, and nothing else came in between: a process that logs each step or
+    every hundredth one, and whose number has leapt or gone back."""
+    if not waited[0] < line[0] or not _later(waited[9], waited[10], stats.last_stamp, stats.last_mono):
+        return False
+    return line[0] <= max(waited[0] + NEXT_STEPS + line[1], 2 * waited[0] - stats.high, stats.high)
+
+
 def _later(
-    stamp: bytes | float, mono: float | None, last_stamp: bytes | float, last_mono: bytes | float | None
+    stamp: bytes | float, mono: bytes | float | None, last_stamp: bytes | float, last_mono: bytes | float | None
 ) -> bool:
     """True when the first time is after the second: by the monotonic clock if both have it."""
     if mono is not None and last_mono is not None:
-        return mono > float(last_mono)
+        return float(mono) > float(last_mono)
     time, last = parse_stamp(stamp), parse_stamp(last_stamp)
     return time is not None and last is not None and time > last
 

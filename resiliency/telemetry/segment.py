@@ -112,6 +112,8 @@ class Segment:
         self.first: float | None = None
         self.last: float | None = None
         self.world: int | None = None
+        #: What it told of that at first, where it told something else later.
+        self.world_before: int | None = None
         #: True when it began by going back to an older step in the same process.
         self.rollback = False
         self.steps = StepStats()
@@ -200,7 +202,7 @@ class Segment:
         """Between which moments an event of this place lies, of those that are sure."""
         low: float | None = None
         high: float | None = None
-        known = [*self._told.values(), *self._stalls_told, *self._steps_told()]
+        known = [*self._told.values(), *self._stalls_told, *self._steps_told(witnesses=True)]
         for told in known:
             if told.place == place or not self._is_sure(told):
                 continue
@@ -255,13 +257,22 @@ class Segment:
         setattr(self, name, None)
         self._told.pop(name, None)
 
+    def lacks(self, name: str, mono: float | None) -> bool:
+        """It has no such time yet, and an event of this moment, by the clock that nobody sets, was before the steps
+        that it already has: lines in the order of a clock that was set back."""
+        first = self.steps.first_step
+        if getattr(self, name) is not None or mono is None or first is None or first[1] is None:
+            return False
+        return mono <= float(first[1])
+
     def _is_sure(self, told: Told) -> bool:
         if told.mono is None or self._base is None:
             return self._base is None
         base = told.time - told.mono
         return abs(base - self._base) <= WRONG_S or self._votes(base) > 1
 
-    def _steps_told(self) -> list[Told]:
+    def _steps_told(self, *, witnesses: bool = False) -> list[Told]:
+        """The first step and the last one; with ``witnesses``, two more of the last ones."""
         steps = self.steps
         found: list[Told] = []
         if steps.high < 0:
@@ -269,18 +280,27 @@ class Segment:
         pairs = [(steps.last_stamp, steps.last_mono, (steps.high, 0.0))]
         if steps.first_step is not None and steps.first_step[:2] != (steps.last_stamp, steps.last_mono):  # two lines
             pairs.append((steps.first_step[0], steps.first_step[1], (-1, float("inf"))))
+        if witnesses:
+            known = {(stamp, mono) for stamp, mono, _ in pairs}
+            pairs.extend((one[0], one[1], (one[2], 0.0)) for one in steps.opened if one and one[:2] not in known)
         for stamp, mono, place in pairs:
             time = parse_stamp(stamp)
             if time is not None and mono is not None:
                 found.append(Told(time, float(mono), place))
         return found
 
-    def settle(self, others: Sequence[Segment] = (), life: tuple[float, float] | None = None) -> bool:
+    def settle(
+        self,
+        others: Sequence[Segment] = (),
+        life: tuple[float, float] | None = None,
+        boot: Sequence[Segment] = (),
+    ) -> bool:
         """Sets the times aright by what most events tell of the clocks. Idempotent.
 
         Args:
             others: processes of the same host and attempt, which have the same clocks.
             life: when the ranks of the job lived; decides where nothing else does.
+            boot: processes of the same boot of its host, whose other clock is the same.
 
         Returns:
             Whether a time moved.
@@ -305,15 +325,26 @@ class Segment:
             theirs = [list(one) for one in own]
             for one in heard:
                 _vote(theirs, one._base or 0.0, one.heard)
+            most = max(count for _, count in theirs)
+            if sum(count == most for _, count in theirs) > 1:  # one word against another
+                for one in boot:
+                    if one is not self and one._base is not None and one not in others:
+                        _vote(theirs, one._base, one.heard)
             best = max(theirs, key=_count)
         elif life is not None and len(own) > 1 and counts[id(own[1])] == counts[id(best)]:
             tied = [one for one in own if counts[id(one)] == counts[id(best)]]
             monos = [told.mono for told in self._told.values() if told.mono is not None]
             best = min(tied, key=lambda one: sum(_misses(one[0] + mono, life) for mono in monos))
         self._base = best[0]
-        starts = [one.first for one in others if one is not self and one.first is not None]
-        ends = [one.end for one in others if one is not self and one.first is not None]
-        self._around = (min(starts), max(end for end in ends if end is not None)) if starts else life
+        around = [(one.first, one.end, one) for one in others if one is not self]
+        # By the clock of this one: people's clock may have been set between two of them, the other one was not.
+        lives = [
+            (first + ahead, end + ahead)
+            for first, end, one in around
+            if first is not None and end is not None
+            for ahead in [self._base - one._base if one._base is not None else 0.0]
+        ]
+        self._around = (min(one[0] for one in lives), max(one[1] for one in lives)) if lives else life
         wrong = [one for one in self._bases if abs(one[0] - self._base) > WRONG_S]
         self.jumps = self._small_jumps + int(sum(count for _, count in wrong))
         self.alone = sum(1 for base, _ in wrong if self._votes(base) < 2)
@@ -343,7 +374,7 @@ class Segment:
     def _votes(self, base: float) -> float:
         """Lines that agree with it."""
         votes = sum(count for known, count in self._bases if abs(known - base) <= WRONG_S)
-        for told in self._steps_told():
+        for told in self._steps_told(witnesses=True):
             votes += abs(told.time - (told.mono or 0.0) - base) <= WRONG_S
         return votes
 
@@ -358,11 +389,26 @@ class Segment:
         found = self._step_bases()
         return found[0] if found else None
 
+    def has_clocks_of(self, other: Segment) -> bool:
+        """An event of the one may be of the other: they are of one host, and their clocks tell the same distance."""
+        if self.host != other.host:
+            return False
+        mine, theirs = self._all_bases(), other._all_bases()
+        return not mine or not theirs or any(abs(one - two) <= WRONG_S for one in mine for two in theirs)
+
+    def _all_bases(self) -> list[float]:
+        """One for each time that people's clock was set."""
+        bases = [base for base, _ in self._bases]
+        return bases if self.base is None else [*bases, self.base]
+
     @property
     def was_set(self) -> bool:
-        """Whether the clock was set between its first step and its last."""
+        """Whether the clock was set between its first step and its last, or before both."""
         bases = self._step_bases()
-        return len(bases) > 1 and abs(bases[0] - bases[-1]) > CLOCK_JUMP_S
+        if not bases:
+            return False
+        before = bases[0] if self._base is None else self._base
+        return max(bases) - min(bases) > CLOCK_JUMP_S or abs(bases[0] - before) > WRONG_S
 
     @property
     def heard(self) -> float:

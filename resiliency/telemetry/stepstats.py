@@ -87,9 +87,10 @@ class Window:
             self.last_stamp = other.last_stamp
 
 
+_Opened = tuple[bytes | float, bytes | float | None, int]
 #: The arguments of :meth:`StepStats.add`.
 StepLine = tuple[int, int, float, float, float, float, float, bool, float, bytes | float, bytes | float | None, float]
-#: A step number that is higher than the last one by more than this is doubted.
+#: A step number that is higher than the last one by more than this is doubted, unless such steps follow each other.
 LEAP = 100_000
 #: So many lines that are too long are no longer single wrong ones.
 MOST_TOO_LONG = 8
@@ -107,8 +108,10 @@ class StepStats:
         "high",
         "last_mono",
         "last_stamp",
+        "leap",
         "long_s",
         "low",
+        "opened",
         "shift",
         "too_long",
         "waits",
@@ -132,10 +135,14 @@ class StepStats:
         self.last_stamp: bytes | float = 0.0
         #: Monotonic seconds of the last step, as written in the log (bytes) or as a number.
         self.last_mono: bytes | float | None = None
+        #: Lines that opened the last two windows, as (stamp, monotonic seconds, step): other witnesses of the clocks.
+        self.opened: tuple[_Opened | None, _Opened | None] = (None, None)
         #: Step numbers below ``high`` that have not been seen, as (first, last).
         self.gaps: list[tuple[int, int]] = []
         #: A line that is doubted until the next one bears it out.
         self.waits: StepLine | None = None
+        #: By how much the number may rise from a line to the next.
+        self.leap = LEAP
         #: Lines of more seconds are compared with the clock, and how many were longer than the time there was.
         self.long_s = 0.0
         self.too_long = 0
@@ -145,7 +152,7 @@ class StepStats:
     @property
     def most(self) -> int:
         """Higher step numbers are doubted; the first one may be any."""
-        return self.high + LEAP if self.high >= 0 else 1 << 62
+        return self.high + self.leap if self.high >= 0 else 1 << 62
 
     def begins(self, time: float, mono: float | None) -> None:
         """The first step begins no earlier than this."""
@@ -230,6 +237,8 @@ class StepStats:
         window = self._current
         if window is None or key != self._current_key:
             window = self._window(key)
+            if step > high:
+                self.opened = (self.opened[1], (stamp, mono, step))
         window.n += count
         window.step_s += step_s
         window.data_s += data_s

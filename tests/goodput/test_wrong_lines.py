@@ -3,6 +3,7 @@ file. The account stays what it was."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -200,7 +201,7 @@ def test_an_attempt_or_rank_that_one_line_alone_names_is_none(name: str, value: 
     assert any(note.startswith("Set aside: 1 line with the number of") for note in ledger.notes)
 
 
-def test_a_line_of_a_new_attempt_is_believed_once_others_bear_it_out() -> None:
+def test_a_line_of_a_new_attempt_is_believed_when_it_is_the_start_of_a_process() -> None:
     """As ``watch`` reads: the account is made between two lines."""
     job = Job()
     job.start()
@@ -212,12 +213,15 @@ def test_a_line_of_a_new_attempt_is_believed_once_others_bear_it_out() -> None:
     job.finish()
     lines = [event.to_json().encode() + b"\n" for event in job.events]
     reader = LogReader()
-    reader._block(b"".join(lines[: seen + 1]))
+    stray = json.loads(lines[seen - 10])
+    reader._block(b"".join([*lines[:seen], json.dumps({**stray, "attempt": 1}).encode() + b"\n"]))
     assert len(account(reader.collector.runs["job"]).timings) == 1
+    reader._block(lines[seen])  # the start of a process
+    assert len(account(reader.collector.runs["job"]).timings) == 2
     reader._block(b"".join(lines[seen + 1 :]))
     ledger = account(reader.collector.runs["job"])
     assert len(ledger.timings) == 2
-    assert "lines_set_aside" not in ledger.facts.quality
+    assert ledger.facts.quality["lines_set_aside"] == 1  # the stray one
     assert_matches(ledger, job)
 
 
@@ -246,21 +250,43 @@ def test_the_account_of_a_run_is_the_same_when_it_is_made_again() -> None:
     assert first.goodput == pytest.approx(_read(LINES).goodput, abs=0.001)
 
 
-def test_an_attempt_of_one_line_is_believed_when_a_launcher_tells_of_it_too() -> None:
-    """Four ranks, of which one wrote a line before all of them died."""
-    job = Job()
+def test_the_size_that_one_line_of_a_rank_tells_is_not_that_of_the_job() -> None:
+    """Of one rank, whose start tells another one."""
+    job = Job(ranks=1)
     job.start()
     job.steps(10)
-    job.fail(detection=1.0)
-    job.attempt += 1
-    job.emit(EventKind.JOB_STARTED, 0, world_size=4)
-    without = len(job.ledger().timings)
-    job.emit(EventKind.WORKER_LOST, -1, worker=0)
-    job.advance(5.0, Bucket.RESTART)
-    job.start(load=10)
-    job.steps(5)
+    wrong = next(one for one in job.events if one.kind == EventKind.TRAIN_STARTED)
+    job.events[job.events.index(wrong)] = dataclasses.replace(wrong, fields={"world_size": 1000})
+    assert job.ledger().capacity == 1
+
+
+def test_the_only_line_of_a_process_is_placed_by_the_clock_of_its_boot() -> None:
+    """Both ranks of the host died after one line, so that one word is against another; later attempts decide."""
+    job = Job(ranks=2, ranks_per_host=2)
+    job.now += 5000.0
+    job.attempt = 0
+    for rank in range(2):
+        job.emit(EventKind.JOB_STARTED, rank, world_size=2, boot="a")
+    job.events[0] = dataclasses.replace(job.events[0], monotonic_s=0.0)
+    job.now += 60.0
+    job.start()
+    job.steps(20)
+    for place, event in enumerate(job.events):
+        if event.kind == EventKind.JOB_STARTED:
+            job.events[place] = dataclasses.replace(event, fields={**event.fields, "boot": "a"})
+    ledger = job.ledger()
+    assert ledger.wall_us == pytest.approx(130e6, abs=1e6)
+    assert ledger.facts.quality["clock_readings_set_aside"] == 1
+
+
+def test_a_start_with_a_wrong_attempt_is_missed_by_the_process_whose_clock_was_set_back() -> None:
+    job = Job()
+    job.start()
+    start = next(one for one in job.events if one.kind == EventKind.JOB_STARTED and one.rank == 3)
+    job.events[job.events.index(start)] = dataclasses.replace(start, attempt=3)
+    job.skew["host-3"] = -30.0
+    job.steps(30)
     job.finish()
     ledger = job.ledger()
-    assert without == 1
-    assert len(ledger.timings) == 3
-    assert "lines_set_aside" not in ledger.facts.quality
+    assert len(ledger.timings) == 1
+    assert ledger.facts.quality["lines_set_aside"] == 1

@@ -1,0 +1,345 @@
+"""Right logs of unusual jobs: nothing in them is set aside, and the account is the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+
+import pytest
+
+from resiliency.events import EventKind
+from resiliency.goodput.attempts import Attempt
+from resiliency.goodput.ledger import Ledger, account
+from resiliency.goodput.taxonomy import Bucket
+from resiliency.telemetry.collect import Collector
+
+from .scripted import START, STEP_S, Job, assert_matches
+
+
+def _nothing_set_aside(ledger: Ledger) -> bool:
+    return not any("Set aside" in note for note in ledger.notes)
+
+
+# ---- processes that die at once
+
+
+def _crash_loop(job: Job, times: int, *, writers: int, pause: float) -> None:
+    """Attempts of which some ranks write their start, and nothing else follows. No launcher tells of them."""
+    for _ in range(times):
+        job.attempt += 1
+        for rank in range(writers):
+            job.emit(EventKind.JOB_STARTED, rank, world_size=job.ranks)
+        job.advance(pause, Bucket.RESTART)
+
+
+@pytest.mark.parametrize(("ranks", "writers"), [(1, 1), (4, 1), (4, 4)])
+@pytest.mark.parametrize("pause", [0.05, 30.0])
+def test_each_attempt_of_a_crash_loop_is_one(ranks: int, writers: int, pause: float) -> None:
+    job = Job(ranks=ranks)
+    job.start()
+    job.steps(10)
+    job.training = False
+    _crash_loop(job, 3, writers=writers, pause=pause)
+    job.start(load=10)
+    job.steps(5)
+    job.finish()
+    ledger = job.ledger()
+    assert len(ledger.timings) == 5
+    assert _nothing_set_aside(ledger)
+    assert_matches(ledger, job)
+
+
+def test_a_job_that_could_not_start_for_long_has_waited_for_it() -> None:
+    """The first attempts are most of the time; were they not the job's, it would be reported as busy."""
+    job = Job()
+    _crash_loop(job, 5, writers=1, pause=100.0)
+    job.start()
+    job.steps(20)
+    job.finish()
+    ledger = job.ledger()
+    assert len(ledger.timings) == 6
+    assert ledger.goodput == pytest.approx(40.0 / 570.0, abs=0.001)
+
+
+def test_a_rank_that_moved_to_a_host_with_another_clock_was_not_in_two_attempts_at_once() -> None:
+    """By its clock, the start on the new host lies within the attempt before."""
+    job = Job(ranks=2, skew={"other": -40.0})
+    job.start()
+    job.steps(10)
+    job.training = False
+    job.hosts = {0: "other", 1: "other"}
+    _crash_loop(job, 1, writers=2, pause=10.0)
+    job.attempt += 1
+    job.emit(EventKind.JOB_STARTED, 1, world_size=2)
+    job.advance(10.0, Bucket.RESTART)
+    job.hosts = {}
+    job.start(load=10)
+    job.steps(5)
+    job.finish()
+    assert _nothing_set_aside(job.ledger())
+
+
+# ---- clocks
+
+
+def test_the_only_step_of_an_attempt_does_not_move_the_launcher_of_its_host() -> None:
+    """The clock of one host was set before it."""
+    job = Job(ranks=3)
+    job.emit(EventKind.LAUNCHER_STARTED, -1, boot="b")
+    job.emit(EventKind.RANKS_STARTED, -1)
+    job.hosts = {-1: "host-0"}
+    job.start()
+    job.skew["host-0"] = 3600.0
+    job.steps(1)
+    job.emit(EventKind.WORKER_LOST, -1, worker=1)
+    job.training = False
+    job.advance(20.0, Bucket.RESTART)
+    job.start(load=1)
+    job.steps(20)
+    job.finish()
+    events = [dataclasses.replace(one, host="host-0") if one.rank < 0 else one for one in job.events]
+    job.events = events
+    assert job.ledger().wall_us == pytest.approx(122e6, abs=1e6)
+
+
+def test_a_clock_that_is_set_back_during_the_last_attempt_does_not_cut_it() -> None:
+    """Many steps after it bear it out, of which the last one alone is no witness."""
+    job = Job(ranks=2)
+    job.start()
+    job.steps(20)
+    job.skew = {"host-1": -30.0}
+    job.steps(12)
+    ledger = job.ledger()
+    assert_matches(ledger, job)
+    assert _nothing_set_aside(ledger)
+
+
+# ---- starts
+
+
+def test_ages_of_hosts_with_other_clocks_do_not_contradict_each_other() -> None:
+    job = Job(skew={"host-2": -3600.0})
+    job.now += 30.0
+    job.start()
+    job.steps(20)
+    job.finish()
+    job.events = [
+        dataclasses.replace(one, monotonic_s=None, fields={**one.fields, "since_process_s": 25.0})
+        if one.kind == EventKind.JOB_STARTED
+        else one
+        for one in job.events
+    ]
+    ledger = job.ledger()
+    assert _nothing_set_aside(ledger)
+    assert ledger.wall[Bucket.FIRST_START] == pytest.approx(55e6, abs=1e6)
+
+
+def test_a_rank_that_joins_its_host_later_does_not_contradict_the_age_of_the_first() -> None:
+    job = Job(ranks=1)
+    job.now += 30.0
+    job.emit(EventKind.JOB_STARTED, 0, world_size=1, since_process_s=25.0, since_launcher_s=28.0)
+    job.attempt, job.alive, job.training = 0, 1, True
+    job.emit(EventKind.TRAIN_STARTED, 0, step=0, world_size=1)
+    job.steps(100)
+    job.hosts = {1: "host-0"}
+    job.emit(EventKind.JOB_STARTED, 1, world_size=2, since_process_s=5.0, since_launcher_s=28.0)
+    job.steps(100)
+    ledger = job.ledger()
+    assert _nothing_set_aside(ledger)
+    assert ledger.start == pytest.approx(START + 2.0)
+
+
+# ---- steps
+
+
+def test_ranks_that_join_later_do_not_say_where_the_attempt_began() -> None:
+    """One rank goes back to step 10, three more join it at step 40: what was done before is lost all the same."""
+    job = Job(ranks=4)
+    job.start()
+    job.steps(10)
+    job.steps(20, lost=True)
+    job.training = False
+    job.advance(5.0, Bucket.DETECTION)
+    job.start(ranks=1, load=10)
+    job.steps(30)
+    for rank in range(1, 4):
+        job.emit(EventKind.JOB_STARTED, rank, world_size=4)
+        job.emit(EventKind.TRAIN_STARTED, rank, step=40, world_size=4)
+    job.alive = 4
+    job.steps(30)
+    job.finish()
+    ledger = job.ledger()
+    assert ledger.gpu[Bucket.LOST_WORK] == pytest.approx(20 * STEP_S * 4 * 1e6, rel=0.05)
+
+
+# ---- one number for all attempts, and lines in the order of a clock
+
+
+def _records(job: Job, **changes: object) -> list[dict[str, object]]:
+    return [{**json.loads(one.to_json()), **changes} for one in job.events]
+
+
+def _account(records: list[dict[str, object]]) -> Ledger:
+    collector = Collector()
+    for record in records:
+        collector.add(record)
+    return account(collector.runs["job"])
+
+
+def test_attempts_of_one_number_on_a_machine_that_was_started_anew_keep_their_clocks() -> None:
+    """As of a job without a launcher: what the last boot tells says nothing of the attempts before it."""
+    job = Job(ranks=1)
+    job.start()
+    job.steps(20)
+    job.training = False
+    job.advance(1.0, Bucket.RESTART)
+    _crash_loop(job, 2, writers=1, pause=200.0)
+    before = len(job.events)
+    job.start(load=20)
+    job.steps(40)
+    job.finish()
+    records = _records(job)
+    for number, record in enumerate(records):
+        del record["attempt"]
+        if record["event_type"] == EventKind.JOB_STARTED:
+            record["boot"] = "a" if number < before else "b"
+        if number >= before:
+            record["monotonic_s"] = job.events[number].time - job.events[before].time + 30.0
+    ledger = _account(records)
+    assert len(ledger.timings) == 4
+    assert _nothing_set_aside(ledger)
+    assert_matches(ledger, job)
+
+
+def test_lines_in_the_order_of_a_clock_that_was_set_back_are_one_attempt() -> None:
+    """As an export sorts them: the steps after it are read before the start."""
+    job = Job(ranks=2, ranks_per_host=2)
+    job.start()
+    job.steps(20)
+    job.skew["host-0"] = -3600.0
+    job.steps(20)
+    job.finish()
+    ledger = _account(sorted(_records(job), key=lambda record: str(record["timestamp"])))
+    assert len(ledger.timings) == 1
+    assert ledger.wall[Bucket.PRODUCTIVE] == pytest.approx(80e6, abs=2e6)
+
+
+def test_a_host_whose_clock_is_set_during_an_attempt_is_no_reference_for_the_others() -> None:
+    """It shows one step only, and the other hosts show all: those are compared with one of themselves."""
+    job = Job(ranks=4, skew={"host-1": 3600.0})
+    job.start()
+    job.steps(20)
+    job.skew["host-0"] = -30.0
+    job.steps(20)
+    job.finish()
+    ledger = job.ledger()
+    assert ledger.offsets.keys() == {"host-1"}
+    assert_matches(ledger, job)
+
+
+def test_the_last_line_of_a_launcher_whose_clock_was_set_back_is_placed_by_the_other_clock() -> None:
+    """Its ranks, and most of their lines, were after that."""
+    job = Job(ranks=1)
+    job.start()
+    launcher = len(job.events)
+    job.emit(EventKind.LAUNCHER_STARTED, -1, boot="a")
+    job.emit(EventKind.RANKS_STARTED, -1)
+    job.skew = {"host-0": -3600.0}
+    for _ in range(4):
+        job.steps(5)
+        job.save()
+    for record in job.events[launcher : launcher + 2]:
+        assert record.time == START + 30.0  # by the clock before
+    job.hosts = {-1: "host-0"}
+    job.emit(EventKind.WORKER_LOST, -1, worker=0)
+    job.training = False
+    job.advance(20.0, Bucket.RESTART)
+    job.start(load=20)
+    job.steps(20)
+    records = _records(job)
+    for record in records:
+        if record["rank"] == -1:
+            record["host"] = "host-0"
+        if record["event_type"] in (EventKind.JOB_STARTED, EventKind.TRAIN_STARTED):
+            record["boot"] = "a"
+    assert records[launcher]["event_type"] == EventKind.LAUNCHER_STARTED
+    assert _account(records).wall_us == pytest.approx((job.now - START) * 1e6, abs=2e6)
+
+
+# ---- numbers of steps
+
+
+def _steps_of(numbers: Iterable[int], *, seconds: float = 10.0, count: int = 1) -> Ledger:
+    """Lines of one rank, and no other event."""
+    job = Job(ranks=1)
+    for number in numbers:
+        job.now += seconds
+        job.emit(EventKind.STEP, 0, step=number, step_s=seconds, **({"count": count} if count > 1 else {}))
+    return job.ledger()
+
+
+@pytest.mark.parametrize("every", [1, 100, 1000])
+def test_a_counter_that_starts_again_is_a_new_attempt_however_many_steps_a_line_leaves_out(every: int) -> None:
+    ledger = _steps_of([every * number for _ in range(3) for number in range(1, 11)])
+    assert len(ledger.timings) == 3
+    assert ledger.wall_us == 300e6
+    assert _nothing_set_aside(ledger)
+
+
+def test_a_counter_of_samples_is_read_to_the_end() -> None:
+    ledger = _steps_of(4_000_000 * number for number in range(1, 31))
+    assert ledger.wall_us == 300e6
+    assert _nothing_set_aside(ledger)
+
+
+def test_many_steps_in_each_line_are_no_leap() -> None:
+    ledger = _steps_of((150_000 * number for number in range(1, 31)), count=150_000)
+    assert sum(one.steps.n for one in ledger.facts.segments) == 30 * 150_000
+    assert _nothing_set_aside(ledger)
+
+
+def test_a_number_that_leaps_at_a_restore_is_believed_at_the_second_line() -> None:
+    ledger = _steps_of([*range(1, 11), *range(10**6, 10**6 + 10)])
+    assert sum(one.steps.n for one in ledger.facts.segments) == 20
+    assert _nothing_set_aside(ledger)
+
+
+def test_a_wrong_number_of_long_ago_is_no_part_of_a_later_restart() -> None:
+    """Step 12 alone, among the hundredth ones, is wrong; the job goes back to step 20 much later."""
+    ledger = _steps_of([*range(1, 100), 12, *range(100, 150), *range(20, 30)])
+    assert [timing.position for timing in ledger.timings] == [0, 19]
+    assert ledger.facts.quality["steps_set_aside"] == 1
+
+
+# ---- many ranks
+
+
+def test_the_size_of_an_attempt_is_not_counted_anew_for_each_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time asks all ranks: of a thousand, the account took seconds for that alone."""
+    asked: list[int | None] = []
+    world = Attempt.world
+    monkeypatch.setattr(Attempt, "world", property(lambda self: asked.append(self.number) or world.fget(self)))
+    job = Job(ranks=16)
+    job.start()
+    job.steps(2)
+    job.ledger()
+    assert 0 < len(asked) < 8
+
+
+def test_a_process_that_went_back_in_itself_misses_no_start() -> None:
+    """What dies at once after it is an attempt."""
+    job = Job(ranks=1)
+    job.start()
+    job.steps(20)
+    job.step = 10
+    job.steps(5)
+    job.training = False
+    job.advance(1.0, Bucket.RESTART)
+    _crash_loop(job, 2, writers=1, pause=5.0)
+    job.start(load=15)
+    job.steps(10)
+    job.finish()
+    ledger = job.ledger()
+    assert len(ledger.timings) == 5
+    assert _nothing_set_aside(ledger)
