@@ -86,7 +86,7 @@ class Attempt:
     @property
     def world(self) -> int:
         """Number of ranks that the trainers logged; 0 when they did not."""
-        logged = Counter(segment.world for segment in self.segments if segment.world)
+        logged = Counter(one.world for one in self.segments if one.world and not one.size_aside)
         logged.update(segment.world_before for segment in self.segments if segment.world_before)
         if not logged:
             return 0

@@ -34,6 +34,7 @@ _SET_ASIDE = {
     "clock_readings_set_aside": ("reading", "of a clock that the other clock and the events around it contradict"),
     "starts_set_aside": ("age", "of a process or launcher that others of its host or attempt contradict"),
     "lines_set_aside": ("line", "with the number of an attempt or a rank that nothing else bears out"),
+    "sizes_set_aside": ("size", "of the job that nothing else bears out"),
     "steps_set_aside": ("step", "with a number that the lines around it rule out"),
     "durations_set_aside": ("length", "of a step or stall that is more than the time there was"),
 }

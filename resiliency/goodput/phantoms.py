@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from resiliency.telemetry.facts import RunFacts, Segment
 
-__all__ = ["set_phantoms_aside"]
+__all__ = ["set_phantoms_aside", "set_sizes_aside"]
 
 #: By lane, in order of their beginnings.
 _Lanes = Mapping[int, Sequence[Segment]]
@@ -61,6 +61,20 @@ def set_phantoms_aside(run: RunFacts) -> int:
             taken += _take_out(ranks, tells_starts)
     run.lines_taken_out += taken
     return run.lines_taken_out + sum(segment.aside for segment in run.segments)
+
+
+def set_sizes_aside(run: RunFacts) -> int:
+    """Marks the size of a job that is larger than all others and told by the one line of a process; how many. It would
+    be what the whole job has."""
+    told: Counter[int] = Counter()
+    for one in run.segments:
+        told.update({size for size in (one.world, one.world_before) if size and not one.aside})
+    most = 1 + max((one.lane for one in run.segments if not one.aside), default=0)
+    borne_out = max((size for size, count in told.items() if count > 1), default=0)
+    for one in run.segments:
+        size = one.world or 0
+        one.size_aside = one.lines == 1 and 0 < borne_out < size and size > most
+    return sum(one.size_aside for one in run.segments)
 
 
 def _sizes(run: RunFacts) -> dict[int | None, int]:

@@ -11,7 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from resiliency.goodput.phantoms import set_phantoms_aside
+from resiliency.goodput.phantoms import set_phantoms_aside, set_sizes_aside
 from resiliency.goodput.start_claims import check_starts
 from resiliency.telemetry.facts import DAY_S, DaySpan, RunFacts, Segment, parse_stamp
 
@@ -50,6 +50,7 @@ def straighten(run: RunFacts) -> None:
     too_long = run.too_long + sum(segment.steps.too_long for segment in run.segments)
     for name, count in (
         ("lines_set_aside", set_phantoms_aside(run)),
+        ("sizes_set_aside", set_sizes_aside(run)),
         ("starts_set_aside", check_starts(run)),
         ("durations_set_aside", too_long),
     ):

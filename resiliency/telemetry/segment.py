@@ -138,6 +138,8 @@ class Segment:
         self.alone = 0
         #: It is one line that names a rank or an attempt that never was.
         self.aside = False
+        #: So is the size of the job that it tells.
+        self.size_aside = False
         self._base: float | None = None
         #: What events tell of when the host's other clock began: [UTC seconds, events]; those that agree are one.
         self._bases: list[list[float]] = []

@@ -290,3 +290,38 @@ def test_a_start_with_a_wrong_attempt_is_missed_by_the_process_whose_clock_was_s
     ledger = job.ledger()
     assert len(ledger.timings) == 1
     assert ledger.facts.quality["lines_set_aside"] == 1
+
+
+def test_a_size_that_one_line_alone_tells_is_not_that_of_the_job() -> None:
+    """The line is all that an attempt has written: no other one of it can say how large it was."""
+    job = Job()
+    job.start()
+    job.steps(10)
+    job.fail(detection=1.0)
+    job.attempt += 1
+    job.emit(EventKind.JOB_STARTED, 0, world_size=1000)
+    job.advance(5.0, Bucket.RESTART)
+    job.start(load=10)
+    job.steps(5)
+    job.finish()
+    ledger = job.ledger()
+    assert_matches(ledger, job)
+    assert len(ledger.timings) == 3
+    assert any(note == "Set aside: 1 size of the job that nothing else bears out." for note in ledger.notes)
+
+
+def test_a_size_that_two_ranks_tell_is_that_of_the_job() -> None:
+    job = Job(ranks=8)
+    job.start(ranks=4)
+    job.steps(10)
+    job.fail(detection=1.0)
+    job.attempt += 1
+    for rank in range(2):
+        job.emit(EventKind.JOB_STARTED, rank, world_size=8)
+    job.advance(5.0, Bucket.RESTART)
+    job.start(load=10, ranks=4)
+    job.steps(5)
+    job.finish()
+    ledger = job.ledger()
+    assert ledger.capacity == 8
+    assert "sizes_set_aside" not in ledger.facts.quality
