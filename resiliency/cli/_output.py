@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ def whole_output() -> Iterator[None]:
     take: of a disk with 8 KiB left a JSON document got 8 KiB, and the status was 0.
 
     Raises:
-        SystemExit: with 1, after a sentence on standard error, when the output cannot be written.
+        SystemExit: with 1, after a sentence on standard error, when the output cannot be written; without one, when
+            nobody reads it any more.
     """
     before = sys.stdout
     if isinstance(getattr(before, "buffer", None), io.RawIOBase):
@@ -35,6 +37,9 @@ def whole_output() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
+            _drop(sys.stdout)  # as after ``| head``: nobody is there who would read a sentence about it
+            raise SystemExit(1) from None
         if error.errno not in _FULL or error.filename is not None:
             raise
         print(f"resiliency: what this command prints cannot be written: {error.strerror}", file=sys.stderr)
@@ -44,6 +49,13 @@ def whole_output() -> Iterator[None]:
         if sys.stdout is not before:
             sys.stdout.close()
             sys.stdout = before
+
+
+def _has_no_reader(output: TextIO) -> bool:
+    """The other end of the pipe is closed; a connection of the command itself may break, too."""
+    poll = select.poll()
+    poll.register(output.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _drop(output: TextIO) -> None:

@@ -235,7 +235,11 @@ def _stragglers(summary: dict[str, Any]) -> Table:
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in summary["stragglers"][:5]:
         table.add_row(
-            str(row["rank"]), row["host"], duration(row["cost_gpu_s"]), f"{row['steps']:,} steps", row["cause"]
+            str(row["rank"]),
+            row["host"],
+            duration(row["cost_gpu_s"]),
+            f"{row['steps']:,} step{'' if row['steps'] == 1 else 's'}",
+            row["cause"],
         )
     return table
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from resiliency.cli._output import whole_output
 from resiliency.settings import child_environment
 
 PRINTS = """
@@ -47,3 +48,29 @@ def test_what_fits_is_there(tmp_path: Path) -> None:
     done = printed(100_000, tmp_path / "out", unbuffered=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out").read_text() == "a" * 100_000
+
+
+@pytest.mark.parametrize("unbuffered", [True, False])
+@pytest.mark.parametrize("ended", ["returns", "exits"])
+def test_a_reader_that_has_seen_enough_gets_no_traceback(unbuffered: bool, ended: str) -> None:
+    """``resiliency goodput report --help | head``."""
+    end = {"returns": "pass", "exits": "sys.exit(1)"}[ended]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{PRINTS}    {end}\n", "100"],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            env=child_environment(str(Path(__file__).parents[2])) | {"PYTHONUNBUFFERED": "1" if unbuffered else ""},
+            text=True,
+            timeout=60,
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_connection_that_breaks_within_a_command_is_an_error() -> None:
+    with pytest.raises(BrokenPipeError), whole_output():
+        raise BrokenPipeError("of a socket")

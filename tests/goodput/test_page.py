@@ -96,7 +96,8 @@ def test_ranks_on_processors_are_not_called_gpus() -> None:
         if event.kind == "job_started":
             event.fields["device"] = "cpu"  # type: ignore[index]
     text = page_of(job)
-    assert "2 ranks" in text and "GPU" not in text.partition("<footer>")[0].partition("<h1>")[2]
+    assert "2 ranks" in text and "GPU" not in text.partition("<h1>")[2]
+    assert "Rank time is wall time times ranks; missing" in text
 
 
 def test_ranks_that_take_turns_in_being_slow_are_no_stragglers() -> None:
