@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 1.0
 
 
-class Exchange(StepSubscriber):
+class StepTimesOnStore(StepSubscriber):
     """Puts this rank's steps on the job's store at intervals, under one key a rank; rank 0 reads all of them.
 
     Threads: subscribed to in the training thread; the store is used by a thread of this object, which nobody waits for.
@@ -119,10 +119,10 @@ class LogsStragglers(StepHooks):
         if not factor > 1:
             raise ConfigError(f"factor={factor!r}: pass a number above 1")
         self._every, self._factor = every, factor
-        self._exchange: Exchange | None = None
+        self._times_on_store: StepTimesOnStore | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_exchange": None}
+        return {**vars(self), "_times_on_store": None}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         require_trainer_of(self.namespace, trainer, "StragglerLoggingCallback", f"{__package__}.logging")
@@ -138,7 +138,7 @@ class LogsStragglers(StepHooks):
             return
         if not isinstance(coordinator, StoreCoordinator):
             return  # one rank
-        self._exchange = Exchange(
+        self._times_on_store = StepTimesOnStore(
             own_connection(coordinator.store),
             prefix=coordinator.prefix,
             rank=trainer.global_rank,
@@ -147,7 +147,7 @@ class LogsStragglers(StepHooks):
             factor=self._factor,
             namespace=self.namespace,
         )
-        step_observer(trainer).subscribe(self._exchange)
+        step_observer(trainer).subscribe(self._times_on_store)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
@@ -158,10 +158,10 @@ class LogsStragglers(StepHooks):
         self._finish(trainer)
 
     def _finish(self, trainer: Any) -> None:
-        if self._exchange is not None:
-            step_observer(trainer).unsubscribe(self._exchange)
-            self._exchange.close()
-            self._exchange = None
+        if self._times_on_store is not None:
+            step_observer(trainer).unsubscribe(self._times_on_store)
+            self._times_on_store.close()
+            self._times_on_store = None
 
 
 _adapter = AdapterClass(__name__, "StragglerLoggingCallback", LogsStragglers, base="callbacks:Callback")

@@ -416,7 +416,7 @@ def test_an_interval_longer_than_the_fit_says_nothing(zygote: Zygote, tmp_path: 
 def test_one_rank_is_compared_with_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = build("StragglerLoggingCallback")(every=timedelta(milliseconds=1))
     fit([callback], tmp_path)
-    assert callback._exchange is None and "Own work" not in caplog.text
+    assert callback._times_on_store is None and "Own work" not in caplog.text
     for arguments in ({"every": timedelta(0)}, {"every": 3}, {"factor": 1.0}):
         with pytest.raises(ConfigError, match=next(iter(arguments))):
             build("StragglerLoggingCallback")(**arguments)
