@@ -17,7 +17,7 @@ import psutil
 
 from resiliency.cli.main import main
 from resiliency.testing.zygote import WorkerProcess, Zygote
-from tests.launch.ready_zygote import prepare_zygote
+from tests.launch.forked_commands import prepare_commands
 from tests.processes import wait_ended
 
 __all__ = ["ROOT", "Job", "run_launcher", "wait_for"]
@@ -112,7 +112,7 @@ def run_launcher(*, words: list[str], output: str, cwd: str) -> None:
     with open(output, "wb") as file, open(os.devnull) as nothing:
         for number, source in enumerate((nothing, file, file)):
             os.dup2(source.fileno(), number)
-    prepare_zygote()
+    prepare_commands(["run", *words])
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.exit(main(["run", *words]))
 
