@@ -18,7 +18,7 @@ import psutil
 from resiliency.cli.main import main
 from resiliency.testing.zygote import WorkerProcess, Zygote
 from tests.launch.forked_commands import prepare_commands
-from tests.processes import wait_ended
+from tests.processes import descendant_pids, wait_ended
 
 __all__ = ["ROOT", "Job", "run_launcher", "wait_for"]
 
@@ -86,11 +86,12 @@ class Job:
         return self.output.read_text(errors="replace")
 
     def descendants(self) -> list[psutil.Process]:
-        try:
-            found = psutil.Process(self.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            found = []
-        self._seen.update({process.pid: process for process in found})
+        found = []
+        for pid in descendant_pids(self.pid):
+            with suppress(psutil.NoSuchProcess):
+                if pid not in self._seen or not self._seen[pid].is_running():
+                    self._seen[pid] = psutil.Process(pid)
+                found.append(self._seen[pid])
         return found
 
     def left(self, timeout_s: float = 10) -> list[psutil.Process]:
