@@ -195,6 +195,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("crashes", ["none", "all"])
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_processes_that_lightning_starts_leave_only_files_also_after_an_exception(

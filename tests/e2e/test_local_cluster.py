@@ -19,7 +19,7 @@ from resiliency.testing.zygote import Zygote
 from tests.launch import soak_job
 from tests.launch.launching import Job
 
-pytestmark = [pytest.mark.kill, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.kill, pytest.mark.long, pytest.mark.timeout(240)]
 
 JOB = Path(soak_job.__file__)
 

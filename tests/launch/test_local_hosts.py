@@ -76,6 +76,7 @@ def _launcher_of(pid: int, above: int) -> int:
     return process.pid
 
 
+@pytest.mark.long
 def test_each_host_is_a_group_of_its_own_and_a_death_restarts_all(launch: Any, tmp_path: Path) -> None:
     job = _start(launch, tmp_path, "2", "--nproc-per-node", 2, launcher="ours, not forked", STAYS="1")
     pids = [_process_of(tmp_path, rank, 4, 0) for rank in range(4)]

@@ -24,7 +24,7 @@ from resiliency.supervisor.store import Store
 from tests.networks import has_route_to, network_of, processes_in
 from tests.processes import descendant_pids, wait_ended
 
-pytestmark = pytest.mark.kill
+pytestmark = [pytest.mark.kill, pytest.mark.long]
 
 
 class Run:
