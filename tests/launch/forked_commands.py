@@ -11,7 +11,6 @@ What an interpreter of its own has that these have not is tested where commands 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -22,21 +21,17 @@ from typing import Any, NoReturn
 from resiliency.cli import __main__ as command_line
 from resiliency.cli.main import main
 from resiliency.launch import local_hosts
-from resiliency.launch.channel import pair, receive, send
 from resiliency.launch.command_line import show_command_line
-from resiliency.launch.processes import _PR_SET_CHILD_SUBREAPER, _prctl
-from resiliency.launch.standby import _wait_for_new_parent
 from resiliency.settings import all_variables
 from resiliency.supervisor import launcher_process, local_processes
 from resiliency.supervisor.namespaces import _CLONE_NEWNET, _call, _own
-from tests.launch.ready_zygote import Child, close_all_but, end_as_interpreter, prepare_zygote, take_environment
+from tests.launch.fork_helper import ForkHelper
+from tests.launch.ready_zygote import Child, end_as_interpreter, keep_only, prepare_zygote, take_environment
 
 __all__ = ["prepare_commands"]
 
 _COMMAND = [sys.executable, "-m", "resiliency.cli"]
 _SHELL = launcher_process._SHELL
-#: Above all numbers that a descriptor must have.
-_HIGH = 512
 
 
 def prepare_commands(words: Sequence[str]) -> None:
@@ -63,11 +58,7 @@ def _import_what_hosts_need(words: Sequence[str]) -> None:
 
 
 def _fork_helper() -> None:
-    mine, theirs = pair()
-    if os.fork() == 0:
-        mine.close()
-        _serve(theirs, os.getppid())
-    theirs.close()
+    helper = ForkHelper(_run)
 
     def popen(
         words: Sequence[str],
@@ -83,16 +74,9 @@ def _fork_helper() -> None:
         request = {"words": command[len(_COMMAND) :], "environment": dict(env), "numbers": list(pass_fds)}
         begin, go = os.pipe()
         network = _own()
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        try:
-            send(mine, {**request, "cwd": os.getcwd()}, [network, begin, *pass_fds])
-            answer = receive(mine)
-        finally:
-            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
-            os.close(network)
-            os.close(begin)
-        assert answer is not None, "the helper that forks commands has ended"
-        child = _Child(answer[0]["pid"], go)
+        child = _Child(helper.fork({**request, "cwd": os.getcwd()}, [network, begin, *pass_fds]), go)
+        os.close(network)
+        os.close(begin)
         if not begins_later:
             child.stdin.write(b"go\n")
             child.stdin.close()
@@ -111,35 +95,11 @@ class _Child(Child):
         self.stdin = os.fdopen(go, "wb", buffering=0)
 
 
-def _serve(requests: Any, parent: int) -> NoReturn:
-    """The helper. Ends with its parent."""
-    while (received := receive(requests)) is not None:
-        request, fds = received
-        said_read, said = os.pipe()
-        between = os.fork()
-        if between == 0:
-            pid = os.fork()
-            if pid == 0:
-                _wait_for_new_parent(parent)
-                _run(request, fds)
-            os.write(said, str(pid).encode())
-            os._exit(0)  # its child is given to the next ancestor that takes orphans
-        os.waitpid(between, 0)
-        send(requests, {"pid": int(os.read(said_read, 100))})
-        for fd in (*fds, said_read, said):
-            os.close(fd)
-    os._exit(0)
-
-
 def _run(request: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
     os.setsid()
-    network, begin, *given = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd in fds]
+    network, begin, *given = fds
     _call("setns", network, _CLONE_NEWNET)
-    os.close(network)
-    close_all_but([begin, *given])
-    for fd, number in zip(given, request["numbers"], strict=True):
-        os.dup2(fd, number)
-        os.close(fd)
+    (begin,) = keep_only(given, request["numbers"], others=[begin])
     os.chdir(request["cwd"])
     take_environment(request["environment"], script=request["cwd"])
     words = request["words"]

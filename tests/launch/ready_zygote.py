@@ -9,6 +9,7 @@ zygote: the next one is an interpreter.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import io
 import os
 import select
@@ -24,7 +25,10 @@ from resiliency.launch.channel import pair, receive, send
 from resiliency.launch.command_line import show_command_line
 from resiliency.settings import all_variables, replace_variables
 
-__all__ = ["Child", "close_all_but", "end_as_interpreter", "prepare_zygote", "take_environment"]
+__all__ = ["Child", "end_as_interpreter", "keep_only", "prepare_zygote", "take_environment"]
+
+#: Above all numbers that a file descriptor must have.
+_HIGH = 512
 
 
 def prepare_zygote() -> None:
@@ -85,7 +89,7 @@ def _wait_to_begin(end: Any) -> None:
     request, fds = received
     end.close()
     os.setsid()
-    close_all_but(fds)
+    _close_all_but(fds)
     take_environment(request["environment"])
     for name, fd in (("stdout", 1), ("stderr", 2)):  # as with ``python -u``
         setattr(sys, name, io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), write_through=True))
@@ -103,7 +107,18 @@ def take_environment(environment: Mapping[str, str], *, script: str = "") -> Non
     sys.path[:] = [*filter(None, folders), *(entry for entry in sys.path if entry not in given)]
 
 
-def close_all_but(fds: Sequence[int]) -> None:
+def keep_only(fds: Sequence[int], numbers: Sequence[int], *, others: Sequence[int] = ()) -> list[int]:
+    """Gives file descriptors these numbers, and closes all but these, those from 0 to 2, and the others, whose new numbers
+    it returns."""
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd in (*fds, *others)]
+    _close_all_but(moved)
+    for fd, number in zip(moved[: len(fds)], numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    return moved[len(fds) :]
+
+
+def _close_all_but(fds: Sequence[int]) -> None:
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in fds:
             try:
