@@ -20,7 +20,7 @@ from .fake_monitors import until
 from .monitor_command import MonitorCommand, monitor
 from .supervisor_command import Command, commands, run, runs, stored
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_supervisors")]
 
 _TOKEN = "operators-token-of-the-test-0123456789"
 

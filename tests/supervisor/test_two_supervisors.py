@@ -23,7 +23,7 @@ from .fake_monitors import PERIOD_S, until
 from .monitor_command import monitor
 from .supervisor_command import Command, commands, run, runs, stored
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_supervisors")]
 
 
 def steps(url: str) -> int:
