@@ -8,7 +8,9 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -26,10 +28,12 @@ MODULE = "tests.supervisor.supervisor_command"
 PRELOAD = ("aiohttp.web", MODULE, "resiliency.cli.supervisor", "resiliency.supervisor.service")
 
 
-def run_command(*, words: list[str], environment: Mapping[str, str], log: str) -> None:
-    """``resiliency`` with these words, in a fork."""
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 2)
+def run_command(*, words: list[str], environment: Mapping[str, str], log: str, output: str = "") -> None:
+    """``resiliency`` with these words, in a fork. What it prints goes to files."""
+    for path, number in ((output, 1), (log, 2)):
+        if path:
+            with open(path, "ab") as file:
+                os.dup2(file.fileno(), number)
     replace_variables(environment)
     sys.argv = ["resiliency", *words]
     sys.exit(main(words))
@@ -74,6 +78,18 @@ class Command:
 
     def send(self, number: int) -> None:
         os.killpg(self.process.pid, number)
+
+
+async def asked(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``resiliency supervisor`` with these words, as an operator would call it. Also a fork."""
+    assert Command.zygote is not None
+    with tempfile.TemporaryDirectory() as folder:
+        output, log = Path(folder, "output"), Path(folder, "log")
+        given = {"words": ["supervisor", *words], "environment": {**os.environ, **variables}}
+        arguments = {**given, "log": str(log), "output": str(output)}
+        worker = Command.zygote.start(f"{MODULE}:run_command", arguments)
+        code = await asyncio.to_thread(worker.wait, timeout_s=60)
+        return subprocess.CompletedProcess(words, code, output.read_text(), log.read_text())
 
 
 @contextlib.asynccontextmanager
