@@ -20,6 +20,7 @@ import pytest
 
 import tests.entry_points  # noqa: F401  before anything imports Lightning
 from tests.agent_forks import VARIABLE, AgentForks
+from tests.processes import child_pids
 
 if TYPE_CHECKING:
     from resiliency.testing.zygote import Zygote
@@ -192,7 +193,7 @@ def _threads() -> set[threading.Thread]:
 
 def _children() -> set[psutil.Process]:
     found = set()
-    for pid in [*_child_pids("self"), *(pid for forks in _forks for pid in _child_pids(str(forks.pid)))]:
+    for pid in [*child_pids("self"), *(pid for forks in _forks for pid in child_pids(str(forks.pid)))]:
         try:
             child = psutil.Process(pid)
             if not any(helper in " ".join(child.cmdline()) for helper in SESSION_HELPERS):
@@ -200,16 +201,6 @@ def _children() -> set[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return found
-
-
-def _child_pids(process: str) -> list[int]:
-    """From the kernel's own lists: psutil reads every process of the machine, which cost half a minute a run."""
-    tasks = Path("/proc", process, "task")
-    try:
-        lists = [Path(tasks, task, "children").read_text() for task in os.listdir(tasks)]
-        return [int(pid) for pids in lists for pid in pids.split()]
-    except (FileNotFoundError, ProcessLookupError):  # a kernel without these lists, or a thread that ended just now
-        return [child.pid for child in psutil.Process(None if process == "self" else int(process)).children()]
 
 
 def _shm() -> set[Path]:

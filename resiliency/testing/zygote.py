@@ -82,7 +82,7 @@ class Zygote:
                 bufsize=1,
             )
         self._workers: dict[int, WorkerProcess] = {}
-        self._started: list[int] = []
+        self._started: list[WorkerProcess] = []
         self._starting = threading.Lock()
         self._changed = threading.Condition()
         self._log = log
@@ -105,7 +105,7 @@ class Zygote:
             if len(self._started) == before:
                 what = "has ended" if self._ended else f"forked nothing within {timeout_s:.0f} s"
                 raise Timeout(f"the zygote {what}; a preload probably failed, see {self._log}")
-            return self._workers[self._started[before]]
+            return self._started[before]  # it may have ended already
 
     def stacks_of(self, workers: Sequence[WorkerProcess], *, timeout_s: float = 5) -> str:
         """Python stacks of the main threads of workers that still run, and of what they have forked.
@@ -129,7 +129,7 @@ class Zygote:
             with self._changed:
                 if message["what"] == "started":
                     self._workers[message["pid"]] = WorkerProcess(message["pid"])
-                    self._started.append(message["pid"])
+                    self._started.append(self._workers[message["pid"]])
                 else:
                     worker = self._workers.pop(message["pid"])
                     worker.returncode = message["code"]

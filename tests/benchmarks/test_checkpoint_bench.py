@@ -23,6 +23,8 @@ from benchmarks._process import run_contender
 from benchmarks._state import digest, make_state, mutate, wipe
 from benchmarks._summary import summarize_isolated, summarize_loop
 from benchmarks._targets import isolated_targets, loop_targets
+from resiliency.testing.zygote import Zygote
+from tests.contender_forks import fork_contenders
 
 FIGURES = ("setup_s", "first_stall_s", "beside_stall_s", "stall_s", "committed_s", "restore_s", "ram_x_state")
 
@@ -48,7 +50,10 @@ def one_round(**changes: object) -> dict[str, object]:
 
 @pytest.mark.long
 @pytest.mark.timeout(170)
-def test_table_and_json_are_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_json_are_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, zygote: Zygote
+) -> None:
+    fork_contenders(monkeypatch, zygote)
     only = ["torch-save", "dcp-sync", "bound-digest", "bound-file", "ours-lazy"]
     target = tmp_path / "result.json"
     arguments = [
@@ -87,7 +92,9 @@ def test_table_and_json_are_complete(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.long
 @pytest.mark.timeout(170)
-def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
+def test_loop_runs_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote) -> None:
+    """Torchrun is a fork; its ranks are interpreters."""
+    fork_contenders(monkeypatch, zygote)
     spec = {"mebibytes": 1, "width": 64, "batch": 2, "segment": 2, "saves": 1, "ranks": 2, "threads": 1}
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks._loop"]
     entry = next(entry for entry in LOOP if entry.name == "ours")
@@ -141,7 +148,10 @@ def test_a_contender_that_dies_says_why(tmp_path: Path) -> None:
     assert result == {"error": "ended with code 1; last error: ValueError: no such tensor"}
 
 
-def test_a_missing_package_is_unavailable_not_failed(tmp_path: Path) -> None:
+def test_a_missing_package_is_unavailable_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote
+) -> None:
+    fork_contenders(monkeypatch, zygote)
     spec = {"module": "no_such_peer", "attribute": "Peer", "mebibytes": 1, "tensors": 1, "threads": 1}
     result = run_contender(["benchmarks._isolated"], spec, folder=tmp_path, deadline=timedelta(seconds=100))
     assert result == {"unavailable": "does not import: No module named 'no_such_peer'"}

@@ -183,6 +183,9 @@ class Model(boring.BoringModel):
 
 
 if __name__ == "__main__":
+    if crashes == "all":
+        from tests.launch.forked_spawns import fork_spawned
+        fork_spawned()
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, limit_train_batches=2, limit_val_batches=0,
         logger=False, callbacks=[build(namespace)(folder)], enable_progress_bar=False, enable_model_summary=False,
@@ -195,12 +198,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("crashes", ["none", "all"])
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
 def test_processes_that_lightning_starts_leave_only_files_also_after_an_exception(
     strategy: str, crashes: str, zygote: Zygote, tmp_path: Path
 ) -> None:
-    """In such a process an exception reaches no hook of a callback."""
+    """In such a process an exception reaches no hook of a callback. Those that are spawned are interpreters once, and
+    forks the other time."""
     # Lightning's own choice of a port is listened on only when rank 0 has imported torch.
     env = {"MASTER_PORT": str(free_port())}
     arguments = (PL, strategy, str(tmp_path / "ckpts"), crashes)

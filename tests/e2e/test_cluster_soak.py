@@ -61,7 +61,7 @@ SETTINGS = ("quarantine_s=0.5", "thaw_s=0.5", "hang_floor_s=2.5", "dwell_s=0.5")
 FLAGS = ["--nnodes", RANKS, "--spares", 1, "--max-restarts", 1000]
 FLAGS += [word for each in SETTINGS for word in ("--supervisor-set", each)]
 
-pytestmark = [pytest.mark.kill, pytest.mark.timeout(240 + 40 * DRAWN)]
+pytestmark = [pytest.mark.kill, pytest.mark.long, pytest.mark.timeout(240 + 40 * DRAWN)]
 
 
 class Series:

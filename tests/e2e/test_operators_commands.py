@@ -13,7 +13,7 @@ import pytest
 from resiliency.testing.zygote import Zygote
 from tests.e2e.clusters import Cluster
 
-pytestmark = [pytest.mark.kill, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.kill, pytest.mark.long, pytest.mark.timeout(240)]
 
 #: Of a workload that was stopped.
 STOPPED = 3

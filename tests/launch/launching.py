@@ -17,8 +17,8 @@ import psutil
 
 from resiliency.cli.main import main
 from resiliency.testing.zygote import WorkerProcess, Zygote
-from tests.launch.ready_zygote import prepare_zygote
-from tests.processes import wait_ended
+from tests.launch.forked_commands import prepare_commands
+from tests.processes import descendant_pids, wait_ended
 
 __all__ = ["ROOT", "Job", "run_launcher", "wait_for"]
 
@@ -86,11 +86,12 @@ class Job:
         return self.output.read_text(errors="replace")
 
     def descendants(self) -> list[psutil.Process]:
-        try:
-            found = psutil.Process(self.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            found = []
-        self._seen.update({process.pid: process for process in found})
+        found = []
+        for pid in descendant_pids(self.pid):
+            with suppress(psutil.NoSuchProcess):
+                if pid not in self._seen or not self._seen[pid].is_running():
+                    self._seen[pid] = psutil.Process(pid)
+                found.append(self._seen[pid])
         return found
 
     def left(self, timeout_s: float = 10) -> list[psutil.Process]:
@@ -112,7 +113,7 @@ def run_launcher(*, words: list[str], output: str, cwd: str) -> None:
     with open(output, "wb") as file, open(os.devnull) as nothing:
         for number, source in enumerate((nothing, file, file)):
             os.dup2(source.fileno(), number)
-    prepare_zygote()
+    prepare_commands(["run", *words])
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.exit(main(["run", *words]))
 

@@ -9,6 +9,7 @@ zygote: the next one is an interpreter.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import io
 import os
 import select
@@ -17,14 +18,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from resiliency.launch import standby, zygote
 from resiliency.launch.channel import pair, receive, send
 from resiliency.launch.command_line import show_command_line
 from resiliency.settings import all_variables, replace_variables
 
-__all__ = ["prepare_zygote"]
+__all__ = ["Child", "end_as_interpreter", "keep_only", "prepare_zygote", "take_environment"]
+
+#: Above all numbers that a file descriptor must have.
+_HIGH = 512
 
 
 def prepare_zygote() -> None:
@@ -36,7 +40,7 @@ def prepare_zygote() -> None:
     pid = os.fork()
     if pid == 0:
         mine.close()
-        _end_as_interpreter(lambda: _wait_to_begin(theirs))
+        end_as_interpreter(lambda: _wait_to_begin(theirs))
     theirs.close()
     start_interpreter = zygote.start_interpreter
 
@@ -44,13 +48,13 @@ def prepare_zygote() -> None:
         zygote.start_interpreter = start_interpreter
         send(mine, {"options": list(options), "environment": dict(environment)}, fds)
         mine.close()
-        return _Child(pid)
+        return Child(pid)
 
     zygote.start_interpreter = begin
 
 
-class _Child:
-    """As much of ``subprocess.Popen`` as is asked of a zygote."""
+class Child:
+    """As much of ``subprocess.Popen`` as is asked of what was forked here."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -63,14 +67,14 @@ class _Child:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             pidfd = os.pidfd_open(self.pid)
             select.select([pidfd], [], [], timeout)
             os.close(pidfd)
         code = self.poll()
         if code is None:
-            raise subprocess.TimeoutExpired("zygote", timeout)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return code
 
     def kill(self) -> None:
@@ -86,17 +90,32 @@ def _wait_to_begin(end: Any) -> None:
     end.close()
     os.setsid()
     _close_all_but(fds)
-    before = all_variables()
-    replace_variables(request["environment"])
-    folders = all_variables().get("PYTHONPATH", "").split(os.pathsep)
-    given = [*before.get("PYTHONPATH", "").split(os.pathsep), sys.path[0]]
-    sys.path[:] = [*filter(None, folders), *(entry for entry in sys.path if entry not in given)]
+    take_environment(request["environment"])
     for name, fd in (("stdout", 1), ("stderr", 2)):  # as with ``python -u``
         setattr(sys, name, io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), write_through=True))
         setattr(sys, f"__{name}__", getattr(sys, name))
     arguments = [*map(str, fds), *request["options"]]
     show_command_line([sys.executable, "-u", "-c", "a fork", *arguments])
     standby.main(arguments)
+
+
+def take_environment(environment: Mapping[str, str], *, script: str = "") -> None:
+    """And imports from where an interpreter would with it, that was given a script in this folder."""
+    given = [*all_variables().get("PYTHONPATH", "").split(os.pathsep), sys.path[0]]
+    replace_variables(environment)
+    folders = [script, *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    sys.path[:] = [*filter(None, folders), *(entry for entry in sys.path if entry not in given)]
+
+
+def keep_only(fds: Sequence[int], numbers: Sequence[int], *, others: Sequence[int] = ()) -> list[int]:
+    """Gives file descriptors these numbers, and closes all but these, those from 0 to 2, and the others, whose new numbers
+    it returns."""
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd in (*fds, *others)]
+    _close_all_but(moved)
+    for fd, number in zip(moved[: len(fds)], numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    return moved[len(fds) :]
 
 
 def _close_all_but(fds: Sequence[int]) -> None:
@@ -108,7 +127,7 @@ def _close_all_but(fds: Sequence[int]) -> None:
                 continue
 
 
-def _end_as_interpreter(run: Callable[[], None]) -> None:
+def end_as_interpreter(run: Callable[[], None]) -> NoReturn:
     """Runs it, and ends the process as an interpreter ends, except that it leaves to the kernel what is in memory."""
     code = 1
     try:

@@ -1,8 +1,12 @@
-"""A training whose weights depend on every step of every rank: ``soak_job.py FOLDER STEPS [--restartable]``."""
+"""A training whose weights depend on every step of every rank: ``soak_job.py FOLDER STEPS [--restartable]``.
+
+With 0 steps it ends when ``FOLDER/enough`` is there, and each rank's last step is in ``FOLDER/end-RANK``.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import signal
 import sys
@@ -44,19 +48,24 @@ def main(folder: Path, steps: int) -> None:
     with Checkpointer(local, rank=rank, world_size=dist.get_world_size()) as checkpointer:
         restored = checkpointer.load()
         weights = restored.state["w"] if restored is not None else torch.arange(SIZE, dtype=torch.float64)
-        for step in range(restored.step if restored is not None else 0, steps):
+        begin, step = restored.step if restored is not None else 0, 0
+        for step in range(begin, steps) if steps else itertools.count(begin):
             beat()
             checkpointer.fence()
-            total = gradient(weights, step, rank)
+            ends = torch.tensor([float(not steps and (folder / "enough").exists())], dtype=torch.float64)
+            total = torch.cat([gradient(weights, step, rank), ends])
             dist.all_reduce(total)
-            weights = (weights + total).remainder(65521)
+            weights = (weights + total[:-1]).remainder(65521)
             time.sleep(0.005)
             if rank == 0:
                 with open(folder / "steps", "a") as file:
                     file.write(f"{attempt} {step + 1} {time.monotonic()}\n")
             if step % 3 == 2:
                 checkpointer.save(step + 1, {"w": weights.clone()})
+            if total[-1]:
+                break
         checkpointer.fence()
+    (folder / f"end-{rank}").write_text(str(step + 1))
     torch.save(weights, folder / f"weights-{rank}")
     dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ import pytest
 RANKS = 4
 ROUNDS = 40
 
-pytestmark = [pytest.mark.kill, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.kill, pytest.mark.long, pytest.mark.timeout(240)]
 
 JOB = """
     import os, sys, time

@@ -53,9 +53,10 @@ SUMMING = """
 """
 
 
-def _start(launch: Any, tmp_path: Path, nnodes: str, *flags: Any, **env: str) -> Any:
+def _start(launch: Any, tmp_path: Path, nnodes: str, *flags: Any, launcher: str = "ours", **env: str) -> Any:
     flags = ("--local-hosts", "--nnodes", nnodes, "--max-restarts", 3, "--crash-loop", 0, *flags)
-    return launch(SUMMING, *flags, arguments=[tmp_path], env={"RESILIENCY_LOCAL_DIR": "/fast"} | env)
+    env = {"RESILIENCY_LOCAL_DIR": "/fast"} | env
+    return launch(SUMMING, *flags, arguments=[tmp_path], launcher=launcher, env=env)
 
 
 def _process_of(folder: Path, rank: int, world: int, attempt: int = 0) -> int:
@@ -75,8 +76,9 @@ def _launcher_of(pid: int, above: int) -> int:
     return process.pid
 
 
+@pytest.mark.long
 def test_each_host_is_a_group_of_its_own_and_a_death_restarts_all(launch: Any, tmp_path: Path) -> None:
-    job = _start(launch, tmp_path, "2", "--nproc-per-node", 2, STAYS="1")
+    job = _start(launch, tmp_path, "2", "--nproc-per-node", 2, launcher="ours, not forked", STAYS="1")
     pids = [_process_of(tmp_path, rank, 4, 0) for rank in range(4)]
     launchers = {_launcher_of(pid, job.pid) for pid in pids}
     assert len(launchers) == 2

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,10 @@ import pytest
 
 from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.local_hosts import exit_status
+from resiliency.testing.zygote import Zygote
 from tests.launch.launching import ROOT, wait_for
+from tests.ports import free_port
+from tests.zygote import start_script
 
 SCRIPT = """
 import os, sys, warnings
@@ -91,27 +92,21 @@ finally:
 """
 
 
-def test_a_rank_that_has_started_the_others_ends_with_that_status_too(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_rank_that_has_started_the_others_ends_with_that_status_too(tmp_path: Path, zygote: Zygote) -> None:
     """Lightning's launcher kills it when one of them has ended with another status than 0."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.partition("(restartable")[0] + SLOW_END)
-    with open(tmp_path / "output", "wb") as output:
-        job = subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path), "100000"],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    code = SCRIPT.partition("(restartable")[0] + SLOW_END
+    env = {"PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port())}
+    job = start_script(zygote, code, tmp_path / "output", str(tmp_path), "100000", env=env)
     try:
         pids = [int(wait_for(tmp_path / f"pid-{rank}")) for rank in range(2)]
         assert pids[0] == job.pid
         os.kill(pids[1], signal.SIGTERM)
-        assert job.wait(60) == PREEMPTED, (tmp_path / "output").read_text()
+        assert job.wait(timeout_s=60) == PREEMPTED, (tmp_path / "output").read_text()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
-        job.wait(10)
+        job.wait(timeout_s=10)
     assert (tmp_path / "preempted.ckpt").exists()
 
 

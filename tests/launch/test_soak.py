@@ -27,7 +27,7 @@ FAULTS = int(os.environ.get("RESILIENCY_SOAK", "10"))
 KINDS = ("rank", "rank", "rank", "ranks", "agent", "zygote", "stop and go on", "stop", "SIGTERM")
 RANKS = 4
 
-pytestmark = [pytest.mark.kill, pytest.mark.timeout(300 + 60 * FAULTS)]
+pytestmark = [pytest.mark.kill, pytest.mark.long, pytest.mark.timeout(300 + 60 * FAULTS)]
 
 
 class Soak:

@@ -16,7 +16,7 @@ from benchmarks.restart import JOB, Marks
 KILLS = 10
 RANKS = 4
 
-pytestmark = [pytest.mark.kill, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.kill, pytest.mark.long, pytest.mark.timeout(180)]
 
 
 def test_nobody_waits_for_a_rank_that_was_told_to_leave(launch: Any, tmp_path: Path) -> None:

@@ -10,18 +10,39 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from resiliency.cli.main import main
+from resiliency.settings import replace_variables
 from resiliency.supervisor.store import Store
+from resiliency.testing.zygote import Zygote
 
 from .fake_monitors import PERIOD_S, TIMEOUT_S, until
 
+MODULE = "tests.supervisor.supervisor_command"
+#: An import of it takes half a second.
+PRELOAD = ("aiohttp.web", MODULE, "resiliency.cli.supervisor", "resiliency.supervisor.service")
+
+
+def run_command(*, words: list[str], environment: Mapping[str, str], log: str, output: str = "") -> None:
+    """``resiliency`` with these words, in a fork. What it prints goes to files."""
+    for path, number in ((output, 1), (log, 2)):
+        if path:
+            with open(path, "ab") as file:
+                os.dup2(file.fileno(), number)
+    replace_variables(environment)
+    sys.argv = ["resiliency", *words]
+    sys.exit(main(words))
+
 
 class Command:
-    """``resiliency supervisor run`` in a process group of its own."""
+    """``resiliency supervisor run`` in a process group of its own: a fork; see the fixture ``forked_supervisors``."""
+
+    zygote: Zygote | None = None
 
     def __init__(self, folder: Path, port: int, *, faults: str = "", lease_s: float = 2.0, **settings: Any) -> None:
         self.log = folder / f"log-{time.monotonic_ns()}"
@@ -36,14 +57,11 @@ class Command:
             **settings,
         }
         config.write_text(json.dumps(values))
-        words = [sys.executable, "-m", "resiliency.cli", "supervisor", "run", "-f", str(config)]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*words, "--listen", f"127.0.0.1:{port}"],
-                env={**os.environ, "RESILIENCY_FAULTS": faults},
-                stderr=log,
-                start_new_session=True,
-            )
+        self.log.touch()
+        assert self.zygote is not None
+        words = ["supervisor", "run", "-f", str(config), "--listen", f"127.0.0.1:{port}"]
+        given = {"words": words, "environment": {**os.environ, "RESILIENCY_FAULTS": faults}, "log": str(self.log)}
+        self.process = self.zygote.start(f"{MODULE}:run_command", given)
 
     async def leads(self) -> int:
         """Its term, when it does."""
@@ -51,15 +69,27 @@ class Command:
         return int(found[1])
 
     def _text(self) -> str:
-        assert self.process.poll() in (None, -9), self.log.read_text()
+        assert self.process.returncode in (None, -9), self.log.read_text()
         return self.log.read_text()
 
     async def ended(self) -> int:
-        await until(lambda: self.process.poll() is not None, within_s=30)
-        return self.process.returncode
+        code = await until(lambda: None if (found := self.process.returncode) is None else [found], within_s=30)
+        return int(code[0])
 
     def send(self, number: int) -> None:
         os.killpg(self.process.pid, number)
+
+
+async def asked(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``resiliency supervisor`` with these words, as an operator would call it. Also a fork."""
+    assert Command.zygote is not None
+    with tempfile.TemporaryDirectory() as folder:
+        output, log = Path(folder, "output"), Path(folder, "log")
+        given = {"words": ["supervisor", *words], "environment": {**os.environ, **variables}}
+        arguments = {**given, "log": str(log), "output": str(output)}
+        worker = Command.zygote.start(f"{MODULE}:run_command", arguments)
+        code = await asyncio.to_thread(worker.wait, timeout_s=60)
+        return subprocess.CompletedProcess(words, code, output.read_text(), log.read_text())
 
 
 @contextlib.asynccontextmanager
@@ -71,7 +101,7 @@ async def commands() -> AsyncIterator[list[Command]]:
         for one in started:
             with contextlib.suppress(ProcessLookupError):
                 one.send(signal.SIGKILL)
-            one.process.wait(10)
+            one.process.wait(timeout_s=10)
 
 
 def run(work: Any) -> None:

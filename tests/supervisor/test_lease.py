@@ -35,3 +35,25 @@ def test_one_that_stands_by_outlives_a_leader_that_was_stopped_while_it_wrote(
     asyncio.run(work())
     leader.close()
     store.close()
+
+
+def test_a_leader_that_gives_the_lock_away_before_it_is_gone_is_replaced_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel closes the files of a process that was killed, and a moment later it is no process any more."""
+    store = Store(str(tmp_path / "s.db"))
+    looks: list[bool] = []
+
+    def runs(*_: object) -> bool:
+        looks.append(True)
+        return len(looks) == 1
+
+    async def work() -> None:
+        monkeypatch.setattr(Lease, "_runs", runs)
+        lease = Lease(store, lease_s=3600)
+        await asyncio.wait_for(lease.wait_for_turn(), 10)
+        assert lease.is_mine() and len(looks) == 2
+        lease.close()
+
+    asyncio.run(work())
+    store.close()

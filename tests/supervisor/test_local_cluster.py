@@ -22,9 +22,9 @@ from resiliency.supervisor.client import OperatorClient
 from resiliency.supervisor.local_cluster import _locked
 from resiliency.supervisor.store import Store
 from tests.networks import has_route_to, network_of, processes_in
-from tests.processes import wait_ended
+from tests.processes import descendant_pids, wait_ended
 
-pytestmark = pytest.mark.kill
+pytestmark = [pytest.mark.kill, pytest.mark.long]
 
 
 class Run:
@@ -50,8 +50,10 @@ class Run:
         return self.output.read_text(errors="replace")
 
     def look(self) -> list[psutil.Process]:
-        with suppress(psutil.NoSuchProcess):
-            self.seen.update({one.pid: one for one in psutil.Process(self.popen.pid).children(recursive=True)})
+        for pid in descendant_pids(self.popen.pid):
+            with suppress(psutil.NoSuchProcess):
+                if pid not in self.seen or not self.seen[pid].is_running():
+                    self.seen[pid] = psutil.Process(pid)
         return list(self.seen.values())
 
     def until(self, condition: Any, within_s: float = 60.0) -> Any:

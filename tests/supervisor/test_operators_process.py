@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,19 +15,11 @@ from tests.ports import free_port
 
 from .fake_monitors import until
 from .monitor_command import MonitorCommand, monitor
-from .supervisor_command import Command, commands, run, runs, stored
+from .supervisor_command import Command, asked, commands, run, runs, stored
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_supervisors")]
 
 _TOKEN = "operators-token-of-the-test-0123456789"
-
-
-async def asked(*words: str) -> subprocess.CompletedProcess[str]:
-    """``resiliency supervisor``."""
-    command = [sys.executable, "-m", "resiliency.cli", "supervisor", *words]
-    return await asyncio.to_thread(
-        lambda: subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ))
-    )
 
 
 async def done(*words: str) -> str:

@@ -16,7 +16,7 @@ from tests.ports import free_port
 from .fake_monitors import PERIOD_S, FakeMonitor, until
 from .supervisor_command import Command, commands, run, runs, stored
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_supervisors")]
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ def test_a_supervisor_that_is_killed_goes_on_and_does_it_once(tmp_path: Path, po
             # The one that will be killed begins with a job that runs, so that its writes can be counted.
             started.append(Command(tmp_path, port, faults=point.format(4, 5, 6)))
             term = await started[1].leads()
-            await until(lambda: a.desired.term == term or started[1].process.poll() is not None)
+            await until(lambda: a.desired.term == term or started[1].process.returncode is not None)
             await asyncio.sleep(3 * PERIOD_S)
-            if started[1].process.poll() is None:
+            if started[1].process.returncode is None:
                 await a.saw(ObservationKind.WORKER_LOST, rank=0)
                 with contextlib.suppress(AssertionError):
-                    await until(lambda: started[1].process.poll() is not None, within_s=3)
-            if started[1].process.poll() is None:
+                    await until(lambda: started[1].process.returncode is not None, within_s=3)
+            if started[1].process.returncode is None:
                 started[1].send(signal.SIGKILL)
             await started[1].ended()
             started.append(Command(tmp_path, port))

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +18,9 @@ from tests.ports import free_port
 
 from .fake_monitors import PERIOD_S, until
 from .monitor_command import monitor
-from .supervisor_command import Command, commands, run, runs, stored
+from .supervisor_command import Command, asked, commands, run, runs, stored
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_supervisors")]
 
 
 def steps(url: str) -> int:
@@ -101,11 +98,6 @@ def test_an_operators_command_asks_the_leader_wherever_it_is(tmp_path: Path) -> 
             await until(lambda: "this one stands by" in started[1].log.read_text(), within_s=30)
             leader, waiting = started[0].url, started[1].url
             nobody = f"http://127.0.0.1:{free_port()}"
-
-            async def asked(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-                command = [sys.executable, "-m", "resiliency.cli", "supervisor", *words]
-                given = {"env": {**os.environ, **variables}, "capture_output": True, "text": True, "timeout": 60}
-                return await asyncio.to_thread(subprocess.run, command, **given)
 
             found = await asked("status", "--json", "-s", nobody, "-s", waiting, "-s", leader)
             assert json.loads(found.stdout)["workloads"][0]["name"] == "job", found.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +36,16 @@ def test_the_stacks_of_a_worker_that_hangs_and_of_its_children_are_shown(tmp_pat
         assert worker.wait(timeout_s=10) == -signal.SIGABRT
     assert text.count("Fatal Python error: Aborted") == 2
     assert "in wait_in_the_child" in text
+
+
+def test_a_worker_that_has_ended_before_it_is_looked_at_is_given_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Zygote([], log=str(tmp_path / "log")) as zygote:
+        wait_for = zygote._changed.wait_for
+
+        def wait_too_long(condition: Any, timeout_s: float) -> bool:
+            return wait_for(condition, timeout_s) and wait_for(lambda: not zygote._workers, timeout_s)
+
+        monkeypatch.setattr(zygote._changed, "wait_for", wait_too_long)
+        assert zygote.start("os:getpid", {}).wait(timeout_s=10) == 0

@@ -18,6 +18,8 @@ from resiliency.errors import Timeout
 from resiliency.testing.zygote import Zygote
 from tests.ports import free_port
 
+pytestmark = pytest.mark.long
+
 RANKS = 2
 DEADLINE_S = 70.0
 
