@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from resiliency.events import EventKind
 from resiliency.telemetry.facts import RunFacts, Segment
 
 __all__ = ["set_phantoms_aside", "set_sizes_aside"]
@@ -64,17 +65,31 @@ def set_phantoms_aside(run: RunFacts) -> int:
 
 
 def set_sizes_aside(run: RunFacts) -> int:
-    """Marks the size of a job that is larger than all others and told by the one line of a process; how many. It would
-    be what the whole job has."""
+    """Marks the size of a job that is larger than all others and told by the one line of a process, where launchers
+    have not started so many; how many. It would be what the whole job has."""
     told: Counter[int] = Counter()
     for one in run.segments:
         told.update({size for size in (one.world, one.world_before) if size and not one.aside})
     most = 1 + max((one.lane for one in run.segments if not one.aside), default=0)
     borne_out = max((size for size, count in told.items() if count > 1), default=0)
+    started = _started(run)
     for one in run.segments:
         size = one.world or 0
-        one.size_aside = one.lines == 1 and 0 < borne_out < size and size > most
+        one.size_aside = one.lines == 1 and 0 < borne_out < size > max(most, started[one.attempt])
     return sum(one.size_aside for one in run.segments)
+
+
+def _started(run: RunFacts) -> Counter[int | None]:
+    """How many ranks the launchers say that they started in each attempt."""
+    hosts: dict[tuple[int | None, str], int] = {}
+    for mark in run.marks:
+        count = mark.fields.get("count") if mark.kind == EventKind.RANKS_STARTED else None
+        if type(count) is int:
+            hosts[mark.attempt, mark.host] = max(count, hosts.get((mark.attempt, mark.host), 0))
+    started: Counter[int | None] = Counter()
+    for (number, _), count in hosts.items():
+        started[number] += count
+    return started
 
 
 def _sizes(run: RunFacts) -> dict[int | None, int]:

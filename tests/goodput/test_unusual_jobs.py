@@ -267,6 +267,50 @@ def test_the_last_line_of_a_launcher_whose_clock_was_set_back_is_placed_by_the_o
     assert _account(records).wall_us == pytest.approx((job.now - START) * 1e6, abs=2e6)
 
 
+def _launched(job: Job, kind: EventKind, **fields: object) -> dict[str, object]:
+    """A line of the launcher of the first host."""
+    job.emit(kind, 0, **fields)
+    record = json.loads(job.events.pop().to_json())
+    del record["rank"]
+    return record
+
+
+def test_a_clock_that_is_set_before_the_first_step_moves_launcher_and_ranks_alike() -> None:
+    """Nobody tells the boot. Most lines of the launcher are of before, most of its rank of after."""
+    job = Job(ranks=1)
+    lines = [_launched(job, EventKind.LAUNCHER_STARTED), _launched(job, EventKind.RANKS_STARTED, count=1)]
+    job.start()
+    job.skew["host-0"] = -30.0
+    job.steps(3, lost=True)
+    job.training = False
+    job.advance(5.0, Bucket.DETECTION)
+    lines.append(_launched(job, EventKind.WORKER_LOST, worker=0))
+    job.advance(5.0, Bucket.RESTART)
+    job.start(load=0)
+    job.steps(10)
+    ledger = _account([*lines, *_records(job)])
+    assert ledger.wall_us == pytest.approx((job.now - START) * 1e6, abs=1e6)
+    assert _nothing_set_aside(ledger)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_setting_of_a_clock_that_another_process_of_the_host_tells_too_is_no_wrong_line(ranks: int) -> None:
+    """One line of each is of before. What a rank is alone with may be a wrong line, and is said."""
+    job = Job(ranks=ranks, ranks_per_host=ranks)
+    job.attempt, job.alive = 0, ranks
+    for rank in range(ranks):
+        job.emit(EventKind.JOB_STARTED, rank, world_size=ranks)
+    job.advance(5.0, Bucket.FIRST_START)
+    job.skew["host-0"] = -3600.0
+    for rank in range(ranks):
+        job.emit(EventKind.TRAIN_STARTED, rank, step=0, world_size=ranks)
+    job.training = True
+    job.steps(20)
+    ledger = job.ledger()
+    assert_matches(ledger, job)
+    assert _nothing_set_aside(ledger) == (ranks > 1)
+
+
 # ---- numbers of steps
 
 
@@ -310,6 +354,24 @@ def test_a_wrong_number_of_long_ago_is_no_part_of_a_later_restart() -> None:
     ledger = _steps_of([*range(1, 100), 12, *range(100, 150), *range(20, 30)])
     assert [timing.position for timing in ledger.timings] == [0, 19]
     assert ledger.facts.quality["steps_set_aside"] == 1
+
+
+def test_a_size_that_launchers_bear_out_is_that_of_the_job_though_one_rank_alone_tells_it() -> None:
+    """The job was larger once, and then one of its ranks had written a line when it died."""
+    job = Job(ranks=8)
+    job.start(ranks=4)
+    job.steps(10)
+    job.fail(detection=1.0)
+    job.attempt += 1
+    started = _launched(job, EventKind.RANKS_STARTED, count=8)
+    job.emit(EventKind.JOB_STARTED, 0, world_size=8)
+    job.advance(5.0, Bucket.RESTART)
+    job.start(load=10, ranks=4)
+    job.steps(5)
+    job.finish()
+    ledger = _account([started, *_records(job)])
+    assert ledger.capacity == 8
+    assert _nothing_set_aside(ledger)
 
 
 # ---- many ranks
