@@ -460,12 +460,12 @@ def test_a_line_that_names_a_rank_of_another_host_is_set_aside(kind: EventKind, 
 
 def test_one_missing_start_is_that_of_one_attempt() -> None:
     """Two attempts died after their start, the third one's has a wrong number: those before stay."""
-    job = Job(ranks=1)
+    job = Job(ranks=4)
     _crash_loop(job, 2, writers=1, pause=10.0)
     job.start()
     job.steps(10)
     records = _records(job)
-    next(one for one in records if one["attempt"] == 2)["attempt"] = 5
+    next(one for one in records if one["attempt"] == 2)["attempt"] = 5  # of rank 0
     ledger = _account(records)
     assert len(ledger.timings) == 3
     assert ledger.facts.quality["lines_set_aside"] == 1
