@@ -35,8 +35,10 @@ def straighten(run: RunFacts) -> None:
     for segment in (*run.segments, *run.nodes):
         segment.settle()
     boots = _boots(run)
+    between = _between(run, peers)
     for segment in run.segments:  # again: those that are alone with what they tell ask the others of their host
-        segment.settle(_peers_of(segment, peers), boot=boots.get((segment.host, segment.boot), ()))
+        known = boots.get((segment.host, segment.boot), ())
+        segment.settle(_peers_of(segment, peers), between.get(id(segment)), known)
     lived = [(one.began, one.end) for one in run.segments if one.lines > 1]
     ends = [end for _, end in lived if end is not None]
     life = (min(one for one, _ in lived if one is not None), max(ends)) if ends else None
@@ -123,6 +125,31 @@ def _first(pair: tuple[float, Segment]) -> float:
 def _has_witness(base: float, segment: Segment, told: Sequence[tuple[float, Segment]]) -> bool:
     near = told[bisect_left(told, base - SAME_CLOCK_S, key=_first) :]
     return any(one is not segment for _, one in takewhile(lambda pair: pair[0] <= base + SAME_CLOCK_S, near))
+
+
+def _between(
+    run: RunFacts, peers: Mapping[tuple[str, int | None], Sequence[Segment]]
+) -> dict[int, tuple[float, float]]:
+    """For processes of one line that are alone on their host: the end of the attempt of their rank before, and the
+    beginning of the next one."""
+    if not any(one.lines == 1 for one in run.segments):
+        return {}
+    lanes: dict[int, list[tuple[int, Segment]]] = {}
+    for one in run.segments:
+        if one.attempt is not None:
+            lanes.setdefault(one.lane, []).append((one.attempt, one))
+    found: dict[int, tuple[float, float]] = {}
+    for members in lanes.values():
+        members.sort(key=_number)
+        for (_, before), (number, one), (_, after) in zip(members, members[1:], members[2:], strict=False):
+            low, high = before.end, after.began
+            if one.lines == 1 and len(peers[one.host, number]) == 1 and low is not None and high is not None:
+                found[id(one)] = (low, high)
+    return found
+
+
+def _number(member: tuple[int, Segment]) -> int:
+    return member[0]
 
 
 def _boots(run: RunFacts) -> dict[tuple[str, str], list[Segment]]:

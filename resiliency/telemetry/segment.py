@@ -301,7 +301,7 @@ class Segment:
 
         Args:
             others: processes of the same host and attempt, which have the same clocks.
-            life: when the ranks of the job lived; decides where nothing else does.
+            life: when the ranks of the job lived, or between which other attempts; decides where nothing else does.
             boot: processes of the same boot of its host, whose other clock is the same.
 
         Returns:
@@ -334,6 +334,8 @@ class Segment:
                     if one is not self and one._base is not None and one not in others:
                         _vote(theirs, one._base, one.heard)
             best = max(theirs, key=_count)
+        elif life is not None and counts[id(best)] < 2 and len(own) == 1 and boot:
+            best = self._by_boot(best, life, [one for one in boot if one is not self and one._base is not None])
         elif life is not None and len(own) > 1 and counts[id(own[1])] == counts[id(best)]:
             tied = [one for one in own if counts[id(one)] == counts[id(best)]]
             monos = [told.mono for told in self._told.values() if told.mono is not None]
@@ -364,6 +366,18 @@ class Segment:
         return any(
             a is not None and b is not None and abs(a - b) > CLOCK_JUMP_S for a, b in zip(before, now, strict=True)
         )
+
+    def _by_boot(self, own: list[float], life: tuple[float, float], boot: Sequence[Segment]) -> list[float]:
+        """What others of the boot say of the clock, where none of them says what this one line does."""
+        if not boot or any(abs(base - own[0]) <= WRONG_S for one in boot for base in one.all_bases()):
+            return own
+        votes: list[list[float]] = []
+        for one in boot:
+            _vote(votes, one._base or 0.0, one.heard)
+        most = max(votes, key=_count)
+        monos = [told.mono for told in self._told.values() if told.mono is not None]
+        fits = (not sum(_misses(base + mono, life) for mono in monos) for base in (own[0], most[0]))
+        return own if all(fits) else most  # a clock that was set, or that is wrong by so little
 
     def _shared_base(self, others: Sequence[Segment]) -> float | None:
         """Of a launcher whose clock was set while its ranks lived, the base by which their times are told: one of them
