@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from resiliency.events import EventKind
 from resiliency.telemetry.facts import RunFacts, Segment
 
 __all__ = ["set_phantoms_aside", "set_sizes_aside"]
@@ -27,8 +28,11 @@ def set_phantoms_aside(run: RunFacts) -> int:
     """
     lived = [segment for segment in run.segments if segment.lines > 1]
     if not lived:
-        return 0
-    worlds = Counter(segment.world for segment in lived if segment.world)
+        return run.lines_held
+    # Of all lines where the start of the only process that lived is the wrong one.
+    worlds = Counter(segment.world for segment in lived if segment.world) or Counter(
+        segment.world for segment in run.segments if segment.world
+    )
     usual = worlds.most_common(1)[0][0] if worlds else 0
     numbers = {segment.attempt for segment in lived}
     # Launchers and agents bear an attempt out, too: they tell of ranks that died before a second line.
@@ -37,7 +41,14 @@ def set_phantoms_aside(run: RunFacts) -> int:
     by_lane: dict[int, list[Segment]] = defaultdict(list)
     for segment in sorted(lived, key=lambda one: one.began or 0.0):
         by_lane[segment.lane].append(segment)
-    processes = {(segment.attempt, segment.lane) for segment in lived}
+    processes: dict[tuple[int | None, int], set[str]] = defaultdict(set)
+    startless: set[tuple[int | None, str]] = set()
+    for segment in lived:
+        processes[segment.attempt, segment.lane].add(segment.host)
+        if segment.started is None and not segment.rollback:
+            startless.add((segment.attempt, segment.host))
+    #: Of the process that misses one, the start that is the nearest.
+    missed: dict[int, tuple[float, Segment]] = {}
     sizes, lines = _sizes(run), Counter(segment.attempt for segment in run.segments)
     tells_starts = 2 * sum(segment.started is not None for segment in lived) > len(lived)
     for segment in run.segments:
@@ -53,28 +64,56 @@ def set_phantoms_aside(run: RunFacts) -> int:
             # A process that dies at once has written its start.
             or (alone and tells_starts and segment.started is None)
             or (alone and not tells_starts and not _is_next(number, all_numbers))
-            or ((alone or number in numbers) and _is_of_another(segment, by_lane.get(lane, ()), tells_starts))
+            # A line of another host is of another rank, unless a process of this one was started there.
+            or (
+                segment.host not in processes.get((number, lane), (segment.host,))
+                and (segment.started is None or (tells_starts and (number, segment.host) in startless))
+            )
         )
+        if segment.aside or not (alone or number in numbers):
+            continue
+        if segment.started is not None and tells_starts:
+            if (owner := _misses_start(segment, by_lane.get(lane, ()))) is not None:
+                apart = abs((segment.began or 0.0) - (owner.began or 0.0))
+                missed[id(owner)] = min(missed.get(id(owner), (apart, segment)), (apart, segment), key=_apart)
+        else:
+            segment.aside = _is_of_another(segment, by_lane.get(lane, ()))
+    for _, segment in missed.values():
+        segment.aside = True
     taken = 0
     for ranks in by_lane.values():
         if len({one.attempt for one in ranks}) > 1:
             taken += _take_out(ranks, tells_starts)
     run.lines_taken_out += taken
-    return run.lines_taken_out + sum(segment.aside for segment in run.segments)
+    return run.lines_held + run.lines_taken_out + sum(segment.aside for segment in run.segments)
 
 
 def set_sizes_aside(run: RunFacts) -> int:
-    """Marks the size of a job that is larger than all others and told by the one line of a process; how many. It would
-    be what the whole job has."""
+    """Marks the size of a job that is larger than all others and told by the one line of a process, where launchers
+    have not started so many; how many. It would be what the whole job has."""
     told: Counter[int] = Counter()
     for one in run.segments:
         told.update({size for size in (one.world, one.world_before) if size and not one.aside})
     most = 1 + max((one.lane for one in run.segments if not one.aside), default=0)
     borne_out = max((size for size, count in told.items() if count > 1), default=0)
+    started = _started(run)
     for one in run.segments:
         size = one.world or 0
-        one.size_aside = one.lines == 1 and 0 < borne_out < size and size > most
+        one.size_aside = one.lines == 1 and 0 < borne_out < size > max(most, started[one.attempt])
     return sum(one.size_aside for one in run.segments)
+
+
+def _started(run: RunFacts) -> Counter[int | None]:
+    """How many ranks the launchers say that they started in each attempt."""
+    hosts: dict[tuple[int | None, str], int] = {}
+    for mark in run.marks:
+        count = mark.fields.get("count") if mark.kind == EventKind.RANKS_STARTED else None
+        if type(count) is int:
+            hosts[mark.attempt, mark.host] = max(count, hosts.get((mark.attempt, mark.host), 0))
+    started: Counter[int | None] = Counter()
+    for (number, _), count in hosts.items():
+        started[number] += count
+    return started
 
 
 def _sizes(run: RunFacts) -> dict[int | None, int]:
@@ -91,16 +130,28 @@ def _is_next(number: int | None, numbers: set[int | None]) -> bool:
     return number is not None and not {number - 1, number + 1}.isdisjoint(numbers)
 
 
-def _is_of_another(segment: Segment, lane: Sequence[Segment], tells_starts: bool) -> bool:
-    """Another attempt of the same rank was alive then, or it is the start that the next one does not have."""
+def _apart(one: tuple[float, Segment]) -> float:
+    return one[0]
+
+
+def _misses_start(segment: Segment, lane: Sequence[Segment]) -> Segment | None:
+    """The process next to this start that has none of its own."""
+    time = segment.began
+    if time is None:
+        return None
+    after = bisect_right(lane, time, key=lambda one: one.began or 0.0)
+    # The one before, too: its clock may have been set back since.
+    near = lane[max(0, after - 1) : after + 1]
+    found = (one for one in near if one.started is None and not one.rollback and one.has_clocks_of(segment))
+    return next(found, None)
+
+
+def _is_of_another(segment: Segment, lane: Sequence[Segment]) -> bool:
+    """Another attempt of the same rank was alive then."""
     time = segment.began
     if time is None:
         return False
     after = bisect_right(lane, time, key=lambda one: one.began or 0.0)
-    if segment.started is not None and tells_starts:
-        # The one before, too: its clock may have been set back since.
-        near = lane[max(0, after - 1) : after + 1]
-        return any(one.started is None and not one.rollback and one.has_clocks_of(segment) for one in near)
     # Overlapping attempts of one rank are few; the last ones that began before are looked at.
     return any(
         one.end is not None and time <= one.end and one.attempt != segment.attempt and one.has_clocks_of(segment)

@@ -8,8 +8,10 @@ everything else is no time of the job.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from resiliency.goodput.phantoms import set_phantoms_aside, set_sizes_aside
 from resiliency.goodput.start_claims import check_starts
@@ -21,6 +23,8 @@ __all__ = ["FAR_S", "straighten"]
 FAR_S = 30 * DAY_S
 #: So many processes of a boot are asked for its clock.
 MOST_WITNESSES = 8
+#: Processes whose clocks differ by no more tell of one setting of them.
+SAME_CLOCK_S = 1.0
 
 
 def straighten(run: RunFacts) -> None:
@@ -31,8 +35,10 @@ def straighten(run: RunFacts) -> None:
     for segment in (*run.segments, *run.nodes):
         segment.settle()
     boots = _boots(run)
+    between = _between(run, peers)
     for segment in run.segments:  # again: those that are alone with what they tell ask the others of their host
-        segment.settle(_peers_of(segment, peers), boot=boots.get((segment.host, segment.boot), ()))
+        known = boots.get((segment.host, segment.boot), ())
+        segment.settle(_peers_of(segment, peers), between.get(id(segment)), known)
     lived = [(one.began, one.end) for one in run.segments if one.lines > 1]
     ends = [end for _, end in lived if end is not None]
     life = (min(one for one, _ in lived if one is not None), max(ends)) if ends else None
@@ -45,10 +51,9 @@ def straighten(run: RunFacts) -> None:
         else mark
         for mark in run.marks
     ]
-    if alone := sum(segment.alone for segment in (*run.segments, *run.nodes, *run.others.values())):
-        run.quality["clock_readings_set_aside"] = alone
     too_long = run.too_long + sum(segment.steps.too_long for segment in run.segments)
     for name, count in (
+        ("clock_readings_set_aside", _readings_alone(run)),
         ("lines_set_aside", set_phantoms_aside(run)),
         ("sizes_set_aside", set_sizes_aside(run)),
         ("starts_set_aside", check_starts(run)),
@@ -95,6 +100,56 @@ def _peers_of(segment: Segment, peers: Mapping[tuple[str, int | None], Sequence[
     if len({one.lane for one in found}) == len(found):
         return found
     return [one for one in found if segment.lane < 0 and one.boot == segment.boot]
+
+
+def _readings_alone(run: RunFacts) -> int:
+    """How many readings of clocks nothing bears out. What another process of the host says, too, is no wrong line: the
+    clock was set then, as that of a launcher between two attempts."""
+    everything = (*run.segments, *run.nodes, *run.others.values())
+    doubted = [one for one in everything if one.alone]
+    if not doubted:
+        return 0
+    told: dict[str, list[tuple[float, Segment]]] = {one.host: [] for one in doubted}
+    for one in everything:
+        if one.host in told:
+            told[one.host].extend((base, one) for base in one.all_bases())
+    for bases in told.values():
+        bases.sort(key=_first)
+    return sum(not _has_witness(base, one, told[one.host]) for one in doubted for base in one.bases_alone())
+
+
+def _first(pair: tuple[float, Segment]) -> float:
+    return pair[0]
+
+
+def _has_witness(base: float, segment: Segment, told: Sequence[tuple[float, Segment]]) -> bool:
+    near = told[bisect_left(told, base - SAME_CLOCK_S, key=_first) :]
+    return any(one is not segment for _, one in takewhile(lambda pair: pair[0] <= base + SAME_CLOCK_S, near))
+
+
+def _between(
+    run: RunFacts, peers: Mapping[tuple[str, int | None], Sequence[Segment]]
+) -> dict[int, tuple[float, float]]:
+    """For processes of one line that are alone on their host: the end of the attempt of their rank before, and the
+    beginning of the next one."""
+    if not any(one.lines == 1 for one in run.segments):
+        return {}
+    lanes: dict[int, list[tuple[int, Segment]]] = {}
+    for one in run.segments:
+        if one.attempt is not None:
+            lanes.setdefault(one.lane, []).append((one.attempt, one))
+    found: dict[int, tuple[float, float]] = {}
+    for members in lanes.values():
+        members.sort(key=_number)
+        for (_, before), (number, one), (_, after) in zip(members, members[1:], members[2:], strict=False):
+            low, high = before.end, after.began
+            if one.lines == 1 and len(peers[one.host, number]) == 1 and low is not None and high is not None:
+                found[id(one)] = (low, high)
+    return found
+
+
+def _number(member: tuple[int, Segment]) -> int:
+    return member[0]
 
 
 def _boots(run: RunFacts) -> dict[tuple[str, str], list[Segment]]:

@@ -7,6 +7,7 @@ its clock goes forward begins a new segment.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 from typing import Any
@@ -21,6 +22,8 @@ __all__ = ["Collector"]
 
 #: Key of a segment that is still open: attempt number (None when the log has none) and rank or node.
 _Key = tuple[int | None, int]
+#: An event that waits, with its kind and time.
+_Held = tuple[Mapping[str, Any], str, float]
 
 _MARKED = frozenset(
     {
@@ -69,6 +72,8 @@ MOST_LOGS, MOST_PATH = 4, 1024
 LONGEST_START_S = 86_400.0
 #: What a launcher of ours does before its first line is to import itself.
 LONGEST_IMPORT_S = 600.0
+#: Hosts on which a rank may have lived under one attempt number.
+MOST_MOVES = 8
 
 
 def _number(value: object) -> float | None:
@@ -150,6 +155,10 @@ class Collector:
         self.generation = 0
         self._open: dict[str, dict[_Key, Segment]] = {}
         self._open_nodes: dict[str, dict[_Key, Segment]] = {}
+        #: By run, where its ranks live.
+        self._hosts: defaultdict[str, set[str]] = defaultdict(set)
+        #: By run, attempt and rank: other hosts than that of its first line, with what waits there.
+        self._moved: dict[tuple[str, int | None, int], dict[str, _Held | None]] = {}
         self._seen = SeenLines()
         self._handlers: dict[str, Callable[[RunFacts, Segment, float, Mapping[str, Any]], None]] = {
             EventKind.JOB_STARTED: self._job_started,
@@ -221,11 +230,21 @@ class Collector:
         if isinstance(stamp, str) and "+" not in stamp and stamp[-1:].isdigit() and "-" not in stamp[11:]:
             run.quality["stamps_without_zone"] += 1
         run.kinds[kind] += 1
+        self._take(run, record, kind, time, attempt)
+
+    def _take(self, run: RunFacts, record: Mapping[str, Any], kind: str, time: float, attempt: int | None) -> None:
+        """Takes one event that is no step."""
         rank = _count(record.get("rank"))
         mono = _monotonic(record.get("monotonic_s"))
         host = str(record.get("host") or "")
         owner: Segment | None = None
         handler = self._handlers.get(kind)
+        known = self._open[run.name].get((attempt, rank)) if rank is not None else None
+        if known is not None and host and known.host and host != known.host:
+            if handler is not None and self._is_held(run, known, kind, time, mono, host, record):
+                return
+            if self._moved.get((run.name, attempt, known.lane), {}).get(host, ()) is not None:
+                known = None  # it is of another process
         if handler is not None:
             segment = self._segment(run, kind, time, mono, attempt, rank, _count(record.get("node_rank")), host)
             if segment is not None:
@@ -233,7 +252,7 @@ class Collector:
                 time = segment.hear(time, mono)
                 segment.saw(time)
                 handler(run, segment, time, record)
-        if owner is None and rank is not None and (known := self._open[run.name].get((attempt, rank))) is not None:
+        if owner is None and known is not None:
             owner = known
             time = known.hear(time, mono)
         elif owner is None and mono is not None and host:
@@ -280,15 +299,45 @@ class Collector:
             and not segment.lacks(_BEGINNINGS[kind], mono)
         ):
             rollback = segment is not None and kind in (EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED)
-            segment = self._new(table, store, key, host)
+            segment = self._new(run, table, store, key, host)
             segment.rollback = rollback
         elif host and not segment.host:
             segment.host = host
         return segment
 
-    def _new(self, table: dict[_Key, Segment], store: list[Segment], key: _Key, host: str) -> Segment:
+    def _is_held(
+        self,
+        run: RunFacts,
+        segment: Segment,
+        kind: str,
+        time: float,
+        mono: float | None,
+        host: str,
+        record: Mapping[str, Any],
+    ) -> bool:
+        """A line from the host of other ranks waits for a second one from there: the rank was moved, or the rank or
+        host of this one line is wrong."""
+        is_over = kind in _BEGINNINGS and self._is_over(segment, kind, segment.guess(time, mono))
+        key = (segment.attempt, segment.lane)
+        hosts = self._moved.setdefault((run.name, *key), {})
+        if not is_over and host not in hosts and len(hosts) < MOST_MOVES and host in self._hosts[run.name]:
+            hosts[host] = (record, kind, time)
+            run.lines_held += 1
+            return True
+        first = hosts.get(host)
+        if first is not None:
+            hosts[host] = None
+            run.lines_held -= 1
+            if segment.lines <= 1 and not is_over:  # it may be the wrong one itself
+                self._new(run, self._open[run.name], run.segments, key, host)
+            self._take(run, *first, segment.attempt)
+        return False
+
+    def _new(self, run: RunFacts, table: dict[_Key, Segment], store: list[Segment], key: _Key, host: str) -> Segment:
         segment = Segment(attempt=key[0], lane=key[1], host=host, serial=len(store))
         table[key] = segment
+        if store is run.segments:
+            self._hosts[run.name].add(host)
         store.append(segment)
         self.generation += 1
         return segment
@@ -315,7 +364,7 @@ class Collector:
         table = self._open[run.name]
         segment = table.get((attempt, rank))
         if segment is None:
-            segment = self._new(table, run.segments, (attempt, rank), host)
+            segment = self._new(run, table, run.segments, (attempt, rank), host)
         return segment
 
     def add_step(
@@ -374,7 +423,7 @@ class Collector:
             segment.steps = StepStats()
             self.generation += 1
         elif line[0] <= stats.high:
-            segment = self._new(self._open[run.name], run.segments, (segment.attempt, segment.lane), segment.host)
+            segment = self._new(run, self._open[run.name], run.segments, (segment.attempt, segment.lane), segment.host)
             segment.rollback = True
         segment.steps.add(*waited)
         if not run.quality["steps_set_aside"]:

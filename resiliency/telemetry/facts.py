@@ -102,6 +102,8 @@ class RunFacts:
     gpus_per_rank: int = 1
     #: Lines that were taken out of segments, and starts that were not believed.
     lines_taken_out: int = 0
+    #: Lines from another host than that of their rank, which wait for a second one from there.
+    lines_held: int = 0
     starts_forgotten: int = 0
     #: Stalls that were longer than the time there was.
     too_long: int = 0

@@ -301,7 +301,7 @@ class Segment:
 
         Args:
             others: processes of the same host and attempt, which have the same clocks.
-            life: when the ranks of the job lived; decides where nothing else does.
+            life: when the ranks of the job lived, or between which other attempts; decides where nothing else does.
             boot: processes of the same boot of its host, whose other clock is the same.
 
         Returns:
@@ -315,7 +315,8 @@ class Segment:
         own = [list(one) for one in self._bases]
         for told in self._steps_told():
             _vote(own, told.time - (told.mono or 0.0))
-        if len(own) == 1 and own[0][1] > 1 and self._base == own[0][0]:
+        shared = self._shared_base(others) if self.lane < 0 else None
+        if len(own) == 1 and own[0][1] > 1 and self._base == own[0][0] and shared is None:
             return False  # nearly always: all lines agree
         before = [getattr(self, name) for name in _TIMES]
         old = self._base
@@ -333,11 +334,13 @@ class Segment:
                     if one is not self and one._base is not None and one not in others:
                         _vote(theirs, one._base, one.heard)
             best = max(theirs, key=_count)
+        elif life is not None and counts[id(best)] < 2 and len(own) == 1 and boot:
+            best = self._by_boot(best, life, [one for one in boot if one is not self and one._base is not None])
         elif life is not None and len(own) > 1 and counts[id(own[1])] == counts[id(best)]:
             tied = [one for one in own if counts[id(one)] == counts[id(best)]]
             monos = [told.mono for told in self._told.values() if told.mono is not None]
             best = min(tied, key=lambda one: sum(_misses(one[0] + mono, life) for mono in monos))
-        self._base = best[0]
+        self._base = best[0] if shared is None else shared
         around = [(one.first, one.end, one) for one in others if one is not self]
         # By the clock of this one: people's clock may have been set between two of them, the other one was not.
         lives = [
@@ -347,9 +350,9 @@ class Segment:
             for ahead in [self._base - one._base if one._base is not None else 0.0]
         ]
         self._around = (min(one[0] for one in lives), max(one[1] for one in lives)) if lives else life
-        wrong = [one for one in self._bases if abs(one[0] - self._base) > WRONG_S]
-        self.jumps = self._small_jumps + int(sum(count for _, count in wrong))
-        self.alone = sum(1 for base, _ in wrong if self._votes(base) < 2)
+        wrong = sum(count for base, count in self._bases if abs(base - self._base) > WRONG_S)
+        self.jumps = self._small_jumps + int(wrong)
+        self.alone = len(self.bases_alone())
         for name, told in self._told.items():
             if getattr(self, name) is not None:
                 setattr(self, name, self.resolve(told))
@@ -363,6 +366,31 @@ class Segment:
         return any(
             a is not None and b is not None and abs(a - b) > CLOCK_JUMP_S for a, b in zip(before, now, strict=True)
         )
+
+    def _by_boot(self, own: list[float], life: tuple[float, float], boot: Sequence[Segment]) -> list[float]:
+        """What others of the boot say of the clock, where none of them says what this one line does."""
+        if not boot or any(abs(base - own[0]) <= WRONG_S for one in boot for base in one.all_bases()):
+            return own
+        votes: list[list[float]] = []
+        for one in boot:
+            _vote(votes, one._base or 0.0, one.heard)
+        most = max(votes, key=_count)
+        monos = [told.mono for told in self._told.values() if told.mono is not None]
+        fits = (not sum(_misses(base + mono, life) for mono in monos) for base in (own[0], most[0]))
+        return own if all(fits) else most  # a clock that was set, or that is wrong by so little
+
+    def _shared_base(self, others: Sequence[Segment]) -> float | None:
+        """Of a launcher whose clock was set while its ranks lived, the base by which their times are told: one of them
+        tells of the clock before, too. Else what it started, and they, would be apart by as much."""
+        heard = [one for one in others if one is not self and one._base is not None]
+        if not heard:
+            return None
+        mine, theirs = self.all_bases(), [one.all_bases() for one in heard]
+        votes: list[list[float]] = []
+        for one, told in zip(heard, theirs, strict=True):
+            if len(told) > 1 and any(abs(a - b) <= CLOCK_JUMP_S for a in told for b in mine):
+                _vote(votes, one._base or 0.0, one.heard)
+        return max(votes, key=_count)[0] if votes else None
 
     def _steps_between(self, base: float) -> float:
         """Stamps of steps that lie where this base says that the steps were."""
@@ -380,6 +408,15 @@ class Segment:
             votes += abs(told.time - (told.mono or 0.0) - base) <= WRONG_S
         return votes
 
+    def bases_alone(self) -> list[float]:
+        """What one event tells of the clocks and no other one of this process."""
+        best = self._base
+        return (
+            []
+            if best is None
+            else [base for base, _ in self._bases if abs(base - best) > WRONG_S and self._votes(base) < 2]
+        )
+
     def _step_bases(self) -> list[float]:
         return [told.time - (told.mono or 0.0) for told in self._steps_told()]
 
@@ -395,11 +432,11 @@ class Segment:
         """An event of the one may be of the other: they are of one host, and their clocks tell the same distance."""
         if self.host != other.host:
             return False
-        mine, theirs = self._all_bases(), other._all_bases()
+        mine, theirs = self.all_bases(), other.all_bases()
         return not mine or not theirs or any(abs(one - two) <= WRONG_S for one in mine for two in theirs)
 
-    def _all_bases(self) -> list[float]:
-        """One for each time that people's clock was set."""
+    def all_bases(self) -> list[float]:
+        """One for each time that people's clock was set, and what the steps tell."""
         bases = [base for base, _ in self._bases]
         return bases if self.base is None else [*bases, self.base]
 

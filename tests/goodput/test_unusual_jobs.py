@@ -267,6 +267,50 @@ def test_the_last_line_of_a_launcher_whose_clock_was_set_back_is_placed_by_the_o
     assert _account(records).wall_us == pytest.approx((job.now - START) * 1e6, abs=2e6)
 
 
+def _launched(job: Job, kind: EventKind, **fields: object) -> dict[str, object]:
+    """A line of the launcher of the first host."""
+    job.emit(kind, 0, **fields)
+    record = json.loads(job.events.pop().to_json())
+    del record["rank"]
+    return record
+
+
+def test_a_clock_that_is_set_before_the_first_step_moves_launcher_and_ranks_alike() -> None:
+    """Nobody tells the boot. Most lines of the launcher are of before, most of its rank of after."""
+    job = Job(ranks=1)
+    lines = [_launched(job, EventKind.LAUNCHER_STARTED), _launched(job, EventKind.RANKS_STARTED, count=1)]
+    job.start()
+    job.skew["host-0"] = -30.0
+    job.steps(3, lost=True)
+    job.training = False
+    job.advance(5.0, Bucket.DETECTION)
+    lines.append(_launched(job, EventKind.WORKER_LOST, worker=0))
+    job.advance(5.0, Bucket.RESTART)
+    job.start(load=0)
+    job.steps(10)
+    ledger = _account([*lines, *_records(job)])
+    assert ledger.wall_us == pytest.approx((job.now - START) * 1e6, abs=1e6)
+    assert _nothing_set_aside(ledger)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_setting_of_a_clock_that_another_process_of_the_host_tells_too_is_no_wrong_line(ranks: int) -> None:
+    """One line of each is of before. What a rank is alone with may be a wrong line, and is said."""
+    job = Job(ranks=ranks, ranks_per_host=ranks)
+    job.attempt, job.alive = 0, ranks
+    for rank in range(ranks):
+        job.emit(EventKind.JOB_STARTED, rank, world_size=ranks)
+    job.advance(5.0, Bucket.FIRST_START)
+    job.skew["host-0"] = -3600.0
+    for rank in range(ranks):
+        job.emit(EventKind.TRAIN_STARTED, rank, step=0, world_size=ranks)
+    job.training = True
+    job.steps(20)
+    ledger = job.ledger()
+    assert_matches(ledger, job)
+    assert _nothing_set_aside(ledger) == (ranks > 1)
+
+
 # ---- numbers of steps
 
 
@@ -312,6 +356,24 @@ def test_a_wrong_number_of_long_ago_is_no_part_of_a_later_restart() -> None:
     assert ledger.facts.quality["steps_set_aside"] == 1
 
 
+def test_a_size_that_launchers_bear_out_is_that_of_the_job_though_one_rank_alone_tells_it() -> None:
+    """The job was larger once, and then one of its ranks had written a line when it died."""
+    job = Job(ranks=8)
+    job.start(ranks=4)
+    job.steps(10)
+    job.fail(detection=1.0)
+    job.attempt += 1
+    started = _launched(job, EventKind.RANKS_STARTED, count=8)
+    job.emit(EventKind.JOB_STARTED, 0, world_size=8)
+    job.advance(5.0, Bucket.RESTART)
+    job.start(load=10, ranks=4)
+    job.steps(5)
+    job.finish()
+    ledger = _account([started, *_records(job)])
+    assert ledger.capacity == 8
+    assert _nothing_set_aside(ledger)
+
+
 # ---- many ranks
 
 
@@ -343,3 +405,82 @@ def test_a_process_that_went_back_in_itself_misses_no_start() -> None:
     ledger = job.ledger()
     assert len(ledger.timings) == 5
     assert _nothing_set_aside(ledger)
+
+
+# ---- ranks that are moved, and lines that name the rank of another host
+
+
+def _moved(job: Job) -> list[dict[str, object]]:
+    """Rank 1 dies at once, and goes on on the host of rank 2; the attempt keeps its number."""
+    for rank in range(job.ranks):
+        job.emit(EventKind.JOB_STARTED, rank, world_size=job.ranks)
+        job.emit(EventKind.RESTORE_STARTED, rank)
+    job.advance(20.0, Bucket.FIRST_START)
+    job.hosts[1] = "host-2"
+    job.emit(EventKind.JOB_STARTED, 1, world_size=job.ranks)
+    for rank in range(job.ranks):
+        job.emit(EventKind.TRAIN_STARTED, rank, step=0, world_size=job.ranks)
+    job.training = True
+    job.steps(20)
+    return _records(job)
+
+
+def test_a_rank_that_is_moved_to_the_host_of_another_one_is_believed_at_the_second_line() -> None:
+    job = Job(ranks=3)
+    job.attempt, job.alive = 0, 3
+    ledger = _account(_moved(job))
+    assert_matches(ledger, job)
+    assert _nothing_set_aside(ledger)
+
+
+@pytest.mark.parametrize("kind", [EventKind.TRAIN_STARTED, EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_STARTED])
+@pytest.mark.parametrize("by_rank", [True, False])
+def test_a_line_that_names_a_rank_of_another_host_is_set_aside(kind: EventKind, by_rank: bool) -> None:
+    """It had moved the other rank by the difference of the clocks that nobody sets."""
+    job = Job(ranks=2)
+    job.start()
+    job.steps(10)
+    job.fail(detection=1.0)
+    job.start(load=10)
+    job.steps(10)
+    job.emit(EventKind.CHECKPOINT_STARTED, 0, step=20, stall_s=0.1)
+    job.steps(5)
+    records = _records(job)
+    for record in records:
+        if record["host"] == "host-0":
+            record["monotonic_s"] = float(str(record["monotonic_s"])) + 90_000.0
+    if by_rank:
+        records.sort(key=lambda one: int(str(one["rank"])))
+    next(one for one in records if (one["event_type"], one["rank"], one["attempt"]) == (kind, 0, 1))["rank"] = 1
+    ledger = _account(records)
+    assert ledger.wall_us == pytest.approx((job.now - START) * 1e6, abs=1e6)
+    assert ledger.goodput == pytest.approx(job.truth[Bucket.PRODUCTIVE] / 2 / (job.now - START), abs=0.02)
+    assert ledger.facts.quality["lines_set_aside"] == 1
+
+
+def test_one_missing_start_is_that_of_one_attempt() -> None:
+    """Two attempts died after their start, the third one's has a wrong number: those before stay."""
+    job = Job(ranks=4)
+    _crash_loop(job, 2, writers=1, pause=10.0)
+    job.start()
+    job.steps(10)
+    records = _records(job)
+    next(one for one in records if one["attempt"] == 2)["attempt"] = 5  # of rank 0
+    ledger = _account(records)
+    assert len(ledger.timings) == 3
+    assert ledger.facts.quality["lines_set_aside"] == 1
+
+
+def test_a_rank_beyond_the_size_that_its_own_line_tells_is_none() -> None:
+    """It is the start of the only process that lived, so that no other line of that tells a size."""
+    job = Job(ranks=1)
+    job.attempt, job.alive = 0, 1
+    job.emit(EventKind.JOB_STARTED, 0, world_size=1)
+    job.advance(10.0, Bucket.FIRST_START)
+    job.training = True
+    job.steps(20)
+    records = _records(job)
+    records[0]["rank"] = 1000
+    ledger = _account(records)
+    assert ledger.capacity == 1
+    assert ledger.facts.quality["lines_set_aside"] == 1

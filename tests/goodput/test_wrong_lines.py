@@ -16,7 +16,7 @@ from resiliency.goodput.ledger import Ledger, account
 from resiliency.goodput.taxonomy import Bucket
 from resiliency.telemetry.reader import LogReader
 
-from .scripted import STEP_S, Job, assert_matches
+from .scripted import START, STEP_S, Job, assert_matches
 
 DAY_S = 86_400.0
 #: By which clocks are wrong.
@@ -325,3 +325,28 @@ def test_a_size_that_two_ranks_tell_is_that_of_the_job() -> None:
     ledger = job.ledger()
     assert ledger.capacity == 8
     assert "sizes_set_aside" not in ledger.facts.quality
+
+
+@pytest.mark.parametrize("is_stamp", [True, False])
+def test_the_only_line_of_the_only_process_of_a_host_lies_between_the_attempts_around_it(is_stamp: bool) -> None:
+    """Nobody of its attempt has its clocks; its boot and the attempts before and after tell which one is wrong."""
+    job = Job(ranks=2)
+    job.start()
+    job.steps(20)
+    job.fail(detection=1.0)
+    job.attempt += 1
+    wrong = len(job.events) + 1
+    for rank in range(2):
+        job.emit(EventKind.JOB_STARTED, rank, world_size=2)
+    job.advance(10.0, Bucket.RESTART)
+    job.start(load=20)
+    job.steps(20)
+    records = [{**json.loads(one.to_json()), "boot": f"boot of {one.host}"} for one in job.events]
+    if is_stamp:
+        records[wrong]["timestamp"] = "2025-10-05T00:00:00+00:00"
+    else:
+        records[wrong]["monotonic_s"] += 900_000.0
+    ledger = _read([json.dumps(one, separators=(",", ":")).encode() for one in records])
+    assert len(ledger.timings) == 3
+    assert ledger.wall_us == pytest.approx((job.now - START) * 1e6, abs=1e6)
+    assert ledger.facts.quality["clock_readings_set_aside"] == 1
