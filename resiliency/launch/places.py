@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Orders", "Place", "Wish"]
+__all__ = ["REPORT_S", "Orders", "Place", "Wish"]
+
+#: Seconds between two reports of a launcher of how far its ranks are; its monitor passes on the newest one.
+REPORT_S = 0.25
 
 _MOST_PORT = 65535
 

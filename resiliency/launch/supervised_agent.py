@@ -30,7 +30,7 @@ from resiliency.events import EventKind
 from resiliency.launch.elastic import StandbyAgent, StandbyOptions, reason_of
 from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.host_reports import HostReports
-from resiliency.launch.places import Place, Wish
+from resiliency.launch.places import REPORT_S, Place, Wish
 from resiliency.launch.processes import pidfds_of, reap_others, wait_for_any
 from resiliency.launch.rank_handlers import kill_group
 from resiliency.launch.rank_sights import STACKS_S, RankSights, ask_for_stacks
@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 #: Torch counts restarts down from it; what it has counted is the epoch.
 _MOST_EPOCHS = 2**31 - 1
-#: Seconds between two reports of how far ranks are.
-_REPORT_S = 1.0
 #: The same while a save is waited for.
 _SAVED_S = 0.1
 #: Seconds until a wait looks again, whatever it waits for.
@@ -225,7 +223,7 @@ class SupervisedAgent(StandbyAgent):
             self._say_saved()
             now = time.monotonic()
             if now >= self._report_at_s:
-                self._report_at_s = now + _REPORT_S
+                self._report_at_s = now + REPORT_S
                 self._reports.pages(self._sights.look(self._running_ranks())[0], now_s=now)
         return result
 

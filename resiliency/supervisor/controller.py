@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from resiliency.errors import ConfigError
+from resiliency.launch.places import REPORT_S
 from resiliency.supervisor.model import (
     DeviceClass,
     HostState,
@@ -98,7 +99,7 @@ class _Seen:
         ended: hosts whose ranks have all finished.
         stepped: hosts of which a rank has made a step.
         step, first_step: the furthest of all, and the first that was told.
-        progressed_s: when it was seen to grow last.
+        progressed_s, made_s: when it was seen to grow last, and after when that step was made.
         steps_per_s: lately.
         paced_step, paced_s: since when that is counted.
     """
@@ -111,6 +112,7 @@ class _Seen:
     first_step: int = -1
     began: bool = False
     progressed_s: float = -1.0
+    made_s: float = -1.0
     steps_per_s: float = 0.0
     paced_step: int = -1
     paced_s: float = -1.0
@@ -281,12 +283,14 @@ class Controller:
         now_s: float,
         *,
         step: int = -1,
+        age_s: float = 0.0,
         counts_steps: bool = True,
         ended: bool = False,
     ) -> None:
         """A host knows its place, its ranks have come to a step (-1: none yet), or they have all finished.
 
         Args:
+            age_s: of the step, when the launcher of the host looked, which may be ``REPORT_S`` ago.
             counts_steps: ``step`` is one of the optimizer, which an epoch takes up where the one before has saved it.
         """
         known = self._workloads.get(workload)
@@ -315,6 +319,7 @@ class Controller:
                 seen.steps_per_s = (seen.steps_per_s + lately) / 2 if seen.steps_per_s else lately
                 seen.paced_step, seen.paced_s = step, now_s
             seen.step, seen.began, seen.progressed_s = step, True, now_s
+            seen.made_s = now_s - age_s - REPORT_S
             self._goodput.progressed(workload, epoch, step if counts_steps else -1, now_s)
 
     def observe(self, one: Observation, now_s: float, wall: float) -> None:
@@ -716,9 +721,10 @@ class Controller:
             return False
         silent = [self._sensor.host(one.host) for one in situation.observations]
         since_s = max((host.heard_s for host in silent if host is not None), default=now_s)
-        progressed_s = self._seen_of(situation.workload).progressed_s
-        # A step that was made before the host fell silent may be reported a period later.
-        return progressed_s > since_s + 2 * self._period_s and now_s - progressed_s < 2 * self._period_s
+        seen = self._seen_of(situation.workload)
+        # A host that dies may do so just before its next report. And those of others come a period apart, of which each
+        # tells what a launcher saw up to REPORT_S before it.
+        return seen.made_s > since_s + self._period_s and now_s - seen.progressed_s < 2 * self._period_s + REPORT_S
 
     # -- the situation ------------------------------------------------------------------------------------------------
 

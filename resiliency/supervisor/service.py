@@ -602,13 +602,14 @@ class Service:
     ) -> bool:
         """Returns: a look at it is due."""
         workload, node_rank = placed
-        step = max((_progress(rank) for rank in report.ranks), default=-1)
+        furthest = max(report.ranks, key=_progress, default=None)
+        step, age_s = (_progress(furthest), furthest.quiet_s) if furthest is not None else (-1, 0.0)
         ended = report.ended and not report.preempted
         news = ended != heard.ended or (step >= 0) != (heard.step >= 0) or report.preempted
         heard.step, heard.ended = step, ended
         counts = any(rank.step >= 0 for rank in report.ranks)
         self.controller.reported(
-            host, workload.name, workload.epoch, now_s, step=step, counts_steps=counts, ended=ended
+            host, workload.name, workload.epoch, now_s, step=step, age_s=age_s, counts_steps=counts, ended=ended
         )
         if node_rank == 0 and report.master and _ADDRESS.fullmatch(report.master):
             if self._masters.get(workload.name) != (workload.epoch, report.master):

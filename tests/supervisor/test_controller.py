@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from resiliency.launch.places import REPORT_S
 from resiliency.storage.typed_json import from_jsonable, to_jsonable
 from resiliency.supervisor.controller import Controller, ControllerSettings
 from resiliency.supervisor.model import (
@@ -26,7 +28,7 @@ from resiliency.supervisor.plans import save_step
 from resiliency.supervisor.policy import Situation
 from resiliency.supervisor.sensor import Sensor, SensorSettings
 
-from .simulated import TIMEOUT_S, Simulation
+from .simulated import PERIOD_S, TIMEOUT_S, Simulation
 
 RUNNING = WorkloadState.RUNNING
 
@@ -311,6 +313,46 @@ def test_a_host_that_is_not_heard_while_training_goes_on_is_left_alone() -> None
     job.hosts["host-1"].heard = True
     job.pass_time(3)
     assert job.sensor.state_of("host-1") is HostState.READY and remedies(job) == []
+
+
+@pytest.mark.parametrize("phase_s", [0.0, 0.5, 1.0, 1.5, 2.0])
+def test_a_host_that_is_not_heard_is_left_alone_also_when_reports_of_steps_come_late(
+    phase_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A monitor may pass on the same report of its launcher twice, and the next one comes a period later."""
+    job, reported = started(4), Controller.reported
+    told: dict[str, tuple[float, int]] = {}
+    late_s = 0.0
+
+    def rarely(controller: Controller, host: str, *args: Any, step: int = -1, **fields: Any) -> None:
+        at_s, known = told.get(host, (-1e9, -1))
+        if job.now - phase_s - at_s >= 2 * PERIOD_S + late_s:
+            told[host] = at_s, known = job.now - phase_s, step
+        reported(controller, host, *args, step=known, **fields)
+
+    monkeypatch.setattr(Controller, "reported", rarely)
+    job.pass_time(10 + phase_s)
+    job.hosts["host-1"].heard = False
+    job.pass_time(TIMEOUT_S + 2 * PERIOD_S)
+    late_s = REPORT_S
+    job.pass_time(30)
+    assert job.sensor.state_of("host-1") is HostState.SILENT
+    assert remedies(job) == [] and job.running_on() == {"host-0", "host-1", "host-2"}
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.25, 0.5, 0.75])
+def test_a_last_step_that_is_told_late_holds_no_remedy_up(after_s: float) -> None:
+    """A host dies just before its next report, and others tell of the step before that a period and a look later."""
+    job = started(4)
+    since_s = job.now
+    job.kill("host-1")
+    epoch = job.workload.epoch
+    reported_s = since_s + PERIOD_S + after_s + PERIOD_S
+    while job.now < reported_s:
+        job.pass_time(0.25)
+    job.controller.reported("host-0", "job", epoch, job.now, step=job.step + 1, age_s=job.now - since_s - PERIOD_S)
+    job.until(lambda: bool(remedies(job)))
+    assert job.now - since_s <= TIMEOUT_S + PERIOD_S
 
 
 def test_hosts_that_report_a_step_apart_within_milliseconds_do_not_put_the_save_off() -> None:
