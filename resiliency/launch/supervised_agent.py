@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 #: Torch counts restarts down from it; what it has counted is the epoch.
 _MOST_EPOCHS = 2**31 - 1
-#: The same while a save is waited for.
+#: Seconds between two looks at how far ranks are while a save is waited for; else REPORT_S.
 _SAVED_S = 0.1
 #: Seconds until a wait looks again, whatever it waits for.
 _LONGEST_S = 10.0

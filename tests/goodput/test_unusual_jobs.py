@@ -484,3 +484,23 @@ def test_a_rank_beyond_the_size_that_its_own_line_tells_is_none() -> None:
     ledger = _account(records)
     assert ledger.capacity == 1
     assert ledger.facts.quality["lines_set_aside"] == 1
+
+
+def test_the_one_line_of_an_attempt_is_believed_when_its_launcher_tells_of_the_attempt_too() -> None:
+    """It is not the start of a process: that line was lost."""
+    job = Job()
+    job.start()
+    job.steps(10)
+    job.fail(detection=1.0)
+    job.attempt += 1
+    job.emit(EventKind.RESTORE_STARTED, 0)
+    lost = len(job.events)
+    job.emit(EventKind.WORKER_LOST, -1, worker=0)
+    job.advance(5.0, Bucket.RESTART)
+    job.start(load=10)
+    job.steps(5)
+    job.finish()
+    assert len(job.ledger().timings) == 3
+    assert _nothing_set_aside(job.ledger())
+    del job.events[lost]
+    assert len(job.ledger().timings) == 2
