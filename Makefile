@@ -15,8 +15,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.setup-done
 TORCH ?= torch==2.13.0
-# One more than CI has cores: tests wait for processes and disks for a good part of their time.
-WORKERS ?= 3
+# Twice as many as CI has cores: tests wait for processes and disks for a good part of their time.
+WORKERS ?= 4
 # Of Lightning's own tests, some of which measure time.
 CONFORMANCE_WORKERS ?= 2
 # A worker that has finished takes over tests of the others; until then each keeps to its own files and their fixtures.
@@ -65,8 +65,7 @@ lint: $(STAMP)
 	$(VENV)/bin/lint-imports
 
 test: $(STAMP) lint
-	$(PYTEST) -m "not kill"
-	$(PYTEST) -m kill -o faulthandler_timeout=880
+	$(PYTEST)
 
 # All of it: CONFORMANCE="callback:lightning.pytorch callback:pytorch_lightning io:lightning.pytorch io:pytorch_lightning".
 CONFORMANCE ?= callback:lightning.pytorch io:pytorch_lightning

@@ -140,18 +140,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _long_ones_first(items: list[pytest.Item], *, workers: int) -> list[pytest.Item]:
-    """The order in which each worker begins with its part of the long tests, and else as it was.
+    """The order in which each worker begins with its part of the kill tests, then of the long ones, and else as it was.
 
     ``--dist worksteal`` gives each worker a piece of the list, and later moves tests from the ends of the pieces.
     """
-    long = [item for item in items if item.get_closest_marker("long")]
-    others = [item for item in items if not item.get_closest_marker("long")]
+    kill: list[pytest.Item] = []
+    long: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        group = kill if item.get_closest_marker("kill") else long if item.get_closest_marker("long") else others
+        group.append(item)
     ordered: list[pytest.Item] = []
     for left in range(workers, 0, -1):  # workers that have no piece yet
-        piece = (len(long) + len(others)) // left
-        first = max(min(piece, -(-len(long) // left)), piece - len(others))
-        ordered += long[:first] + others[: piece - first]
-        del long[:first], others[: piece - first]
+        piece = (len(kill) + len(long) + len(others)) // left
+        for group in (kill, long, others):
+            share = piece if group is others else -(-len(group) // left)
+            taken = min(piece, share)
+            ordered += group[:taken]
+            del group[:taken]
+            piece -= taken
     return ordered
 
 

@@ -86,7 +86,8 @@ class _Item:
         self.name = name
 
     def get_closest_marker(self, marker: str) -> object:
-        return marker if self.name.isupper() else None
+        marked = {"kill": self.name == "K", "long": self.name.isupper()}
+        return marker if marked[marker] else None
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,8 @@ class _Item:
         ("abCdEfGh", 1, "CEGabdfh"),
         ("abCdEfGh", 2, "CEabGdfh"),  # the second worker begins with the fifth
         ("abcD", 2, "Dabc"),
+        ("abDcK", 1, "KDabc"),  # with kills before all others
+        ("DaKbcKEd", 2, "KDabKEcd"),
         ("ABCDe", 2, "ABCDe"),
         ("A", 3, "A"),
         ("", 2, ""),
