@@ -17,6 +17,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import math
 import os
 import select
 import signal
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ from resiliency.errors import Timeout
 from resiliency.settings import child_environment
 
 __all__ = ["WorkerProcess", "Zygote"]
+
+#: Seconds for workers to end when whoever started them is gone; then they are killed.
+END_S = 5.0
 
 
 class WorkerProcess:
@@ -63,7 +67,11 @@ class WorkerProcess:
 
 
 class Zygote:
-    """Owns the forking process. Threads: any may start workers and wait for them; close from one."""
+    """Owns the forking process. Threads: any may start workers and wait for them; close from one.
+
+    When the owner is gone without a close, even by SIGKILL, workers and what is in their process groups get SIGTERM,
+    and SIGKILL after five seconds.
+    """
 
     def __init__(self, preload: Sequence[str], *, log: str = os.devnull, path: Sequence[str] = ()) -> None:
         parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -176,8 +184,10 @@ def _serve(preload: Sequence[str]) -> None:
     rest = b""
     running: set[int] = set()
     open_input = True
+    kill_at = math.inf
     while open_input or running:
-        ready, _, _ = select.select([0, ended] if open_input else [ended], [], [], 30)
+        patience_s = min(30, max(0, kill_at - time.monotonic()))
+        ready, _, _ = select.select([0, ended] if open_input else [ended], [], [], patience_s)
         if ended in ready:
             os.read(ended, 4096)
         while running:
@@ -186,10 +196,16 @@ def _serve(preload: Sequence[str]) -> None:
                 break
             running.discard(pid)
             _send({"what": "ended", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+        if time.monotonic() >= kill_at:
+            _signal_groups(running, signal.SIGKILL)
+            kill_at = math.inf
         if open_input and 0 in ready:
             data = os.read(0, 1 << 16)
             if not data:
+                # Whoever started the workers has closed this, or is gone and has left them to nobody.
                 open_input = False
+                _signal_groups(running, signal.SIGTERM)
+                kill_at = time.monotonic() + END_S
                 continue
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
@@ -200,8 +216,15 @@ def _serve(preload: Sequence[str]) -> None:
                 _send({"what": "started", "pid": pid})
 
 
+def _signal_groups(workers: Iterable[int], number: signal.Signals) -> None:
+    for pid in workers:  # none was waited for, so that each number is still theirs
+        with suppress(ProcessLookupError):  # a worker that has not got so far as to have a group of its own
+            os.killpg(pid, number)
+
+
 def _send(message: Mapping[str, Any]) -> None:
-    os.write(1, json.dumps(message).encode() + b"\n")
+    with suppress(BrokenPipeError):  # whoever started the workers is gone
+        os.write(1, json.dumps(message).encode() + b"\n")
 
 
 def _run_worker(request: Mapping[str, Any]) -> None:

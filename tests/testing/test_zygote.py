@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from resiliency.errors import Timeout
@@ -49,3 +54,51 @@ def test_a_worker_that_has_ended_before_it_is_looked_at_is_given_all_the_same(
 
         monkeypatch.setattr(zygote._changed, "wait_for", wait_too_long)
         assert zygote.start("os:getpid", {}).wait(timeout_s=10) == 0
+
+
+_OWNER = """
+import signal, sys
+from resiliency.testing.zygote import Zygote
+zygote = Zygote([], path=sys.argv[2:])
+zygote.start("tests.testing.test_zygote:hold", {"path": sys.argv[1]})
+signal.pause()
+"""
+
+
+def hold(*, path: str) -> None:
+    """Says by the end of a file that it has ended, with all that has it open."""
+    with open(path, "w") as file:
+        signal.signal(signal.SIGTERM, lambda *_: (file.write("told to end"), file.flush()))
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        else:
+            file.write("ready, ")
+            file.flush()
+        while True:
+            signal.pause()
+
+
+@pytest.mark.long
+def test_workers_whose_owner_was_killed_are_told_to_end_and_then_killed_with_what_they_have_forked(
+    tmp_path: Path,
+) -> None:
+    said = tmp_path / "said"
+    os.mkfifo(said)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root}
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER, str(said), root], env=environment)
+    processes: list[psutil.Process] = []
+    try:
+        with open(said, "rb", buffering=0) as file:
+            assert file.read(7) == b"ready, "
+            processes = psutil.Process(owner.pid).children(recursive=True)
+            owner.kill()
+            assert file.read(11) == b"told to end"
+            readable, _, _ = select.select([file], [], [], 30)
+            assert readable and file.read(1) == b"", "nobody has it open any more"
+    finally:
+        owner.kill()
+        owner.wait(10)
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
