@@ -28,9 +28,9 @@ from resiliency.supervisor.namespaces import _CLONE_NEWNET, _call, _own
 from tests.launch.fork_helper import ForkHelper
 from tests.launch.ready_zygote import Child, end_as_interpreter, keep_only, prepare_zygote, take_environment
 
-__all__ = ["prepare_commands"]
+__all__ = ["COMMAND", "prepare_commands"]
 
-_COMMAND = [sys.executable, "-m", "resiliency.cli"]
+COMMAND = [sys.executable, "-m", "resiliency.cli"]
 _SHELL = launcher_process._SHELL
 
 
@@ -70,8 +70,8 @@ def _fork_helper() -> None:
     ) -> _Child:
         begins_later = list(words[: len(_SHELL)]) == _SHELL
         command = list(words[len(_SHELL) :] if begins_later else words)
-        assert command[: len(_COMMAND)] == _COMMAND and start_new_session, words
-        request = {"words": command[len(_COMMAND) :], "environment": dict(env), "numbers": list(pass_fds)}
+        assert command[: len(COMMAND)] == COMMAND and start_new_session, words
+        request = {"words": command[len(COMMAND) :], "environment": dict(env), "numbers": list(pass_fds)}
         begin, go = os.pipe()
         network = _own()
         child = _Child(helper.fork({**request, "cwd": os.getcwd()}, [network, begin, *pass_fds]), go)
@@ -105,7 +105,7 @@ def _run(request: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
     words = request["words"]
     sys.argv = [command_line.__file__, *words]
     prepare_commands(words)
-    show_command_line([*_COMMAND, *words])
+    show_command_line([*COMMAND, *words])
     if not os.read(begin, 3):
         os._exit(1)  # who started it was killed before it had written down that it did
     os.close(begin)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
-import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from recipes.quickstart.figures import figures_of
 from recipes.quickstart.follow import Follower, Record
 from recipes.quickstart.narrate import story_table
 from recipes.quickstart.story import Deed, DeedKind, Teller, chapters_of
+from resiliency.testing.zygote import Zygote
+from tests.processes import descendant_pids
 
 ROOT = Path(__file__).parents[2]
 
@@ -212,23 +215,36 @@ def test_each_thing_is_told_once_and_when_it_happens() -> None:
 @pytest.mark.long
 @pytest.mark.kill
 @pytest.mark.timeout(560)  # half a minute on two free cores; the rest is for busy ones
-def test_killed_training_ends_with_the_weights_of_the_undisturbed_one_and_outlives_hosts(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "recipes.quickstart.demo", "--dir", str(tmp_path / "demo"), "--seed", "1"]
+def test_killed_training_ends_with_the_weights_of_the_undisturbed_one_and_outlives_hosts(
+    tmp_path: Path, zygote: Zygote, started_agents: None
+) -> None:
     options = ["--steps", "18", "--every", "3", "--kills", "2", "--deadline", "250"]
     options += ["--hosts", "2", "--between", "4", "--quarantine", "0.5", "--dwell", "5"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-    result = subprocess.run([*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=540)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "The weights are equal to the last bit." in result.stdout
-    assert result.stdout.count("SIGKILL to") == 2
+    given = {
+        "words": ["--dir", str(tmp_path / "demo"), "--seed", "1", *options],
+        "output": str(tmp_path / "output"),
+        "environment": os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        "cwd": str(tmp_path),
+    }
+    demo = zygote.start("tests.recipes.forked_demo:run", given)
+    try:
+        status = demo.wait(timeout_s=540)
+    finally:
+        for pid in (*descendant_pids(demo.pid), demo.pid) if demo.returncode is None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    output = (tmp_path / "output").read_text()
+    assert status == 0, output
+    assert "The weights are equal to the last bit." in output
+    assert output.count("SIGKILL to") == 2
     hashes = [
         json.loads((tmp_path / "demo" / name / "result.json").read_text())["hash"] for name in ("undisturbed", "killed")
     ]
     assert hashes[0] == hashes[1]
-    assert re.search(r"checkpoints committed\W+6\W+\d", result.stdout)
+    assert re.search(r"checkpoints committed\W+6\W+\d", output)
     assert "<html" in (tmp_path / "demo" / "goodput.html").read_text()
-    assert "a verified spare, takes the place of" in result.stdout and "goodput of hosts" in result.stdout
-    assert re.search(r"what was done\W+hot swap onto host-\d\W+scaled down\W+scaled up", result.stdout)
+    assert "a verified spare, takes the place of" in output and "goodput of hosts" in output
+    assert re.search(r"what was done\W+hot swap onto host-\d\W+scaled down\W+scaled up", output)
     resized = [json.loads(line) for line in (tmp_path / "demo" / "hosts" / "resizes.jsonl").read_text().splitlines()]
     assert [(one["old"], one["new"], one["samples"], one["lr_factor"]) for one in resized[-2:]] == [
         (2, 1, 8, 0.5),
