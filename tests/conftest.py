@@ -154,12 +154,19 @@ def _long_ones_first(items: list[pytest.Item], *, workers: int) -> list[pytest.I
     for left in range(workers, 0, -1):  # workers that have no piece yet
         piece = (len(kill) + len(long) + len(others)) // left
         for group in (kill, long, others):
-            share = piece if group is others else -(-len(group) // left)
-            taken = min(piece, share)
+            taken = min(piece, len(group) if group is others else _whole_files(group, at_least=-(-len(group) // left)))
             ordered += group[:taken]
             del group[:taken]
             piece -= taken
     return ordered
+
+
+def _whole_files(items: list[pytest.Item], *, at_least: int) -> int:
+    """How many items to take so that no file is cut in two, whose fixtures would be made twice."""
+    count = min(at_least, len(items))
+    while 0 < count < len(items) and items[count].path == items[count - 1].path:
+        count += 1
+    return count
 
 
 @pytest.hookimpl(wrapper=True)

@@ -82,8 +82,8 @@ def test_files_without_kill_tests_are_not_imported_for_them(tmp_path: Path) -> N
 
 
 class _Item:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, path: str) -> None:
+        self.name, self.path = name, path
 
     def get_closest_marker(self, marker: str) -> object:
         marked = {"kill": self.name == "K", "long": self.name.isupper()}
@@ -105,5 +105,11 @@ class _Item:
     ],
 )
 def test_each_worker_begins_with_its_part_of_the_long_tests(names: str, workers: int, expected: str) -> None:
-    ordered = _long_ones_first([_Item(name) for name in names], workers=workers)  # type: ignore[misc]
+    ordered = _long_ones_first([_Item(name, path=str(at)) for at, name in enumerate(names)], workers=workers)  # type: ignore[misc]
     assert "".join(item.name for item in ordered) == expected
+
+
+def test_long_tests_of_one_file_begin_in_one_worker() -> None:
+    items = [_Item(name, path=path) for name, path in zip("AbBcCdDefg", "1122223333", strict=True)]
+    ordered = _long_ones_first(items, workers=2)  # type: ignore[arg-type]
+    assert "".join(item.name for item in ordered) == "ABCbc" + "Ddefg"
