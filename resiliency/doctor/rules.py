@@ -13,7 +13,7 @@ __all__ = ["HostFinding", "Verdict", "judge_folder", "judge_host", "judge_ports"
 
 _GIB = 1024**3
 _MIB = 1024**2
-#: Files of a state's size on a ramdisk at once: two are prepared and one is uploaded.
+#: Files of a state's size that must fit in a folder: two that are prepared, and one that is kept or uploaded.
 _FILES_ON_RAMDISK = 3
 #: The size of ``/dev/shm`` in a container by default.
 _CONTAINER_SHM = 64 * _MIB

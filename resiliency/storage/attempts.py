@@ -33,8 +33,8 @@ def read_attempt(directory: str, run: str) -> int:
 def write_attempt(directory: str, run: str, attempt: int) -> None:
     """Writes the number of the attempt that is starting, unless a later attempt's number is there.
 
-    Agents of earlier attempts record, commit and delete nothing once it is written. So the new attempt's agent writes
-    it, because that agent has made sure that no other job uses the directory.
+    Once it is written agents of earlier attempts record, commit and delete nothing. So only the agent of the new
+    attempt writes it, after it has claimed the number (:mod:`resiliency.storage.claims`).
 
     Raises:
         OSError: the file cannot be written. Once a step is saved, the name of its folder has the attempt too.

@@ -9,7 +9,7 @@ from resiliency.errors import UnsupportedFormat
 
 __all__ = ["FORMAT_VERSION", "earlier_format", "refuse_format"]
 
-#: Version of everything written below ``.resiliency``. A reader refuses any other and says so.
+#: Version of everything written below ``.resiliency``. A reader refuses any other version with an error.
 FORMAT_VERSION = 3
 #: Names of step folders in format 1, and of shards in format 2; they are recognised only to be refused.
 _STEP_DIR_OF_FORMAT_1 = re.compile(r"^\d{10,}-a\d{4,}-[0-9a-f]{8}$")

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_name(tier: Tier, name: str) -> Identity | None:
-    """The step that a name points to; None when there is no such file, or it is not this library's (a stock checkpoint).
+    """The step that a name points to; None when there is none, or a file that is not ours (a stock checkpoint).
 
     Blocks: one small read, or when there is no such file a listing and a read.
 

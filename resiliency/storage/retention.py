@@ -80,7 +80,7 @@ def due_requests(
         requests: by name.
         safe: the durable steps.
         held: steps that keep their names for now.
-        committed: further steps that a request may cover, although they are not durable yet.
+        committed: steps that are committed and not durable yet; a request may cover them too.
     """
     if not safe:
         return {}

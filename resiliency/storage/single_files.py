@@ -328,7 +328,7 @@ def remove_run_folder(folder: str, through: str) -> bool:
     empty.
 
     Returns:
-        False when somebody else removed the folder that everything goes through.
+        False when another process has removed the folder that everything goes through.
 
     Raises:
         OSError: something cannot be moved or removed.

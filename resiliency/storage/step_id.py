@@ -55,7 +55,7 @@ class StepId:
         attempt = int(match[2])
         line = attempt if match[5] is None else int(match[5])
         if match[5] is not None and line in (0, attempt):
-            return None  # nobody writes such a name, and it would be a second name for one step
+            return None  # the library writes no such name, and it would be a second name for one step
         return cls(int(match[1]), attempt, match[3], int(match[4]), line)
 
     @classmethod

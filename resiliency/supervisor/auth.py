@@ -100,9 +100,8 @@ class Authority:
         """Whether the client is an operator.
 
         Args:
-            to_look: the request changes nothing. Then a password (HTTP basic authentication) is accepted too, which is
-                not for changes because a browser sends it by itself with every request, whichever page causes that
-                request.
+            to_look: the request changes nothing, so a password (HTTP basic authentication) is accepted too. For changes
+                it is not, because a browser sends it by itself with every request, whichever page causes the request.
         """
         if self.insecure:
             return True

@@ -338,8 +338,7 @@ class Controller:
             self.refused["host"] += 1
             return
         if one.takes_host_out and self._sensor.state_of(one.host) is not HostState.QUARANTINED:
-            # Also without a place: no ranks could be moved to it. Observations of silent or cordoned hosts take none
-            # out.
+            # Also when it has no place: no ranks may be moved to it. Silent and cordoned hosts keep their state.
             self._sensor.quarantine(one.host, describe(one), now_s)
         concerned = [each for each in self._workloads.values() if not each.state.has_ended]
         if one.workload:

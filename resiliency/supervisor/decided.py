@@ -23,7 +23,7 @@ class Decided:
         self.workloads: dict[str, Workload] = {}
         #: Plans that are being carried out, by number.
         self.plans: dict[int, Plan] = {}
-        #: Of each host with a place: the workload's name, and the host's node rank.
+        #: By host with a place: the workload's name, and the host's node rank.
         self._places: dict[str, tuple[str, int]] = {}
         self._texts: dict[str, tuple[str, str]] = {}
 

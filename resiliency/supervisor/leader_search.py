@@ -108,15 +108,15 @@ async def _close(session: Any, socket: Any) -> None:
 async def open_where_one_leads(
     urls: Sequence[str], hello: Hello, *, token: str, ssl_context: Any, check_term: Callable[[int], None]
 ) -> OpenConnection:
-    """Returns a connection to the first address that accepts this host. The next address is asked as soon as one
-    refuses (it stands by, or nobody listens), and beside one that does not answer. Blocks: up to 20 s after the last
-    was asked.
+    """Returns a connection to the first address that accepts this host. The next address is asked at once when one
+    refuses (it stands by, or there is no server), and after 0.5 s when one does not answer. Blocks: up to 20 s after
+    the last address was asked.
 
     Args:
         check_term: raises AgentError when a supervisor of this term must not be obeyed.
 
     Raises:
-        NoLeader: no address does; its text gives the reason of each.
+        NoLeader: no address accepts this host; its text gives the reason of each.
     """
     waiting, running = list(urls), dict[asyncio.Task[OpenConnection], str]()
     problems: dict[str, BaseException] = {}

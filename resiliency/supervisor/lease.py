@@ -222,7 +222,7 @@ class Lease:
 def _started_us(pid: int) -> int:
     try:
         process = psutil.Process(pid)
-        # a killed process may stay a zombie when nobody has waited for it
+        # a killed process may stay a zombie when its parent has not waited for it
         return 0 if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 1e6)
     except psutil.NoSuchProcess:
         return 0

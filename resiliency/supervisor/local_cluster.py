@@ -175,7 +175,7 @@ class _LocalRun:
         signal_all(self._running, number)
 
     def _run(self, returns: SignalCount) -> int:
-        # An address file of an earlier run names a port where nobody listens any more.
+        # An address file of an earlier run names a port where nothing listens any more.
         (self._folder / "address").unlink(missing_ok=True)
         listen = "127.0.0.1:0" if self._network is None else f"{self._network.address}:0"
         supervisor = _start_supervisor(self._cluster, self._folder, self._network, listen, "--begin-again")
@@ -247,7 +247,7 @@ class _LocalRun:
 
     def _look(self) -> None:
         """Tells a frozen supervisor which hosts are gone, because it cannot tell lost hosts from a lost network. Ends
-        their launchers too, because nobody starts their monitors again. Blocks: up to 10 s for a request."""
+        their launchers too, because their monitors are not started again. Blocks: up to 10 s for a request."""
         if not self._looks or time.monotonic() < self._looks[0]:
             return
         del self._looks[0]

@@ -40,8 +40,8 @@ _BRIDGE, _IN_HOST = "bridge", "eth0"
 
 
 class Cable:
-    """A host's cable, seen from the switch. While it is pulled the host keeps its address and reaches nobody. Thread:
-    one.
+    """A host's cable, seen from the switch. While it is pulled the host keeps its address and reaches no other host.
+    Thread: one.
 
     Args:
         control: a socket in the switch's namespace.

@@ -207,12 +207,12 @@ class ObservationKind(str, Enum):
     WORKER_HUNG = "worker_hung"
     STRAGGLER = "straggler"
     HOST_SILENT = "host_silent"
-    HOST_LOST = "host_lost"  # the cluster says that the host is gone
-    HOST_UNHEALTHY = "host_unhealthy"  # a watchdog says so: disk, memory, one of the user's
+    HOST_LOST = "host_lost"  # a cordoned host has fallen silent
+    HOST_UNHEALTHY = "host_unhealthy"  # its monitor reports a problem, or it has failed a step of a plan
     DEVICE_FAULT = "device_fault"
-    DRAIN = "drain"  # somebody wants the host empty
+    DRAIN = "drain"  # an operator, or the host itself, wants the host empty
     CAPACITY = "capacity"  # hosts are ready that the job could use
-    NO_PROGRESS = "no_progress"  # a deadline of a plan has passed
+    NO_PROGRESS = "no_progress"  # a step of a plan has failed, or ranks have lost a peer that no host reports
 
     def __str__(self) -> str:
         return self.value

@@ -1,8 +1,9 @@
 """Decides what is done about an incident. Pure: no input, no output, no clock.
 
-:class:`DefaultPolicy` tries, in this order: replace the lost ranks, start the job anew, reset a device, swap a host,
-train on with fewer replicas, wait for hosts, stop. A user's class may decide otherwise; :func:`problem_of` refuses any
-answer, whoever gives it, that would put ranks on a host that is not available, or fall below the minimum.
+:class:`DefaultPolicy` chooses the mildest remedy that can help. From mild to severe: replace the lost ranks, start the
+job anew, swap a host, train on with fewer replicas, wait for hosts, stop. A device that needs a reset gets it before
+ranks are replaced. A user's class may decide otherwise; :func:`problem_of` refuses any answer, whoever gives it, that
+would put ranks on a host that is not available, or fall below the minimum.
 """
 
 from __future__ import annotations

@@ -358,8 +358,8 @@ class Service:
         self._collect()
 
     def _forgive_own_absence(self, now_s: float) -> None:
-        """No deadline of a step is missed because this process did not run (it heard nobody), or because the disk is
-        slow (nobody was told)."""
+        """Moves deadlines of steps by the time in which this process did not run and could hear no host, or in which
+        the disk was slow and no host could be told."""
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         is_behind = self._writes_since_s is not None and now_s - self._writes_since_s > _AWAY_S
         if gap_s > _AWAY_S:

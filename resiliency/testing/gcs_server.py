@@ -66,7 +66,7 @@ class FakeGcs:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """For ``ObjectStoreTier(..., storage_options=...)`` and fsspec."""
+        """Options for ``ObjectStoreTier(..., storage_options=...)`` and fsspec."""
         return {"endpoint_url": self.url, "token": "anon", "project": "test"}
 
     @property
@@ -74,11 +74,16 @@ class FakeGcs:
         """Variables for this and child processes, to be set before gcsfs is imported."""
         return {"STORAGE_EMULATOR_HOST": self.url, **self.GCSFS_ENVIRONMENT}
 
-    #: Without it gcsfs asks for each bucket's kind over gRPC for a minute; the emulator does not support that.
+    #: Otherwise gcsfs asks over gRPC, which the emulator does not support, for each bucket's kind, and waits for a
+    #: minute.
     GCSFS_ENVIRONMENT = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
 
     def start(self) -> None:
-        """Blocks until the server answers. Blocks up to: ``deadline`` for each of five ports."""
+        """Starts the server, and waits until it answers. Blocks: up to ``deadline`` for each of five ports.
+
+        Raises:
+            ConfigError, Timeout: see the class.
+        """
         said: list[str] = []
         for _ in range(_PORT_ATTEMPTS):
             if self._start(_binary(), _free_port(), said):
@@ -88,7 +93,7 @@ class FakeGcs:
         )
 
     def stop(self) -> None:
-        """Ends the server and its group. Idempotent. Blocks up to: ``deadline``."""
+        """Ends the server and its process group. Idempotent. Blocks: up to twice ``deadline``."""
         process, self._process = self._process, None
         if process is None:
             return

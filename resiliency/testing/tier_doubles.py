@@ -67,7 +67,7 @@ class WrappedTier:
 
 
 class Fault(enum.Enum):
-    """What a scripted verb does instead of its work."""
+    """What a scripted verb does in place of its work."""
 
     BUSY = "503: retryable TierError, nothing done"
     FULL = "no space: retryable TierError, nothing done"

@@ -129,7 +129,7 @@ def _link(source: str, target: str, folder: str) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS or not os.path.isfile(source):
             raise
-        # By real paths: the name's folder may itself be a link to elsewhere.
+        # Use real paths, because the name's folder may be reached through a symbolic link.
         os.symlink(os.path.relpath(os.path.realpath(source), os.path.realpath(folder)), target)
 
 
