@@ -51,8 +51,8 @@ class Position:
         self._known.set()
 
     def batch_ended(self, *, timeout_s: float) -> bool:
-        """Returns True when this rank stops here. Blocks, once this rank has published: until the agreed batch is
-        known, up to ``timeout_s``."""
+        """Counts the end of a batch. Returns True when this rank stops here. Blocks, once this rank has published:
+        until the agreed batch is known, up to ``timeout_s``."""
         with self._lock:
             self._ended = self._begun
             waits = self._published is not None and self._ended >= self._published

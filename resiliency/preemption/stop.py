@@ -81,8 +81,8 @@ class Stop:
         return self.position.batch_ended(timeout_s=max(0.0, min(self._boundary_by - time.monotonic(), 60.0)))
 
     def agreed(self, *, timeout_s: float) -> bool:
-        """Returns True when all ranks have received the notice, so that they can save together. Blocks: until that is
-        known, up to ``timeout_s``."""
+        """Waits for the agreement. Returns True when all ranks have received the notice, so that they can save
+        together. Blocks: until that is known, up to ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self._agreed is not None or self._closed, timeout_s)
             return bool(self._agreed)

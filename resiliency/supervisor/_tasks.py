@@ -28,7 +28,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Returns whether the event is set. Blocks: up to ``seconds``."""
+    """Waits for an event, and returns whether it is set. Blocks: up to ``seconds``."""
     if event.is_set():
         return True
     waiting = asyncio.create_task(event.wait())

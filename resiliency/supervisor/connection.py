@@ -232,8 +232,8 @@ class SupervisorConnection:
         )
 
     async def _talk(self, opened: OpenConnection) -> OpenConnection | None:
-        """Talks to a supervisor. Returns the connection to another one that has taken over, or None when this one has
-        closed the connection."""
+        """Talks to a supervisor until another one has taken over, and returns the connection to that one. Raises an
+        error when the connection ends."""
         socket, welcome = opened.socket, opened.welcome
         self._check_term(welcome.term)
         period_s = min(max(welcome.period_s, _SHORTEST_PERIOD_S), _LONGEST_PERIOD_S)
@@ -264,8 +264,9 @@ class SupervisorConnection:
         return following
 
     async def _look_elsewhere(self, opened: OpenConnection, period_s: float) -> OpenConnection:
-        """Waits until this supervisor answers no more and another one leads; returns the connection to that one. A
-        closed connection is no sign of it, because a process that a signal has stopped keeps its connections open."""
+        """Waits until this supervisor answers no more and another one leads; returns the connection to that one. It
+        does not wait for the connection to close, because a process that a signal has stopped keeps its connections
+        open."""
         others = [url for url in self._urls if url != opened.url]
         if not others:
             await asyncio.Event().wait()

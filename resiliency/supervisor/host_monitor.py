@@ -738,8 +738,8 @@ class HostMonitor:
         return ""
 
     async def _reset_devices(self, ask: Ask, within_s: float) -> Problem:
-        """Resets the faulty devices. Everything that has them open, the launcher's own processes included, is ended
-        before."""
+        """Resets the faulty devices. The launcher and its ranks are ended before, because they have the devices
+        open."""
         devices = self._watchdogs.faulty()
         self._is_resetting = True
         try:

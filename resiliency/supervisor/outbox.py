@@ -34,7 +34,7 @@ class Outbox:
         self._complained = False
 
     def add(self, one: Observation) -> bool:
-        """Returns False when the observation is known already."""
+        """Adds an observation to send. Returns False when it is known already."""
         if one.workload and any(known.identity == one.identity and known.epoch == one.epoch for known in self._kept):
             return False
         self._kept.append(one)

@@ -519,7 +519,7 @@ class Service:
             again: sends it also if it has not changed.
         """
         if not self._lease.is_mine():
-            self._due.set()  # the look raises LeadershipLost
+            self._due.set()  # the next look raises LeadershipLost
             return
         faultpoints.hit("supervisor.send")
         for host in hosts:
@@ -783,7 +783,7 @@ class Service:
     # -- operators ----------------------------------------------------------------------------------------------------
 
     def drain(self, host: str, reason: str) -> bool:
-        """Returns False when the host is unknown."""
+        """Cordons a host for an operator. Returns False when the host is unknown."""
         reason = plain_text(reason)
         done = self.sensor.cordon(host, reason or "drained by an operator", self._clock())
         if done:
@@ -791,7 +791,7 @@ class Service:
         return done
 
     def uncordon(self, host: str) -> bool:
-        """Returns False when the host is unknown or not cordoned."""
+        """Ends a host's cordon and has it checked. Returns False when it is unknown or not cordoned."""
         done = self.sensor.uncordon(host, self._clock())
         if done:
             self._note_event(EventKind.OPERATOR, f"uncordon {host}", host=host)
@@ -799,7 +799,7 @@ class Service:
         return done
 
     def stop_workload(self, name: str, reason: str) -> bool:
-        """Returns False when no workload of this name runs."""
+        """Stops a workload for good, for an operator. Returns False when no workload of this name runs."""
         reason = plain_text(reason)
         done = self.controller.stop(name, reason or "stopped by an operator", self._clock(), time.time())
         if done:

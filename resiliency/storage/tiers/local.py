@@ -88,7 +88,7 @@ def _kind(path: str) -> int:
 
 
 def fsync_file(path: str) -> None:
-    """Blocks until the file's bytes would survive a power loss. Its name does only after :func:`fsync_dir`.
+    """Syncs a file. Blocks: until its bytes would survive a power loss; its name does only after :func:`fsync_dir`.
 
     Raises:
         OSError: as ``open(2)`` and ``fsync(2)``.
@@ -101,10 +101,11 @@ def fsync_file(path: str) -> None:
 
 
 def fsync_dir(path: str) -> None:
-    """Blocks until names created, renamed and removed in the folder would survive a power loss.
+    """Syncs a folder. Blocks: until names created, renamed and removed in it would survive a power loss.
 
     Raises:
-        OSError: as ``open(2)`` and ``fsync(2)``; file systems that cannot sync folders (EINVAL, ENOTSUP) are ignored.
+        OSError: as ``open(2)`` and ``fsync(2)``; file systems that cannot sync folders (EINVAL, ENOTSUP, ENOSYS) are
+            ignored.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
