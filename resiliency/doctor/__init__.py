@@ -1,4 +1,4 @@
-"""What of this library would work on a host, found out before a job does: facts, and rules over them. No torch."""
+"""Finds out what of this library would work on a host, before a job does: facts, and rules about them. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host has, asked once. Nothing is judged here, see :mod:`resiliency.doctor.rules`."""
+"""Collects facts about a host, each once. They are judged in :mod:`resiliency.doctor.rules`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = ["Folder", "Host", "Remote", "examine_folder", "examine_host", "examin
 
 Value = TypeVar("Value")
 
-#: Of adjtimex(2): the clock is not synchronised.
+#: Return value of adjtimex(2) when the clock is not synchronised.
 _TIME_ERROR = 5
-_TIMEX_BYTES = 512  # more than struct timex has
+_TIMEX_BYTES = 512  # more than the size of struct timex
 _PACKAGES = (
     "torch",
     "lightning",
@@ -41,18 +41,18 @@ _PACKAGES = (
 )
 _CGROUP_MEMORY = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_CPU = "/sys/fs/cgroup/cpu.max"
-#: Times that a small file is made durable, of which the middle one counts.
+#: How often a small file is synced; the median time counts.
 _FSYNCS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A folder, as this process finds it.
+    """A folder as this process finds it.
 
     Attributes:
         problem: why nothing can be written there; "" when it can.
-        hard_links: a file can get a second name.
-        fsync_s: seconds until a small file is durable; None when that is not possible.
+        hard_links: whether a file can get a second name.
+        fsync_s: seconds until a small file is durable; None when fsync fails.
     """
 
     path: str
@@ -69,7 +69,7 @@ class Remote:
 
     Attributes:
         problem: why it cannot be used; "" when it can.
-        seconds: for writing, reading and deleting it.
+        seconds: time for writing, reading and deleting the object.
     """
 
     address: str
@@ -83,15 +83,15 @@ class Host:
 
     Attributes:
         packages: distribution -> version, of those that matter here and are installed.
-        cores: that this process may use, of cgroup's quota and affinity the smaller.
-        memory_bytes: of the machine or its cgroup, the smaller.
-        open_files: that a process may have.
-        locked_bytes: of memory that a process may lock; None: as much as it likes.
+        cores: number that this process may use: by the cgroup's quota or by affinity, whichever is less.
+        memory_bytes: of the machine or of its cgroup, whichever is less.
+        open_files: most files that a process may have open.
+        locked_bytes: most memory that a process may lock; None: no limit.
         lacks: what the kernel or the container refuses -> why.
-        name_seconds: for the resolver to answer for this machine's loopback addresses.
+        name_seconds: time that the resolver takes for this machine's loopback addresses.
         ephemeral: first and last port that the kernel gives to connections.
         clock_synchronised: None when unknown.
-        gpu_driver: version line of NVIDIA's kernel driver, "" without one.
+        gpu_driver: version line of NVIDIA's kernel driver; "" without one.
         variables: names of this library's variables in the environment.
     """
 
@@ -135,7 +135,7 @@ def examine_host(variables: dict[str, str]) -> Host:
 
 
 def examine_folder(path: str) -> Folder:
-    """Writes, links and removes small files in it, or in the nearest folder above that is there.
+    """Writes, links and removes small files in the folder, or in the nearest existing folder above it.
 
     Blocks: for some fsyncs of a small file.
     """
@@ -158,7 +158,7 @@ def examine_folder(path: str) -> Folder:
 
 
 def examine_remote(address: str) -> Remote:
-    """Writes, reads and deletes a small object; what it makes is gone afterwards.
+    """Writes, reads and deletes a small object, and removes the folders that it has made for it.
 
     Blocks: up to the tier's own deadlines, about a minute.
     """
@@ -186,7 +186,7 @@ def examine_remote(address: str) -> Remote:
 
 
 def _missing(folder: str) -> list[str]:
-    """The folder and those above it that are not there yet, the deepest first."""
+    """The missing folders of this path, the deepest first."""
     found = []
     while folder and not os.path.lexists(folder):
         found.append(folder)
@@ -249,7 +249,7 @@ def _first_line(path: str) -> str:
 
 
 def _lacks() -> dict[str, str]:
-    """Tries what the launcher and the agent need of the kernel."""
+    """Tries what the launcher and the agent need of the kernel. Returns what is refused -> why."""
     tries: dict[str, Callable[[], object]] = {
         "pidfd": lambda: os.close(os.pidfd_open(os.getpid())),
         "memfd": lambda: os.close(os.memfd_create("resiliency-doctor")),
@@ -271,7 +271,7 @@ def _listen_abstract() -> None:
 
 
 def _name_seconds() -> float:
-    """Torch's store asks for these at each connection."""
+    """Seconds that the resolver takes for the addresses that torch's store looks up at each connection."""
     start = time.monotonic()
     for address in ("127.0.0.1", "::ffff:127.0.0.1"):
         with suppress(OSError):

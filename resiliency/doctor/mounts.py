@@ -1,4 +1,4 @@
-"""On which file system a folder lies, and what is known of it."""
+"""Finds the file system that a folder lies on, and its properties."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["Mount", "mount_of", "parse_mounts"]
 
-#: File systems that several hosts may see.
+#: Kinds of file systems that several hosts may mount.
 _NETWORK = re.compile(
     r"(nfs\d?|cifs|smb3|lustre|gpfs|beegfs|ceph|glusterfs|afs|ocfs2|gfs2|9p|virtiofs|weka\w*|fuse\..+)"
 )
@@ -18,7 +18,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """A mount. ``kind`` is the kernel's name of the file system, "" when it is unknown."""
+    """A mount. ``kind`` is the kernel's name of the file system; "" when it is unknown."""
 
     point: str
     kind: str
@@ -30,7 +30,8 @@ class Mount:
 
     @property
     def is_network(self) -> bool:
-        """Other hosts may see it, too. FUSE does not say what it serves; mostly a bucket or a network volume."""
+        """Whether other hosts may see it too. FUSE counts, because it is mostly a bucket or a network volume, and does
+        not say."""
         return _NETWORK.fullmatch(self.kind) is not None
 
     @property
@@ -39,7 +40,7 @@ class Mount:
 
 
 def mount_of(path: str) -> Mount:
-    """The mount that a path lies on; of kind "" where the kernel does not say."""
+    """The mount that a path lies on; its kind is "" where the kernel does not tell."""
     try:
         text = Path("/proc/self/mountinfo").read_text()
     except OSError:
@@ -48,11 +49,11 @@ def mount_of(path: str) -> Mount:
 
 
 def parse_mounts(mountinfo: str, path: str) -> Mount:
-    """Pure. Of mounts at one place the last one is seen.
+    """Finds the mount of a path in a list of mounts. Of several mounts at one point the last counts. Pure.
 
     Args:
         mountinfo: text of ``/proc/self/mountinfo``, see proc(5).
-        path: absolute, without links.
+        path: absolute, without symbolic links.
     """
     found = Mount(point="/", kind="")
     for line in mountinfo.splitlines():

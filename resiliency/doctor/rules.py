@@ -1,4 +1,4 @@
-"""What a host's facts mean for a job, and what to do about it. Pure."""
+"""Judges a host's facts: what they mean for a job, and what to do about it. Pure: no input, no output."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["HostFinding", "Verdict", "judge_folder", "judge_host", "judge_ports"
 
 _GIB = 1024**3
 _MIB = 1024**2
-#: Two files are prepared and one is sent.
+#: Files of a state's size that must fit in a folder: two that are prepared, and one that is kept or uploaded.
 _FILES_ON_RAMDISK = 3
-#: The size of ``/dev/shm`` in a container when nobody says.
+#: The size of ``/dev/shm`` in a container by default.
 _CONTAINER_SHM = 64 * _MIB
 _SLOW_NAMES_S = 0.5
 _SLOW_FSYNC_S = 0.1
@@ -32,7 +32,7 @@ KNOWN_VARIABLES = frozenset(
 
 
 class Verdict(Enum):
-    """How bad a finding is. ``NOTE``: it works, and something is worth to be known."""
+    """How bad a finding is. ``NOTE``: it works, and there is something to know."""
 
     OK = "ok"
     NOTE = "note"
@@ -45,9 +45,9 @@ class HostFinding:
     """A row of the table.
 
     Attributes:
-        check: what was looked at.
-        found: what there is.
-        remedy: what to do, "" when there is nothing to do.
+        check: what was examined.
+        found: the result, in words.
+        remedy: what to do; "" when there is nothing to do.
     """
 
     check: str
@@ -243,7 +243,7 @@ def judge_folder(folder: Folder, host: Host, *, state_bytes: int) -> Iterator[Ho
     """Findings on the folder that checkpoints are written to.
 
     Args:
-        state_bytes: of this host's ranks; 0: unknown.
+        state_bytes: size of the state of this host's ranks; 0: unknown.
     """
     check, kind = f"folder {folder.path}", folder.mount.kind or "unknown file system"
     if folder.problem:
@@ -300,7 +300,7 @@ def judge_ramdisk(folder: Folder, host: Host, *, state_bytes: int) -> Iterator[H
     """Findings on the ramdisk, where the fastest tier may lie.
 
     Args:
-        state_bytes: of this host's ranks; 0: unknown.
+        state_bytes: size of the state of this host's ranks; 0: unknown.
     """
     check = f"ramdisk {folder.path}"
     if folder.problem or not folder.mount.is_ramdisk:
@@ -336,7 +336,7 @@ def judge_remote(remote: Remote) -> HostFinding:
 
 
 def judge_ports(host: Host, port: int, *, free: bool) -> HostFinding:
-    """A finding on the port that ranks meet at (``MASTER_PORT``)."""
+    """A finding on the port at which ranks meet (``MASTER_PORT``)."""
     check, (first, last) = f"port {port}", host.ephemeral
     if not free:
         remedy = "end what listens there, or pass another port (--rdzv-endpoint, --master-port)"
@@ -349,7 +349,7 @@ def judge_ports(host: Host, port: int, *, free: bool) -> HostFinding:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """The release's numbers: 2.13.0+cpu is (2, 13, 0). Of 2.6.6.dev1 (2, 6, 6)."""
+    """The numbers of a release: (2, 13, 0) for 2.13.0+cpu, (2, 6, 6) for 2.6.6.dev1."""
     return tuple(int(part) for part in re.match(r"\d*(\.\d+)*", version)[0].split(".") if part)  # type: ignore[index]
 
 

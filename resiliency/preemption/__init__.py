@@ -1,4 +1,4 @@
-"""A notice that this job is to go: where it comes from, and how all ranks agree where to stop. No torch."""
+"""Notices that this job must stop: where they come from, and how all ranks agree on where to stop. No torch."""
 
 from __future__ import annotations
 

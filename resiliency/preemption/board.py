@@ -1,6 +1,7 @@
-"""Tells all ranks of a notice through the job's store, on connections of its own: a wait holds the connection it is on.
+"""Tells all ranks of a notice through the job's store. It uses connections of its own, because a wait blocks its
+connection.
 
-Every rank waits for one key. The rank that receives a notice sets it. The wait costs nothing.
+Every rank waits for one key. The rank that receives a notice sets the keys of all others. Waiting costs no requests.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ _WAIT = timedelta(hours=1)
 
 
 def own_connection(store: Any) -> Any:
-    """A connection to the server of a torch store that nobody else waits on; the store itself where it has no server.
+    """Returns a connection to the server of a torch store that nobody else waits on; the store itself if it has no
+    server.
 
-    Before torch 2.5 keys are not below the prefix of the store then; all ranks must call it alike.
+    Before torch 2.5 the keys of this connection are not below the store's prefix, so all ranks must call this function.
     """
     if hasattr(store, "clone"):
         return store.clone()
@@ -36,7 +38,7 @@ def own_connection(store: Any) -> Any:
 
 
 class Board:
-    """This rank's view of the keys. Threads: any; ``told`` is called on a thread of this object.
+    """This rank's connection to the keys. Thread: any; ``told`` is called on a thread of this object.
 
     Args:
         store: a torch store.
@@ -60,7 +62,7 @@ class Board:
         key = self._key(self._rank)
         try:
             while not self._closed:
-                with suppress(RuntimeError):  # what torch's stores raise after the time, and without their server
+                with suppress(RuntimeError):  # raised by torch's stores after the time, and without their server
                     self._waiting.wait([key], _WAIT)
                 if self._waiting.check([key]):
                     break
@@ -77,7 +79,7 @@ class Board:
             self._told(notice)
 
     def announce(self, notice: Notice) -> None:
-        """Tells all other ranks. Blocks: for an answer of the store, and for one per rank before torch 2.1.
+        """Tells all other ranks. Blocks: for one answer of the store, or before torch 2.1 for one answer per rank.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -95,10 +97,10 @@ class Board:
         if self._closed:
             return
         self._closed = True
-        # On a thread of its own: a store whose process is stopped does not answer.
+        # On a thread of its own, because a store whose process was stopped does not answer.
         threading.Thread(target=self._wake, name="resiliency-notice-close", daemon=True).start()
         self._thread.join(1)
 
     def _wake(self) -> None:
-        with suppress(RuntimeError):  # the store is gone, and the thread with it
+        with suppress(RuntimeError):  # the store is gone, and so the thread ends too
             self._store.set(self._key(self._rank), "")

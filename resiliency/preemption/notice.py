@@ -1,4 +1,4 @@
-"""What a source says when the job is to go."""
+"""A notice: the message of a source that the job must stop."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MOST_GRACE_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """The job is to save and leave.
+    """The job must save and stop.
 
     Attributes:
-        source: what has said so, in words for the log.
-        rank: that was told.
+        source: where the notice comes from, in words for the log.
+        rank: the rank that received it.
         grace_s: seconds from then on until the processes may be killed.
-        signal: number of the signal, 0 for another source.
+        signal: number of the signal; 0: the notice did not come by signal.
     """
 
     source: str
@@ -31,7 +31,11 @@ class Notice:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Notice:
-        """Raises: ValueError: it is no notice."""
+        """Parses what :meth:`to_bytes` returned.
+
+        Raises:
+            ValueError: it is no notice.
+        """
         try:
             fields = json.loads(data)
             notice = cls(

@@ -1,9 +1,9 @@
-"""Where all ranks stop: the end of one batch, agreed on while they train. Pure but for its lock.
+"""Where all ranks stop: at the end of one batch, on which they agree while they train. Pure except for a lock.
 
-A rank that receives a notice, from any source, publishes the first batch at whose end it can stop: the one it is in, or
-the next. The largest of all published ones is where all stop. From the moment it has published until it knows that, a
-rank waits at the end of a batch; no rank can therefore be past the agreed one, whatever delays messages. Ranks that
-wait for one another in a batch cannot prevent the agreement, because other threads publish and read.
+When a notice reaches a rank, from any source, the rank publishes the first batch at whose end it can stop: the present
+one, or the next. All ranks stop at the end of the largest published batch. After it has published, a rank waits at the
+end of its batches until the largest is known, so that no rank can be past the agreed batch, however late messages are.
+Ranks that wait for each other inside a batch do not prevent the agreement, because other threads publish and read.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ __all__ = ["Position", "stop_after"]
 
 
 def stop_after(published: Sequence[int]) -> int:
-    """Number of the batch at whose end all ranks stop. Pure.
+    """Returns the number of the batch at whose end all ranks stop. Pure.
 
     Args:
-        published: of each rank, the batch at whose end it can stop first.
+        published: for each rank, the first batch at whose end it can stop.
     """
     return max(published)
 
 
 class Position:
-    """Counts the training batches of this rank, from 1. Threads: the training thread counts; others publish."""
+    """Counts the training batches of this rank, from 1. Thread: the training thread counts; other threads publish."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,20 +38,21 @@ class Position:
             self._begun += 1
 
     def publish(self) -> int:
-        """The batch at whose end this rank can stop first. The same at each call."""
+        """Returns the first batch at whose end this rank can stop. The same at every call."""
         with self._lock:
             if self._published is None:
                 self._published = self._begun if self._begun > self._ended else self._begun + 1
             return self._published
 
     def decided(self, stop: int | None) -> None:
-        """All ranks stop at the end of that batch; None: there is no agreement, and nobody waits any more."""
+        """All ranks stop at the end of batch ``stop``; None: there is no agreement, and waiting ends."""
         with self._lock:
             self._stop = stop
         self._known.set()
 
     def batch_ended(self, *, timeout_s: float) -> bool:
-        """True when this rank stops here. Blocks: once it has published, until the others have, up to ``timeout_s``."""
+        """Counts the end of a batch. Returns True when this rank stops here. Blocks, once this rank has published:
+        until the agreed batch is known, up to ``timeout_s``."""
         with self._lock:
             self._ended = self._begun
             waits = self._published is not None and self._ended >= self._published

@@ -1,7 +1,7 @@
-"""Workers of data loaders that outlive a signal to the process group of their rank.
+"""Keeps data loader workers alive when a signal is sent to the process group of their rank.
 
-Torch's workers end at SIGTERM, and the rank fails with the next batch, before it can save. With this in them they end
-when the rank says so, or has ended: torch has them look for that.
+Torch's workers end at SIGTERM, and the rank then fails at its next batch, before it can save. Shielded workers end when
+the rank tells them to, or when the rank has ended, which torch has them check for.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ __all__ = ["Shield"]
 
 @dataclass(frozen=True)
 class Shield:
-    """A ``worker_init_fn`` of a torch ``DataLoader``. Can be pickled if ``then`` can.
+    """A ``worker_init_fn`` for a torch ``DataLoader``. It can be pickled if ``then`` can.
 
     Attributes:
-        signals: numbers that pass, unless the rank has sent them: it ends workers with SIGTERM.
-        then: the loader's own function, or None.
+        signals: numbers of signals that are ignored, unless the rank itself sent them: it ends workers with SIGTERM.
+        then: the loader's own ``worker_init_fn``, or None.
     """
 
     signals: tuple[int, ...]
     then: Callable[[int], Any] | None
 
     def __call__(self, worker: int) -> None:
-        # A handler of Python's does not know who has sent a signal, and torch's own ends the process.
+        # Block the signals and wait for them: a Python handler does not learn the sender, and torch's own ends the
+        # process.
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         _let_children_have(self.signals)
         threading.Thread(target=self._wait, name="resiliency-shield", daemon=True).start()
@@ -45,7 +46,7 @@ class Shield:
 
 
 def _let_children_have(signals: tuple[int, ...]) -> None:
-    """Programs that this process starts, and processes that it forks, inherit what is blocked, and would never end."""
+    """Unblocks the signals in child processes, which inherit blocked signals and could not be ended by them."""
 
     def unblock() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)

@@ -1,10 +1,10 @@
-"""Notices by signals.
+"""Receives notices by signal.
 
-Python runs a handler in the main thread, between two of its instructions: not while that thread waits in native code
-for a peer, which may be for ever. The number of each signal is also written into a socket by the C handler, on whatever
-thread it runs; a thread of ours reads it there.
+Python runs a handler in the main thread, between two of its instructions, but not while that thread waits in native
+code for a peer, perhaps for ever. The C handler also writes the signal's number into a socket, on whichever thread it
+runs, and a thread of ours reads it there.
 
-A process that was forked has the handlers that there would be without this.
+A forked process gets the handlers that it would have without this module.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class Signals:
-    """Handlers of signals of this process, until :meth:`close`. Thread: main.
+    """Handles signals of this process until :meth:`close`. Thread: main.
 
     Args:
-        signals: numbers.
-        told: called with a number, on a thread of this object, each time a signal comes.
-        also: called with number and frame in the main thread when the handler runs there.
-        in_children: the handlers of forked processes, the default ones where there is none.
+        signals: their numbers.
+        told: called with the number, on a thread of this object, each time a signal arrives.
+        also: called with number and frame, in the main thread, when the handler runs there.
+        in_children: handlers for forked processes, by number; the default handler for numbers that are missing.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Signals:
                 elif number == 0:
                     return
             if self._before_fd >= 0:
-                with suppress(OSError):  # whoever had it has closed it, or does not read
+                with suppress(OSError):  # the process that set it has closed it or does not read
                     os.write(self._before_fd, data)
 
     def close(self) -> None:
-        """Puts back what was there, where nobody else has changed it since. Idempotent."""
+        """Restores the earlier handlers, except where they were changed since. Idempotent."""
         if self not in _installed:
             return
         _installed.remove(self)
@@ -85,7 +85,8 @@ class Signals:
 
 
 def has_native_handler(number: int) -> bool:
-    """True where native code handles the signal, of which Python does not know, as with ``faulthandler.register``."""
+    """Returns True where native code handles the signal and Python does not know, as after
+    ``faulthandler.register``."""
     if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN, None):
         return False
     try:
@@ -105,7 +106,7 @@ _installed: list[Signals] = []
 
 def _in_a_forked_child() -> None:
     for one in _installed:
-        # Its socket is the parent's: what comes to this process is not to be told there.
+        # The socket is shared with the parent, which must not be told of signals to this process.
         if _is(signal.set_wakeup_fd(-1), one._writer):
             signal.set_wakeup_fd(one._before_fd, warn_on_full_buffer=False)
         for number in one._before:

@@ -1,4 +1,4 @@
-"""Notices by a file, and by the metadata server of Google's cloud."""
+"""Receives notices by a file, or from the metadata server of Google's cloud."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["FileSource", "METADATA_KEYS", "MetadataSource", "metadata_address", 
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
-#: Google's, for :func:`metadata_address`, and where Linux says whose machine this is.
+#: Address of Google's metadata server, and the file in which Linux names the maker of the machine.
 _GOOGLE = "http://metadata.google.internal/computeMetadata/v1"
 _DMI = "/sys/class/dmi/id/product_name"
-#: What is asked of the server, and the answers that mean nothing is to happen.
+#: The keys that are read from the server, each with the values that mean that nothing is about to happen.
 METADATA_KEYS = {"instance/preempted": ("FALSE", ""), "instance/maintenance-event": ("NONE", "")}
-#: The server answers after this many seconds when nothing has changed.
+#: The server answers after this many seconds when the value has not changed.
 _HANG_UP_S = 60
 _PAUSE_S = 5.0
 
 
 def metadata_address(server: str | None) -> str | None:
-    """Of the metadata server that is to be asked; None: none is.
+    """The address of the metadata server to ask; None: ask none.
 
     Args:
         server: its address; "auto": Google's, on a machine of Google's; None: none.
@@ -43,12 +43,13 @@ def metadata_address(server: str | None) -> str | None:
 
 
 def notice_of(address: str, *, timeout_s: float = 2.0) -> str:
-    """What the metadata server says now about the end of this machine, in words; "": it stays.
+    """What the metadata server says about the end of this machine, in words; "" when the machine stays.
 
     Blocks: up to ``timeout_s`` for each key.
 
     Raises:
-        OSError, http.client.HTTPException: it does not answer, or not as it should.
+        OSError, http.client.HTTPException: the server does not answer, or answers with an error.
+        ValueError: ``address`` is no http address.
     """
     split = urllib.parse.urlsplit(address)
     if split.scheme != "http" or not split.hostname:
@@ -73,7 +74,7 @@ def _words(key: str, value: str) -> str:
 
 
 def _get(connection: http.client.HTTPConnection, path: str, key: str) -> tuple[str, str]:
-    """The value of a key, in capitals, and its etag."""
+    """The value of a key in upper case, and its etag."""
     connection.request("GET", path, headers={"Metadata-Flavor": "Google"})
     answer = connection.getresponse()
     text = answer.read(4096).decode(errors="replace").strip()
@@ -83,11 +84,11 @@ def _get(connection: http.client.HTTPConnection, path: str, key: str) -> tuple[s
 
 
 class FileSource:
-    """Tells once when a file appears. A shared file system has no other way of being told than to look.
+    """Tells once when a file appears. It polls, because a shared file system has no notification.
 
     Args:
-        path: that is looked for each second.
-        told: called with words, on a thread of this object.
+        path: looked for once a second.
+        told: called with words for the log, on a thread of this object.
     """
 
     def __init__(self, path: str, told: Callable[[str], None]) -> None:
@@ -103,20 +104,20 @@ class FileSource:
         self._told(f"the file {self._path}")
 
     def close(self) -> None:
-        """Idempotent. Blocks: while the file system is asked, at most a second."""
+        """Stops looking. Idempotent. Blocks: until the file system answers, up to a second."""
         self._closed.set()
         self._thread.join(1)
 
 
 class MetadataSource:
-    """Tells once when the metadata server says that this machine is to go.
+    """Tells once when the metadata server says that this machine will stop.
 
-    Each key is asked for with ``wait_for_change``, so that an answer comes at once when there is one and else once a
-    minute. A server that does not answer is tried again every 5 s and said once.
+    Each key is requested with ``wait_for_change``, so that an answer comes at once when the value changes, and
+    otherwise once a minute. When the server does not answer it is asked again every 5 s, and that is logged once.
 
     Args:
         address: such as ``http://metadata.google.internal/computeMetadata/v1``.
-        told: called with words, on a thread of this object.
+        told: called with words for the log, on a thread of this object; once for each key.
     """
 
     def __init__(self, address: str, told: Callable[[str], None]) -> None:
@@ -155,7 +156,7 @@ class MetadataSource:
             if value not in METADATA_KEYS[key]:
                 self._told(_words(key, value))
                 return
-            # A server that does not know how to wait is asked once a second.
+            # A server that ignores wait_for_change is asked once a second.
             self._closed.wait(max(0.0, began + _LOOK_EVERY_S - time.monotonic()))
 
     def _ask(self, key: str, etag: str) -> tuple[str, str]:
@@ -173,7 +174,7 @@ class MetadataSource:
             connection.close()
 
     def close(self) -> None:
-        """Ends the questions that are under way. Idempotent."""
+        """Cancels the requests under way. Idempotent. Blocks: up to a second for each key."""
         self._closed.set()
         for connection in list(self._connections.values()):
             if (one := connection.sock) is not None:

@@ -1,4 +1,5 @@
-"""From a notice to the place where all ranks stop, and the watch over that they do."""
+"""Takes a rank from a notice to the place where all ranks stop, and ends the process when it does not get there in
+time."""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ __all__ = ["Stop", "end_process"]
 
 logger = logging.getLogger(__name__)
 
-#: The share of the grace after which a rank that has not come to the agreed place is interrupted where it is.
+#: Share of the grace after which a rank that has not reached the agreed place is interrupted wherever it is.
 BOUNDARY_SHARE = 0.5
-#: The share kept for the end of the process, and at most these seconds.
+#: Share of the grace that is kept for the end of the process, and the most seconds of it.
 _END_SHARE, _END_S = 0.1, 3.0
-#: Seconds between interruptions of a rank that goes on.
+#: Seconds between two interruptions of a rank that does not stop.
 _AGAIN_S = 1.0
 
 
 class Stop:
-    """One rank's way from a notice to its end. Threads: any; what it is given is called on a thread of this object.
+    """Stops one rank after a notice. Thread: any; the callbacks are called on threads of this object.
 
     Args:
         rank: of this process.
-        announce: tells all other ranks.
-        gather: what each rank has published, by rank, given this rank's. Raises RuntimeError or OSError when ranks
-            are missing.
+        announce: tells all other ranks of a notice.
+        gather: takes the batch that this rank has published, and returns those of all ranks. Raises RuntimeError or
+            OSError when ranks are missing.
         noticed: called once, with the notice.
-        interrupt: makes the main thread leave what it does; called again while it does not.
+        interrupt: makes the main thread leave what it does; called again as long as it does not.
         end: ends the process at once.
     """
 
@@ -66,22 +67,22 @@ class Stop:
         self._thread.start()
 
     def tell(self, notice: Notice) -> None:
-        """Thread: any. Later notices change nothing. Blocks: no."""
+        """Takes a notice; later ones change nothing. Thread: any. Blocks: no."""
         self._told.put(notice)
 
     @property
     def seconds_left(self) -> float:
-        """Until this process should be at its end; infinite without a notice."""
+        """Seconds until this process should have ended; infinite without a notice."""
         return max(0.0, self._deadline - time.monotonic())
 
     def batch_ended(self) -> bool:
-        """Called by the training thread: True when it is to leave here. Blocks: once there is a notice, until all ranks
-        have heard of it."""
+        """Called by the training thread at the end of a batch. Returns True when it must stop here. Blocks, after a
+        notice: until the ranks have agreed, up to 60 s, and not beyond the boundary's share of the grace."""
         return self.position.batch_ended(timeout_s=max(0.0, min(self._boundary_by - time.monotonic(), 60.0)))
 
     def agreed(self, *, timeout_s: float) -> bool:
-        """True when all ranks have heard of the notice: a save of all of them is possible. Blocks: up to ``timeout_s``
-        while that is not known."""
+        """Waits for the agreement. Returns True when all ranks have received the notice, so that they can save
+        together. Blocks: until that is known, up to ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: self._agreed is not None or self._closed, timeout_s)
             return bool(self._agreed)
@@ -100,7 +101,8 @@ class Stop:
         self._boundary_by = began + BOUNDARY_SHARE * notice.grace_s
         published = self.position.publish()
         self.notice = notice
-        # On a thread of its own: a store whose process is stopped does not answer, and the grace passes all the same.
+        # On a thread of its own: a store whose process was stopped does not answer, and the grace must be watched
+        # meanwhile.
         threading.Thread(target=self._agree, args=(notice, published), name="resiliency-agree", daemon=True).start()
         self._watch()
 
@@ -145,7 +147,7 @@ class Stop:
             self._end()
 
     def leaves(self) -> None:
-        """The main thread has left what it did, and is not interrupted any more. Idempotent. Thread: any."""
+        """The main thread has left what it did: do not interrupt it any more. Idempotent. Thread: any."""
         with self._changed:
             self._left = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Finds the largest numbers of a run, from which the next attempt and the next line count. No torch."""
+"""Finds the largest attempt and line of a run, from which the next ones are numbered. No torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from resiliency.storage.manifest import META_DIR
 from resiliency.storage.tiers._keys import partial_name
 from resiliency.storage.tiers.base import Tier
 
-#: Of a number; what is longer is none.
+#: Bytes that are read of a file with a number; a longer text is no number.
 _MOST_BYTES = 64
 
 __all__ = ["attempt_file", "largest_of_steps", "read_attempt", "write_attempt"]
 
 
 def attempt_file(directory: str, run: str) -> str:
-    """Path of the file that holds the number of the last attempt started in a local tier."""
+    """Path of the file with the number of the last attempt that was started in a local tier."""
     return os.path.join(directory, META_DIR, run, "attempt")
 
 
 def read_attempt(directory: str, run: str) -> int:
-    """The last attempt started in a local tier, also if it saved nothing; 0 when unknown."""
+    """Number of the last attempt that was started in a local tier, even if it saved nothing; 0 when unknown."""
     try:
         with opened(attempt_file(directory, run)) as file:
             return int(file.read(_MOST_BYTES))
@@ -31,13 +31,13 @@ def read_attempt(directory: str, run: str) -> int:
 
 
 def write_attempt(directory: str, run: str, attempt: int) -> None:
-    """Writes the number of the attempt that is starting; a later attempt's number stays.
+    """Writes the number of the attempt that is starting, unless a later attempt's number is there.
 
-    From then on agents of earlier attempts record, commit and delete nothing, so it is written by the agent of the new
-    attempt, which no other job is using the directory beside.
+    Once it is written agents of earlier attempts record, commit and delete nothing. So only the agent of the new
+    attempt writes it, after it has claimed the number (:mod:`resiliency.storage.claims`).
 
     Raises:
-        OSError: the file cannot be written; once a step is saved, its folder name has the attempt too.
+        OSError: the file cannot be written. Once a step is saved, the name of its folder has the attempt too.
     """
     if read_attempt(directory, run) >= attempt:
         return
@@ -46,7 +46,7 @@ def write_attempt(directory: str, run: str, attempt: int) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(temp, "w", encoding="ascii") as file:
         file.write(str(attempt))
-    os.replace(temp, path)  # at once, because agents read it while they work
+    os.replace(temp, path)  # atomically, because agents read it while they work
 
 
 def largest_of_steps(tier: Tier, run: str) -> tuple[int, int]:

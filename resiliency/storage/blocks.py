@@ -16,8 +16,8 @@ import xxhash
 
 __all__ = ["BLOCK_BYTES", "Blocks", "block_digest", "new_digest"]
 
-#: Bytes covered by one digest of a shard written now (the last block of a section may be shorter). Readers use the
-#: record's value.
+#: Bytes covered by one digest in shards written now (the last block of a section may be shorter). Readers use the value
+#: in the record.
 BLOCK_BYTES = 8 * 1024 * 1024
 
 
@@ -68,7 +68,7 @@ class Blocks:
         return starts[index], starts[index + 1] if index + 1 < len(starts) else self.nbytes
 
     def index_at(self, offset: int) -> int:
-        """Number of the block with the byte at ``offset``."""
+        """Number of the block that contains the byte at ``offset``."""
         return bisect.bisect_right(self._starts, offset) - 1 if self.sections else offset // self.block_bytes
 
     def within(self, start: int, end: int) -> range:

@@ -61,9 +61,9 @@ class StepListing:
         committed: True when the manifest is on the tier.
         sizes: file name -> bytes, of all files in the folder.
         problems: an error text for each file or folder that could not be read.
-        readable: False when the folder cannot be listed; then nothing is known of the step, and nobody deletes it.
-        single: key of the file that is the whole step, when it has no folder; see
-            :mod:`resiliency.storage.single_files`.
+        readable: False when the folder cannot be listed; then nothing is known of the step, and it must not be deleted.
+        single: key of the file that holds the whole step, when the step has no folder; see
+            :mod:`resiliency.storage.single_files`; "" otherwise.
     """
 
     id: StepId
@@ -96,7 +96,7 @@ def find_runs(tier: Tier) -> list[str]:
 
 
 def _list(tier: Tier, prefix: str) -> tuple[Sequence[ObjectInfo], Mapping[str, str]]:
-    """The objects below a prefix, and why folders below it cannot be read.
+    """The objects below a prefix, and the folders below it that cannot be read -> why.
 
     Raises:
         TierError: the tier cannot be listed.
@@ -110,7 +110,7 @@ def _list(tier: Tier, prefix: str) -> tuple[Sequence[ObjectInfo], Mapping[str, s
 
 
 def step_folders(tier: Tier, run: str) -> dict[StepId, dict[str, int]]:
-    """Step folders of a run: for each the sizes of its files by name, in bytes; of a folder that cannot be read none.
+    """Step folders of a run, each with the sizes of its files in bytes by name; empty for a folder that cannot be read.
 
     Raises:
         UnsupportedFormat: the run holds steps that another version of the format wrote.
@@ -184,7 +184,7 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
                 raise CorruptShard(f"{where}: record of {record.run} {record.id} is in the wrong folder", path=where)
             listing.records[record.rank] = record
         except UnsupportedFormat:
-            raise  # its check sum is right, so it is no damage: training must not begin anew beside it
+            raise  # its check sum is right, so it is not damaged; training must not start from scratch beside it
         except (CorruptShard, TierError, FileNotFoundError, ValueError, RecursionError) as error:
             listing.problems.append(str(error))
     found = gather_records(listing.records.values())
@@ -212,7 +212,7 @@ def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
         why = "it is missing"
     except (TierError, ValueError, RecursionError, CorruptShard) as error:
         if isinstance(error, TierError) and error.retryable and not tier.is_local:
-            raise  # the store is down: the manifest is out of reach too
+            raise  # the store cannot be reached, and so the manifest cannot either
         why = str(error).removeprefix(f"{where}: ")
     try:
         manifest = Manifest.from_json(tier.read(prefix + MANIFEST), where=f"{tier.root}/{prefix}{MANIFEST}")
@@ -225,10 +225,10 @@ def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
 
 
 def _read_shares(tier: Tier, record: ShardRecord, where: str) -> ShardRecord:
-    """The record with the digests that the records of other ranks hold.
+    """The record, completed with the digests that records of other ranks hold.
 
     Raises:
-        CorruptShard: some are missing.
+        CorruptShard: some digests are missing.
         TierError: the tier cannot be read.
     """
     prefix = step_prefix(record.run, record.id)

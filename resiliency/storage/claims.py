@@ -1,7 +1,7 @@
-"""One number of an attempt for one start of the job: whoever takes it first has it. No torch.
+"""Gives each start of a job an attempt number of its own: the first start to claim a number gets it. No torch.
 
-Two jobs that are started on one folder at the same moment read the same last number, and would both be the attempt
-after it; neither would then be later than the other, and both would commit and delete.
+Two jobs that start on one folder at the same moment read the same last number. Without claims both would use the next
+one; neither attempt would be the later one, and both would commit and delete.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["claim_attempt", "largest_claim"]
 logger = logging.getLogger(__name__)
 
 _CLAIM = re.compile(r"attempt-(\d{4,18})")
-#: What file systems without hard links answer.
+#: Errors of file systems without hard links.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def claim_attempt(directory: str, run: str, attempt: int, token: str) -> bool:
-    """Takes the number of an attempt in a local tier for the start with this token. Safe to repeat.
+    """Claims an attempt number in a local tier for the start with this token. Safe to repeat.
 
     Returns:
-        False when another start has it. True also on file systems without hard links, where nobody can tell.
+        False when another start has the number. True also on file systems without hard links, where that is unknown.
 
     Raises:
         OSError: the folder cannot be written.
@@ -40,7 +40,7 @@ def claim_attempt(directory: str, run: str, attempt: int, token: str) -> bool:
     with open(temp, "w", encoding="ascii") as file:
         file.write(token)
     try:
-        os.link(temp, path)  # fails when it is there, and its contents are there with it
+        os.link(temp, path)  # fails when the path exists; otherwise the path appears with its content
     except FileExistsError:
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read() == token
@@ -58,7 +58,7 @@ def claim_attempt(directory: str, run: str, attempt: int, token: str) -> bool:
 
 
 def largest_claim(directory: str, run: str) -> int:
-    """The largest number taken, also by a start that was killed before anything else was written; 0 for none.
+    """The largest number that was claimed, even by a start that was killed before it wrote anything else; 0 for none.
 
     Raises:
         OSError: the folder cannot be read.

@@ -33,7 +33,8 @@ def delete_step(
 
     1. the manifest. Killed after it: the step no longer counts as committed. The next deletion finds it by its records
        and, because the records list the names, deletes the same names;
-    2. names that are still this step's; those of another step by now stay. Killed after it: the step has no name;
+    2. names that still point to this step; names that point to another step by now stay. Killed after it: the step has
+       no name;
     3. records. Killed after the first: the step is unfinished and is never restored from. It is deleted like any
        unfinished step once a newer one is committed;
     4. shards, and all other ``files``. Killed before the last: shards without records, deleted like 3.
@@ -47,7 +48,6 @@ def delete_step(
         remove_shard: called with the name of each shard file instead of deleting it, to use the file again.
         leftovers: also remove all other files in the folder, such as temp files of killed writers, which no listing
             shows. Only when no other process writes there. Without effect on object stores.
-
         before_each: called right before each change; when it raises, nothing further is deleted.
 
     Returns:
@@ -91,8 +91,8 @@ def _remove_folder(folder: str, leftovers: bool) -> None:
         else:
             os.rmdir(folder)
     except FileNotFoundError:
-        return  # deleting the last file already removed it
+        return  # deleting the last file has removed the folder already
     except OSError as error:
         if not leftovers and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
-            return  # files of other hosts
+            return  # the folder still has files of other hosts
         raise TierError(f"{folder} cannot be removed: {error}", retryable=False) from error

@@ -63,10 +63,11 @@ def fetch_shard(source: Tier, run: str, step: StepId, rank: int, target_root: st
 
 
 def copy_checked(source: Tier, key: str, record: ShardRecord, target: Path) -> None:
-    """Copies a shard from a tier to a file, checking every block. Blocks: one block is in memory at a time.
+    """Copies a shard from a tier to a file, checking every block. Blocks: as long as the tier takes; one block is in
+    memory at a time.
 
     Raises:
-        CorruptShard: bytes differ from the record; what was written stays.
+        CorruptShard: bytes differ from the record; the part that was written stays.
         TierError: the tier cannot be read.
         OSError: the file cannot be written.
     """
@@ -86,7 +87,7 @@ def copy_checked(source: Tier, key: str, record: ShardRecord, target: Path) -> N
 
 
 def remove_dead_fetches(root: str, run: str, node: str) -> int:
-    """Deletes the fetch folders of dead processes of this host; returns how many there were."""
+    """Deletes the fetch folders of processes of this host that have ended; returns their number."""
     removed = 0
     for folder in Path(root, META_DIR, run, FETCH_DIR).glob(f"{glob.escape(node)}-*"):
         pid = folder.name.removeprefix(f"{node}-").split("-")[0]

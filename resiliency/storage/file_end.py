@@ -1,12 +1,12 @@
 """Moves the end of a file that several processes of a host have mapped.
 
-A store behind the end of a file ends a process with SIGBUS. So whoever maps a file that others write too holds a lock
-on its bytes, and only who gets the lock on all bytes behind an end may cut the file there. Only one process at a time
-makes a file longer, because the C library does that by writing zeros where the file system cannot (some network and
-FUSE file systems), and must not write them over what another one has stored.
+A store behind the end of a file ends a process with SIGBUS. So a process that maps a file which others write too holds
+a lock on its bytes, and only a process that gets the lock on all bytes behind the new end may cut the file there. Only
+one process at a time makes a file longer: where the file system cannot allocate (some network and FUSE file systems),
+the C library writes zeros, which must not overwrite what another process has stored.
 
-The locks are of the open file, not of the process: they end with its last descriptor and mapping. Where a file system
-has no locks nothing is cut that somebody could have mapped.
+The locks belong to the open file, not to the process: they end with its last descriptor and mapping. On a file system
+without locks a file is never made shorter, because another process could have mapped it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ logger = logging.getLogger(__name__)
 _GROWING = 1 << 62
 _NO_LOCKS = (errno.ENOLCK, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-#: The kernel has no wait for a lock with a deadline; it is tried again after so long.
+#: Seconds between two tries: the kernel cannot wait for a lock with a deadline.
 _LOOK_S = 0.01
 
 
 def _try_lock(fd: int, kind: int, start: int, length: int) -> bool | None:
-    """Takes or releases a lock of the open file; False when another has one there, None without locks."""
+    """Takes or releases a lock of the open file. Returns False when another process holds one there, and None when the
+    file system has no locks."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, start, length, 0))
     except OSError as error:
@@ -47,7 +48,7 @@ def _try_lock(fd: int, kind: int, start: int, length: int) -> bool | None:
 
 
 def _lock(fd: int, kind: int, start: int, length: int, wait_s: float) -> bool | None:
-    """As :func:`_try_lock`, until the deadline."""
+    """As :func:`_try_lock`, but tries until the deadline."""
     deadline, pause = time.monotonic() + wait_s, threading.Event()
     while (got := _try_lock(fd, kind, start, length)) is False and time.monotonic() < deadline:
         pause.wait(_LOOK_S)
@@ -55,9 +56,9 @@ def _lock(fd: int, kind: int, start: int, length: int, wait_s: float) -> bool | 
 
 
 def hold(fd: int, nbytes: int, *, wait_s: float = 10.0) -> None:
-    """Keeps others from cutting the first ``nbytes`` bytes while this open file or a mapping of it is there.
+    """Keeps others from cutting the first ``nbytes`` bytes as long as this open file or a mapping of it exists.
 
-    Call it before the length is looked at. Blocks: while another process cuts the file, up to ``wait_s``.
+    Call it before you look at the length. Blocks: while another process cuts the file, up to ``wait_s``.
 
     Raises:
         OSError: another process took longer.
@@ -70,7 +71,7 @@ def cut(fd: int, nbytes: int, *, wait_s: float = 10.0) -> bool:
     """Cuts the file to ``nbytes`` bytes. Blocks: while others hold bytes behind that, up to ``wait_s``.
 
     Returns:
-        False when they still do, or when the file system has no locks that would tell: the file is as it was.
+        False, and the file is unchanged, when others still hold bytes, or when the file system has no locks to tell.
     """
     if os.fstat(fd).st_size <= nbytes:
         os.ftruncate(fd, nbytes)
@@ -95,13 +96,14 @@ def _growing(fd: int, wait_s: float) -> Iterator[None]:
 
 
 def lengthen(fd: int, nbytes: int, *, alone: bool, wait_s: float = 60.0) -> None:
-    """Makes the file at least ``nbytes`` bytes long, with disk blocks for all of them.
+    """Makes the file at least ``nbytes`` bytes long, with disk blocks for all of them. Blocks: while another process
+    makes it longer, up to ``wait_s``.
 
     Args:
-        alone: nobody else opens this file; then no lock is needed.
+        alone: no other process opens this file, so that no lock is needed.
 
     Raises:
-        OSError: the disk is full or failed.
+        OSError: the disk is full or failed, or another process took longer.
     """
     if alone:
         _allocate(fd, nbytes)

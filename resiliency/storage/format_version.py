@@ -1,4 +1,4 @@
-"""The version of the format on disk, and how others are refused. Pure."""
+"""The version of the format on disk, and the refusal of other versions. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from resiliency.errors import UnsupportedFormat
 
 __all__ = ["FORMAT_VERSION", "earlier_format", "refuse_format"]
 
-#: Version of everything written below ``.resiliency``. A reader refuses any other and says so.
+#: Version of everything written below ``.resiliency``. A reader refuses any other version with an error.
 FORMAT_VERSION = 3
-#: What format 1 called its step folders, and format 2 its shards; they are recognised only to be refused.
+#: Names of step folders in format 1, and of shards in format 2; they are recognised only to be refused.
 _STEP_DIR_OF_FORMAT_1 = re.compile(r"^\d{10,}-a\d{4,}-[0-9a-f]{8}$")
 _SHARD_OF_FORMAT_2 = re.compile(r"^shard-\d{5,}\.safetensors$")
 
 
 def refuse_format(version: object, where: str) -> UnsupportedFormat:
-    """The error for what another version of the format wrote; says what reads it."""
+    """Makes the error for data of another version of the format; it says what can read them."""
     if isinstance(version, int) and version > FORMAT_VERSION:
         advice = "upgrade resiliency to read it"
     else:

@@ -23,11 +23,11 @@ class StepInventory:
         source: the source.
         step: the step.
         world_size: number of shards of the step; 0 when no record of it can be read there.
-        ranks: ranks whose record is there, with all digests, and whose shard has its full size there.
-        replicated: the whole state is in shard 0; the other shards hold only what their ranks have for themselves.
+        ranks: ranks whose record is there with all digests, and whose shard is there with its full size.
+        replicated: the whole state is in shard 0; the other shards hold only what belongs to their ranks alone.
         names: names of the step.
         exact: False when resuming from it is not exact.
-        lost: a text with the path for each file of a committed step that is missing, shortened or unreadable.
+        lost: for each file of a committed step that is missing, shortened or unreadable, a text with its path.
     """
 
     source: ShardSource
@@ -65,7 +65,8 @@ def _entries(tier: Tier, run: str, source: ShardSource, listing: StepListing) ->
     if listing.records and (listing.committed or source.host is not None):
         found.append(_readable_entry(tier, run, source, listing))
     if not listing.records and not found and listing.sizes:
-        # A save that was cut off, or a step whose records were deleted: nobody can tell, but it is not nothing.
+        # Either a save that was cut off, or a step whose records were deleted. Listed, so that the run does not look
+        # empty.
         found.append(StepInventory(source=source, step=listing.id, world_size=0, ranks=()))
     return found
 

@@ -53,7 +53,7 @@ def shard_file(rank: int) -> str:
 
 
 def record_file(rank: int) -> str:
-    """File name of that shard's record."""
+    """File name of the record of the shard that ``rank`` wrote."""
     return f"shard-{rank:05d}.json"
 
 
@@ -77,7 +77,7 @@ class BlockShare:
         """The inverse of :meth:`to_dict`.
 
         Raises:
-            KeyError, TypeError, ValueError: a field is missing or cannot be.
+            KeyError, TypeError, ValueError: a field is missing or has an impossible value.
         """
         first = int(data["first"])
         if first < 0:
@@ -87,11 +87,11 @@ class BlockShare:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """The record of one shard. Written after all bytes of the shard that its rank writes.
+    """The record of one shard. It is written after all bytes of the shard that its rank writes.
 
-    Of a *replicated* step shard 0 holds the whole state; the ranks of its host write it together, and each record has
-    the digests of the blocks its rank wrote. :func:`gather_records` puts them together. The other shards hold only
-    what their rank has for itself.
+    In a *replicated* step shard 0 holds the whole state; the ranks of its host write it together, and each of their
+    records has the digests of the blocks that its rank wrote. :func:`gather_records` combines them. The other shards
+    hold only what belongs to their rank alone.
 
     Attributes:
         id: the step.
@@ -103,7 +103,7 @@ class ShardRecord:
         block_bytes: bytes per digest.
         sections: offsets at which a new block begins, see :class:`~resiliency.storage.blocks.Blocks`.
         digests: xxh3_64 of each block, 16 hex digits each, in file order; "" for a block that another rank wrote.
-        share: what this rank wrote of shard 0; None: nothing.
+        share: the blocks of shard 0 that this rank wrote; None: none.
         replicated: the whole state is in shard 0.
         plan: digest of the global plan; unless it is equal in all records of a step, the step is not committed.
         names: names by which users load the step, relative to the tier's root ("step=100.ckpt").
@@ -347,10 +347,11 @@ class Manifest(StepRecords):
 
 
 def gather_records(records: Iterable[ShardRecord]) -> Manifest | UnfinishedStep | None:
-    """A :class:`Manifest` of records of all shards, an :class:`UnfinishedStep` of some; None when they do not match.
+    """Returns a :class:`Manifest` when the records of all shards are there, an :class:`UnfinishedStep` for some of
+    them, and None for no records or records that do not match.
 
-    Records match when run, step, attempt, token, serial, world size and plan digest are equal. A shard of which a block
-    has no digest yet counts as missing: the rank that writes it has not finished.
+    Records match when run, step identity (:class:`StepId`), world size, plan digest and ``replicated`` are equal. A
+    shard without the digest of some block counts as missing, because the rank that writes that block has not finished.
     """
     by_rank: dict[int, ShardRecord] = {}
     for record in records:

@@ -1,7 +1,7 @@
-"""The names of a step on a tier: which file a name is, whose it is, and how it is given and taken away. No torch.
+"""The names of a step on a tier: which file a name is, which step it points to, how it is given and deleted. No torch.
 
 The name of a replicated step ("step=100.ckpt") is shard 0 of the step itself: a hard link in a folder, a copy that the
-store makes by itself in a bucket. So it is a stock torch checkpoint, which can be loaded, copied and uploaded as any
+store makes by itself in a bucket. So it is a stock torch checkpoint, which can be loaded, copied and uploaded like any
 other. The name of a sharded step is a folder with all its shards and its manifest.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_name(tier: Tier, name: str) -> Identity | None:
-    """The step whose name this is; None when there is nothing, or something else (a stock checkpoint).
+    """The step that a name points to; None when there is none, or a file that is not ours (a stock checkpoint).
 
     Blocks: one small read, or when there is no such file a listing and a read.
 
@@ -37,8 +37,8 @@ def read_name(tier: Tier, name: str) -> Identity | None:
     try:
         return read_identity(tier.read_range(name, 0, IDENTITY_BYTES), where=f"{tier.root}/{name}")
     except FileNotFoundError:
-        # Any shard tells: a host that has its folder for itself may not have the first one, and a deletion that was
-        # interrupted has left some.
+        # Any shard will do: a folder that one host has for itself may not have the first one, and an interrupted
+        # deletion leaves only some.
         shard = min((info.key for info in tier.list(f"{name}/shard-")), default=None)
     if shard is None:
         return None
@@ -49,12 +49,12 @@ def read_name(tier: Tier, name: str) -> Identity | None:
 
 
 def give_name(tier: Tier, step: StepRecords, name: str) -> bool:
-    """Gives a step on the tier a name, which no other step of its run has then. Safe to repeat.
+    """Gives a step on the tier a name, so that no other step of its run has the name. Safe to repeat.
 
-    A name that a committed step of another run has stays there: whoever loads by a path must not get the weights of a
-    run he did not ask for. A warning says so; the step keeps its identity, by which its own run finds it. Two runs that
-    give one name at the same moment may still both find it free; then the later one has it. A name that a newer
-    committed step of the same run has stays there, too: this step was saved before and comes late.
+    A name that points to a committed step of another run stays there, because a user who loads by path must not get the
+    weights of a run that was not asked for. A warning says so; the step can still be found by its own run. Two runs
+    that give one name at the same moment may both find it free; then the later one gets it. A name that points to a
+    newer committed step of the same run stays there too, because this step was saved earlier and comes late.
 
     Blocks: two or three small reads, and a link or a server-side copy for each file.
 
@@ -62,7 +62,7 @@ def give_name(tier: Tier, step: StepRecords, name: str) -> bool:
         False when another run has the name.
 
     Raises:
-        TierError: the tier refused, or something stands there that is not ours to replace (a folder of a stock
+        TierError: the tier refused, or the name is taken by something that must not be replaced (a folder of a stock
             sharded checkpoint, a file where a folder is needed).
     """
     refusal = _give(tier, step, name)
@@ -74,13 +74,13 @@ def give_name(tier: Tier, step: StepRecords, name: str) -> bool:
 def give_names(
     tier: Tier, step: StepRecords, names: Iterable[str], *, before_each: Callable[[], None] = lambda: None
 ) -> dict[str, str]:
-    """Gives a step several names, see :func:`give_name`. One that it cannot have does not keep it from the others.
+    """Gives a step several names, see :func:`give_name`. A name that it cannot have does not stop the others.
 
     Args:
         before_each: called before each name; when it raises, no further name is given.
 
     Returns:
-        For each name that the step does not get, why: another run has it, or something stands there that is not ours.
+        For each name that the step does not get, why: another run has it, or something else has that path.
 
     Raises:
         TierError: the tier failed, and trying again may help; raised after all names were tried.
@@ -102,7 +102,7 @@ def give_names(
 
 
 def _give(tier: Tier, step: StepRecords, name: str) -> str:
-    """Gives a step a name. Returns why not, "" when it has it now; raises as :func:`give_name`."""
+    """Gives a step a name. Returns why it cannot have the name, "" otherwise; raises as :func:`give_name`."""
     prefix = step_prefix(step.run, step.id)
     try:
         holder = read_name(tier, name)
@@ -115,11 +115,11 @@ def _give(tier: Tier, step: StepRecords, name: str) -> str:
             " different names"
         )
     if holder is not None and holder.run == step.run and holder.id > step.id and _is_committed(tier, holder):
-        # An agent that was stopped between a save and its commit comes late: the name has gone on.
+        # An agent that was stopped between a save and its commit comes late: the name points to a later step already.
         logger.info("the name %r stays with %s, which was saved after %s", name, holder.id, step.id)
         return ""
     if holder is not None and holder.run != step.run:
-        # Stock writers overwrite, too; but this one may be all that is left of that run.
+        # Stock writers overwrite too, but this may be all that is left of that run.
         _warn_once(
             f"the name {name!r} in {tier.root} was {holder.id} of run {holder.run!r}, whose own folder is gone; now it"
             f" is {step.id} of run {step.run!r}"
@@ -132,22 +132,23 @@ def _give(tier: Tier, step: StepRecords, name: str) -> str:
     if holder is not None and holder.replicated:
         tier.delete(name)
     if holder is not None and (holder.run, holder.id) != (step.run, step.id):
-        tier.delete(f"{name}/{MANIFEST}")  # first, as in a deletion: its shards are about to go
+        tier.delete(f"{name}/{MANIFEST}")  # first, as in a deletion, because its shards are about to go
     files = [shard.file for shard in step.shards]
     for file in files:
         tier.alias(prefix + file, f"{name}/{file}")
     for info in list(tier.list(f"{name}/")):
         file = info.key.removeprefix(f"{name}/")
         if file not in files and file.startswith("shard-"):
-            tier.delete(info.key)  # of a larger job that had the name before
-    # Last, as in the step itself: a name without a manifest is being written.
+            tier.delete(info.key)  # left by a larger job that had the name before
+    # The manifest comes last, as in the step itself: a name without a manifest is unfinished.
     if len(files) == step.world_size:
         tier.alias(prefix + MANIFEST, f"{name}/{MANIFEST}")
     return ""
 
 
 def _is_committed(tier: Tier, found: Identity) -> bool:
-    """True when the step is on the tier and counts; in a folder that one host has for itself no step has a manifest."""
+    """True when the step is on the tier and has a manifest, or a record of shard 0: in a folder that one host has for
+    itself no step has a manifest."""
     prefix = step_prefix(found.run, found.id)
     for file in (MANIFEST, record_file(0)):
         try:
@@ -170,13 +171,13 @@ def _delete_folder(tier: Tier, name: str) -> None:
 
 
 def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | None = None) -> list[str]:
-    """Deletes those of ``names`` that belong to a run, and returns them. Other files of that name stay.
+    """Deletes those of ``names`` that point to a step of the run, and returns them. Other files of these names stay.
 
     Args:
-        step: delete a name only when it is this step's; None: any step's of the run.
+        step: delete a name only when it points to this step; None: to any step of the run.
 
     Raises:
-        TierError: the tier refused. Something that is no file, or cannot be read, is not this run's, and stays.
+        TierError: the tier failed, and trying again may help. A name that is no file or cannot be read stays.
     """
     gone = []
     for name in names:

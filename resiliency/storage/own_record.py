@@ -1,15 +1,15 @@
-"""The records of a step inside its file, so that a checkpoint that is one file needs nothing beside it. No torch.
+"""The records of a step inside its file, so that a checkpoint of one file needs nothing beside it. No torch.
 
-A step of one rank is one file; its entry :data:`OWN_RECORD` holds the shard's record, which has a check sum of itself,
+A step of one rank is one file. Its entry :data:`OWN_RECORD` holds the shard's record, which has a check sum of its own,
 and a digest of everything else that follows the storages. So every byte is covered wherever the file is copied to, and
-the step's folder can be made again from it (:mod:`resiliency.storage.single_files`).
+the step's folder can be made again from the file (:mod:`resiliency.storage.single_files`).
 
 A step of several ranks of one host becomes one file too: :func:`joined_tail` adds the other ranks' shards, each as an
-entry, and their records. It only adds behind the end: what the ranks have written stays where it is, the directory
-included, of which the new end holds a copy.
+entry, and their records. It only appends: everything that the ranks have written stays in place, including their
+directory, which the new end repeats.
 
-In the record of the file itself the digests of the blocks behind the storages are empty, because it lies in one of them
-itself. They are taken from the file once it has been checked in the other way.
+In the file's own record the digests of the blocks behind the storages are empty, because the record itself lies in one
+of those blocks. They are computed from the file once it was checked by the other digest.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ __all__ = [
 OWN_RECORD = "resiliency/record.json"
 _SHARDS = "resiliency/shard-"
 
-#: Room for the digits of numbers that are not known before the entry has its size.
+#: Room for the digits of numbers that are known only when the size of the entry is.
 _SPARE_BYTES = 64
 
 
 def check_identity_is_absent(read: Callable[[int, int], bytes], nbytes: int, *, where: str) -> None:
-    """For a file that does not begin as one of ours: makes sure that it does not end as one either. Otherwise its first
-    bytes, which identify the file, are damaged, and without them nothing else of it is checked.
+    """Checks that a file which does not begin as a checkpoint of this library does not end as one either. If it does,
+    its first bytes, which identify the file, are damaged, and without them nothing else of the file is checked.
 
     Args:
         read: returns bytes ``[start, end)`` of the file.
@@ -60,12 +60,12 @@ def check_identity_is_absent(read: Callable[[int, int], bytes], nbytes: int, *, 
         where: path, for messages.
 
     Raises:
-        CorruptShard: it ends as one.
+        CorruptShard: the file ends as a checkpoint of this library.
     """
     try:
         listed, _ = listed_entries(read, nbytes, where=where)
     except CorruptShard:
-        return  # no archive
+        return  # the file is no archive
     if (PREFIX + IDENTITY).encode() in listed:
         raise CorruptShard(
             f"{where}: its first {IDENTITY_BYTES} bytes are damaged; by its end it is a checkpoint of this library."
@@ -81,11 +81,11 @@ def shard_entry(rank: int) -> str:
 
 
 def tail_with_record(layout: StorageLayout, entries: Sequence[tuple[str, bytes]], record: ShardRecord) -> bytes:
-    """Everything that follows the storages, this shard's record included.
+    """Returns everything that follows the storages, including this shard's record.
 
     Args:
         layout: of the storages.
-        entries: what else the file holds.
+        entries: other entries of the file, as (name, data).
         record: of this shard as far as it is known: sections and digests of the bytes up to ``layout.end``.
     """
 
@@ -97,7 +97,8 @@ def tail_with_record(layout: StorageLayout, entries: Sequence[tuple[str, bytes]]
 
 
 def joined_tail(tail: bytes, step: Manifest, others: Sequence[bytes], *, where: str) -> bytes | None:
-    """Everything that follows the storages of shard 0, once the file holds the whole step. Begins with ``tail``.
+    """Returns everything that follows the storages of shard 0 when the file holds the whole step. It begins with
+    ``tail``.
 
     Args:
         tail: what follows the storages now, up to the end of the file.
@@ -109,7 +110,7 @@ def joined_tail(tail: bytes, step: Manifest, others: Sequence[bytes], *, where: 
         None when the file holds the whole step already.
 
     Raises:
-        CorruptShard: what is to be joined does not match its records.
+        CorruptShard: ``tail`` or a shard does not match its record.
     """
     record = step.shards[0]
     begin = record.sections[-1]
@@ -140,11 +141,11 @@ def joined_tail(tail: bytes, step: Manifest, others: Sequence[bytes], *, where: 
 def _with_records(
     assemble: Callable[[int], tuple[bytes, int]], record: ShardRecord, others: Sequence[ShardRecord]
 ) -> bytes:
-    """What follows the storages, with the records in it.
+    """Returns what follows the storages, with the records in it.
 
     Args:
-        assemble: makes it with room for so many bytes of records, and returns where that room begins.
-        record: of the file; its digests are those up to the last of its sections, where the result goes.
+        assemble: makes it with room for the given number of bytes of records, and returns where that room begins.
+        record: of the file; its digests are those up to its last section, where the result is to be written.
         others: records of the other shards in the file.
     """
     text, size = b"", 0
@@ -164,7 +165,7 @@ def _with_records(
 
 
 def _start_of_last(at: int, entries: Sequence[tuple[str, bytes]]) -> int:
-    """Where the data of the last of these entries begin, counted from ``at``, the place of the first."""
+    """Where the data of the last of these entries begin, relative to ``at``, the offset of the first entry."""
     begin, start = at, at
     for name, data in entries:
         entry = entry_at(name, at, len(data))
@@ -173,13 +174,13 @@ def _start_of_last(at: int, entries: Sequence[tuple[str, bytes]]) -> int:
 
 
 def tail_digests(tail: bytes, record: ShardRecord) -> tuple[str, ...]:
-    """Digests of the blocks that follow the storages, in a file whose record has blocks of that size."""
+    """Digests of the blocks that follow the storages; the record tells the size of blocks."""
     blocks = Blocks(len(tail), record.block_bytes)
     return tuple(block_digest(memoryview(tail)[slice(*blocks.bounds(index))]) for index in range(blocks.count))
 
 
 def _matches(data: bytes, record: ShardRecord) -> bool:
-    """True when these are the bytes of a shard."""
+    """True when ``data`` are the bytes of this record's shard."""
     blocks = record.blocks
     return len(data) == record.nbytes and all(
         block_digest(memoryview(data)[slice(*blocks.bounds(index))]) == digest
@@ -192,10 +193,10 @@ def read_own_manifest(
 ) -> Manifest | None:
     """The records in a file that is a whole replicated step, with the digests of all blocks.
 
-    Reads and checks all that follows the storages, not the storages.
+    Reads and checks everything that follows the storages, but not the storages.
 
     Args:
-        identity: what the file says that it is: shard 0 of a replicated step.
+        identity: the identity that the file has: shard 0 of a replicated step.
         read: returns bytes ``[start, end)`` of the file.
         nbytes: size of the file.
         where: path, for messages.
@@ -204,7 +205,7 @@ def read_own_manifest(
         None for a file of a step of several ranks that does not hold the other ranks' shards.
 
     Raises:
-        CorruptShard: what follows the storages is damaged, or there is no record of that step.
+        CorruptShard: what follows the storages is damaged, or has no record of that step.
     """
     entries = read_directory(read, nbytes, where=where)
     entry = entries.get(OWN_RECORD)
@@ -247,7 +248,7 @@ def read_own_manifest(
 
 
 def _damaged_shard(tail: bytes, begin: int, entries: Mapping[str, ArchiveEntry], others: Sequence[ShardRecord]) -> str:
-    """Which of the other ranks' shards is damaged, as the beginning of a sentence; "" when it is something else."""
+    """Names a damaged shard of another rank, as the beginning of a sentence; "" when none of them is damaged."""
     for other in others:
         entry = entries.get(shard_entry(other.rank))
         if entry is not None and not _matches(tail[entry.start - begin : entry.end - begin], other):
@@ -262,7 +263,7 @@ def read_other_shard(read: Callable[[int, int], bytes], nbytes: int, rank: int, 
         read, nbytes, where: as in :func:`read_own_manifest`.
 
     Raises:
-        CorruptShard: it is not in the file.
+        CorruptShard: the shard is not in the file.
     """
     entry = read_directory(read, nbytes, where=where).get(shard_entry(rank))
     if entry is None:

@@ -1,6 +1,6 @@
-"""Which damaged steps a restore passes over: those it would have taken before the step it takes, had they been whole.
+"""Finds the damaged steps that a restore passes over: those it would have taken instead, had they not been damaged.
 
-Pure, no torch. The order of steps is that of the plan, which is asked again without the damage.
+Pure, no torch. The order of steps is the planner's: it is called again with an inventory in which no step is damaged.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def steps_passed_over(
     taken: StepId | None,
     plan: Callable[[Sequence[StepInventory]], RestorePlan | None],
 ) -> list[StepId]:
-    """The steps that come before ``taken`` and were not restored because of damage, in the order of the plan.
+    """The steps that come before ``taken`` and were not restored because of damage, in the planner's order.
 
     Args:
         inventory: of all sources.
-        taken: None: nothing could be restored.
+        taken: the step that was restored; None: no step could be.
         plan: plans a restore from an inventory, without knowing which copies are bad.
     """
     left = [_whole(entry) for entry in inventory]
@@ -36,7 +36,7 @@ def steps_passed_over(
 
 
 def _whole(entry: StepInventory) -> StepInventory:
-    """The entry as it would be if nothing of the step had been lost."""
+    """The entry as it would be if no file of the step had been lost."""
     if not entry.lost:
         return entry
     world_size = max(1, entry.world_size)

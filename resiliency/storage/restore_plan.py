@@ -21,11 +21,11 @@ class RestorePlan:
     """The step to restore and where each host gets each shard.
 
     Attributes:
-        step: identity.
+        step: its identity.
         world_size: number of shards.
         replicated: the whole state is in shard 0. A host then needs that shard and those of its own ranks.
-        sources: ``sources[host][rank]`` -> sources to try, cheapest first; never empty. Of a replicated step without
-            the shards that a host does not need or cannot get.
+        sources: ``sources[host][rank]`` -> sources to try, cheapest first; never empty. For a replicated step it leaves
+            out shards that a host does not need or cannot get.
     """
 
     step: StepId
@@ -56,7 +56,7 @@ def plan_restore(
     only: StepId | None = None,
     ranks: Mapping[str, Collection[int]] | None = None,
 ) -> RestorePlan | None:
-    """Plans the newest step of which every host can get what it needs; None when there is none. Deterministic.
+    """Plans the newest step for which every host can get what it needs; None when there is none. Deterministic.
 
     A host needs all shards; of a replicated step it needs shard 0, and takes those of its own ranks where it can.
 

@@ -22,10 +22,10 @@ class DeleteRequest:
     """A request to delete a name.
 
     Attributes:
-        upto: the newest step the request covers; later saves under the same name stay. None: those of attempts before
-            ``attempt``.
+        upto: the newest step the request covers; later saves under the same name stay. None: all steps of attempts
+            before ``attempt``.
         after: this step or a later one must be durable before anything is deleted; None: any step.
-        attempt: that made the request; used without ``upto``.
+        attempt: the attempt that made the request; used without ``upto``.
     """
 
     upto: StepId | None
@@ -33,7 +33,7 @@ class DeleteRequest:
     attempt: int = 0
 
     def newest_covered(self, known: Iterable[StepId]) -> StepId | None:
-        """The newest step that it covers, of the known ones; None: it covers none of them."""
+        """The newest step that the request covers; None when it covers none of the known ones."""
         if self.upto is not None:
             return self.upto
         return max((step for step in known if step.attempt < self.attempt), default=None)
@@ -45,10 +45,10 @@ class DeleteRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Hold:
-    """The step that the job stands on: it was loaded, so it is good, and newer ones may be damaged.
+    """The step that the job was loaded from: it is good, and newer steps may be damaged.
 
     Attributes:
-        step: the step. Kept until one saved after it by the same attempt is safe.
+        step: the step. It is kept until a step that the same attempt saved after it is safe.
         line: line of descent of the saves that follow it.
         attempt, token: the attempt that loaded it.
     """
@@ -59,9 +59,9 @@ class Hold:
     token: str
 
     def held(self, safe: Iterable[StepRecords]) -> frozenset[StepId]:
-        """The step, unless one of these, which are durable, follows it."""
+        """The step, or nothing when one of ``safe``, which are durable, follows it."""
         for step in (found.id for found in safe):
-            # The line may have risen since, to that of the same job in another folder.
+            # The line may have become larger since, to match that of the same job in another folder.
             if step.of_attempt(self.attempt, self.token) and step.line >= self.line and step > self.step:
                 return frozenset()
         return frozenset([self.step])
@@ -80,7 +80,7 @@ def due_requests(
         requests: by name.
         safe: the durable steps.
         held: steps that keep their names for now.
-        committed: further steps that a request may cover, although they are not durable yet.
+        committed: steps that are committed and not durable yet; a request may cover them too.
     """
     if not safe:
         return {}
@@ -130,7 +130,7 @@ def steps_to_delete(
         keep: how many steps to keep by age; None: all.
         keep_named: whether a name keeps its step, see the module's docstring.
         deleted: as in :func:`live_names`.
-        busy: steps being written or sent, and the one the job stands on, which stay for now.
+        busy: steps being written or sent, and the one that the job was loaded from; they stay for now.
     """
     if not committed:
         return []

@@ -52,25 +52,25 @@ DATA_PICKLE = "data.pkl"
 RANK_STATE = "resiliency/rank.pt"
 STRUCTURE = "resiliency/structure.pkl"
 CHUNKS = "resiliency/chunks.json"
-#: In STRUCTURE, keys of the storages that stand for leaves begin so.
+#: Keys of storages in STRUCTURE that stand for leaves begin with this.
 LEAF_PREFIX = "leaf-"
-#: Bytes of the first entry with its header: the storages begin here.
+#: Bytes of the first entry and its header. The storages begin after them.
 IDENTITY_BYTES = 1024
 
 _IDENTITY_START = data_start(IDENTITY, 0, 0)
 _IDENTITY_ENTRY = entry_at(IDENTITY, 0, IDENTITY_BYTES - _IDENTITY_START)
-#: What torch.load wants to find beside the structure.
+#: Entries that torch.load requires beside the structure.
 _STOCK_ENTRIES = (("byteorder", b"little"), ("version", b"3\n"), (".data/serialization_id", b"0" * 40))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a shard file says of itself.
+    """The identity that a shard file states.
 
     Attributes:
         id: the step.
         run: name of the run.
-        rank, world_size: which of how many shards of the step it is.
+        rank, world_size: the number of this shard, and how many shards the step has.
         replicated: the whole state of the step is in shard 0.
     """
 
@@ -102,13 +102,13 @@ class Identity:
 
 
 def read_identity(head: bytes, *, where: str) -> Identity | None:
-    """The identity in the first bytes of a file; None when it is not one of our files (any other file, a stock one).
+    """The identity in the first bytes of a file; None when the file is not one of this library's.
 
     Args:
         head: at least :data:`IDENTITY_BYTES` bytes of the file's beginning, unless the file is shorter.
 
     Raises:
-        UnsupportedFormat: a file of ours in another version of the format.
+        UnsupportedFormat: the file is this library's, in another version of the format.
     """
     if not head.startswith(local_header(_IDENTITY_ENTRY)):
         version = _version_of_name_file(head)
@@ -134,7 +134,7 @@ def read_identity(head: bytes, *, where: str) -> Identity | None:
 
 
 def _version_of_name_file(data: bytes) -> object:
-    """The version in a small JSON file, as formats 1 and 2 had in the place of a name; None for anything else."""
+    """The version in a small JSON file, which formats 1 and 2 had in place of a name; None for anything else."""
     if not data.startswith(b"{") or len(data) > IDENTITY_BYTES:
         return None
     try:
@@ -154,8 +154,8 @@ class StorageLayout:
     """Where the storages of a file are.
 
     Attributes:
-        entries: of everything so far, in file order.
-        storages: those of the storages.
+        entries: all entries so far, in file order.
+        storages: the entries of the storages.
         headers: the bytes of the storages' headers, in file order.
         end: offset behind the last storage; what follows has no fixed place.
     """
@@ -172,7 +172,7 @@ class StorageLayout:
 
 
 def lay_out_storages(storages: Sequence[tuple[str, int]], *, identity: bool = True) -> StorageLayout:
-    """Places storages, given as (key, bytes), in their order. The same on every rank that passes the same.
+    """Places storages, given as (key, bytes), in their order. The result is the same on every rank with the same input.
 
     Args:
         identity: leave room for :class:`Identity` before them.
@@ -188,7 +188,7 @@ def lay_out_storages(storages: Sequence[tuple[str, int]], *, identity: bool = Tr
 
 
 def archive_tail(layout: StorageLayout, entries: Sequence[tuple[str, bytes]]) -> bytes:
-    """Everything that follows the storages: these entries, what else torch wants, and the directory."""
+    """Everything that follows the storages: these entries, the other entries that torch requires, and the directory."""
     at = layout.end
     pieces: list[bytes] = []
     placed = []
@@ -243,9 +243,9 @@ class Placed(NamedTuple):
     """A chunk and the byte range ``[start, end)`` of the file it fills.
 
     Attributes:
-        strides: elements between neighbours in each dimension, of a tensor that is not in C order; None: C order.
-        conjugated, negated: the tensor's elements are those of the file, conjugated or negated, as torch stores lazy
-            views.
+        strides: elements between neighbours in each dimension, when the tensor is not in C order; None: C order.
+        conjugated, negated: the file's elements must be conjugated, or negated, to get the tensor's, as torch stores
+            lazy views.
     """
 
     chunk: Chunk
@@ -257,7 +257,7 @@ class Placed(NamedTuple):
 
 
 def chunks_to_json(chunks: Mapping[str, Chunk]) -> bytes:
-    """The entry :data:`CHUNKS`, of chunks by the keys of their storages."""
+    """The entry :data:`CHUNKS`, for chunks by the keys of their storages."""
     fields = ("key", "offsets", "sizes", "dtype", "itemsize", "shape")
     table = [{"storage": key, **{name: getattr(chunk, name) for name in fields}} for key, chunk in chunks.items()]
     return json.dumps(table).encode()

@@ -1,8 +1,8 @@
-"""Files that several processes use: moving one into place without replacing, and proof that nobody has it open.
+"""Files that several processes use: moves a file without replacing another, and proves that no process has it open.
 
-A shard file belongs to one step for ever: who opened it, reads what he opened, and a writer that was stopped and
-revived holds a file that is its own or nobody's. A file is used again only with the kernel's proof that no process has
-it open or mapped.
+A shard file belongs to one step for ever: a process that has opened a file reads the content that it opened, and a
+writer that was stopped and revived holds a file that is its own or no step's. A file is used again only with the
+kernel's proof that no process has it open or mapped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _F_SETLEASE = 1024  # Linux; not in the fcntl module of every Python we support
 
 
 def move_without_replacing(source: str, target: str) -> bool:
-    """Renames a file unless ``target`` exists, as one step that nothing can come between.
+    """Renames a file atomically, unless ``target`` exists.
 
     Returns:
         False when ``target`` exists, ``source`` is gone, or the file system cannot do this (some network and FUSE file
@@ -34,7 +34,7 @@ def move_without_replacing(source: str, target: str) -> bool:
     Raises:
         OSError: any other failure.
     """
-    if not hasattr(_libc, "renameat2"):  # another libc than glibc 2.28 or later
+    if not hasattr(_libc, "renameat2"):  # a libc other than glibc 2.28 or later
         return False
     moved = _libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
     if moved == 0:
@@ -51,8 +51,8 @@ _ZEROS = bytes(_HUGE)
 
 
 def write_zeros(fd: int, start: int, end: int, *, in_memory: bool = False) -> None:
-    """Fills bytes ``[start, end)`` of a file with zeros, ``start`` on a multiple of 2 MiB, so that its pages are in
-    memory, huge where the file system has such.
+    """Fills bytes ``[start, end)`` of a file with zeros, so that its pages are in memory, huge ones where the file
+    system has them. ``start`` must be a multiple of 2 MiB.
 
     Blocks: about half a second per GiB the first time, for allocating the memory.
 
@@ -74,9 +74,9 @@ def is_ours_alone(path: str) -> bool:
     """True when the file has one name and no process has it open or mapped; False when one has, or when unknown.
 
     The kernel grants a write lease only on such a file; it counts mappings whose descriptor was closed, and processes
-    that were stopped. Whoever opens the file later opens it by this one name. Processes on other hosts it does not
-    count, and FUSE file systems grant leases, too (fs/locks.c, generic_setlease): ask only where
-    :func:`~resiliency.storage.tiers.local.used_by_this_host_only`.
+    that were stopped. A process that opens the file later does so by this one name. The kernel does not count processes
+    on other hosts, and FUSE file systems grant leases too (fs/locks.c, generic_setlease): call this only where
+    :func:`~resiliency.storage.tiers.local.used_by_this_host_only` is True.
 
     Raises:
         OSError: the file cannot be opened.
@@ -86,12 +86,12 @@ def is_ours_alone(path: str) -> bool:
         if os.fstat(fd).st_nlink != 1:
             return False
         try:
-            # Who opens the file now makes the kernel tell the holder of the lease, by default with a signal that ends
-            # the process. This one is ignored unless somebody handles it.
+            # When a process opens the file now, the kernel signals the holder of the lease, by default with a signal
+            # that ends the process. SIGURG is ignored unless it has a handler.
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(fd, _F_SETLEASE, fcntl.F_WRLCK)
         except OSError:
-            return False  # somebody has it open, it is another user's, or the file system has no leases
+            return False  # the file is open somewhere, it is another user's, or the file system has no leases
         with suppress(OSError):
             fcntl.fcntl(fd, _F_SETLEASE, fcntl.F_UNLCK)
         return True

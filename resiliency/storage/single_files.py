@@ -1,13 +1,13 @@
 """Steps that are one file each: their folders can go when a job has ended, and be made again from the files. No torch.
 
 A step of one rank, or of several of one host, is one file, which holds the records and the other ranks' shards
-(:mod:`resiliency.storage.own_record`). When all steps of a run are such files and have names, a run's folder holds
-nothing that they do not, and :func:`drop_folders` removes it: a folder with checkpoints then looks as stock Lightning
-leaves it. :func:`restore_folders` is the inverse.
+(:mod:`resiliency.storage.own_record`). When all steps of a run are such files and have names, the run's folder holds
+nothing that the files do not, and :func:`drop_folders` removes it: a folder with checkpoints then looks as stock
+Lightning leaves it. :func:`restore_folders` is the inverse.
 
-Files that the user has renamed, or copied here from somewhere else, are not taken for steps: a file is one only under a
-name that its record lists. Of names in folders below ("val/loss=0.5.ckpt") those in up to two folders count that end
-with ".ckpt": whatever else is below need not be opened.
+A file counts as a step only under a name that its record lists, so files that the user has renamed, or copied here from
+elsewhere, do not count. In folders below the root ("val/loss=0.5.ckpt") only files that end with ".ckpt" count, at most
+two folders deep, so that no other files there need to be opened.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Folders of these names are being removed, or made.
+#: Prefixes of folders that are being removed, or made.
 _DROPPED, _RESTORED = "dropped-", "restored-"
-#: Begins the names of the files with the numbers of attempts.
+#: Prefix of the files with the numbers of attempts.
 _ATTEMPT = "attempt"
 _OLD_S = 3600.0
-#: Folders below the root in which names count, and how they end there.
+#: How many folders deep below the root names count, and how they must end there.
 _DEPTH, _ENDING = 2, ".ckpt"
 
 
 @dataclass(frozen=True)
 class SingleFile:
-    """A step that is one file: its name in the folder, and what the records in it say."""
+    """A step that is one file: its name in the folder, and the records in it."""
 
     name: str
     manifest: Manifest
 
     @property
     def listing(self) -> StepListing:
-        """The step, as a listing of the folder has it."""
+        """The step as a listing of the folder would show it."""
         shards = self.manifest.shards
         return StepListing(
             id=self.manifest.id,
@@ -85,10 +85,10 @@ class SingleFile:
 def read_single_file(path: str) -> Manifest | None:
     """The records of a step that is this one file; None when the file is anything else.
 
-    Blocks: two or three small reads, and one of all that follows the storages.
+    Blocks: two or three small reads, and one of everything that follows the storages.
 
     Raises:
-        CorruptShard: it is such a step, and its records are damaged or missing.
+        CorruptShard: the file is such a step, and its records are damaged or missing.
         UnsupportedFormat: another version of the format wrote it.
         OSError: it cannot be read.
     """
@@ -115,7 +115,7 @@ def read_shard_inside(tier: Tier, key: str, rank: int) -> bytes:
     Blocks: a listing of that file and three reads.
 
     Raises:
-        CorruptShard: it is not in the file, or there is no such file.
+        CorruptShard: the shard is not in the file, or there is no such file.
         TierError: the tier cannot be read.
     """
     where = f"{tier.root}/{key}"
@@ -124,7 +124,7 @@ def read_shard_inside(tier: Tier, key: str, rank: int) -> bytes:
 
 
 def single_file_at(tier: Tier, run: str, name: str) -> Manifest | None:
-    """The step of a run without a folder that the file of this name is; None when it is anything else.
+    """The records of the step that the file of this name is, for a run without step folders; None for anything else.
 
     Blocks: a few small reads. Raises: as :func:`read_single_file`.
     """
@@ -135,7 +135,8 @@ def single_file_at(tier: Tier, run: str, name: str) -> Manifest | None:
 
 
 def find_single_files(root: str, run: str | None = None, *, below: bool = True) -> list[SingleFile]:
-    """The steps (of ``run``) that are files in a folder, each once, oldest first. Damaged ones are warned of.
+    """The steps (of ``run``) that are files in a folder, each once, by run and oldest first. Damaged ones are left out,
+    with a warning when they are directly in the folder.
 
     Blocks: a small read for each file in the folder, and for each in folders below that may be a step.
 
@@ -152,7 +153,7 @@ def find_single_files(root: str, run: str | None = None, *, below: bool = True) 
             step = read_single_file(path)
         except (CorruptShard, OSError) as error:
             if not isinstance(error, UnsupportedFormat):
-                level = logging.DEBUG if "/" in name else logging.WARNING  # below, it is rather somebody else's
+                level = logging.DEBUG if "/" in name else logging.WARNING  # probably another program's below
                 logger.log(level, "%s is not counted as a checkpoint: %s", path, error)
             continue
         if step is not None and run in (None, step.run) and name in step.names:
@@ -161,7 +162,8 @@ def find_single_files(root: str, run: str | None = None, *, below: bool = True) 
 
 
 def _files(root: str, folder: str = "", *, below: bool = True) -> Iterator[str]:
-    """Names of the files that may be steps, in order; those in folders last. Raises OSError when root is unreadable."""
+    """Names of the files that may be steps, sorted; those in folders last. Raises OSError when the root cannot be
+    read."""
     folders = []
     if folder or os.path.isdir(root):
         with os.scandir(os.path.join(root, folder)) as listing:
@@ -186,8 +188,8 @@ def _may_count(name: str) -> bool:
 
 
 def single_files_of(tier: Tier, run: str) -> list[SingleFile]:
-    """The steps of a run that has no folder, as files; none for a run with step folders, which say themselves what
-    there is, and none on a remote tier.
+    """The steps of a run as files; empty for a run with step folders, which hold its steps themselves, and on a remote
+    tier.
 
     Raises:
         OSError: the tier cannot be listed.
@@ -203,9 +205,9 @@ def _has_step_folders(tier: Tier, run: str) -> bool:
 
 
 def restore_folders(tier: LocalTier, run: str) -> int:
-    """Makes the step folders of a run again from its files, if it has none. Returns how many.
+    """Makes the step folders of a run again from its files, if it has none. Returns the number of steps.
 
-    Several processes may call it at once; one that is killed leaves nothing of it. Blocks: as
+    Several processes may call it at once; a killed one leaves nothing that counts. Blocks: as
     :func:`find_single_files`, and two or three small writes for each shard of each step.
 
     Raises:
@@ -234,7 +236,7 @@ def restore_folders(tier: LocalTier, run: str) -> int:
             continue
         try:
             _write_beside(step, file.manifest)
-        except CorruptShard as error:  # somebody has put another file there meanwhile
+        except CorruptShard as error:  # another file was put there meanwhile
             logger.warning("%s is not counted as a checkpoint: %s", os.path.join(tier.root, file.name), error)
             shutil.rmtree(step)
             continue
@@ -251,7 +253,8 @@ def restore_folders(tier: LocalTier, run: str) -> int:
 
 
 def _write_beside(step: str, manifest: Manifest) -> None:
-    """Writes what belongs beside shard 0 in a step's folder: the other shards, which it holds, and all records."""
+    """Writes what belongs beside shard 0 in a step's folder: the other shards, taken out of shard 0, and all
+    records."""
     first = os.path.join(step, shard_file(0))
     fd = open_regular(first)
     try:
@@ -269,7 +272,7 @@ def _write_beside(step: str, manifest: Manifest) -> None:
 
 
 def _remove_leftovers(folder: str) -> None:
-    """Removes what killed processes were dropping, or had begun to make long ago."""
+    """Removes folders that killed processes were dropping, or began to make more than an hour ago."""
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         path = os.path.join(folder, name)
         with suppress(FileNotFoundError):  # another process was first
@@ -282,16 +285,16 @@ def _remove_leftovers(folder: str) -> None:
 def drop_folders(tier: LocalTier, run: str, *, through: str | None = None) -> str:
     """Removes the folder of a run when its steps are files that need nothing else. Nothing may be writing to the run.
 
-    Unfinished steps go with it, and those whose files the user has deleted or renamed, when a newer one has its file:
-    he wanted their room, or has them where the library does not look. Killed meanwhile: the steps are all there or all
-    dropped, and :func:`restore_folders` makes them again.
+    Unfinished steps go with it. So do steps whose files the user has deleted or renamed, if a newer step has its file:
+    the user wanted the room, or has the files where the library does not look. When this process is killed, the steps
+    are either all there or all dropped, and :func:`restore_folders` makes them again.
 
     Args:
-        through: a folder in the run's, into which everything is moved before it is removed. Who removes that folder has
-            ended this, wherever it stands, and loses nothing by it. None: a new one.
+        through: a folder in the run's folder, into which everything is moved before it is removed. Whoever removes that
+            folder stops this at any point, and nothing is lost. None: a new folder.
 
     Returns:
-        Why it stays; "" when it is gone.
+        Why the folder stays; "" when it is gone.
 
     Raises:
         OSError, TierError: the tier cannot be read or written.
@@ -321,16 +324,18 @@ def drop_folders(tier: LocalTier, run: str, *, through: str | None = None) -> st
 
 
 def remove_run_folder(folder: str, through: str) -> bool:
-    """Removes the folder of a run, by way of a folder in it (see :func:`drop_folders`), and the one above if empty.
+    """Removes the folder of a run by way of a folder in it (see :func:`drop_folders`), and the parent folder if it is
+    empty.
 
     Returns:
-        False when the folder that all goes through was removed by somebody else.
+        False when another process has removed the folder that everything goes through.
 
     Raises:
         OSError: something cannot be moved or removed.
     """
     faultpoints.hit("agent.drop.begin")
-    # The steps go first and at once, the numbers of attempts last: until then nobody begins with the same.
+    # The steps go first and all at once. The numbers of attempts go last, so that no other start uses the same one
+    # before.
     entries = sorted(os.listdir(folder), key=lambda name: (name != STEPS_DIR, name.startswith(_ATTEMPT), name))
     for path in (os.path.join(folder, name) for name in entries):
         if path == through:
@@ -339,21 +344,21 @@ def remove_run_folder(folder: str, through: str) -> bool:
             os.rename(path, os.path.join(through, os.path.basename(path)))
         except FileNotFoundError:
             if os.path.isdir(through):
-                continue  # only a temp file
+                continue  # it was only a temp file
             return False
         if os.path.basename(path) == STEPS_DIR:
             faultpoints.hit("agent.drop.renamed")
-    with suppress(FileNotFoundError):  # a later job removes it too
+    with suppress(FileNotFoundError):  # a later job removes the folder too
         shutil.rmtree(through)
     faultpoints.hit("agent.drop.removed")
     for path in (folder, os.path.dirname(folder)):
-        with suppress(OSError):  # a job has begun meanwhile, or other runs are there
+        with suppress(OSError):  # a job has begun meanwhile, or there are other runs
             os.rmdir(path)
     return True
 
 
 def _names_left(tier: LocalTier, manifest: Manifest) -> list[str]:
-    """The names under which the step is still found."""
+    """Names of the step that still point to it."""
     shard = os.stat(tier.path(step_prefix(manifest.run, manifest.id) + shard_file(0)))
     left = []
     for name in manifest.names:
@@ -361,19 +366,19 @@ def _names_left(tier: LocalTier, manifest: Manifest) -> list[str]:
             found = os.lstat(tier.path(name))
         except (OSError, TierError):
             continue
-        if stat.S_ISDIR(found.st_mode) or os.path.samestat(found, shard):  # a sharded step's name is a folder
+        if stat.S_ISDIR(found.st_mode) or os.path.samestat(found, shard):  # the name of a sharded step is a folder
             left.append(name)
     return left
 
 
 def _has_a_file(tier: LocalTier, manifest: Manifest) -> bool:
-    """True when the step is one file, and a name of it that counts is that file."""
+    """True when the step is one file, and a name of it that counts points to that file."""
     names = [name for name in _names_left(tier, manifest) if _may_count(name) and os.path.isfile(tier.path(name))]
     return bool(names) and _same(read_single_file(tier.path(names[0])), manifest)
 
 
 def _same(own: Manifest | None, step: Manifest) -> bool:
-    """True when a file's own records say what the step's say. Names may still be superseded after they were written."""
+    """True when a file's own records equal the step's, except for superseded names, which may be added later."""
     return own is not None and [replace(shard, supersedes=()) for shard in own.shards] == [
         replace(shard, supersedes=()) for shard in step.shards
     ]

@@ -1,4 +1,4 @@
-"""The stages of a save: one enum for tickets, waits, outcomes, messages and events. Pure."""
+"""The stages of a save, as one enum for tickets, waits, outcomes, messages and events. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identity of a save: which step, of which attempt. Pure."""
+"""The identity of a save: its step, attempt and line of descent. Pure."""
 
 from __future__ import annotations
 
@@ -48,22 +48,23 @@ class StepId:
 
     @classmethod
     def parse(cls, dirname: str) -> StepId | None:
-        """The identity a folder name spells, or None when it is not a step folder."""
+        """The identity in the name of a folder; None when it is no step folder."""
         match = _STEP_DIR.match(dirname)
         if match is None:
             return None
         attempt = int(match[2])
         line = attempt if match[5] is None else int(match[5])
         if match[5] is not None and line in (0, attempt):
-            return None  # nobody writes it, and it would be another name of one step
+            return None  # the library writes no such name, and it would be a second name for one step
         return cls(int(match[1]), attempt, match[3], int(match[4]), line)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepId:
-        """The identity that ``step``, ``attempt``, ``token``, ``serial`` and ``line`` of a JSON object spell.
+        """Reads the identity from ``step``, ``attempt``, ``token``, ``serial`` and ``line`` of a JSON object.
 
         Raises:
-            KeyError, TypeError, ValueError: one is missing (but the line), of another type or cannot be.
+            KeyError, TypeError, ValueError: a field other than ``line`` is missing, or one has another type or an
+                impossible value.
         """
         line = data["line" if "line" in data else "attempt"]
         numbers = [data["step"], data["attempt"], data["serial"], line]

@@ -1,6 +1,6 @@
-"""Waiting in an event loop without losing a cancellation.
+"""Helpers that wait in an event loop without losing a cancellation.
 
-``asyncio.wait_for`` of Python before 3.12 forgets a cancellation that comes in the moment in which its wait ends.
+``asyncio.wait_for`` of Python before 3.12 drops a cancellation that arrives at the moment its wait ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _AGAIN_S = 0.05
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels them until they have ended. What they raise is not looked at."""
+    """Cancels the tasks again and again until all have ended. Exceptions that they raise are dropped."""
     tasks = list(tasks)
     left = {task for task in tasks if not task.done()}
     while left:
@@ -24,11 +24,11 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         _, left = await asyncio.wait(left, timeout=_AGAIN_S)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # asyncio complains of those that nobody has looked at
+            task.exception()  # marks the exception as retrieved, because asyncio logs those that are not
 
 
 async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Waits for an event. Blocks: up to ``seconds``."""
+    """Waits for an event, and returns whether it is set. Blocks: up to ``seconds``."""
     if event.is_set():
         return True
     waiting = asyncio.create_task(event.wait())

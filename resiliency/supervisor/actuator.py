@@ -1,4 +1,4 @@
-"""Steps that the supervisor carries out itself: the user's program, and what the cluster is told."""
+"""Carries out the plan steps that the supervisor does itself: it runs the user's hook program and calls the cluster."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ __all__ = ["Actuator"]
 
 logger = logging.getLogger(__name__)
 
-#: Between SIGTERM and SIGKILL for a program that takes too long.
+#: Seconds between SIGTERM and SIGKILL for a hook that takes too long.
 _GRACE_S = 5.0
-#: Of what a program has printed, for the log; and how often its output is read when it has ended.
+#: How many bytes of a hook's output are logged, and how often its output is read after it has ended.
 _SHOWN_BYTES, _MOST_READS = 2000, 16
 
 
 class Actuator:
-    """See the module. Thread: the event loop's.
+    """Runs each such step as a task. Thread: the event loop's.
 
     Args:
-        hook: words of the user's program; empty: there is none. After a kill of the supervisor it is run again for the
-            same plan, whose number it gets: it must stand that.
-        ended: told plan number, index of the step, and what went wrong ("": nothing).
+        hook: command line of the user's program; empty: there is none. After a kill of the supervisor it is run again
+            for the same plan, so it must tolerate a second run; it gets the plan's number.
+        ended: called with the plan's number, the index of the step, and the problem ("": the step succeeded).
     """
 
     def __init__(self, *, hook: tuple[str, ...], cluster: Cluster, ended: Callable[[int, int, str], None]) -> None:
         self._hook, self._cluster, self._ended = hook, cluster, ended
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
-        #: Given up, and not ended yet.
+        #: These were cancelled and have not ended yet.
         self._ending: set[asyncio.Task[None]] = set()
 
     def carry_out(self, plans: Mapping[int, Plan], workloads: Mapping[str, Workload]) -> None:
-        """Begins what is to be done by these plans, which are stored, and ends what is not any more."""
+        """Starts the present steps of these plans, which are stored already, and cancels steps that no plan wants any
+        more."""
         wanted = {
             (plan.number, plan.at): plan
             for plan in plans.values()
@@ -55,7 +56,8 @@ class Actuator:
             self._tasks[key] = asyncio.create_task(self._run(plan, workload), name=f"plan-{plan.number}")
 
     async def close(self) -> None:
-        """Ends what is being done. Blocks: for the grace of a program."""
+        """Cancels the running steps and waits for their end. Blocks: up to ``_GRACE_S`` for a hook that ignores
+        SIGTERM."""
         tasks = [*self._tasks.values(), *self._ending]
         self._tasks.clear()
         for task in tasks:
@@ -74,7 +76,7 @@ class Actuator:
             problem = await asyncio.wait_for(work, step.timeout_s)
         except asyncio.TimeoutError:
             problem = f"{step.kind} took longer than {step.timeout_s:.0f} s"
-        except Exception as error:  # Boundary: a backend's trouble is the step's, and the plan says what follows.
+        except Exception as error:  # Boundary: an error of a backend fails the step.
             logger.exception("plan %d: %s failed", plan.number, step.kind)
             problem = f"{step.kind}: {type(error).__name__}: {error}"
         self._ended(plan.number, plan.at, problem)
@@ -108,11 +110,11 @@ class Actuator:
 
 
 class _Output:
-    """The last of what a program prints, until it ends: one that it has left running may hold its output for ever.
-    Thread: the event loop's.
+    """Keeps the last output of a program. :meth:`close` does not wait for the end of the output, because a child that
+    the program has left running may hold the pipe open for ever. Thread: the event loop's.
 
     Attributes:
-        end: that the program is given.
+        end: the file descriptor that the program writes to.
     """
 
     def __init__(self) -> None:
@@ -135,7 +137,7 @@ class _Output:
         return bool(data)
 
     def close(self) -> str:
-        """Returns: what was printed."""
+        """Returns the last output, up to ``_SHOWN_BYTES``, without surrounding white space."""
         for _ in range(_MOST_READS):
             if not self._take():
                 break
@@ -145,7 +147,7 @@ class _Output:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """With what it has started and left in its session."""
+    """Ends the program and every process left in its session: SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -159,7 +161,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _variables(plan: Plan, workload: Workload) -> dict[str, str]:
-    """What the user's program is told."""
+    """Environment variables that tell the hook about the plan."""
     return {
         "RESILIENCY_WORKLOAD": plan.workload,
         "RESILIENCY_PLAN": str(plan.number),

@@ -1,4 +1,4 @@
-"""The addresses at which a supervisor may lead: of several that have one state file one does."""
+"""Addresses of supervisors. Of several supervisors with one state file, one leads and the others stand by."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from resiliency.errors import ConfigError
 
 __all__ = ["STANDS_BY", "STANDS_BY_STATUS", "supervisor_urls"]
 
-#: What a supervisor answers, and its status, while another one leads.
+#: The text and the HTTP status that a supervisor answers with while another one leads.
 STANDS_BY, STANDS_BY_STATUS = "this supervisor stands by; another one leads", 503
 
 
 def supervisor_urls(words: Iterable[str]) -> tuple[str, ...]:
-    """The addresses of what was given: each word is one, or several with commas between. Each is there once.
+    """Returns the addresses in ``words``, without duplicates. A word is one address, or several separated by commas.
 
     Raises:
-        ConfigError: there is none, or one is not of the form ``https://HOST:PORT``.
+        ConfigError: there is no address, or one is not of the form ``https://HOST:PORT``.
     """
     given = [url.strip().rstrip("/") for word in words for url in word.split(",")]
     found = tuple(dict.fromkeys(url for url in given if url))

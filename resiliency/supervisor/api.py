@@ -1,4 +1,4 @@
-"""What operators ask by HTTP: JSON, the metrics, and the status page."""
+"""The supervisor's HTTP interface for operators: JSON, metrics, and the status page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _MOST_EVENTS = 2000
 _MOST_REASON = 500
 _ASK = {"WWW-Authenticate": 'Basic realm="resiliency supervisor", charset="UTF-8"'}
-#: Of the page: nothing is loaded from anywhere, and nobody frames it.
+#: Headers of the status page: it loads nothing from elsewhere, and no other page may frame it.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
     " connect-src 'self'; frame-ancestors 'none'",
@@ -38,7 +38,7 @@ _Answer = Callable[[web.Request, Service], Awaitable[web.StreamResponse]]
 
 
 def add_routes(app: web.Application, supervisor: Supervisor) -> None:
-    """All but the monitors'."""
+    """Adds every route except the monitors' WebSocket."""
     api = _Api(supervisor)
     get, post = app.router.add_get, app.router.add_post
     get("/healthz", api.healthz)
@@ -58,10 +58,10 @@ class _Api:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
 
-    # -- who may ------------------------------------------------------------------------------------------------------
+    # -- access checks ------------------------------------------------------------------------------------------------
 
     def looks(self, handler: _Handler) -> _Handler:
-        """For operators, also by a browser's password."""
+        """Wraps a handler that only reads: operators may also use a browser's password."""
         return self._for_operators(handler, to_look=True)
 
     def acts(self, handler: _Handler) -> _Handler:
@@ -102,7 +102,7 @@ class _Api:
         text = self._supervisor.metrics.text()
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    # -- what is ------------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     async def page(self, request: web.Request, service: Service) -> web.StreamResponse:
         events = await asyncio.to_thread(self._supervisor.store.events, limit=300)
@@ -141,7 +141,7 @@ class _Api:
             return _error(404, f"there is no incident {word[:40]}; `resiliency supervisor status` lists the latest")
         return web.json_response(found)
 
-    # -- what is to be done -------------------------------------------------------------------------------------------
+    # -- acting -------------------------------------------------------------------------------------------------------
 
     async def drain(self, request: web.Request, service: Service) -> web.StreamResponse:
         name = request.match_info["name"]

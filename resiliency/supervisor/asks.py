@@ -1,4 +1,5 @@
-"""Steps of plans that this host is asked to carry out: begun once, answered as often as they are asked for."""
+"""Plan steps that the supervisor asks this host to carry out. Each is begun once, and answered whenever it is asked
+for."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ __all__ = ["Asks", "NotYet"]
 
 logger = logging.getLogger(__name__)
 
-#: Of the time that the supervisor waits, so that the answer is there in time.
+#: Share of a step's timeout that its work may take; the rest is left for the answer to arrive in time.
 _SHARE = 0.8
 _LONGEST_DETAIL = 1000
-#: Plan, index of its step, and the plan's epoch.
+#: Number of the plan, index of the step, and epoch of the plan.
 _Key = tuple[int, int, int]
 
 
@@ -27,21 +28,22 @@ def _key(ask: Ask) -> _Key:
 
 
 class NotYet(Exception):
-    """What was asked for cannot be said yet, and nothing is wrong: it is tried again as long as it is asked for."""
+    """The answer is not known yet and nothing is wrong. The work is tried again as long as the supervisor asks for
+    it."""
 
 
 class Asks:
-    """Thread: one, with an event loop.
+    """Starts the steps that are asked for, and answers them. Thread: one, with an event loop.
 
-    A check can be made again at any time, and is when it is asked for anew. The others leave something behind: that
-    they were begun is on the disk before they begin, and one that a killed monitor has left half done is answered with
-    that.
+    A check (``VERIFY``) may be repeated, and is when it is asked for anew. The other kinds have effects: their start is
+    written to disk before they begin, and a step that a killed monitor has begun and not finished is answered as "not
+    known whether it was done".
 
     Args:
-        save: makes ``state`` durable; False: it could not.
-        carry_out: does what is asked for within seconds, and returns what was wrong, "" when nothing was. Raises
-            :class:`NotYet` of a check.
-        answer: sends it.
+        save: makes ``state`` durable; returns False when it could not.
+        carry_out: per kind, does the work within the given seconds and returns the problem ("": none). A check may
+            raise :class:`NotYet`.
+        answer: sends the result to the supervisor.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Asks:
         self._wanted: set[_Key] = set()
 
     def wanted(self, asks: Sequence[Ask]) -> None:
-        """What the supervisor wants now: all of it. Begins what is new."""
+        """Takes the complete list of steps that the supervisor asks for now, and begins the new ones."""
         wanted = self._wanted = {_key(ask) for ask in asks}
         self._checked = {key: problem for key, problem in self._checked.items() if key in wanted}
         for ask in asks:
@@ -92,7 +94,7 @@ class Asks:
         self._say(key, problem)
 
     async def _result(self, ask: Ask) -> str | None:
-        """None: not yet."""
+        """Does the work and returns its problem ("": none), or None when the answer is not known yet."""
         carry_out = self._carry_out.get(ask.kind)
         if carry_out is None:
             return f"a host does not do {ask.kind}"
@@ -122,5 +124,5 @@ class Asks:
         self._answer(StepEnded(plan=key[0], at=key[1], epoch=key[2], problem=problem))
 
     async def close(self) -> None:
-        """What runs is given up."""
+        """Cancels the steps that run, and waits until they have ended."""
         await end_tasks(list(self._running.values()))

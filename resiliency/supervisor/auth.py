@@ -1,4 +1,5 @@
-"""Who may say what: tokens of monitors, bound to names of hosts, and the operators' token."""
+"""Decides what a client may do: each token of a monitor is bound to host names, and operators have a token of their
+own."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ class _Entry:
 
 
 class Authority:
-    """Thread: any.
+    """Checks tokens and certificates. Thread: any.
 
     Args:
         monitors: pattern of host names and token, for each token. Empty: see ``by_certificate``.
-        operator: token; "": nobody may do what operators may.
-        by_certificate: a client's certificate, which the TLS server has verified, names the host it may speak for.
-        insecure: everybody may do all.
+        operator: the operators' token; "": nobody may do what operators may.
+        by_certificate: a client may speak for the hosts named in its certificate, which the TLS server has verified.
+        insecure: every client may do everything.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class Authority:
 
     @classmethod
     def of(cls, settings: SupervisorSettings) -> Authority:
-        """
+        """Reads the token files that the settings name.
+
         Raises:
-            ConfigError: a file cannot be used, or there is no authentication though nobody has said that there shall be
-                none.
+            ConfigError: a file cannot be used; or the settings name no authentication, and do not turn it off
+                explicitly.
         """
         monitors = list(_tokens_of_hosts(settings.monitor_tokens)) if settings.monitor_tokens else []
         if settings.shared_token:
@@ -82,21 +84,25 @@ class Authority:
         return cls(monitors, operator, by_certificate=by_certificate)
 
     def monitor_patterns(self, header: str, certificate: Mapping[str, Any] | None) -> list[str]:
-        """Names of hosts that this client may speak for; none: it is no monitor."""
+        """Patterns of the host names that this client may speak for; empty when it is no monitor."""
         if self.insecure:
             return ["*"]
         digest = _digest(_bearer(header))
-        # All of them are compared, whichever fits.
+        # Compare with every token, also after a match, so that the time taken tells nothing.
         found = [entry.pattern for entry in self._entries if hmac.compare_digest(entry.digest, digest)]
         if self._by_certificate:
             names = _names(certificate)
-            # With tokens as well, both must allow it.
+            # Where tokens are set as well, both the token and the certificate must allow the name.
             found = [name for name in names if not self._entries or _fits(name, found)]
         return found
 
     def allows_operator(self, header: str, *, to_look: bool = False) -> bool:
-        """Args: to_look: nothing is changed; then a browser's password will do, which it sends by itself, wherever a
-        request comes from."""
+        """Whether the client is an operator.
+
+        Args:
+            to_look: the request changes nothing, so a password (HTTP basic authentication) is accepted too. For changes
+                it is not, because a browser sends it by itself with every request, whichever page causes the request.
+        """
         if self.insecure:
             return True
         token = _bearer(header) or (_password(header) if to_look else "")
@@ -112,7 +118,7 @@ def _fits(host: str, patterns: Sequence[str]) -> bool:
 
 
 def _digest(token: str) -> bytes:
-    """Of equal length for all tokens, so that a comparison tells nothing of it."""
+    """A digest of the same length for all tokens, so that the time of a comparison tells nothing about a token."""
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
 
 
@@ -132,7 +138,7 @@ def _password(header: str) -> str:
 
 
 def _names(certificate: Mapping[str, Any] | None) -> list[str]:
-    """Host names in a verified certificate."""
+    """Host names in a verified certificate; empty without one."""
     if not certificate:
         return []
     names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
@@ -181,9 +187,10 @@ def _check_length(token: str, where: str) -> None:
 
 
 def server_context(tls: TlsSettings | None) -> ssl.SSLContext | None:
-    """
+    """The TLS context of the supervisor's server; None without TLS settings.
+
     Raises:
-        ConfigError: a file of it cannot be used.
+        ConfigError: a certificate or key cannot be used.
     """
     if tls is None:
         return None

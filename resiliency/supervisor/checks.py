@@ -1,4 +1,4 @@
-"""What a host does when it is asked whether it is well, and when its devices are to be reset."""
+"""Checks whether this host is healthy, and resets its devices."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Problem", "problems_of_host", "reset_devices"]
 
 logger = logging.getLogger(__name__)
 
-#: Why something is not well; "": it is.
+#: What is wrong, in words; "" when nothing is.
 Problem = str
 
-#: For the variable that a reset program finds its devices in.
+#: Name of the environment variable that gives a reset program its devices.
 DEVICES_VARIABLE = "RESILIENCY_DEVICES"
 _LONGEST_OUTPUT = 500
 
@@ -34,10 +34,12 @@ async def problems_of_host(
     launcher_is_warm: Callable[[float], Awaitable[Problem]],
     state_is_written: Callable[[], Problem],
 ) -> Problem:
-    """Every watchdog now, the launcher, and the disk of the state folder. Blocks: up to ``within_s``.
+    """Looks at every watchdog, the launcher, and the disk of the state folder, and returns what is wrong. Blocks: up to
+    ``within_s``.
 
     Args:
-        launcher_is_warm: waits up to so many seconds for it.
+        launcher_is_warm: waits up to the given seconds for the launcher, and returns what is wrong with it.
+        state_is_written: writes the state folder, and returns what is wrong with it.
     """
     deadline_s = time.monotonic() + within_s
     found = [state_is_written()]
@@ -49,12 +51,12 @@ async def problems_of_host(
 
 
 async def reset_devices(command: str, devices: Sequence[str], within_s: float) -> Problem:
-    """Runs the reset program, or ``nvidia-smi --gpu-reset`` where there is one. Blocks: up to ``within_s``; then its
-    session is killed.
+    """Runs the reset program, or ``nvidia-smi --gpu-reset`` where nvidia-smi exists, and returns what is wrong. Blocks:
+    up to ``within_s``; then the program and its session are killed.
 
     Args:
-        command: words as in a shell, without one; "": nvidia-smi.
-        devices: PCI addresses; empty: all.
+        command: the command line, split as a shell would, run without a shell; "": nvidia-smi.
+        devices: PCI addresses; empty: all devices.
     """
     if command:
         words = shlex.split(command)

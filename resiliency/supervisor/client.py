@@ -1,4 +1,4 @@
-"""Asks a supervisor by HTTP, for the command line. The standard library only."""
+"""HTTP client of the supervisor for the command line. It uses only the standard library."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from resiliency.supervisor.addresses import STANDS_BY_STATUS, supervisor_urls
 __all__ = ["OperatorClient"]
 
 _TIMEOUT_S = 10.0
-#: To be found among several addresses.
+#: Timeout, in seconds, of the question whether a supervisor leads, where there are several addresses.
 _PROBE_S = 2.0
 _MOST_BYTES = 64 << 20
 
 
 class OperatorClient:
-    """Thread: any. Blocks: 10 s at most for each request, with several addresses 12 s for each of them.
+    """Sends operators' requests to the supervisor that leads. Thread: any. Blocks: up to 10 s for a request; with
+    several addresses up to 12 s for each of them.
 
     Args:
-        urls: ``http://host:port``, or ``https``; of several supervisors with one state file, each.
-        token: the operators'; "": none.
+        urls: ``http://host:port`` or ``https://host:port`` of every supervisor that shares the state file.
+        token: the operators' token; "": none.
         ca: file with the certificates to trust; "": the system's.
-        cert, key: of this client, for a supervisor that asks for one.
+        cert, key: files with this client's certificate and key, for a supervisor that asks for one.
 
     Raises:
-        ConfigError: the address or a file is wrong.
+        ConfigError: an address is not valid, or a file cannot be read.
     """
 
     def __init__(self, *urls: str, token: str = "", ca: str = "", cert: str = "", key: str = "") -> None:
@@ -48,14 +49,15 @@ class OperatorClient:
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, path: str, **query: object) -> dict[str, Any]:
-        """
+        """Returns the JSON object that the supervisor answers.
+
         Raises:
-            AgentError: it cannot be reached, or refuses; the error says what to do.
+            AgentError: no supervisor can be reached, or it refuses; the error says what to do.
         """
         return self._ask("GET", path, query)
 
     def post(self, path: str, **query: object) -> dict[str, Any]:
-        """Raises: as :meth:`get`."""
+        """Sends a request that changes something; returns and raises as :meth:`get`."""
         return self._ask("POST", path, query)
 
     def _ask(self, method: str, path: str, query: dict[str, object]) -> dict[str, Any]:
@@ -70,7 +72,7 @@ class OperatorClient:
         raise AgentError(". ".join(said))
 
     def _likeliest_first(self) -> list[str]:
-        """Those that say that they lead, then those that say something, then those that do not answer."""
+        """Sorts the addresses: supervisors that lead, then those that answer, then those that do not."""
         return sorted(self._urls, key=self._readiness) if len(self._urls) > 1 else list(self._urls)
 
     def _readiness(self, url: str) -> int:
@@ -104,7 +106,7 @@ class OperatorClient:
         return found
 
     def _hint(self, url: str, error: Exception) -> str:
-        """Who shows no certificate where one is asked for is often cut off without a reason."""
+        """Returns advice to pass a certificate, or "". A client without one is often cut off without a reason."""
         is_cut = isinstance(error, (ConnectionError, ssl.SSLError, http.client.HTTPException))
         if not url.startswith("https:") or self._cert or not is_cut:
             return ""
@@ -112,7 +114,7 @@ class OperatorClient:
 
 
 class _NotHere(AgentError):
-    """The supervisor that leads may be at another address."""
+    """This address is not the leader's; the supervisor that leads may be at another one."""
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -1,4 +1,4 @@
-"""The connection to the supervisor: kept up for ever, and never needed for training to go on."""
+"""The monitor's connection to the supervisor. It is opened again for ever; training does not depend on it."""
 
 from __future__ import annotations
 
@@ -33,28 +33,31 @@ __all__ = ["ConnectionSettings", "SupervisorConnection"]
 
 logger = logging.getLogger(__name__)
 
-#: Between two attempts to connect, doubled each time.
+#: Seconds between two attempts to connect: the first wait, doubled each time, and the longest.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
-#: The longest, once it is known how often a host is to be heard: a supervisor that was started again gives hosts its
-#: timeout and a period, together more than two periods, and takes those that are silent then for lost.
+#: The longest wait between two attempts, in periods, once the supervisor has named its period. A supervisor that was
+#: started again waits its host timeout plus a period, together more than two periods, before it takes silent hosts as
+#: lost.
 _LONGEST_WAIT_PERIODS = 2
 _SHORTEST_PERIOD_S, _LONGEST_PERIOD_S = 0.05, 60.0
-#: A supervisor that answers no ping for so many periods, and for so long, is gone.
+#: A supervisor that has answered no ping for this many periods, and for at least this many seconds, is given up.
 _SILENT_PERIODS, _SILENT_S = 3, 10.0
-#: One that answers none for so many is kept, and the other addresses are asked once a period whether one leads there.
+#: When the supervisor has answered nothing for this many periods its connection is kept, and the other addresses are
+#: asked, twice a period, whether a supervisor leads there.
 _DOUBTED_PERIODS = 1.5
 _MOST_TOKEN_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionSettings:
-    """
+    """Where the supervisor is, and how this host proves who it is.
+
     Attributes:
-        urls: of the supervisor, https://host:port; of several with one state file, each. The one that leads is found.
-        token_file: read at each connection, so that a token can be changed; "": no token.
-        ca_file: certificates that the supervisor's is checked with; "": those of this host.
-        cert_file, key_file: of this host, where the supervisor asks for one.
-        plain_http: a token may cross a network unencrypted.
+        urls: ``https://host:port`` of every supervisor that shares the state file; the one that leads is found.
+        token_file: read at each connection, so that the token can be changed; "": no token.
+        ca_file: certificates that the supervisor's is checked with; "": the system's.
+        cert_file, key_file: this host's certificate and key, where the supervisor asks for one.
+        plain_http: the token may cross a network unencrypted.
     """
 
     urls: tuple[str, ...]
@@ -76,10 +79,10 @@ class ConnectionSettings:
             raise ConfigError("pass both --cert and --key, or neither")
 
     def token(self) -> str:
-        """Blocks: one small read.
+        """Returns the token, or "" when no token file is set. Blocks: one small read.
 
         Raises:
-            ConfigError: the file has no token.
+            ConfigError: the file cannot be read, or does not hold exactly one token.
         """
         if not self.token_file:
             return ""
@@ -95,8 +98,10 @@ class ConnectionSettings:
         return text
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Raises:
-        ConfigError: a certificate cannot be read.
+        """Returns the TLS context, or None when no address is https.
+
+        Raises:
+            ConfigError: a certificate cannot be read.
         """
         if not any(urlsplit(url).scheme == "https" for url in self.urls):
             return None
@@ -117,14 +122,14 @@ def _is_loopback(host: str | None) -> bool:
 
 
 class SupervisorConnection:
-    """Thread: one, with an event loop.
+    """Talks to the supervisor that leads. Thread: one, with an event loop.
 
     Args:
-        hello: said first on each connection, with the term.
-        report: gives what is true now, with a number.
-        obey: called with each :class:`Desired` of a supervisor whose term is not lower than ``term`` says.
-        term: of the highest supervisor heard so far; called with a new one, it keeps it.
-        connected: called when a supervisor has taken this host, before anything is said to it.
+        hello: the first message on each connection, sent with the present term.
+        report: returns the host's present report, with a new number.
+        obey: called with each :class:`Desired` whose term is not lower than the highest term heard so far.
+        term: returns the highest term heard so far; called with a higher one, it stores that first.
+        connected: called when a supervisor has accepted this host, before the first report is sent.
     """
 
     def __init__(
@@ -144,34 +149,35 @@ class SupervisorConnection:
         self._news = asyncio.Event()
         self._heard_s = 0.0
         self._longest_wait_s = _LONGEST_WAIT_S
-        #: The one that led last is the first.
+        #: Addresses; the supervisor that led last comes first.
         self._urls = supervisor_urls(settings.urls)
         self._blocked_until_s = 0.0
         self._said = ""
         self._lower_said = 0
         self.is_connected = False
 
-    # -- what is to be said -------------------------------------------------------------------------------------------
+    # -- what is sent -------------------------------------------------------------------------------------------------
 
     def say_soon(self) -> None:
-        """Something has changed: a report is due now."""
+        """Something has changed: sends a report now instead of at the next period."""
         self._news.set()
 
     def answer(self, ended: StepEnded) -> None:
-        """Said on this connection. Where there is none the supervisor asks again on the next."""
+        """Sends the result of a step on the present connection. Without one it is dropped, because the supervisor asks
+        again on its next connection."""
         if self.is_connected:
             self._answers.append(ended)
             self._news.set()
 
     def block(self, seconds: float) -> None:
-        """For tests of a network that is cut: no connection for so long."""
+        """Closes the connection and opens none for this many seconds. For tests of a network that is cut."""
         self._blocked_until_s = time.monotonic() + seconds
         self._news.set()
 
     # -- the connection -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until it is cancelled. Raises: nothing else."""
+        """Connects again and again until it is cancelled. Raises: CancelledError only."""
         wait_s = _FIRST_WAIT_S
         while True:
             blocked_s = self._blocked_until_s - time.monotonic()
@@ -185,7 +191,7 @@ class SupervisorConnection:
                 raise
             except Exception as error:
                 problem = words_of(error)
-                if isinstance(error, NoLeader) and error.stands_by:  # it leads soon
+                if isinstance(error, NoLeader) and error.stands_by:  # it leads soon: no long wait
                     longest_s = min(longest_s, self._longest_wait_s / _LONGEST_WAIT_PERIODS)
             self.is_connected = False
             if problem != self._said:
@@ -202,10 +208,11 @@ class SupervisorConnection:
             wait_s *= 2
 
     async def _round(self) -> None:
-        """All addresses once. With the one that leads it speaks, and with those that follow it, until that is over."""
+        """Tries all addresses once. Talks to the supervisor that leads, and then to any that takes over from it, until
+        the last of these connections ends."""
         opened: OpenConnection | None = await self._open(self._urls, self._check_term)
         while opened is not None:
-            # It is the first to be asked the next time.
+            # Ask this supervisor first the next time.
             self._urls = (opened.url, *(url for url in self._urls if url != opened.url))
             following = None
             try:
@@ -225,7 +232,8 @@ class SupervisorConnection:
         )
 
     async def _talk(self, opened: OpenConnection) -> OpenConnection | None:
-        """Until another supervisor leads, whose connection it returns."""
+        """Talks to a supervisor until another one has taken over, and returns the connection to that one. Raises an
+        error when the connection ends."""
         socket, welcome = opened.socket, opened.welcome
         self._check_term(welcome.term)
         period_s = min(max(welcome.period_s, _SHORTEST_PERIOD_S), _LONGEST_PERIOD_S)
@@ -256,8 +264,9 @@ class SupervisorConnection:
         return following
 
     async def _look_elsewhere(self, opened: OpenConnection, period_s: float) -> OpenConnection:
-        """The connection to a supervisor that leads in the stead of one that does not answer: a process that is stopped
-        closes no connection. While it answers, or none of the others leads, this waits."""
+        """Waits until this supervisor answers no more and another one leads; returns the connection to that one. It
+        does not wait for the connection to close, because a process that a signal has stopped keeps its connections
+        open."""
         others = [url for url in self._urls if url != opened.url]
         if not others:
             await asyncio.Event().wait()
@@ -329,5 +338,5 @@ class SupervisorConnection:
 
     @staticmethod
     async def _send(socket: Any, text: str, within_s: float) -> None:
-        """A supervisor that is stopped does not read."""
+        """Sends within a deadline, because a supervisor that a signal has stopped does not read."""
         await asyncio.wait_for(socket.send_str(text), within_s)

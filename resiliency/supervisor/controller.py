@@ -1,8 +1,9 @@
-"""What is done, and in which order: observations become incidents, incidents plans, plans places of hosts. Pure.
+"""Decides what is done about failures: observations become incidents, incidents become plans, and plans give hosts
+their places. Pure: no input, no output, no clock.
 
-Everything is decided from what is true now (which hosts are ready, which epoch a host says it has), never from what a
-message said once, so that a supervisor that was killed goes on by looking. A workload has one plan at a time, and each
-set of places has an epoch of its own: what is said of another epoch is not listened to.
+Everything is decided from what is true now (which hosts are ready, which epoch a host reports), never from what a
+message said once, so that a supervisor that was killed goes on by looking. A workload has at most one plan at a time.
+Each set of places has an epoch of its own, and reports of another epoch are ignored.
 """
 
 from __future__ import annotations
@@ -40,36 +41,39 @@ __all__ = ["Changes", "Controller", "ControllerSettings"]
 
 logger = logging.getLogger(__name__)
 
-#: A larger epoch than this that a host speaks of is not believed.
+#: A host that reports a larger epoch than this is not believed.
 _MOST_EPOCH = 1 << 30
-#: Of one incident, and of one host in it. Thousands of ranks are lost at once with a rack, not with a host.
+#: Most observations that are kept of one incident, and of one host within it. Thousands of ranks can be lost at once
+#: with a rack, but not with one host.
 _MOST_OBSERVATIONS, _MOST_OF_A_HOST = 8192, 256
-#: Incidents that are over, in memory; and how many more there are until the oldest are dropped together.
+#: How many closed incidents stay in memory, and how many more there may be before the oldest are dropped together.
 _MOST_CLOSED, _SLACK = 2000, 200
 
 
-#: The running goodput is stored with what happens, and so often where nothing does.
+#: The running goodput is stored with every other change of the workload, and at least this often, in seconds.
 _GOODPUT_S = 60.0
 
 
-#: Of ranks that report steps while others have reported none: so many more, and the job has started. Ranks that train
-#: together cannot be so far apart; those that have none may not tell of theirs.
+#: An epoch counts as started when a rank is this many steps past the first step reported, even if other ranks have
+#: reported none. Ranks that train together cannot be so far apart, so the others may be unable to report steps.
 _STEPS_AHEAD = 3
 
-#: Steps are counted over this long at least for how many a second makes. Hosts report a step apart, and within
-#: milliseconds: of two reports alone it would be a hundred a second.
+#: Least time, in seconds, over which steps are counted to tell steps per second. Hosts report steps one apart within
+#: milliseconds: two such reports alone would make a hundred steps a second.
 _PACE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerSettings:
-    """
+    """How the controller decides.
+
     Attributes:
-        most_plans: that fail, for one incident; then the workload is stopped. Those that something else has overtaken
-            (a spare that fails its check, another host that is lost) count a fifth.
-        hook_timeout_s: of the user's program in each plan; 0: there is none.
-        hook_signal: that ranks get in each plan; 0: none.
-        dry_run: remedies are said, and not carried out.
+        most_plans: a workload is stopped after this many failed plans for one incident, or after five times as many
+            plans of any outcome. A plan may be overtaken (a spare fails its check, another host is lost) without
+            failing.
+        hook_timeout_s: seconds that the user's hook may take in each plan; 0: there is no hook.
+        hook_signal: number of the signal that ranks get in each plan; 0: none.
+        dry_run: remedies are logged and not carried out.
     """
 
     most_plans: int = 12
@@ -80,7 +84,7 @@ class ControllerSettings:
 
 @dataclass(kw_only=True)
 class Changes:
-    """What is to be stored before anything is done about it."""
+    """What has changed, and must be stored before anything is done about it."""
 
     workloads: dict[str, Workload] = field(default_factory=dict)
     incidents: dict[int, Incident] = field(default_factory=dict)
@@ -92,16 +96,17 @@ class Changes:
 
 @dataclass(kw_only=True)
 class _Seen:
-    """What hosts have said of a workload's present epoch. Not stored: they say it again.
+    """What hosts have reported of a workload's present epoch. Not stored, because hosts report it again.
 
     Attributes:
         placed: hosts that know their places.
         ended: hosts whose ranks have all finished.
         stepped: hosts of which a rank has made a step.
-        step, first_step: the furthest of all, and the first that was told.
-        progressed_s, made_s: when it was seen to grow last, and after when that step was made.
-        steps_per_s: lately.
-        paced_step, paced_s: since when that is counted.
+        step, first_step: the largest step of all ranks, and the first one reported; -1: none.
+        progressed_s: when ``step`` was last seen to grow.
+        made_s: that step was made after this time.
+        steps_per_s: recent steps per second.
+        paced_step, paced_s: the step and the time from which ``steps_per_s`` is counted.
     """
 
     epoch: int = 0
@@ -120,18 +125,19 @@ class _Seen:
 
 @dataclass(kw_only=True)
 class _Noted:
-    """Of an open incident: what it holds, and how much of each host."""
+    """What an open incident holds already, and how many observations of each host."""
 
     seen: set[tuple[object, int]]
     of_hosts: Counter[str]
 
 
 class Controller:
-    """See the module. Thread: one. Blocks: never.
+    """Decides for all workloads. Thread: one. Blocks: never. Times ending in ``_s`` are monotonic seconds; ``wall`` is
+    UTC seconds.
 
     Args:
-        sensor: of the hosts.
-        period_s: between two reports of a host.
+        sensor: the states of the hosts.
+        period_s: seconds between two reports of a host.
     """
 
     def __init__(
@@ -154,22 +160,22 @@ class Controller:
         self._changes = Changes()
         self._last_number = 0
         self._restored_s = -1e9
-        #: Epochs that hosts have had, by workload, where they are higher than what was stored: of a file that is lost,
-        #: or was put back. Not stored: hosts say it again.
+        #: Highest epoch that hosts report, by workload, where it is higher than the stored one: the state file was lost
+        #: or an old copy was put back. Not stored, because hosts report it again.
         self._had: dict[str, int] = {}
         self._noted: dict[int, _Noted] = {}
-        #: Hosts that are ready and have no place, and what they were worked out from.
+        #: Hosts that are ready and have no place, and the versions that this list was computed from.
         self._free: list[str] = []
         self._free_of: tuple[int, int] = (-1, -1)
         self._version = 0
-        #: When the last plan of each workload has failed.
+        #: When the latest plan of each workload failed.
         self._failed_s: dict[str, float] = {}
-        #: What nothing was done about, by workload: it is no news until it changes.
+        #: The chances of each workload that the policy chose to leave alone. They are ignored until they change.
         self._declined: dict[str, object] = {}
-        #: Reports that were not listened to, by reason.
+        #: How many reports were ignored, by reason.
         self.refused: Counter[str] = Counter()
 
-    # -- what is known ------------------------------------------------------------------------------------------------
+    # -- reading the state --------------------------------------------------------------------------------------------
 
     @property
     def workloads(self) -> Mapping[str, Workload]:
@@ -184,7 +190,7 @@ class Controller:
         return self._plans
 
     def place_of(self, host: str) -> Place | None:
-        """What a host is to do now; None: it has no ranks."""
+        """The present place of a host; None when it has no ranks."""
         for workload in self._workloads.values():
             place = workload.place_of(host)
             if place is not None:
@@ -196,11 +202,11 @@ class Controller:
         return [self._plans[number] for number in found if number is not None]
 
     def goodput_of(self, workload: str) -> RunningGoodput:
-        """How much of its time so far has made steps that were kept."""
+        """How much of the workload's time so far made steps that were kept."""
         return self._goodput.of(workload)
 
     def take_changes(self) -> Changes:
-        """What has changed since this was asked last."""
+        """Returns, and resets, what has changed since the last call."""
         changes, self._changes = self._changes, Changes()
         return changes
 
@@ -212,7 +218,8 @@ class Controller:
         now_s: float,
         wall: float = 0.0,
     ) -> None:
-        """What a supervisor before this one has stored. Deadlines begin anew: the clock may have."""
+        """Takes over what an earlier supervisor has stored. Deadlines start anew, because the monotonic clock may
+        have."""
         self._incidents = {each.number: replace(each, opened_at_s=now_s) for each in incidents}
         self._plans = {each.number: replace(each, step_since_s=now_s) for each in plans}
         self._workloads = {each.name: replace(each, since_s=now_s) for each in workloads}
@@ -223,10 +230,10 @@ class Controller:
         self._version += 1
 
     def add(self, spec: WorkloadSpec, now_s: float) -> None:
-        """A workload that is to run; of one that is known, what the user wants now.
+        """Adds a workload that is to run, or changes the specification of a known one.
 
         Raises:
-            ConfigError: hosts per replica cannot change while it runs.
+            ConfigError: hosts per replica cannot change while the workload runs.
         """
         known = self._workloads.get(spec.name)
         if known is None or known.state.has_ended:
@@ -242,7 +249,7 @@ class Controller:
             self._set(replace(known, spec=spec))
 
     def stop(self, name: str, reason: str, now_s: float, wall: float) -> bool:
-        """Ends a workload for good. False: there is none that runs."""
+        """Ends a workload for good. Returns False when no workload of this name runs."""
         workload = self._workloads.get(name)
         if workload is None or workload.state.has_ended:
             return False
@@ -250,15 +257,16 @@ class Controller:
         return True
 
     def pause(self, seconds: float) -> None:
-        """For so long nothing could be done or seen: no step is later for it. Not stored."""
+        """Moves the deadlines of all present steps by ``seconds``, in which nothing could be done or seen. Not
+        stored."""
         for plan in self.active_plans():
             self._plans[plan.number] = replace(plan, step_since_s=plan.step_since_s + seconds)
 
-    # -- what is reported ---------------------------------------------------------------------------------------------
+    # -- reports ------------------------------------------------------------------------------------------------------
 
     def heard_of_epoch(self, host: str, name: str, epoch: int) -> None:
-        """A host has had ranks of this epoch of a workload, which nobody here knows of: what was stored is lost, or an
-        older copy of it was put back. Later epochs are higher than that; monitors obey no lower one."""
+        """A host has had ranks of a higher epoch than is known here: the state file was lost, or an older copy of it
+        was put back. Later epochs are numbered above it, because monitors do not obey a lower one."""
         workload = self._workloads.get(name)
         if workload is None or epoch <= max(workload.epoch, self._had.get(name, 0)):
             return
@@ -287,11 +295,12 @@ class Controller:
         counts_steps: bool = True,
         ended: bool = False,
     ) -> None:
-        """A host knows its place, its ranks have come to a step (-1: none yet), or they have all finished.
+        """A host knows its place, its ranks have reached a step (-1: none yet), or they have all finished (``ended``).
 
         Args:
-            age_s: of the step, when the launcher of the host looked, which may be ``REPORT_S`` ago.
-            counts_steps: ``step`` is one of the optimizer, which an epoch takes up where the one before has saved it.
+            age_s: age of the step when the host's launcher looked, which may have been up to ``REPORT_S`` ago.
+            counts_steps: ``step`` is the optimizer's, which an epoch continues from the last saved step of the one
+                before.
         """
         known = self._workloads.get(workload)
         if known is None or known.epoch != epoch:
@@ -323,12 +332,13 @@ class Controller:
             self._goodput.progressed(workload, epoch, step if counts_steps else -1, now_s)
 
     def observe(self, one: Observation, now_s: float, wall: float) -> None:
-        """Something was seen. Epochs that are over, hosts and workloads that nobody knows are not listened to."""
+        """Takes an observation into an incident. Ignores (and counts) those of epochs that are over, and of unknown
+        hosts."""
         if one.host and self._sensor.host(one.host) is None:
             self.refused["host"] += 1
             return
         if one.takes_host_out and self._sensor.state_of(one.host) is not HostState.QUARANTINED:
-            # Whether it has a place or not: it is none that ranks could be moved to. Silent and cordoned ones are not.
+            # Also when it has no place: no ranks may be moved to it. Silent and cordoned hosts keep their state.
             self._sensor.quarantine(one.host, describe(one), now_s)
         concerned = [each for each in self._workloads.values() if not each.state.has_ended]
         if one.workload:
@@ -346,17 +356,18 @@ class Controller:
     def step_ended(
         self, plan_number: int, at: int, now_s: float, wall: float, *, problem: str = "", hosts: Sequence[str] = ()
     ) -> None:
-        """A step that somebody else carries out has ended. Told twice, or of a plan that is over, it is nothing.
+        """A step that a host or the actuator carries out has ended. Ignored when it was reported before or its plan is
+        over.
 
         Args:
-            problem: "": it was done.
-            hosts: because of which it was not.
+            problem: why the step failed; "": it was done.
+            hosts: the hosts that it failed because of.
         """
         plan = self._plans.get(plan_number)
         if plan is None or plan.step is None or plan.at != at:
             return
         if plan.step.kind in (StepKind.PLACE, StepKind.PROGRESS):
-            return  # seen from the hosts' reports
+            return  # these steps end when reports of hosts show it
         if not problem:
             self._advance(plan, now_s)
             return
@@ -365,14 +376,14 @@ class Controller:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def look(self, now_s: float, wall: float) -> None:
-        """Does what is due. To be called after whatever was reported, and several times a second."""
+        """Does what is due now. To be called after every report, and several times a second."""
         for one in self._sensor.look(now_s):
             self.observe(one, now_s, wall)
         self._give_up_lasting(now_s)
         for name in list(self._workloads):
             workload = self._workloads[name]
             if not workload.state.has_ended and not self._is_placed(workload):
-                self._complete(workload, now_s, wall)  # while a plan was prepared that is not needed then
+                self._complete(workload, now_s, wall)  # while a plan is prepared; it is not needed then
                 workload = self._workloads[name]
             if workload.state.has_ended:
                 continue
@@ -384,7 +395,7 @@ class Controller:
             if self._sensor.frozen:
                 if workload.state is WorkloadState.RUNNING:
                     self._set(replace(workload, state=WorkloadState.FROZEN, since_s=now_s))
-                elif workload.plan is not None:  # its deadline stands still; that is nothing to store
+                elif workload.plan is not None:  # its deadline stands still, which needs no storing
                     self._plans[workload.plan] = replace(self._plans[workload.plan], step_since_s=now_s)
                 continue
             if workload.state is WorkloadState.FROZEN:
@@ -403,7 +414,8 @@ class Controller:
                 self._decide(workload, now_s, wall)
 
     def _overtake_silent(self, workload: Workload, now_s: float) -> None:
-        """While so many were silent at once, no plan was ended for it. Some may be silent still."""
+        """Ends the plan if one of its hosts is silent: while many hosts were silent at once, no plan was ended for
+        it."""
         if workload.plan is None:
             return
         plan = self._plans[workload.plan]
@@ -412,7 +424,8 @@ class Controller:
             self._end_plan(plan, Outcome.OVERTAKEN, f"{', '.join(silent[:3])} not heard of", now_s)
 
     def _give_up_lasting(self, now_s: float) -> None:
-        """Spares that went silent long ago, and are away for good perhaps, are no sign of what happens now."""
+        """Gives up spares that have been silent for long: they may be away for good, and say nothing about what happens
+        now."""
         if self._sensor.frozen:
             return
         lasting = self._sensor.long_silent(now_s)
@@ -422,13 +435,13 @@ class Controller:
                 self._sensor.give_up(host)
 
     def _is_placed(self, workload: Workload) -> bool:
-        """Of a workload with a plan: hosts have been told its places."""
+        """Whether the workload's plan has given out its places already: its epoch is the workload's."""
         return workload.plan is not None and self._plans[workload.plan].epoch == workload.epoch
 
     # -- incidents ----------------------------------------------------------------------------------------------------
 
     def _note(self, workload: Workload, one: Observation, now_s: float, wall: float) -> None:
-        workload = self._workloads[workload.name]  # what was noted just before may have opened an incident
+        workload = self._workloads[workload.name]  # an earlier observation may have opened an incident
         plan = None if workload.plan is None else self._plans[workload.plan]
         incident = self._open_incident(workload, now_s, wall)
         if self._is_news(incident, one):
@@ -458,7 +471,7 @@ class Controller:
         return True
 
     def _disturb(self, plan: Plan, one: Observation, now_s: float, wall: float) -> None:
-        """Something happened while a plan is carried out: does it make the plan wrong?"""
+        """Ends the plan that is being carried out if this observation makes it wrong."""
         placed = self._workloads[plan.workload].epoch == plan.epoch
         if one.is_planned:
             return  # it can wait for the end of the plan
@@ -492,7 +505,7 @@ class Controller:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """In memory, as the store does on the disk."""
+        """Drops the oldest closed incidents from memory, as the store does on disk."""
         closed = sorted(number for number, one in self._incidents.items() if not one.is_open)
         gone = set(closed[: len(self._incidents) - _MOST_CLOSED])
         for number in gone:
@@ -503,7 +516,7 @@ class Controller:
     # -- decisions ----------------------------------------------------------------------------------------------------
 
     def _decide(self, workload: Workload, now_s: float, wall: float) -> None:
-        """There is no plan. Is one needed?"""
+        """Without a plan: decides whether one is needed, and begins it."""
         self._notice_chances(workload, now_s, wall)
         workload = self._workloads[workload.name]
         self._complete(workload, now_s, wall)
@@ -516,7 +529,7 @@ class Controller:
             return
         seen = self._seen_of(workload)
         if now_s - self._restored_s < 2 * self._period_s and not seen.placed.issuperset(workload.places):
-            return  # what hosts do has not been heard yet
+            return  # what hosts do has not been reported yet
         situation = self._situation(workload, incident, now_s)
         if workload.state is WorkloadState.WAITING:
             self._wait_or_start(situation, now_s, wall)
@@ -537,7 +550,7 @@ class Controller:
             self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
             return
         if not situation.out and now_s - self._failed_s.get(workload.name, -1e9) < pause_s(len(situation.failed)):
-            return  # what the ranks die of may pass: a file system that is away, a notice to go
+            return  # what kills the ranks may pass: a file system that is away, a preemption notice
         self._carry_out(self._ask(situation), situation, now_s, wall)
 
     def _ask(self, situation: Situation) -> Remedy:
@@ -556,7 +569,7 @@ class Controller:
         problem = problem_of(remedy, situation)
         if problem and situation.is_planned:
             return Remedy(kind=RemedyKind.NOTHING, reason=problem)
-        if problem:  # the user may want another size than before
+        if problem:  # the user may want another size than before, which the default policy does not know
             return Remedy(kind=RemedyKind.WAIT, out=situation.out, reason=f"nothing else can be done: {problem}")
         return remedy
 
@@ -564,7 +577,7 @@ class Controller:
         workload, incident = situation.workload, situation.incident
         if self._settings.dry_run:
             outcome = f"dry run: would {remedy.kind}{_of(remedy)}"
-            if incident.outcome != outcome:  # it stays open: what was seen is not mended, and said once
+            if incident.outcome != outcome:  # the incident stays open, because nothing is mended; this is logged once
                 logger.warning("%s: incident %d: %s", workload.name, incident.number, outcome)
                 self._set_incident(replace(incident, outcome=outcome))
             return
@@ -618,7 +631,7 @@ class Controller:
         in_job = workload.in_job_restarts + (remedy.kind is RemedyKind.RESTART_IN_JOB)
         restarts = workload.workload_restarts + (remedy.kind is RemedyKind.RESTART_WORKLOAD)
         if remedy.kind in _OTHER_HOSTS:
-            in_job = restarts = 0  # other hosts
+            in_job = restarts = 0  # counted anew, because other hosts take part
         swaps = workload.swaps + (remedy.kind in _OTHER_HOSTS and not set(remedy.out) & set(situation.out))
         self._set(
             replace(
@@ -641,7 +654,7 @@ class Controller:
         settled = waited_s >= spec.dwell_s and len(self._spares(now_s, dwell_s=spec.dwell_s)) == ready
         if ready >= spec.hosts or (
             ready >= spec.min_hosts and settled
-        ):  # hosts that start together are not all as fast
+        ):  # hosts that start together are not equally fast
             self._carry_out(self._ask(situation), situation, now_s, wall)
         still_waits = self._workloads[workload.name].state is WorkloadState.WAITING
         if still_waits and waited_s >= spec.wait_timeout_s and not self._settings.dry_run:
@@ -652,7 +665,7 @@ class Controller:
         return max(workload.epoch, self._had.get(workload.name, 0)) + 1
 
     def _notice_chances(self, workload: Workload, now_s: float, wall: float) -> None:
-        """What nobody reports: hosts that a job could use."""
+        """Notes what no host reports: ready hosts that a job could use."""
         if workload.incident is not None:
             return
         ready = self._spares(now_s, dwell_s=0.0)
@@ -698,7 +711,7 @@ class Controller:
         return workload.epoch, workload.spec, cordoned, list(self._free), len(steady)
 
     def _cordoned(self, workload: Workload) -> list[str]:
-        """Of its hosts. Asked at every look, and hardly ever any."""
+        """Cordoned hosts of the workload. Called at every look; there are hardly ever any."""
         cordoned = self._sensor.cordoned
         return [host for host in workload.places if host in cordoned] if cordoned else []
 
@@ -714,7 +727,7 @@ class Controller:
             self._set(replace(workload, in_job_restarts=0, workload_restarts=0, swaps=0, host_faults={}))
 
     def _trains_on(self, situation: Situation, now_s: float) -> bool:
-        """Hosts are silent, and training goes on, which it cannot without them: they are not lost, only not heard."""
+        """Hosts are silent, but training goes on, which it cannot do without them: they are unheard, not lost."""
         if any(one.kind is not ObservationKind.HOST_SILENT for one in situation.observations):
             return False
         if situation.workload.state is not WorkloadState.RUNNING:
@@ -722,8 +735,8 @@ class Controller:
         silent = [self._sensor.host(one.host) for one in situation.observations]
         since_s = max((host.heard_s for host in silent if host is not None), default=now_s)
         seen = self._seen_of(situation.workload)
-        # A host that dies may do so just before its next report. And those of others come a period apart, of which each
-        # tells what a launcher saw up to REPORT_S before it.
+        # A host may die just before its next report. The reports of other hosts come a period apart, and each tells
+        # what a launcher saw up to REPORT_S before.
         return seen.made_s > since_s + self._period_s and now_s - seen.progressed_s < 2 * self._period_s + REPORT_S
 
     # -- the situation ------------------------------------------------------------------------------------------------
@@ -753,7 +766,7 @@ class Controller:
         return "" if host is None else host.block
 
     def _holds(self, one: Observation, workload: Workload, tried: Sequence[Plan]) -> bool:
-        """Still true, or not yet seen to."""
+        """Whether the observation is still true, or nothing has been done about it yet."""
         if one.kind is ObservationKind.HOST_SILENT:
             return self._sensor.state_of(one.host) is HostState.SILENT and one.host in workload.places
         if one.kind is ObservationKind.DRAIN:
@@ -765,7 +778,7 @@ class Controller:
         return one.epoch == workload.epoch
 
     def _spares(self, now_s: float, *, dwell_s: float) -> list[str]:
-        """Hosts that are ready and have no place, in order of their names."""
+        """Hosts that are ready (for at least ``dwell_s``) and have no place, sorted by name."""
         present = self._sensor.ready_version, self._version
         if self._free_of != present:
             self._free_of, self._free = present, sorted(self._sensor.ready - self._taken())
@@ -789,7 +802,7 @@ class Controller:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def _follow(self, plan: Plan, now_s: float, wall: float) -> None:
-        """Steps that are seen to be done, and those that are late."""
+        """Advances past steps that hosts are seen to have done, and fails the present step when it is late."""
         while (step := plan.step) is not None:
             workload = self._workloads[plan.workload]
             seen = self._seen_of(workload)
@@ -815,7 +828,7 @@ class Controller:
                 self._note(self._workloads[workload.name], replace(one, epoch=workload.epoch), now_s, wall)
 
     def _not_seen_to(self, workload: Workload) -> list[Observation]:
-        """Devices that ask for a reset since a plan was made that had no reset in it."""
+        """Device observations that ask for a reset, where no plan of the incident has reset that host's devices."""
         if workload.incident is None:
             return []
         incident = self._incidents[workload.incident]
@@ -868,7 +881,7 @@ class Controller:
             return
         for host in hosts:
             self._sensor.quarantine(host, problem, now_s)
-        if hosts:  # it was not the remedy that failed
+        if hosts:  # the hosts failed, not the remedy
             self._end_plan(replace(plan, failed=hosts), Outcome.OVERTAKEN, problem, now_s)
             kind = ObservationKind.HOST_UNHEALTHY
         else:
@@ -888,7 +901,7 @@ class Controller:
         self._set_plan(replace(plan, outcome=outcome, reason=reason))
         workload = replace(self._workloads[plan.workload], plan=None)
         if workload.epoch != plan.epoch and self._seen_of(workload).began:
-            workload = replace(workload, state=WorkloadState.RUNNING, since_s=now_s)  # nothing was changed yet
+            workload = replace(workload, state=WorkloadState.RUNNING, since_s=now_s)  # the plan had changed nothing yet
         self._set(workload)
 
     def _end(self, workload: Workload, state: WorkloadState, reason: str, now_s: float, wall: float) -> None:
@@ -900,7 +913,7 @@ class Controller:
         self._set(replace(self._workloads[workload.name], state=state, since_s=now_s, reason=reason))
         self._goodput.pause(workload.name)
 
-    # -- what is stored -----------------------------------------------------------------------------------------------
+    # -- state that is stored -----------------------------------------------------------------------------------------
 
     def _seen_of(self, workload: Workload) -> _Seen:
         seen = self._seen.get(workload.name)
@@ -934,26 +947,30 @@ def _has_started(seen: _Seen, plan: Plan) -> bool:
 
 
 def _takes(workload: Workload) -> tuple[object, ...]:
-    """What decides which hosts are taken."""
+    """The fields that decide which hosts are taken."""
     return workload.places, workload.plan, workload.state.has_ended
 
 
 _OTHER_HOSTS = (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN)
-#: What is seen after ranks were placed, and means that they will not make their first step.
+#: Observations that, after ranks were placed, mean that they will not make their first step.
 _ENDS_AN_EPOCH = (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG, ObservationKind.NO_PROGRESS)
-#: Between remedies that do not help: before the third of an incident, and the most.
+#: Seconds between two remedies when remedies do not help: before the third one of an incident, and at most.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 15.0
-#: So many plans that were overtaken count as one that has failed.
+#: When this many times ``most_plans`` plans were tried, overtaken ones included, the workload is stopped.
 _OVERTAKEN_COUNT = 5
 
 
 def pause_s(failed: int) -> float:
-    """Before the next plan of an incident. Args: failed: plans of it that did not help."""
+    """Seconds to wait before the next plan of an incident.
+
+    Args:
+        failed: how many plans of the incident did not help.
+    """
     return 0.0 if failed < 2 else min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 3.0 ** (failed - 2))
 
 
 def _checked(answer: object) -> Remedy | None:
-    """A policy's answer with values that can be stored; None: it is none."""
+    """A policy's answer, with its values made storable; None when it is no valid :class:`Remedy`."""
     if not isinstance(answer, Remedy):
         return None
     if isinstance(answer.out, str) or not all(isinstance(host, str) for host in answer.out):
@@ -962,7 +979,8 @@ def _checked(answer: object) -> Remedy | None:
 
 
 def _cause(incident: Incident) -> str:
-    """What was seen last of what is not planned, preferably of a rank: for whoever reads only the reason."""
+    """The last unplanned observation in words, preferably one of a rank, for a reader who sees only the reason; "" when
+    there is none."""
     seen = [one for one in incident.observations if not one.is_planned]
     ranks = [one for one in seen if one.kind in (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG)]
     last = (ranks or seen)[-1:]
@@ -970,7 +988,7 @@ def _cause(incident: Incident) -> str:
 
 
 def describe(one: Observation) -> str:
-    """An observation in words."""
+    """The observation in words."""
     rank = "" if one.rank is None else f" of rank {one.rank}"
     device = f", device {one.device} ({one.device_class})" if one.device else ""
     where = f" on {one.host}" if one.host else ""

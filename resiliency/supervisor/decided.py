@@ -1,4 +1,5 @@
-"""What is stored, and therefore may be acted upon: which host has which place, and what is asked of whom. Pure."""
+"""The decisions that are stored, and may therefore be acted upon: the place of each host, and the steps each host is
+asked for. Pure: no input, no output, no clock."""
 
 from __future__ import annotations
 
@@ -11,23 +12,23 @@ from resiliency.supervisor.model import Plan, StepKind, Workload, WorkloadState
 
 __all__ = ["ASKED", "Decided"]
 
-#: Steps that hosts carry out.
+#: Kinds of steps that hosts carry out.
 ASKED = (StepKind.CHECKPOINT, StepKind.VERIFY, StepKind.RESET_DEVICES, StepKind.SIGNAL)
 
 
 class Decided:
-    """See the module. Thread: one."""
+    """What was stored last. Thread: one."""
 
     def __init__(self) -> None:
         self.workloads: dict[str, Workload] = {}
-        #: Those that are being carried out.
+        #: Plans that are being carried out, by number.
         self.plans: dict[int, Plan] = {}
-        #: Of each host with a place: the workload, and its node rank.
+        #: By host with a place: the workload's name, and the host's node rank.
         self._places: dict[str, tuple[str, int]] = {}
         self._texts: dict[str, tuple[str, str]] = {}
 
     def apply(self, changes: Changes) -> set[str]:
-        """Takes over what was stored. Returns: hosts that this is news for."""
+        """Takes over what was stored. Returns the hosts whose place or asks may have changed."""
         concerned: set[str] = set()
         for workload in changes.workloads.values():
             before = self.workloads.get(workload.name)
@@ -60,13 +61,13 @@ class Decided:
     # -- places -------------------------------------------------------------------------------------------------------
 
     def place(self, host: str) -> tuple[Workload, int] | None:
-        """The workload that the host has a place in, and its node rank there."""
+        """The workload in which the host has a place, and its node rank there; None when it has none."""
         found = self._places.get(host)
         return None if found is None else (self.workloads[found[0]], found[1])
 
     def place_text(self, host: str) -> str:
-        """The host's place as JSON. All hosts of a workload share all but one number of it, its node rank, except those
-        of which ranks are to be replaced."""
+        """The host's place as JSON. Hosts of a workload share this text except for the node rank; hosts with ranks that
+        are to be replaced have a text of their own."""
         found = self._places.get(host)
         if found is None:
             return "null"
@@ -84,15 +85,15 @@ class Decided:
 
     @property
     def all_is_done(self) -> bool:
-        """There is nothing more for any host: all workloads have ended, and not all of them because they were stopped.
-        Where one goes on, each host may be needed as its spare."""
+        """No host is needed any more: all workloads have ended, and at least one was completed (not stopped). While a
+        workload runs, any host may be needed as its spare."""
         states = [each.state for each in self.workloads.values()]
         return all(state.has_ended for state in states) and WorkloadState.COMPLETED in states
 
     # -- asks ---------------------------------------------------------------------------------------------------------
 
     def asked(self, plan: Plan) -> tuple[str, ...]:
-        """Hosts that carry out the plan's present step."""
+        """Hosts that carry out the plan's present step; empty when hosts do not carry it out."""
         step = plan.step
         if step is None or step.kind not in ASKED:
             return ()
@@ -102,7 +103,7 @@ class Decided:
         return () if workload is None else workload.places
 
     def asks(self) -> dict[str, list[Ask]]:
-        """What is asked of each host now."""
+        """The asks of each host now."""
         found: dict[str, list[Ask]] = {}
         for plan in self.plans.values():
             step = plan.step
@@ -122,7 +123,7 @@ class Decided:
 
 
 def _placed(workload: Workload) -> tuple[object, ...]:
-    """What a host is told of it."""
+    """The fields of a workload that its hosts are told."""
     ended = workload.state if workload.state.has_ended else None
     replaced = workload.replace, workload.replace_on
     return workload.epoch, workload.places, workload.fresh, replaced, workload.replicas_before, ended

@@ -1,4 +1,4 @@
-"""The supervisor's lines in the event log of a job, beside those of its launchers and ranks."""
+"""The supervisor's lines in a job's event log, beside those of its launchers and ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from resiliency.supervisor.store import HistoryEvent
 
 __all__ = ["EventLog"]
 
-#: Of what launchers write themselves, with more in it.
+#: Kinds that launchers write themselves, with more detail.
 _NOT_OURS = frozenset({EventKind.WORKER_LOST})
 
 
 class EventLog:
-    """Thread: the event loop's. Blocks: never; lines are written on a thread.
+    """Writes the supervisor's events. Thread: the event loop's. Blocks: never; a thread writes the lines.
 
     Args:
-        folder: "": nothing is written.
+        folder: where the log lies; "": nothing is written.
     """
 
     def __init__(self, folder: str) -> None:
@@ -31,7 +31,11 @@ class EventLog:
             self._writer = EventWriter(run="", attempt=0, rank=-1, host=host, sinks=(sink,))
 
     def write(self, event: HistoryEvent, epoch: int) -> None:
-        """Args: epoch: of the workload that the event is about; 0: of none."""
+        """Writes one event. Ignores kinds that launchers write, and events of no workload.
+
+        Args:
+            epoch: of the event's workload; 0: none.
+        """
         if self._writer is None or event.kind in _NOT_OURS or not event.workload:
             return
         self._writer.run, self._writer.attempt = event.workload, epoch

@@ -1,10 +1,9 @@
-"""When a supervisor's process looks for garbage that refers to itself.
+"""Runs Python's collector of reference cycles by the clock in a supervisor's process.
 
-Python looks when there are so many more objects than before, at all that are new since it looked last. Where objects of
-10,000 hosts take each other's place their number stays the same, so that it looks rarely, at very many: for 0.3 s, in
-which nobody is heard; and for 0.7 s at all there are, several times in a burst of failures. So new objects are looked
-at by the clock, some milliseconds at a time. What outlives that is hardly ever garbage: all of it is looked at every
-ten minutes.
+By itself Python collects when enough more objects exist than before. Where the objects of 10,000 hosts replace each
+other, their number stays the same, so that collections are rare and long: 0.3 s for the young objects, and 0.7 s for
+all, several times in a burst of failures. No host is heard meanwhile. So young objects are collected by the clock, in
+some milliseconds each time. What survives that is hardly ever garbage: a full collection runs every ten minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ _NEW_EVERY_S, _ALL_EVERY_S = 0.1, 600.0
 
 @asynccontextmanager
 async def collected_by_the_clock() -> AsyncIterator[None]:
-    """For the whole process. Blocks it: milliseconds, and every ten minutes for a collection of everything."""
+    """Replaces automatic collection in the whole process while the context is open. Blocks the process: some
+    milliseconds ten times a second, and longer for the full collection every ten minutes."""
     was_enabled = gc.isenabled()
     gc.disable()
     task = asyncio.create_task(_collect())

@@ -1,8 +1,10 @@
-"""Which rank of a workload hangs, from what the monitors of all its hosts read. Pure.
+"""Finds the rank of a workload that hangs, from the reports of the monitors of all its hosts. Pure: no input, no
+output.
 
 When one rank hangs, the others wait for it in a collective operation and are as quiet. A launcher compares the ranks of
-its own host (:mod:`resiliency.launch.hangs`); here those of all hosts are, by the same rules: the culprit is stopped by
-a signal, or has made the fewest beats, or, where all have made as many, has made the last one first.
+its own host (:mod:`resiliency.launch.hangs`); this module compares the ranks of all hosts by the same rules. The
+culprit is the rank that a signal has stopped; otherwise the one with the fewest beats; where all have made as many, the
+one whose last beat is the oldest.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from resiliency.supervisor.model import Observation, ObservationKind
 
 __all__ = ["HangWatch"]
 
-#: The same rank must be found so often, with reports of all hosts between: what one has said is compared with what the
-#: others have said since.
+#: How often in a row the same rank must be found, with reports of all hosts in between: a report of one host is
+#: compared with later reports of the others.
 _FOUND = 2
 
 
@@ -30,9 +32,10 @@ class _Host:
 class _Epoch:
     epoch: int
     known: set[str] = field(default_factory=set)
-    #: What hosts have said while a rank was quiet; else nothing is kept of tens of thousands of ranks.
+    #: Latest report of each host while a rank is quiet. Otherwise nothing is kept, because there may be tens of
+    #: thousands of ranks.
     hosts: dict[str, _Host] = field(default_factory=dict)
-    #: Hosts of which a rank is quiet for too long.
+    #: Hosts with a rank that has been quiet, or stopped by a signal, for too long.
     suspicious: set[str] = field(default_factory=set)
     culprit: tuple[str, int] | None = None
     found: int = 0
@@ -42,11 +45,11 @@ class _Epoch:
 
 
 class HangWatch:
-    """See the module. Thread: one.
+    """Compares the ranks of each workload. Thread: one.
 
     Args:
-        steps: times its longest step, after which a quiet rank hangs.
-        floor_s: at least.
+        steps: a rank hangs when it is quiet for longer than this many times its longest step.
+        floor_s: and for longer than this, in seconds.
     """
 
     def __init__(self, *, steps: float, floor_s: float) -> None:
@@ -56,7 +59,8 @@ class HangWatch:
     def reported(
         self, workload: str, epoch: int, host: str, ranks: tuple[RankReport, ...], now_s: float
     ) -> Observation | None:
-        """What a host of the workload's present epoch has said. Returns: the rank that hangs, once an epoch."""
+        """Takes the report of a host of the workload's present epoch. Returns an observation that names the rank that
+        hangs, once an epoch; None otherwise."""
         seen = self._epochs.get(workload)
         if seen is None or seen.epoch != epoch:
             seen = self._epochs[workload] = _Epoch(epoch=epoch)
@@ -79,7 +83,7 @@ class HangWatch:
         return self._look(workload, seen)
 
     def left(self, workload: str, epoch: int, host: str) -> None:
-        """All ranks of a host have finished: it says no more of them, and is not waited for."""
+        """All ranks of the host have finished: it reports no more of them, and is not waited for."""
         seen = self._epochs.get(workload)
         if seen is not None and seen.epoch == epoch:
             seen.known.discard(host)
@@ -88,7 +92,7 @@ class HangWatch:
             seen.fresh.discard(host)
 
     def forget(self, workload: str) -> None:
-        """It has ended."""
+        """The workload has ended."""
         self._epochs.pop(workload, None)
 
     def _look(self, workload: str, seen: _Epoch) -> Observation | None:
@@ -111,7 +115,7 @@ class HangWatch:
         quiet = [(host, rank) for host in sorted(seen.suspicious) for rank in seen.hosts[host].ranks]
         quiet = [(host, rank) for host, rank in quiet if self._is_quiet(rank)]
         stopped = [(host, rank) for host, rank in quiet if rank.stopped_s > 0]
-        # A rank's last sign of life, by this host's clock.
+        # Sort by beats, then by the time of the rank's last sign of life on the supervisor's clock.
         return min(
             stopped or quiet, key=lambda one: (one[1].beats, seen.hosts[one[0]].at_s - one[1].quiet_s, one[1].rank)
         )

@@ -1,4 +1,4 @@
-"""What changes mean in words: the lines of the history, and of the event log. Pure."""
+"""Turns changes into lines of the history and the event log. Pure: no input, no output, no clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_OBSERVATIONS = {
 
 
 class History:
-    """Compares what is with what was. Thread: one."""
+    """Compares each change with the state before it. Thread: one."""
 
     def __init__(self) -> None:
         self._workloads: dict[str, Workload] = {}
@@ -38,13 +38,13 @@ class History:
         self._hosts: dict[str, HostState] = {}
 
     def begin(self, workloads: Iterable[Workload], incidents: Iterable[Incident], hosts: Iterable[Host]) -> None:
-        """What was stored before, which is no news."""
+        """Takes what an earlier supervisor stored as known, so that no lines are made of it."""
         self._workloads = {each.name: each for each in workloads}
         self._incidents = {each.number: each for each in incidents if each.is_open}
         self._hosts = {each.name: each.state for each in hosts}
 
     def of(self, changes: Changes, hosts: Mapping[str, Host | None], at: float) -> list[HistoryEvent]:
-        """What has happened with these changes, in the order in which one thing leads to another."""
+        """Returns the lines for these changes, causes before effects."""
         found: list[HistoryEvent] = []
         for name, host in hosts.items():
             found += self._host(name, host, at)

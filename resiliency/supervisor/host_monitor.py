@@ -1,11 +1,12 @@
-"""One process a host: makes true what the supervisor wants of it, and says what is true.
+"""The host monitor, one process per host: it makes the host do what the supervisor wants, and reports what is true
+there.
 
-It starts one launcher and keeps it, gives it the place that the supervisor has named, and tells the supervisor at once
-what happens to ranks and devices. It is not needed for training: killed, it leaves the launcher and its ranks running,
-and the next monitor of the same state folder takes them over.
+It starts one launcher, keeps it running, gives it the place that the supervisor names, and reports at once what happens
+to ranks and devices. Training does not need it: when it is killed, the launcher and its ranks run on, and the next
+monitor of the same state folder takes them over.
 
-An epoch is given to one launcher, once. When that launcher is gone, or was told to leave the epoch, the supervisor is
-told that its ranks are lost, until it names another epoch: two launchers never have ranks of one place.
+An epoch is given to one launcher, once. When that launcher has ended, or was told to leave the epoch, the monitor
+reports its ranks as lost until the supervisor names another epoch, so that two launchers never have ranks of one place.
 """
 
 from __future__ import annotations
@@ -69,20 +70,22 @@ __all__ = ["HostMonitor"]
 
 logger = logging.getLogger(__name__)
 
-#: A launcher that has died is started again after this, twice as long each time that it dies soon.
+#: Seconds until a launcher that has died is started again: the first wait, doubled with each death, and the longest. A
+#: launcher that has lived for the third resets the count.
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S, _LIVED_S = 0.5, 30.0, 30.0
-#: So many deaths in a row are a problem of the host.
+#: This many deaths of the launcher in a row are reported as a problem of the host.
 _MANY_DEATHS = 3
-#: The reason why ranks have lost a peer comes within this from where the peer was.
+#: Ranks have lost a peer: seconds that the peer's host has to report why, before this monitor reports it.
 _LOST_PEERS_S = 5.0
-#: For a launcher that does not end although its job is completed.
+#: Seconds that a launcher has to end by itself once all jobs are completed.
 _COMPLETED_S = 60.0
-#: What is to be true is told again after this to a launcher that did not read.
+#: Seconds until a launcher that did not read a message is told again.
 _RETRY_S = 1.0
-#: A launcher that a signal has stopped, and that has a place to take, is killed after this. One whose ranks train is
-#: left alone: a debugger may have it.
+#: A launcher that a signal has stopped, and that has a place to take, is killed after this many seconds. One whose
+#: ranks train is left alone, because a debugger may have stopped it.
 _STOPPED_S = 10.0
-#: For a launcher's imports, from a shared disk that all hosts read at once. A host that joins is not at fault before.
+#: Seconds that a launcher may take to import, because all hosts may read one shared disk at once. A host that joins is
+#: not reported as faulty before.
 _WARM_S = 600.0
 _LONGEST_REASON = 1000
 _LONGEST_PARTITION_S = 86400.0
@@ -91,7 +94,7 @@ _LONGEST_DEVICE, _MOST_XIDS, _ON_PURPOSE = 64, 10_000, "put in on purpose"
 
 @dataclass(kw_only=True)
 class _Seen:
-    """What the launcher that runs has said of its epoch."""
+    """What the present launcher has reported of its epoch."""
 
     workload: str = ""
     epoch: int = 0
@@ -103,11 +106,11 @@ class _Seen:
 
 
 class HostMonitor:
-    """See the module. Thread: one, with an event loop.
+    """Runs the monitor of one host. Thread: one, with an event loop.
 
     Args:
-        watchdogs: that look after this host.
-        cable: of this host, where it is one of several on a machine and has a network of its own.
+        watchdogs: checks of this host that run all the time.
+        cable: this host's link to the switch, where several hosts on one machine have networks of their own.
     """
 
     def __init__(
@@ -132,29 +135,30 @@ class HostMonitor:
         self._not_before_s = 0.0
         self._retry_at_s: float | None = None
         self._completed_at_s: float | None = None
-        #: Since when the launcher is stopped and has a place to take.
+        #: Since when the launcher has been stopped while it has a place to take; monotonic seconds.
         self._stopped_since_s: float | None = None
-        #: What the launcher was told last on its connection.
+        #: The last message that was sent on the launcher's present connection.
         self._told: Mapping[str, object] | None = None
         self._is_resetting = False
-        #: There is a new connection, on which faults that last were not said yet.
+        #: The connection is new, and lasting faults were not reported on it yet.
         self._says_faults = False
         self._saving: asyncio.Future[Problem] | None = None
         self._lost_peers: asyncio.TimerHandle | None = None
         self._cable = cable
-        #: When the cable that was pulled is plugged in again.
+        #: Timer that plugs the pulled cable in again.
         self._partition: asyncio.TimerHandle | None = None
         self._complained: set[tuple[str, int, str]] = set()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """The launcher is to end, ranks have their time to save, and :meth:`run` returns. Thread: of the event loop."""
+        """Asks :meth:`run` to end the launcher, give its ranks their time to save, and return. Thread: the event
+        loop's."""
         self._stopping.set()
         self._changed.set()
 
     async def run(self) -> int:
-        """Until :meth:`stop`. Returns the exit status.
+        """Runs until :meth:`stop`. Returns the exit status.
 
         Raises:
             ConfigError: another monitor of this state folder runs, or the folder cannot be used.
@@ -210,7 +214,7 @@ class HostMonitor:
                 stopping.cancel()
             for task in tasks:
                 if task in done:
-                    task.result()  # raises what was not foreseen
+                    task.result()  # raises an unforeseen error
             await self._end(tasks[1])
             return 0
         finally:
@@ -218,7 +222,7 @@ class HostMonitor:
             await self._close()
 
     async def _end(self, keeping: asyncio.Task[None]) -> None:
-        """The launcher ends; the supervisor hears of it as long as it takes."""
+        """Ends the launcher. The connection to the supervisor stays open meanwhile."""
         await end_tasks([keeping])
         if self._launcher is not None and not self._launcher.ended.is_set():
             logger.info(
@@ -231,7 +235,7 @@ class HostMonitor:
         self._save()
         if self._connection.is_connected:
             self._connection.say_soon()
-            await asyncio.sleep(0.1)  # for the last words; nobody depends on them
+            await asyncio.sleep(0.1)  # time to send the last report; nothing depends on it
 
     async def _close(self) -> None:
         if self._lost_peers is not None:
@@ -253,14 +257,14 @@ class HostMonitor:
     # -- the launcher -------------------------------------------------------------------------------------------------
 
     def _take_over(self) -> None:
-        """The launcher of a monitor that was killed."""
+        """Adopts the launcher that an earlier monitor has left running, if there is one."""
         known = self._state.launcher or find_launcher(self._folder.socket_name)
         if known is None:
             return
         self._launcher = adopt_launcher(known)
         if self._launcher is None:
             logger.info("the launcher of the monitor before this one has ended")
-            if left := end_processes(self._state.ranks):  # those that were not forked: the kernel has not ended them
+            if left := end_processes(self._state.ranks):  # ranks that were not forked: the kernel has not ended those
                 logger.warning("%d of its ranks were left, and are killed", left)
             return
         logger.info("taking over the launcher of the monitor before this one, process %d", known.pid)
@@ -296,10 +300,11 @@ class HostMonitor:
         self._deaths += 1
 
     def _launcher_has_ended(self, launcher: LauncherProcess) -> None:
-        """Its ranks have ended with it: the kernel sees to those that were forked, this monitor to the others."""
+        """Clears up after the launcher. The kernel has ended the ranks that were forked from it; this ends the
+        others."""
         self._link.hear_last_words()
         launcher.end_ranks()
-        end_processes(self._state.ranks)  # of one that was taken over and ended before it had said a word
+        end_processes(self._state.ranks)  # ranks of an adopted launcher that ended before it had reported them
         self._launcher = None
         self._warm.clear()
         seen = self._seen
@@ -319,10 +324,10 @@ class HostMonitor:
                 self._lost(seen, rank, f"its launcher {launcher.how_it_ended}")
         self._connection.say_soon()
 
-    # -- what is to be true -------------------------------------------------------------------------------------------
+    # -- keeping the host as wanted -----------------------------------------------------------------------------------
 
     async def _keep_true(self) -> None:
-        """Looks whenever something has changed, and when something is due."""
+        """Makes the host as wanted whenever something has changed or something is due. Runs until it is cancelled."""
         while True:
             self._changed.clear()
             await self._make_true()
@@ -362,7 +367,7 @@ class HostMonitor:
                 self._notice_lost_epoch()
                 return
         if self._want is None:
-            return  # what it does is right until a supervisor says otherwise
+            return  # the present state stays until a supervisor says otherwise
         if self._want.place is None:
             self._withdraw(launcher)
         else:
@@ -401,7 +406,7 @@ class HostMonitor:
             return
         if given is None or place.epoch > given.epoch:
             mine = [one for one in self._state.given.values() if one.launcher == launcher.identity]
-            # Of another workload a launcher knows nothing, and its count of epochs is another one.
+            # A launcher does not know other workloads; their epochs are counted independently.
             if (place.fresh and mine) or any(one.workload != place.workload for one in mine):
                 logger.info("epoch %d of %s wants a fresh launcher", place.epoch, place.workload)
                 self._link.drop_launcher()
@@ -409,7 +414,7 @@ class HostMonitor:
                 self._launcher_was_replaced(launcher)
                 return
             if not self._link.is_connected:
-                return  # it is told when it has connected
+                return  # it is told once it has connected
             given = Given(workload=place.workload, epoch=place.epoch, launcher=launcher.identity)
             self._state.give(given)
             self._save()
@@ -437,7 +442,8 @@ class HostMonitor:
         await self._end_if_stopped(launcher)
 
     async def _end_if_stopped(self, launcher: LauncherProcess) -> None:
-        """It would take its place never, and all other hosts wait for it."""
+        """Kills the launcher when it has been stopped by a signal for too long before taking its place, because all
+        other hosts wait for it."""
         if self._seen.running or self._seen.ended or not is_stopped(launcher.identity.pid):
             self._stopped_since_s = None
             if not self._seen.running and not self._seen.ended:
@@ -459,7 +465,8 @@ class HostMonitor:
         self._retry_at_s = due_s if self._retry_at_s is None else min(self._retry_at_s, due_s)
 
     def _tell(self, message: Mapping[str, object]) -> None:
-        """Once on each connection of the launcher; again later where it does not read."""
+        """Sends a message once on each connection of the launcher; schedules it again when the launcher does not
+        read."""
         if not self._link.is_connected or message == self._told:
             return
         if self._link.tell(message):
@@ -468,14 +475,15 @@ class HostMonitor:
             self._retry_at_s = time.monotonic() + _RETRY_S
 
     def _launcher_was_replaced(self, launcher: LauncherProcess) -> None:
-        """Its ranks were to end: that is no news."""
+        """Clears up after a launcher that was ended on purpose, so its ranks are not reported as lost."""
         self._launcher = None
         self._see_anew(_Seen())
         self._deaths, self._not_before_s = 0, 0.0
         self._changed.set()
 
     def _notice_lost_epoch(self) -> None:
-        """The supervisor wants an epoch whose launcher is gone, or has left it: its ranks will never train again."""
+        """Reports the ranks of the wanted epoch as lost if its launcher is gone or has left that epoch: they never
+        train again."""
         place = None if self._want is None else self._want.place
         given = None if place is None else self._state.given.get(place.workload)
         if place is None or given is None or given.epoch != place.epoch:
@@ -497,7 +505,7 @@ class HostMonitor:
         )
 
     def _complain(self, place: Place, why: str) -> bool:
-        """False: it was said before."""
+        """Logs that a place is refused. Returns False when that was logged before."""
         key = place.workload, place.epoch, why
         if key in self._complained:
             return False
@@ -511,10 +519,10 @@ class HostMonitor:
             self._lost_peers.cancel()
             self._lost_peers = None
 
-    # -- what the supervisor says -------------------------------------------------------------------------------------
+    # -- messages of the supervisor -----------------------------------------------------------------------------------
 
     def _term(self, term: int | None) -> int:
-        """The highest so far; a new one is on the disk before anything of it is obeyed."""
+        """Returns the highest term so far. A higher one is written to disk before anything of it is obeyed."""
         if term is not None and term > self._state.term:
             self._state.term = term
             self._save()
@@ -542,7 +550,8 @@ class HostMonitor:
         )
 
     def _refused_for(self) -> tuple[str, int]:
-        """Workload and epoch because of which a place of the past is not taken: the supervisor is to know of them."""
+        """The workload and epoch that made this host refuse the older epoch it was given, to be reported to the
+        supervisor; "" and 0 when it refuses none."""
         place = None if self._want is None else self._want.place
         given = None if place is None else self._state.given.get(place.workload)
         if place is None or given is None or place.epoch >= given.epoch:
@@ -553,8 +562,8 @@ class HostMonitor:
         self._says_faults = True
 
     def _say_lasting_faults(self) -> None:
-        """Once on each connection: a supervisor that was killed may have received them and not written them down. Of a
-        host without a place they are its problem, which each report says."""
+        """Reports lasting faults once on each connection, because a supervisor that was killed may have received them
+        and not stored them. For a host without a place every report names them as its problem."""
         if not self._says_faults or self._want is None or self._want.place is None:
             return
         self._says_faults = False
@@ -564,7 +573,8 @@ class HostMonitor:
                 self._observe(one)
 
     def _problem(self) -> Problem:
-        # A device that a reset mends does not take the ranks away: it is observed, and the reset is asked for.
+        # While the host has a place, a fault that a reset mends is no problem of the host: it is observed, and the
+        # supervisor asks for the reset.
         has_place = self._want is not None and self._want.place is not None
         found = [self._folder.problem, *self._watchdogs.problems(resettable=not has_place)]
         if self._stopping.is_set():
@@ -578,7 +588,7 @@ class HostMonitor:
         if self._outbox.add(one):
             self._connection.say_soon()
 
-    # -- what the launcher says ---------------------------------------------------------------------------------------
+    # -- messages of the launcher -------------------------------------------------------------------------------------
 
     def _launcher_connected(self, is_connected: bool) -> None:
         self._told = None
@@ -601,7 +611,7 @@ class HostMonitor:
             return
         if isinstance(message, Pages):
             self._seen.pages = message.ranks
-            return  # said with the next report
+            return  # sent with the next report
         if isinstance(message, Master):
             self._seen.master = message.address
         elif isinstance(message, Running):
@@ -616,8 +626,8 @@ class HostMonitor:
         self._connection.say_soon()
 
     def _hears_waiting(self, message: Waiting) -> None:
-        """A launcher that has no ranks of an epoch that it was given, and has not said why: a monitor that was killed
-        may have heard it."""
+        """The launcher waits without ranks. If it had ranks of this epoch and no loss was reported, reports them as
+        lost: an earlier monitor, which was killed, may have heard why."""
         seen = self._seen
         if message.epoch and message.epoch == seen.epoch and not seen.ended:
             seen.running.clear()
@@ -649,7 +659,8 @@ class HostMonitor:
         self._lost(self._seen, message.rank, f"{how}{left}{': ' if message.reason else ''}{message.reason}")
 
     def _hears_lost_peers(self, message: LostPeers) -> None:
-        """Somebody else is gone, and whoever saw it says so. When nobody does the job waits in vain."""
+        """The host of a lost peer reports why. If no host does, this one reports it after a delay; otherwise the job
+        would wait in vain."""
         if self._lost_peers is None:
             epoch = self._seen.epoch
             ranks = ", ".join(map(str, message.ranks[:16]))
@@ -683,7 +694,7 @@ class HostMonitor:
             )
         )
 
-    # -- what is asked for --------------------------------------------------------------------------------------------
+    # -- asks of the supervisor ---------------------------------------------------------------------------------------
 
     async def _verify(self, ask: Ask, within_s: float) -> Problem:
         def state_is_written() -> Problem:
@@ -719,7 +730,7 @@ class HostMonitor:
             return f"the launcher has not said within {within_s:.1f} s that its ranks have saved"
 
     async def _signal(self, ask: Ask, within_s: float) -> Problem:
-        """Ranks that still run; those that have ended are no problem."""
+        """Sends the signal to the ranks that still run; ranks that have ended are no problem."""
         if ask.signal not in signal.valid_signals() or ask.signal in (signal.SIGKILL, signal.SIGSTOP):
             return f"{ask.signal} is no signal that a rank can handle"
         if self._launcher is not None:
@@ -727,7 +738,8 @@ class HostMonitor:
         return ""
 
     async def _reset_devices(self, ask: Ask, within_s: float) -> Problem:
-        """Whatever has the device open ends first, the launcher's own processes among it."""
+        """Resets the faulty devices. The launcher and its ranks are ended before, because they have the devices
+        open."""
         devices = self._watchdogs.faulty()
         self._is_resetting = True
         try:
@@ -743,7 +755,7 @@ class HostMonitor:
             self._not_before_s = 0.0
             self._changed.set()
 
-    # -- faults that are put in ---------------------------------------------------------------------------------------
+    # -- faults on purpose --------------------------------------------------------------------------------------------
 
     def _controlled(self, message: Control) -> dict[str, object]:
         answer: dict[str, object] = {"host": self._settings.host, "problem": ""}
@@ -760,7 +772,8 @@ class HostMonitor:
         return answer
 
     def _cut_off(self, seconds: float) -> Problem:
-        """From the other hosts and the supervisor, where this host has a network of its own; else from that alone."""
+        """Cuts this host off from the supervisor, and, where the host has a network of its own, from all other
+        hosts."""
         if self._cable is None:
             logger.warning("a fault is put in: no connection to the supervisor for %.1f s", seconds)
             self._connection.block(seconds)
@@ -784,5 +797,5 @@ class HostMonitor:
         try:
             self._cable.plug_in()
             logger.warning("this host is connected to the others again")
-        except OSError as error:  # the switch is gone, with all others
+        except OSError as error:  # the switch is gone, and all hosts with it
             logger.error("this host stays cut off: %s", error)

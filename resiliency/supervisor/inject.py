@@ -1,6 +1,6 @@
-"""Faults for a job that runs on this host, put in on purpose: what a supervisor must get over.
+"""Puts faults into a job on this host on purpose, to test that a supervisor gets over them.
 
-A fault concerns processes and files of this user only, and says what it did. What it changes for a while (a stopped
+A fault touches only processes and files of this user, and reports what it did. What it changes for a time (a stopped
 rank, a full disk) is undone at its end, also when it is interrupted.
 """
 
@@ -34,26 +34,29 @@ logger = logging.getLogger(__name__)
 
 FAULTS = ("kill", "stop", "hang", "slow", "xid", "ecc", "partition", "disk-full", "corrupt")
 _ANSWER_S = 5.0
-#: Of a slowed rank: stopped and running take turns in this time.
+#: A slowed rank is stopped and continued once in this many seconds.
 _TURN_S = 0.1
 _CHUNK = 1 << 20
-#: Of files that hold a committed checkpoint, and of no log and no manifest: a flipped byte there is what bit rot is.
+#: File names that can hold a committed checkpoint, but no log and no manifest: a flipped bit there is what bit rot
+#: does.
 _CHECKPOINTS = (".ckpt", ".pt", ".resiliency", ".distcp", ".safetensors", ".bin")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """
+    """One fault and its parameters.
+
     Attributes:
         kind: one of :data:`FAULTS`.
-        rank: global rank that is hit; None: one at random.
-        seconds: for which a fault lasts that ends by itself; 0: stopped ranks stay so.
-        duty: of a slowed rank, the part of the time in which it is stopped.
-        code, device: of an XID; the device also of ECC errors.
-        count: of ECC errors.
-        source: file that the monitor reads XIDs or ECC counters from; "": the monitor is told.
-        folder: whose disk is filled, or below which a checkpoint is corrupted; also a file.
-        most_bytes: that are written to fill a disk.
+        rank: global rank that is hit; None: a random one.
+        seconds: how long a fault lasts that ends by itself; 0: a stopped rank stays stopped.
+        duty: share of the time in which a slowed rank is stopped.
+        code: number of the XID.
+        device: PCI address of the device, for an XID or ECC errors.
+        count: number of ECC errors.
+        source: file that the monitor reads XIDs or ECC counters from; "": the monitor is told directly.
+        folder: folder whose disk is filled, or below which a checkpoint is corrupted; for the latter also a file.
+        most_bytes: most bytes that are written to fill a disk.
     """
 
     kind: str
@@ -80,7 +83,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where a job is found: the folder of its heartbeats, or the state folder of this host's monitor."""
+    """How a job is found: the folder of its heartbeats, or the state folder of this host's monitor."""
 
     heartbeats: str = ""
     state_dir: str = ""
@@ -90,7 +93,7 @@ class Target:
         """Process ids by rank.
 
         Raises:
-            ConfigError: neither is there.
+            ConfigError: neither heartbeats nor a monitor can be found.
         """
         if self.heartbeats:
             try:
@@ -102,11 +105,11 @@ class Target:
         return {int(rank): int(pid) for rank, pid in answer.get("ranks", {}).items()}
 
     def ask(self, message: dict[str, object]) -> dict[str, dict[str, int]]:
-        """Says something to the monitor of this host. Blocks: up to 5 s.
+        """Sends a message to the monitor of this host, and returns its answer. Blocks: up to 5 s.
 
         Raises:
-            ConfigError: there is none, or it is another user's.
-            AgentError: it refuses.
+            ConfigError: no monitor answers, or it is another user's.
+            AgentError: the monitor refuses.
         """
         if not self.state_dir:
             raise ConfigError("pass --state-dir and --host of the monitor, or --heartbeats")
@@ -132,13 +135,14 @@ class Target:
         return answer
 
     def _socket(self, name: str) -> socket.socket:
-        """In the network namespace of the host, where it has one of its own: abstract names are of a namespace.
+        """A unix socket in the host's network namespace, if the host has its own, because abstract socket names belong
+        to a namespace.
 
         Raises:
-            ConfigError: that may not be entered.
+            ConfigError: this user may not enter the namespace.
         """
-        launcher = find_launcher(name)  # which is where its monitor is
-        with suppress(FileNotFoundError):  # it ends
+        launcher = find_launcher(name)  # it runs in the namespace of its monitor
+        with suppress(FileNotFoundError):  # the launcher ends just now
             fd = -1 if launcher is None else os.open(f"/proc/{launcher.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 with nullcontext() if fd < 0 or is_own_namespace(fd) else within(fd):
@@ -154,12 +158,12 @@ class Target:
 
 
 class Injector:
-    """Thread: one.
+    """Puts faults in. Thread: one.
 
     Args:
-        say: is told each thing that was done.
-        seed: equal seeds choose alike.
-        dry_run: nothing is done but said.
+        say: called with a line for each thing that was done.
+        seed: equal seeds make equal random choices.
+        dry_run: nothing is done; ``say`` is told what would be.
     """
 
     def __init__(self, target: Target, say: Callable[[str], None], *, seed: int = 0, dry_run: bool = False) -> None:
@@ -168,7 +172,7 @@ class Injector:
         self._waits = threading.Event()
 
     def inject(self, fault: Fault) -> None:
-        """Blocks: as long as the fault lasts.
+        """Puts a fault in. Blocks: as long as the fault lasts.
 
         Raises:
             ConfigError, AgentError: it could not be put in; the error says why.
@@ -186,7 +190,7 @@ class Injector:
         }[fault.kind](fault)
 
     def _tell(self, text: str) -> bool:
-        """False: it is not to be done."""
+        """Tells ``say``. Returns False in a dry run: the fault must not be put in."""
         self._say(f"would {text}" if self._dry_run else text)
         return not self._dry_run
 
@@ -197,7 +201,7 @@ class Injector:
 
     @contextmanager
     def _rank(self, fault: Fault) -> Iterator[tuple[int, int, int]]:
-        """Rank, process id and a descriptor that means this process for ever."""
+        """Yields the rank, its process id, and a pidfd, which means this process even if the id is used again."""
         ranks = self._target.ranks()
         wanted = sorted(ranks) if fault.rank is None else [fault.rank]
         if not ranks or wanted[0] not in ranks:
@@ -247,7 +251,7 @@ class Injector:
     # -- the host -----------------------------------------------------------------------------------------------------
 
     def _tell_monitor(self, fault: Fault) -> None:
-        """Of a device, where the monitor reads no file."""
+        """Tells the monitor of a device fault, where it reads none from a file."""
         target = self._target
         if not target.state_dir:
             raise ConfigError(
@@ -318,7 +322,11 @@ class Injector:
 
 
 def moments(*, at_s: float, every_s: float, count: int) -> Iterator[float]:
-    """Seconds from now, for each fault. Args: count: 0: without end, where ``every_s`` is not 0."""
+    """When each fault is due, in seconds from now.
+
+    Args:
+        count: number of faults; 0: one, or without end where ``every_s`` is not 0.
+    """
     number = 0
     while number < (count or (1 if not every_s else number + 1)):
         yield at_s + number * every_s
@@ -326,7 +334,7 @@ def moments(*, at_s: float, every_s: float, count: int) -> Iterator[float]:
 
 
 def _send(pidfd: int, number: int) -> bool:
-    """False: the process has ended."""
+    """Sends a signal. Returns False when the process has ended."""
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, number)
         return True
@@ -335,8 +343,8 @@ def _send(pidfd: int, number: int) -> bool:
 
 def _write_until_full(fd: int, most: int) -> int:
     written = 0
-    chunk = b"\xa5" * _CHUNK  # of zeros a file system may keep no copy
-    with suppress(OSError):  # it is full
+    chunk = b"\xa5" * _CHUNK  # not zeros, because a file system may store zeros as a hole
+    with suppress(OSError):  # the disk is full
         while written < most:
             written += os.write(fd, chunk[: most - written])
         os.fsync(fd)
@@ -350,7 +358,8 @@ def _checkpoint_files(where: str) -> Sequence[Path]:
 
 
 def _is_committed(path: Path) -> bool:
-    """A step of this library is when its manifest is there. Other files are taken for what they are."""
+    """Whether the file belongs to a committed checkpoint: in a step of this library, its manifest exists. Any other
+    file counts as committed."""
     return META_DIR not in path.parts or (path.parent / MANIFEST).exists()
 
 

@@ -1,4 +1,4 @@
-"""The monitor's end of the channel to the launcher of its host: an abstract unix socket of this user and no other."""
+"""The monitor's end of the channel to its launcher: an abstract unix socket that only this user's processes may use."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["LauncherLink"]
 
 logger = logging.getLogger(__name__)
 
-_UCRED = struct.Struct("3i")  # process, user and group id
+_UCRED = struct.Struct("3i")  # process id, user id, group id
 _BACKLOG = 16
-#: A control connection says one thing, and is closed.
+#: Most other connections at a time; each carries one control message and is closed.
 _MOST_CONNECTIONS = 32
 
 
 class LauncherLink:
-    """Thread: one, with an event loop.
+    """Listens for the launcher and for control messages. Thread: one, with an event loop.
 
     Args:
         name: of the socket, without the leading zero byte.
-        launcher_pid: of the launcher that is to be listened to now; None: there is none.
+        launcher_pid: returns the process id of the launcher to listen to; None: there is none.
         heard: called with each message of the launcher.
-        connected: called when the launcher has connected, and when it is gone (False).
-        control: called with a wish of another process of this user; returns what it is answered.
+        connected: called with True when the launcher has connected, and with False when its connection has ended.
+        control: called with a control message of another process of this user; returns the answer.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class LauncherLink:
         return self._launcher is not None
 
     def open(self) -> None:
-        """Raises:
-        ConfigError: another process has the name.
+        """Starts to listen.
+
+        Raises:
+            ConfigError: another process has the name.
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -109,7 +111,7 @@ class LauncherLink:
         try:
             message = read_message(connection)
         except BlockingIOError:
-            if ended:  # a process that it has started has the other end still
+            if ended:  # a process that the launcher has started still holds the other end
                 self._drop_launcher()
             return
         except AgentError as error:
@@ -144,12 +146,13 @@ class LauncherLink:
         connection.close()
 
     def tell(self, message: Mapping[str, Any]) -> bool:
-        """To the launcher. False: it is not there, or does not read; what is to be true is to be told again later."""
+        """Sends a message to the launcher. Returns False when it is not connected or does not read; then the message
+        must be sent again later."""
         if self._launcher is None:
             return False
         try:
             send(self._launcher, message)
-        except OSError as error:  # BlockingIOError: it was stopped
+        except OSError as error:  # BlockingIOError: a signal has stopped the launcher
             logger.debug("the launcher was not told %s: %s", message.get("kind"), error)
             return False
         return True
@@ -161,20 +164,20 @@ class LauncherLink:
             self._launcher = None
 
     def hear_last_words(self) -> None:
-        """What a launcher that has ended had said before. Then it is not there any more."""
+        """Reads what a launcher that has ended had sent before its end, and then closes its connection."""
         while (connection := self._launcher) is not None:
             self._read_launcher(connection, ended=True)
 
     def drop_launcher(self) -> None:
-        """The launcher is not listened to any more: another one is to be started."""
+        """Closes the launcher's connection, because another launcher is to be started."""
         self._drop_launcher()
 
     def close(self) -> None:
-        """Idempotent. The launcher goes on, and connects to the next monitor."""
+        """Closes all connections. Idempotent. The launcher runs on, and connects to the next monitor."""
         loop = asyncio.get_running_loop()
         for connection in [*filter(None, [self._listener]), *self._others]:
             loop.remove_reader(connection)
             connection.close()
         self._others.clear()
         self._listener = None
-        self._drop_launcher()  # last: it connects again at once
+        self._drop_launcher()  # last, because the launcher connects again at once

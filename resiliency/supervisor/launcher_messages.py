@@ -1,4 +1,4 @@
-"""What a launcher says to the monitor of its host, checked field by field, and what it is told."""
+"""The messages that a launcher sends to the monitor of its host, checked field by field."""
 
 from __future__ import annotations
 
@@ -30,16 +30,20 @@ __all__ = [
     "read_message",
 ]
 
-#: The pages of 4,096 ranks of a host are less.
+#: Longest message. The pages of 4,096 ranks on one host take less.
 MOST_BYTES = 1024 * 1024
 _MOST_RANKS = 4096
-#: Defined by Linux, not by Python; only files of memfd_create have seals.
+#: A number that Linux defines and Python does not. Only files of memfd_create have seals.
 _F_GET_SEALS = 1034
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """It has no ranks, and waits for a place of a later epoch. Attributes: warm: ranks can be forked at once."""
+    """The launcher has no ranks, and waits for a place in a later epoch.
+
+    Attributes:
+        warm: it can fork ranks at once.
+    """
 
     epoch: int = 0
     warm: bool = True
@@ -47,7 +51,7 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True)
 class Master:
-    """It is node rank 0, and its store listens at ``address``."""
+    """The launcher is node rank 0, and its store listens at ``address``."""
 
     epoch: int
     address: str
@@ -55,7 +59,11 @@ class Master:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """Its ranks were started. Attributes: ranks: local rank -> [global rank, process id]."""
+    """The launcher has started its ranks.
+
+    Attributes:
+        ranks: local rank -> [global rank, process id].
+    """
 
     epoch: int
     ranks: Mapping[str, Any]
@@ -64,7 +72,7 @@ class Running:
         """Process ids by global rank.
 
         Raises:
-            ValueError: it is not of that shape.
+            ValueError: ``ranks`` does not have that shape.
         """
         found = {}
         for pair in self.ranks.values():
@@ -88,7 +96,7 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class LostPeers:
-    """Ranks wait with an error of a lost peer, and none of this host has failed."""
+    """Ranks wait after an error that says a peer is lost, and no rank of this host has failed."""
 
     epoch: int
     ranks: tuple[int, ...] = ()
@@ -96,7 +104,7 @@ class LostPeers:
 
 @dataclass(frozen=True, kw_only=True)
 class Pages:
-    """The heartbeats of its ranks."""
+    """The heartbeats of the launcher's ranks."""
 
     epoch: int
     ranks: tuple[RankReport, ...] = ()
@@ -104,7 +112,7 @@ class Pages:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """All of its ranks have finished."""
+    """All ranks of the launcher have finished."""
 
     epoch: int
     preempted: bool = False
@@ -112,7 +120,11 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The answer to a wish for a save. Attributes: problem: "": a checkpoint was committed."""
+    """Answers a request to save.
+
+    Attributes:
+        problem: why no checkpoint was committed; "": one was.
+    """
 
     epoch: int = 0
     problem: str = ""
@@ -120,7 +132,8 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """Not of a launcher: a fault that is put into this monitor, see :mod:`~resiliency.supervisor.inject`."""
+    """A request of another process than the launcher, see :mod:`~resiliency.supervisor.inject`: puts a fault into this
+    monitor, or asks for its ranks."""
 
     action: str
     seconds: float = 0.0
@@ -145,12 +158,11 @@ assert set(_KINDS.values()) == {*get_args(FromLauncher), Control}
 
 
 def read_message(end: socket.socket) -> FromLauncher | Control | None:
-    """The next message of a socket that has something to read; None when nobody has the other end any more.
-
-    Other fields than these are left out: the launcher may be newer. Blocks: no.
+    """Reads the next message of a socket that is readable; None when the other end was closed. Ignores unknown fields,
+    because the launcher may be newer. Blocks: no.
 
     Raises:
-        AgentError: it is no message of the channel; the error says why.
+        AgentError: it is not a valid message; the error says why.
         OSError: the connection broke.
     """
     data, fds = _received(end)
@@ -166,7 +178,7 @@ def read_message(end: socket.socket) -> FromLauncher | Control | None:
 
 
 def _received(end: socket.socket) -> tuple[bytes, list[int]]:
-    """One packet, with all the files that came with it, so that they can be closed."""
+    """Receives one packet, and all descriptors that came with it, so that they can be closed."""
     fds = array.array("i")
     data, ancillary, _, _ = end.recvmsg(1, socket.CMSG_SPACE(64 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, part in ancillary:
@@ -177,7 +189,7 @@ def _received(end: socket.socket) -> tuple[bytes, list[int]]:
 
 def _text(fd: int) -> bytes:
     try:
-        fcntl.fcntl(fd, _F_GET_SEALS)  # of another kind of file a read might wait
+        fcntl.fcntl(fd, _F_GET_SEALS)  # fails for every other kind of file, from which a read might block
     except OSError:
         raise AgentError("a message whose text is not in memory") from None
     size = os.fstat(fd).st_size

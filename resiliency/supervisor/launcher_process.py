@@ -1,4 +1,4 @@
-"""The launcher of a host as a process: started so that it is never forgotten, or taken over from a monitor before."""
+"""The launcher as a process: started so that its identity is on disk first, or taken over from an earlier monitor."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: The launcher begins when its number was written down: a monitor that is killed before leaves a shell that reads the
-#: end of its input, and ends.
+#: The shell waits for a line before it becomes the launcher, and the line comes once the process id is on disk. When
+#: the monitor is killed before that, the shell reads end of file and exits.
 _SHELL = ["/bin/sh", "-c", 'read -r go && exec "$@" < /dev/null', "resiliency-launcher"]
 
 
 class LauncherProcess:
-    """A launcher that runs, or has run. Thread: one, with an event loop.
+    """A launcher that runs or has run. Thread: one, with an event loop.
 
     Attributes:
         identity: of the process.
-        started_s: monotonic seconds, when this monitor has got it.
-        ended: set when it has ended, however.
+        started_s: when this monitor started or adopted it; monotonic seconds.
+        ended: set when it has ended, for whatever reason.
     """
 
     def __init__(self, identity: LauncherId, pidfd: int, child: subprocess.Popen[bytes] | None) -> None:
@@ -55,12 +55,13 @@ class LauncherProcess:
 
     @property
     def status(self) -> int | None:
-        """As of :class:`subprocess.Popen`; None: it runs, or nobody can know."""
+        """Its exit status as in :class:`subprocess.Popen`; None while it runs, or when an earlier monitor had started
+        it."""
         return self._status
 
     @property
     def how_it_ended(self) -> str:
-        """For people; "": it runs."""
+        """How it ended, in words; "" while it runs."""
         return self._how
 
     def _has_ended(self) -> None:
@@ -70,34 +71,35 @@ class LauncherProcess:
         if self._child is None:
             self._how = "ended (it was started by an earlier monitor, so its status is not known)"
         else:
-            self._status = self._child.wait()  # it is there: the pidfd has said so
+            self._status = self._child.wait()  # does not block: the pidfd says that it has ended
             code = self._status
             self._how = f"ended with status {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
         self.ended.set()
 
     def watch_ranks(self, pids: Sequence[int]) -> None:
-        """Processes that must not outlive the launcher."""
+        """Sets the processes that must not outlive the launcher."""
         for pid in [known for known in self._ranks if known not in pids]:
             os.close(self._ranks.pop(pid))
         for pid in pids:
             if pid not in self._ranks:
-                with suppress(OSError):  # it has ended already
+                with suppress(OSError):  # the rank has ended already
                     self._ranks[pid] = os.pidfd_open(pid)
 
     def send_signal(self, number: int) -> None:
-        """To the launcher alone. No error when it has ended."""
+        """Signals the launcher alone. No error when it has ended."""
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def signal_ranks(self, number: int) -> None:
-        """No error of those that have ended."""
+        """Signals its ranks. No error for ranks that have ended."""
         for pidfd in self._ranks.values():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
 
     async def end(self, grace_s: float) -> None:
-        """SIGTERM, after ``grace_s`` SIGKILL, and whatever is left of its ranks. Blocks: until then."""
+        """Sends SIGTERM, after ``grace_s`` SIGKILL, and kills the ranks that are left. Blocks: until the launcher has
+        ended."""
         self.send_signal(signal.SIGTERM)
         if not await is_set_within(self.ended, grace_s):
             logger.warning("the launcher has not ended within %.0f s of SIGTERM; it is killed", grace_s)
@@ -106,7 +108,7 @@ class LauncherProcess:
         self.end_ranks()
 
     def end_ranks(self) -> None:
-        """Kills ranks that are left. The kernel has done so for those that were forked."""
+        """Kills ranks that are left. The kernel has killed those that were forked from the launcher already."""
         for pidfd in self._ranks.values():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -114,7 +116,7 @@ class LauncherProcess:
         self._ranks.clear()
 
     def let_go(self) -> None:
-        """Watches it no more; it goes on. Idempotent."""
+        """Stops watching the launcher, which runs on. Idempotent."""
         if self._pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -123,19 +125,19 @@ class LauncherProcess:
             os.close(pidfd)
         self._ranks.clear()
         if self._child is not None and self._child.returncode is None:
-            self._child.returncode = 0  # nobody waits for it here: Popen would complain
+            self._child.returncode = 0  # keeps Popen from warning that its child still runs
 
 
 def start_launcher(
     command: Sequence[str], env: dict[str, str], written: Callable[[LauncherId], bool]
 ) -> LauncherProcess | None:
-    """Starts one in a session of its own.
+    """Starts a launcher in a session of its own.
 
     Args:
-        written: called with its identity before it begins; False: it does not begin.
+        written: called with its identity before it begins; returns False to cancel the start.
 
     Returns:
-        None when it was not written.
+        None when ``written`` returned False.
 
     Raises:
         OSError: it cannot be started.
@@ -150,7 +152,7 @@ def start_launcher(
             child.wait()
             os.close(pidfd)
             return None
-        with suppress(BrokenPipeError):  # it was killed meanwhile
+        with suppress(BrokenPipeError):  # the shell was killed meanwhile
             child.stdin.write(b"go\n")
             child.stdin.flush()
     finally:
@@ -160,14 +162,14 @@ def start_launcher(
 
 
 def adopt_launcher(identity: LauncherId) -> LauncherProcess | None:
-    """The launcher that a monitor before this one has started; None when it has ended."""
+    """Adopts the launcher that an earlier monitor has started; None when it has ended."""
     if identity.boot != boot_id() or identity.pid <= 0:
         return None
     try:
         pidfd = os.pidfd_open(identity.pid)
     except OSError:
         return None
-    # The descriptor means one process for ever: when that one has the right start, it is the one.
+    # The pidfd means one process even if its id is used again, so check the start time after opening it.
     if _start_ticks(identity.pid) != identity.started:
         os.close(pidfd)
         return None
@@ -175,14 +177,14 @@ def adopt_launcher(identity: LauncherId) -> LauncherProcess | None:
 
 
 def identities_of(pids: Iterable[int]) -> tuple[LauncherId, ...]:
-    """Of processes that run now, for a monitor after this one."""
+    """Identities of processes that run now, stored for a later monitor."""
     boot = boot_id()
     found = (LauncherId(pid=pid, started=_start_ticks(pid), boot=boot) for pid in sorted(pids))
     return tuple(one for one in found if one.started >= 0)
 
 
 def end_processes(identities: Iterable[LauncherId]) -> int:
-    """Kills those that run still. Returns: how many."""
+    """Kills the processes that still run. Returns their number."""
     count, boot = 0, boot_id()
     for one in identities:
         if one.boot != boot or one.pid <= 0:
@@ -200,8 +202,8 @@ def end_processes(identities: Iterable[LauncherId]) -> int:
 
 
 def find_launcher(endpoint: str) -> LauncherId | None:
-    """The process of this user that has the monitor's socket among its arguments, for a monitor that has lost its
-    notes; of several the one that is the parent of the others. None: there is none."""
+    """Finds the launcher without stored state: the process of this user that has the monitor's socket among its
+    arguments; of several the parent of the others. None when there is none."""
     found: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdecimal() or int(entry) == os.getpid():
@@ -214,7 +216,7 @@ def find_launcher(endpoint: str) -> LauncherId | None:
             with open(f"/proc/{entry}/stat", "rb") as file:
                 parent = int(file.read().rpartition(b")")[2].split()[1])
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         if endpoint.encode() in words:
             found[int(entry)] = parent
     first = [pid for pid, parent in found.items() if parent not in found]
@@ -224,7 +226,7 @@ def find_launcher(endpoint: str) -> LauncherId | None:
 
 
 def _start_ticks(pid: int) -> int:
-    """Of a process; -1: it has ended, or is a zombie."""
+    """When the process started, in clock ticks since boot; -1 when it has ended or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

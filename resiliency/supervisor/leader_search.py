@@ -1,4 +1,4 @@
-"""Opens the connection of a host monitor at that of several addresses at which a supervisor leads."""
+"""Finds, among several addresses, the supervisor that leads, and opens the host monitor's connection to it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 MONITOR_PATH = "/v1/monitor"
 _HANDSHAKE_S, _FAREWELL_S = 10.0, 0.5
-#: An address that has not answered within this is waited for, and the next one is asked beside it.
+#: Seconds after which the next address is asked as well, while an unanswered one is still waited for.
 _NEXT_ADDRESS_S = 0.5
 
 
 class NoLeader(AgentError):
-    """At none of the addresses a supervisor leads.
+    """No supervisor leads at any of the addresses.
 
     Attributes:
-        stands_by: at one of them a supervisor waits for its turn.
+        stands_by: at one of them a supervisor stands by, and may lead soon.
     """
 
     def __init__(self, text: str, *, stands_by: bool) -> None:
@@ -46,7 +46,7 @@ class NoLeader(AgentError):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenConnection:
-    """A supervisor has taken this host."""
+    """A connection on which a supervisor has accepted this host."""
 
     url: str
     socket: Any
@@ -54,18 +54,23 @@ class OpenConnection:
     welcome: Welcome
 
     async def close(self, *, farewell: bool = True) -> None:
-        """Blocks: 0.5 s at most; farewell: False: without a word, to one that does not read."""
+        """Closes the connection. Blocks: up to 0.5 s.
+
+        Args:
+            farewell: False: sends no close frame, because the other side does not read.
+        """
         await _close(self.session, self.socket if farewell else None)
 
 
 async def open_connection(
     url: str, hello: Hello, *, token: str, ssl_context: Any, check_term: Callable[[int], None]
 ) -> OpenConnection:
-    """Blocks: 20 s at most.
+    """Connects to one address. Blocks: 20 s at most.
 
     Raises:
-        AgentError: it does not take this host, or has the wrong term, or speaks another version.
-        aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError: there is no supervisor.
+        AgentError: the supervisor refuses this host, has a lower term than one obeyed before, or speaks another
+            version.
+        aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError: no supervisor answers there.
     """
     import aiohttp
 
@@ -103,14 +108,15 @@ async def _close(session: Any, socket: Any) -> None:
 async def open_where_one_leads(
     urls: Sequence[str], hello: Hello, *, token: str, ssl_context: Any, check_term: Callable[[int], None]
 ) -> OpenConnection:
-    """The first of the addresses that takes this host. One that stands by, or where nobody listens, is left at once;
-    beside one that does not answer the next is asked. Blocks: 20 s at most for the last.
+    """Returns a connection to the first address that accepts this host. The next address is asked at once when one
+    refuses (it stands by, or there is no server), and after 0.5 s when one does not answer. Blocks: up to 20 s after
+    the last address was asked.
 
     Args:
-        check_term: raises AgentError when a supervisor of this term is not to be obeyed.
+        check_term: raises AgentError when a supervisor of this term must not be obeyed.
 
     Raises:
-        NoLeader: none does; it says why, of each.
+        NoLeader: no address accepts this host; its text gives the reason of each.
     """
     waiting, running = list(urls), dict[asyncio.Task[OpenConnection], str]()
     problems: dict[str, BaseException] = {}
@@ -137,7 +143,7 @@ async def open_where_one_leads(
 
 
 async def _give_up(tasks: Iterable[asyncio.Task[OpenConnection]]) -> None:
-    """Those that were asked beside the one that leads. One may have been taken in the same moment."""
+    """Cancels the attempts at other addresses, and closes those that were accepted at the same moment."""
     given_up = list(tasks)
     for task in given_up:
         task.cancel()
@@ -147,7 +153,7 @@ async def _give_up(tasks: Iterable[asyncio.Task[OpenConnection]]) -> None:
 
 
 def _hint(url: str, problem: BaseException) -> str:
-    """Who shows no certificate that is signed as it should be is cut off without a reason."""
+    """Returns advice to pass a certificate, or "". A server that wants one cuts the connection off without a reason."""
     import aiohttp
 
     is_cut = isinstance(problem, (aiohttp.ServerDisconnectedError, ConnectionError))
@@ -161,7 +167,7 @@ def _stands_by(problem: BaseException) -> bool:
 
 
 def words_of(problem: BaseException) -> str:
-    """Why there is no connection, for the log."""
+    """Why there is no connection, in words for the log."""
     import aiohttp
 
     if _stands_by(problem):
@@ -173,8 +179,10 @@ def words_of(problem: BaseException) -> str:
 
 
 def message_of(received: Any) -> Message:
-    """Raises:
-    AgentError: it is none, or the supervisor does not want this host.
+    """Unpacks what was received.
+
+    Raises:
+        AgentError: it is no message, or the supervisor refuses this host.
     """
     import aiohttp
 

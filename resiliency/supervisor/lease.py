@@ -1,10 +1,10 @@
-"""Which of several supervisors with one state file leads. On one host only, and without a clock.
+"""Decides which of several supervisors with one state file leads. On one host only, and without comparing clocks.
 
-A file beside the state file is locked by the leader: when its process ends, however it does, the kernel gives the lock
-to one that waits. A page of it is mapped by all of them: the leader counts there that it runs, and who leads is written
-there, too. So one that was stopped (SIGSTOP, a debugger, a host that swaps) is replaced as well, and sees that it was
-by a look at memory, before it says anything more. What makes it safe is neither: it is the term, which every
-transaction of the store compares, and which monitors obey in order.
+The leader holds a lock on a file beside the state file: when its process ends in any way, the kernel gives the lock to
+one that waits. All of them map a page of that file, where the leader names itself and increases a counter. So a leader
+that was stopped (SIGSTOP, a debugger, a host that swaps) is replaced as well, and when it runs again it sees that in
+memory before it sends anything. Safety depends on neither, but on the term: every transaction of the store compares it,
+and monitors refuse a lower one.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = ["Lease"]
 
 logger = logging.getLogger(__name__)
 
-#: From the lock's release to the end of a process that ends: the kernel closes its files first.
+#: Seconds from the release of the lock to the end of a process that ends: the kernel closes its files first.
 _ENDS_S = 0.2
-#: Of the page: a count, the leader's process id, the time that this process was started at in microseconds, its term.
+#: Layout of the page: a counter, the leader's process id, when that process started in microseconds, its term.
 _PAGE = struct.Struct("=QQQQ")
 
 
 class Lease:
-    """See the module. Thread: the event loop's. Blocks: never.
+    """This process's part in the election. Thread: the event loop's. Blocks: never.
 
     Args:
-        store: whose leader is sought.
-        lease_s: a leader that has not counted for this long is replaced.
+        store: the state file to lead.
+        lease_s: a leader whose counter has stood still for this many seconds is replaced.
 
     Raises:
         ConfigError: the file beside the state file cannot be used.
@@ -65,28 +65,28 @@ class Lease:
         self._waiter: threading.Thread | None = None
         self._woken = asyncio.Event()
         self._closed = False
-        #: To take over, the last time.
+        #: Whether the last attempt to take over failed.
         self._failed = False
 
     @property
     def looks_every_s(self) -> float:
-        """The leader counts, and those who wait look, this often."""
+        """Seconds between two increments of the leader, and between two looks of a supervisor that stands by."""
         return self._lease_s / 5
 
     def is_mine(self) -> bool:
-        """Nobody has taken over. To be asked before anything is said."""
+        """Whether this process leads, and no other has taken over. To be asked before anything is sent."""
         _, pid, started, term = self._read()
         return self._term != 0 and (pid, started) == self._me and term == self._term
 
     def renew(self) -> None:
-        """Says that the leader runs."""
+        """Increments the counter, if this process still leads."""
         if self.is_mine():
             self._count += 1
             self._write()
 
     async def wait_for_turn(self) -> int:
-        """Returns the term of this process's leadership, when it begins. While the state file cannot be written (a
-        leader that was stopped in a transaction holds it) nobody's does; it is tried again."""
+        """Waits until this process leads, and returns its term. While the state file cannot be written (a leader that
+        was stopped in a transaction holds it), tries again."""
         self._term = 0
         self._start_waiter()
         seen, still_s, looked_s = self._read(), 0.0, time.monotonic()
@@ -95,13 +95,13 @@ class Lease:
             now_s = time.monotonic()
             present = self._read()
             gap_s = now_s - looked_s
-            if present != seen or gap_s > 3 * self.looks_every_s:  # the leader runs; or this process did not
+            if present != seen or gap_s > 3 * self.looks_every_s:  # the leader runs, or this process did not
                 seen, still_s = present, 0.0
             else:
                 still_s += gap_s
             looked_s = now_s
             ended = self._locked and not self._runs(present)
-            # With the lock, the one that leads has been replaced by one that could not have it.
+            # Having the lock does not prove that the leader ended: a leader may have taken over without it.
             if ended or still_s >= self._lease_s:
                 term = await asyncio.to_thread(self._try_to_take_over)
                 if term is not None:
@@ -118,8 +118,8 @@ class Lease:
                 said = True
                 logger.info("process %d leads; this one stands by", present[1])
             if self._locked:
-                self._unlock()  # the leader that runs without it is to have it
-                await self._wait(min(_ENDS_S, self.looks_every_s))  # if it does not end just now
+                self._unlock()  # so that the leader, which runs without the lock, can get it
+                await self._wait(min(_ENDS_S, self.looks_every_s))  # the leader may be ending just now
             else:
                 await self._wait(self.looks_every_s)
             self._start_waiter()
@@ -153,7 +153,8 @@ class Lease:
     # -- the lock -----------------------------------------------------------------------------------------------------
 
     def _start_waiter(self) -> None:
-        """Has the lock, or waits for it on a thread: nothing else tells at once that a process has ended."""
+        """Takes the lock, or starts a thread that waits for it: only the lock tells at once that a process has
+        ended."""
         if self._locked or self._waiter is not None:
             return
         try:
@@ -162,7 +163,7 @@ class Lease:
         except BlockingIOError:
             loop = asyncio.get_running_loop()
             arguments = (loop, os.open(self._path, os.O_RDWR | os.O_CLOEXEC))
-            # A daemon: nothing can interrupt it, and it is in nobody's way when the process ends.
+            # A daemon thread, because flock cannot be interrupted, and it must not hold up the end of the process.
             self._waiter = threading.Thread(target=self._await_lock, args=arguments, name="lease-lock", daemon=True)
             self._waiter.start()
 
@@ -188,7 +189,7 @@ class Lease:
         self._locked = False
 
     def release(self) -> None:
-        """Leads no more; another one may at once."""
+        """Gives leadership up. Another supervisor can lead at once."""
         if self.is_mine():
             self._page[: _PAGE.size] = _PAGE.pack(self._count + 1, 0, 0, self._term)
         self._term = 0
@@ -211,7 +212,7 @@ class Lease:
         self._page[: _PAGE.size] = _PAGE.pack(self._count, *self._me, self._term)
 
     def _runs(self, page: tuple[int, int, int, int]) -> bool:
-        """The process that leads is there, another one than this."""
+        """Whether the page names another process than this one, and that process still runs."""
         _, pid, started, _ = page
         if pid == 0 or (pid, started) == self._me:
             return False
@@ -221,7 +222,7 @@ class Lease:
 def _started_us(pid: int) -> int:
     try:
         process = psutil.Process(pid)
-        # Nobody may have waited for one that was killed.
+        # a killed process may stay a zombie when its parent has not waited for it
         return 0 if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 1e6)
     except psutil.NoSuchProcess:
         return 0

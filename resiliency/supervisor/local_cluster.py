@@ -1,12 +1,13 @@
 """``resiliency run --nnodes 3 --spares 1``: a supervisor and the hosts of a job on one machine.
 
 For CI, a workstation, and trying out what happens when a host is lost. Each host is a host monitor with a process
-group, a name (``RESILIENCY_NODE``), an agent and a local folder of its own, and is what it would be on a machine of its
-own; the supervisor is the one of a cluster. They speak over loopback, with tokens made for this run; or each host has
-a network namespace of its own, see :mod:`resiliency.supervisor.local_network`.
+group, a name (``RESILIENCY_NODE``), an agent and a local folder of its own, and works as it would on a machine of its
+own; the supervisor is the one of a cluster. They talk over loopback, with tokens made for this run; or each host has a
+network namespace of its own, see :mod:`resiliency.supervisor.local_network`.
 
-A host that is lost stays away until this process gets SIGUSR2: then the one that was lost last is started again, as a
-machine that was repaired. A monitor that was killed alone has left its launcher running, and the next one takes it.
+A host that is lost stays away until this process gets SIGUSR2: then the host that was lost last is started again, like
+a machine that was repaired. A monitor that was killed alone leaves its launcher running, and the next monitor takes the
+launcher over.
 """
 
 from __future__ import annotations
@@ -52,39 +53,40 @@ __all__ = ["LocalCluster", "run_local_cluster"]
 logger = logging.getLogger(__name__)
 
 _RETURN = signal.SIGUSR2
-#: For the supervisor to listen.
+#: Seconds until the supervisor must listen.
 _LISTEN_TIMEOUT_S = 30.0
-#: Of the supervisor; quick, as nothing of it crosses a network.
+#: Settings of the supervisor: short times, because no message crosses a network.
 _SETTINGS = {"heartbeat_polling_period_s": 0.5, "heartbeat_timeout_s": 2.0, "dwell_s": 5.0}
-#: Settings of the supervisor that are this module's affair.
+#: Settings of the supervisor that this module sets itself.
 _OURS = frozenset(
     "listen state shared_token monitor_tokens operator_token tls events workload workloads name replicas min_replicas"
     " num_dp_replicas max_num_dp_replicas min_num_dp_replicas hosts_per_replica num_nodes_per_dp ranks_per_host"
     " workers_per_host enable_workload_scaling".split()
 )
-#: Heartbeat timeouts after the end of a host, at which it is looked whether the supervisor has frozen because of it.
+#: When to ask the supervisor whether it is frozen because a host has ended, in heartbeat timeouts after that end.
 _LOOKS = (3.0, 6.0, 15.0)
-#: For a supervisor to end by itself when there are no hosts any more.
+#: Seconds that a supervisor has to end by itself when no host is left.
 _NO_HOSTS_S = 15.0
-#: For a launcher without a monitor to end by itself.
+#: Seconds that a launcher without a monitor has to end by itself.
 _LAUNCHER_END_S = 10.0
 _GAVE_UP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCluster:
-    """
+    """What to run.
+
     Attributes:
-        hosts: at full size.
-        min_hosts: that the job can do with.
-        spares: hosts beside them.
+        hosts: number of hosts at full size.
+        min_hosts: fewest hosts that the job can run with.
+        spares: number of hosts beside those.
         ranks_per_host: ranks of each host.
         launcher_words: flags of ``resiliency run`` for each host's launcher.
         script: the script and its arguments, or ``-m MODULE ARGS``.
         workload: settings of it, see :class:`~resiliency.supervisor.model.WorkloadSpec`.
         supervisor: further settings, as at the top level of ``supervisor.yaml``.
-        state_dir: that the supervisor and the monitors keep their state in; "": one that is removed at the end.
-        network_namespaces: each host has one of its own.
+        state_dir: folder for the state of the supervisor and the monitors; "": a temporary one, removed at the end.
+        network_namespaces: each host has a network namespace of its own.
     """
 
     hosts: int
@@ -106,11 +108,11 @@ class LocalCluster:
 
 
 def run_local_cluster(cluster: LocalCluster) -> int:
-    """Runs the job and returns its exit status: that of ``resiliency supervisor run --until-ended``; 3, too, when no
-    host is left. Blocks: until it has ended.
+    """Runs the job. Returns the exit status of ``resiliency supervisor run --until-ended``, or 3 when no host is left.
+    Blocks: until the job has ended.
 
     Raises:
-        ConfigError: a setting cannot work, or another run has the state folder.
+        ConfigError: a setting cannot work, or another run uses the state folder.
     """
     folder = Path(cluster.state_dir or tempfile.mkdtemp(prefix="resiliency-local-"))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -126,7 +128,11 @@ def run_local_cluster(cluster: LocalCluster) -> int:
 
 
 def _locked(folder: Path) -> int:
-    """Raises: ConfigError: another run has the folder."""
+    """Locks the folder, and returns the descriptor that holds the lock.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,7 +143,7 @@ def _locked(folder: Path) -> int:
 
 
 class _LocalRun:
-    """Thread: the main one, which takes the signals."""
+    """One run. Thread: the main one, because it handles signals."""
 
     def __init__(self, cluster: LocalCluster, folder: Path) -> None:
         self._cluster, self._folder = cluster, folder
@@ -146,7 +152,8 @@ class _LocalRun:
         self._asked: list[int] = []
         self._lost: list[int] = []
         self._drained: set[int] = set()
-        #: When to look whether the supervisor is frozen; and by when a host must be back, when none is left.
+        #: When to ask whether the supervisor is frozen, and by when a host must be back when none is left (monotonic
+        #: seconds).
         self._looks: list[float] = []
         self._no_hosts_until: float | None = None
         self._address = ""
@@ -168,7 +175,7 @@ class _LocalRun:
         signal_all(self._running, number)
 
     def _run(self, returns: SignalCount) -> int:
-        # Of a run before this one: nobody listens there any more.
+        # An address file of an earlier run names a port where nothing listens any more.
         (self._folder / "address").unlink(missing_ok=True)
         listen = "127.0.0.1:0" if self._network is None else f"{self._network.address}:0"
         supervisor = _start_supervisor(self._cluster, self._folder, self._network, listen, "--begin-again")
@@ -197,7 +204,7 @@ class _LocalRun:
                 elif code >= 0 or self._asked:
                     return 128 + self._asked[0] if self._asked else code
                 else:
-                    # Training goes on without it. What it had begun is in its file.
+                    # Training goes on without the supervisor, and its state file holds what it had begun.
                     logger.warning("the supervisor was ended by %s; it is started again", signal.Signals(-code).name)
                     self._running.append(_start_supervisor(self._cluster, self._folder, self._network, address))
             for _ in range(returns.take() if not self._asked else 0):
@@ -216,7 +223,7 @@ class _LocalRun:
 
     def _host_ended(self, one: LocalProcess, number: int, code: int) -> None:
         now = time.monotonic()
-        if self._network is not None:  # its monitor may have pulled the cable for a time
+        if self._network is not None:  # its monitor may have pulled the cable before it ended
             with suppress(OSError):
                 self._network.cable_of(number).plug_in()
         if code and not self._asked:
@@ -239,8 +246,8 @@ class _LocalRun:
         self._running.append(_start_host(self._cluster, self._folder, self._network, number, self._address))
 
     def _look(self) -> None:
-        """Tells a supervisor that cannot know whether it is the network which hosts are gone. Nobody starts the monitor
-        of such a host again, so that its launcher, if that still runs, is ended, too. Blocks: up to 10 s a request."""
+        """Tells a frozen supervisor which hosts are gone, because it cannot tell lost hosts from a lost network. Ends
+        their launchers too, because their monitors are not started again. Blocks: up to 10 s for a request."""
         if not self._looks or time.monotonic() < self._looks[0]:
             return
         del self._looks[0]
@@ -273,8 +280,8 @@ def _host_name(number: int) -> str:
 
 
 def _end_launcher(folder: Path, number: int) -> None:
-    """A monitor that was killed leaves its launcher running, for the next monitor, and there is none any more. Blocks:
-    until it has ended, ten seconds and a bit."""
+    """Ends the launcher that a killed monitor has left running for its successor, because there will be none. Blocks:
+    until it has ended, a little over ten seconds at most."""
     found = find_launcher(StateFolder(str(folder / f"host-{number}"), _host_name(number)).socket_name)
     if found is not None:
         logger.warning("the launcher of %s (process %d) is ended: its monitor is gone", _host_name(number), found.pid)
@@ -305,7 +312,7 @@ def _write_settings(cluster: LocalCluster, folder: Path, listen: str) -> Path:
         **cluster.supervisor,
         "workloads": [
             {
-                "name": environment().run,  # as ranks call it in their events
+                "name": environment().run,  # the name that ranks write in their events
                 "replicas": cluster.hosts,
                 "min_replicas": cluster.min_hosts,
                 "ranks_per_host": cluster.ranks_per_host,
@@ -314,7 +321,7 @@ def _write_settings(cluster: LocalCluster, folder: Path, listen: str) -> Path:
         ],
     }
     path = folder / "supervisor.yaml"
-    path.write_text(json.dumps(settings, indent=2))  # which is YAML, too
+    path.write_text(json.dumps(settings, indent=2))  # JSON is valid YAML
     return path
 
 
@@ -341,7 +348,8 @@ def _start_host(
 
 
 def _address_of(supervisor: LocalProcess, path: Path, asked: Sequence[int]) -> str | None:
-    """Where it listens; None: it has ended, or is to."""
+    """The address where the supervisor listens; None when it has ended or was told to end, or does not listen in
+    time."""
     deadline = time.monotonic() + _LISTEN_TIMEOUT_S
     while not asked and supervisor.popen.poll() is None:
         with suppress(FileNotFoundError):
@@ -350,5 +358,5 @@ def _address_of(supervisor: LocalProcess, path: Path, asked: Sequence[int]) -> s
         if time.monotonic() >= deadline:
             logger.error("the supervisor does not listen after %.0f s; see its lines above", _LISTEN_TIMEOUT_S)
             return None
-        wait_for_any([supervisor], 0.05)  # the file is renamed into its place; its end is seen at once
+        wait_for_any([supervisor], 0.05)  # the file appears whole, by a rename; the end of a process is noticed at once
     return None

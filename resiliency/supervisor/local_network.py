@@ -6,10 +6,11 @@
     host 1: eth0 198.18.N.11 ---- host1  > bridge (a namespace of its own) ---- resilNNNNNN 198.18.N.1: the supervisor
     host 2: eth0 198.18.N.12 ---- host2 /
 
-Nothing of it has a name in the file system. The switch lasts as long as somebody holds its socket: the process that has
-made it, the supervisor, and each monitor, so that hosts train on when the first one is killed. A host's namespace lasts
-as long as a process in it, or the process that has made it. With the switch all cables go, also the one in the
-namespace of the machine.
+No part of it has a name in the file system. The switch lasts as long as a process holds its socket: the process that
+    has
+made it, the supervisor, and each monitor, so that hosts train on when the first of them is killed. A host's namespace
+lasts as long as a process in it, or the process that has made it. When the switch is removed all cables are, including
+the one in the machine's own namespace.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["Cable", "LocalNetwork"]
 
 logger = logging.getLogger(__name__)
 
-#: Set aside for tests of networks (RFC 2544); one of its parts that this machine has no route to is taken.
+#: A range reserved for tests of networks (RFC 2544). One of its /24 parts that this machine has no route to is used.
 _RANGE = ipaddress.IPv4Network("198.18.0.0/15")
 _PREFIX = 24
 _FIRST_HOST, _MOST_HOSTS = 10, 240
@@ -39,11 +40,12 @@ _BRIDGE, _IN_HOST = "bridge", "eth0"
 
 
 class Cable:
-    """Of one host, at the switch's end: pulled, its host keeps its own address and reaches nobody. Thread: one.
+    """A host's cable, seen from the switch. While it is pulled the host keeps its address and reaches no other host.
+    Thread: one.
 
     Args:
-        control: a socket in the switch.
-        link: name of this end.
+        control: a socket in the switch's namespace.
+        link: name of the cable's end at the switch.
     """
 
     def __init__(self, control: socket.socket, link: str) -> None:
@@ -51,10 +53,10 @@ class Cable:
 
     @classmethod
     def inherited(cls, text: str) -> Cable:
-        """From ``FD:LINK``.
+        """Opens a cable from ``FD:LINK``, the text of :meth:`words`.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the text is not of this form, or the descriptor is no socket.
         """
         fd, _, link = text.partition(":")
         try:
@@ -63,34 +65,42 @@ class Cable:
             raise ConfigError(f"--cable {text}: {error}; only resiliency run passes this") from error
 
     def words(self) -> str:
-        """For :meth:`inherited`, in a process that has inherited the descriptor."""
+        """The cable as text for :meth:`inherited`, in a process that has inherited the descriptor."""
         return f"{self._control.fileno()}:{self.link}"
 
     def pull(self) -> None:
-        """Raises: OSError: the switch is gone, or it is not allowed."""
+        """Cuts the host off.
+
+        Raises:
+            OSError: the switch is gone, or this process may not do it.
+        """
         set_link_up(self._control, self.link, False)
 
     def plug_in(self) -> None:
-        """Raises: as :meth:`pull`."""
+        """Connects the host again.
+
+        Raises:
+            OSError: as :meth:`pull`.
+        """
         set_link_up(self._control, self.link, True)
 
     def close(self) -> None:
-        """Stays as it is. Idempotent."""
+        """Leaves the cable as it is, pulled or not. Idempotent."""
         self._control.close()
 
 
 class LocalNetwork:
-    """Made with a cable to the namespace of this process. Thread: one.
+    """Creates the namespaces, the switch, and a cable to this process's namespace. Thread: one.
 
     Attributes:
-        address: of the machine, for the supervisor to listen at.
-        fds: that a process must inherit to keep the network when this one is killed.
+        address: of the machine in this network; the supervisor listens there.
+        fds: descriptors that a process must inherit to keep the network when this process is killed.
 
     Args:
-        hosts: how many there will be.
+        hosts: number of hosts.
 
     Raises:
-        ConfigError: it is not possible here; the error says what is missing.
+        ConfigError: the network cannot be made here; the error says what is missing.
     """
 
     def __init__(self, hosts: int) -> None:
@@ -140,26 +150,27 @@ class LocalNetwork:
         return str(self._network[_FIRST_HOST + number])
 
     def cable_of(self, number: int) -> Cable:
-        """Shares this object's socket: not to be closed."""
+        """The cable of a host. It uses this object's socket, so do not close it."""
         return Cable(self._switch.control, f"host{number}")
 
     def variables_of(self, name: str) -> Mapping[str, str]:
-        """For all processes of a host: backends take the interface from them, as the name of the machine means none of
-        its addresses; and NCCL takes processes of one kernel for one host, with memory that no partition cuts."""
+        """Environment variables for all processes of a host. They name the interface, because the machine's host name
+        resolves to no address of the namespace. And they give NCCL a host id, because it would take all processes of
+        one kernel for one host, and use shared memory, which no partition cuts."""
         interface = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
         return dict.fromkeys(interface, _IN_HOST) | {"NCCL_HOSTID": name}
 
     @contextmanager
     def inside(self, number: int) -> Iterator[None]:
-        """Processes that are started meanwhile are that host's."""
+        """Processes that are started inside this context belong to that host's namespace."""
         with within(self._hosts[number].fd):
             yield
 
     def close(self) -> None:
-        """Idempotent. What runs in it stays connected until it has ended, but for the machine."""
+        """Cuts the machine off; processes in the hosts' namespaces stay connected until they have ended. Idempotent."""
         if not self._opened:
             return
-        with suppress(OSError):  # it was not made
+        with suppress(OSError):  # the link was not made
             self._opened[0].remove(self._link)
         for one in self._opened:
             one.close()
@@ -179,7 +190,11 @@ def _why(error: OSError) -> str:
 
 
 def _free_network() -> ipaddress.IPv4Network:
-    """One that this machine has no route to but the default one."""
+    """A network that this machine has no route to, except its default route.
+
+    Raises:
+        ConfigError: there is none.
+    """
     taken = _routes()
     candidates = random.sample(list(_RANGE.subnets(new_prefix=_PREFIX)), 1 << (_PREFIX - _RANGE.prefixlen))
     for one in candidates:

@@ -1,4 +1,5 @@
-"""The processes of a local cluster: each with a process group of its own, waited for without polling."""
+"""The processes of a local cluster: each has a process group of its own, and their ends are waited for without
+polling."""
 
 from __future__ import annotations
 
@@ -24,13 +25,17 @@ __all__ = ["LocalProcess", "SignalCount", "end_all", "end_tree", "handled_by", "
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: For processes to end by themselves after the job has, or after a signal, before they are killed.
+#: Seconds that processes have to end by themselves after the job has ended or after a signal, before they are killed.
 _END_TIMEOUT_S = 40.0
 
 
 @dataclass
 class LocalProcess:
-    """Attributes: number: of the host; None: the supervisor."""
+    """A process that was started.
+
+    Attributes:
+        number: of the host; None: it is the supervisor.
+    """
 
     name: str
     number: int | None
@@ -39,7 +44,7 @@ class LocalProcess:
 
 
 class SignalCount:
-    """A signal, as something that can be waited for with processes."""
+    """Counts a signal, and makes its arrival something that :func:`wait_for_any` can wait for. Thread: the main one."""
 
     def __init__(self, number: signal.Signals) -> None:
         self._number = number
@@ -55,11 +60,11 @@ class SignalCount:
         os.close(self._end)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        with suppress(BlockingIOError):  # thousands are waiting
+        with suppress(BlockingIOError):  # the pipe is full: thousands of signals are counted already
             os.write(self._end, b".")
 
     def take(self) -> int:
-        """How often it has come since this was asked last."""
+        """How often the signal has come since the last call, up to 4096."""
         with suppress(BlockingIOError):
             return len(os.read(self.fd, 4096))
         return 0
@@ -68,7 +73,7 @@ class SignalCount:
 def start(
     name: str, number: int | None, words: Sequence[str], variables: Mapping[str, str], fds: Sequence[int] = ()
 ) -> LocalProcess:
-    """Starts ``resiliency`` with these words, further variables, and descriptors that it inherits."""
+    """Starts ``resiliency`` with these arguments, additional environment variables, and inherited descriptors."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
     popen = subprocess.Popen(
         [sys.executable, "-m", "resiliency.cli", *words],
@@ -81,7 +86,7 @@ def start(
 
 
 def wait_for_any(processes: Sequence[LocalProcess], timeout_s: float | None, *fds: int) -> None:
-    """Until a process has ended, or a descriptor can be read; None: as long as that takes."""
+    """Waits until a process has ended or a descriptor is readable. Blocks: up to ``timeout_s``; None: for ever."""
     poll = select.poll()
     for fd in [*fds, *(one.pidfd for one in processes)]:
         poll.register(fd, select.POLLIN)
@@ -95,12 +100,12 @@ def signal_all(processes: Sequence[LocalProcess], number: int) -> None:
 
 
 def end_all(running: list[LocalProcess]) -> None:
-    """Ends what still runs, and empties the list. Blocks: up to 80 s."""
+    """Ends the processes that still run, and empties the list. Blocks: up to 80 s."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if number is signal.SIGTERM:
             signal_all(running, number)
         else:
-            for one in running:  # with what it has started
+            for one in running:  # together with the processes that it has started
                 with suppress(ProcessLookupError):
                     os.killpg(one.popen.pid, number)
         deadline = time.monotonic() + _END_TIMEOUT_S
@@ -112,7 +117,8 @@ def end_all(running: list[LocalProcess]) -> None:
 
 
 def end_tree(pid: int, timeout_s: float) -> None:
-    """Ends a process that is no child of this one, and after the timeout kills it with all that it has started."""
+    """Ends a process that is no child of this one; after the timeout kills what is left of it and of its
+    descendants."""
     with suppress(psutil.NoSuchProcess):
         first = psutil.Process(pid)
         tree = [first, *first.children(recursive=True)]
@@ -125,7 +131,7 @@ def end_tree(pid: int, timeout_s: float) -> None:
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """For the signals that ask a process to end."""
+    """Handles the signals that ask a process to end, while the context is open."""
     before = {number: signal.signal(number, handler) for number in _SIGNALS}
     try:
         yield

@@ -1,12 +1,12 @@
-"""What the supervisor and the monitors of hosts say to each other, and their encoding: one JSON object each.
+"""The messages between the supervisor and the host monitors, and their encoding: one JSON object for each.
 
-The supervisor never sends commands to run. It says what is to be true (:class:`Desired`), again and again, and a
-monitor makes it so; being told twice, late, or by a supervisor that was replaced, does no harm. Every message is
-checked field by field, and is bounded in size.
+The supervisor never sends commands to run. It sends the state that it wants (:class:`Desired`), again and again, and a
+monitor makes it so; a message that comes twice, late, or from a supervisor that was replaced does no harm. Every
+message is checked field by field, and its size is limited.
 
-A field that is not known is refused, so a message that gets a new one, or a new kind, raises the version. It is looked
-at before any other field of a first message, which may have others in another version; :class:`Refused` has one field
-in all versions, so that it can always be said why.
+Unknown fields are refused, so a new field or a new kind of message needs a higher version. The version of a first
+message is checked before its other fields, which another version may have changed; :class:`Refused` has one field in
+all versions, so that the reason can always be told.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 2
-#: The number of an ask that belongs to no plan: the check of a host that joins. Plans' numbers begin at 1.
+#: Plan number of an ask that belongs to no plan: the check of a host that joins. Plans are numbered from 1.
 NO_PLAN = 0
-#: The problem of a host whose monitor was told to end, and has no other.
+#: The problem that a host reports when its monitor was told to end.
 MONITOR_ENDS = "its monitor was told to end"
-#: A host of 1,024 ranks says less than this.
+#: Longest message. A host of 1,024 ranks sends less.
 MAX_MESSAGE_BYTES = 256 * 1024
 
 
@@ -52,10 +52,10 @@ class Hello:
     """A monitor's first message.
 
     Attributes:
-        incarnation: of the monitor's process, random.
-        address: that other hosts reach this one by.
+        incarnation: random name of the monitor's process.
+        address: where other hosts reach this one.
         block: failure domain, see :class:`~resiliency.supervisor.model.Host`.
-        term: the highest of a supervisor that it has obeyed; 0: none.
+        term: the highest term of a supervisor that the monitor has obeyed; 0: none.
     """
 
     version: int
@@ -71,8 +71,8 @@ class Welcome:
     """The supervisor's first answer.
 
     Attributes:
-        term: of its leadership; a monitor obeys no supervisor of a lower term than it has seen.
-        period_s: between reports.
+        term: of the supervisor's leadership; a monitor obeys no supervisor of a lower term than it has seen.
+        period_s: seconds between two reports.
     """
 
     version: int
@@ -82,22 +82,22 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """The answer to a message that is not taken. The connection is closed then."""
+    """Says why the sender's message was refused. The connection is closed then."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What a rank's heartbeat page says, see :mod:`resiliency.launch.heartbeat_page`.
+    """The content of a rank's heartbeat page, see :mod:`resiliency.launch.heartbeat_page`.
 
     Attributes:
-        quiet_s: since its last sign of life.
+        quiet_s: seconds since its last sign of life.
         longest_s: the longest time between two beats so far.
-        stopped_s: for which a signal has stopped it.
+        stopped_s: for how long a signal has stopped it.
         saved: the newest step that it knows to be committed; -1: none.
-        own_s, own_steps: seconds of its own work since its attempt began, and in how many optimizer steps; 0 steps: it
-            does not measure it.
+        own_s: seconds of its own work since its attempt began.
+        own_steps: number of optimizer steps in that time; 0: the rank does not measure its own work.
     """
 
     rank: int
@@ -115,13 +115,13 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A heartbeat: what is true on the host.
+    """A heartbeat: the present state of the host.
 
     Attributes:
         number: counts up from 0 in each incarnation.
-        workload, epoch: of the place that the launcher has taken; "" and 0: none. Of a host that is given an epoch of
-            the past, the one that it has had: the supervisor's next ones are to be above it.
-        master: "address:port" of the store of that epoch, said by node rank 0 alone.
+        workload, epoch: of the place that the launcher has taken; "" and 0: none. A host that was given an older epoch
+            than it has had reports the one it has had, so that the supervisor numbers later epochs above it.
+        master: "address:port" of the store of that epoch; only node rank 0 reports it.
         ended: all ranks of the epoch have finished.
         preempted: they have saved and left because they were told to go.
         problem: why the host cannot have ranks now; "": it can.
@@ -139,7 +139,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Things that were seen on the host. Sent at once."""
+    """What was seen on the host. Sent at once."""
 
     observations: tuple[Observation, ...]
 
@@ -147,13 +147,13 @@ class Observed:
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """A step of a plan that the host is to carry out (VERIFY, CHECKPOINT, RESET_DEVICES, SIGNAL), answered with
-    :class:`StepEnded`. An ask that was answered is answered again, not carried out again.
+    :class:`StepEnded`. An ask that was answered already is answered again, and not carried out again.
 
     Attributes:
-        epoch: of the plan. Plans are numbered anew when the supervisor's state file was lost, epochs are not: a monitor
-            that remembers a plan of the same number is not misled.
-        step: of CHECKPOINT: ranks save after this optimizer step, which none of them has done yet.
-        signal: of SIGNAL: its number.
+        epoch: of the plan. It tells plans of equal number apart: when the supervisor's state file is lost plans are
+            numbered from 1 again, and epochs are not.
+        step: for CHECKPOINT: ranks save after this optimizer step, which none of them has done yet.
+        signal: for SIGNAL: its number.
     """
 
     plan: int
@@ -167,10 +167,11 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnded:
-    """
+    """The result of an :class:`Ask`.
+
     Attributes:
-        plan, at, epoch: of the :class:`Ask`.
-        problem: "": it was done.
+        plan, at, epoch: those of the :class:`Ask`.
+        problem: why the step failed; "": it was done.
     """
 
     plan: int
@@ -181,12 +182,12 @@ class StepEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class Desired:
-    """What is to be true on the host. The whole of it.
+    """The complete state that the supervisor wants of the host.
 
     Attributes:
         term: see :class:`Welcome`.
         place: None: the host has no ranks.
-        master: "address:port" of the store of the place's epoch; "": node rank 0 has not said it yet.
+        master: "address:port" of the store of the place's epoch; "": node rank 0 has not reported it yet.
         completed: all workloads have ended, and none of them can need this host: its launcher can end.
     """
 
@@ -207,10 +208,10 @@ def pack(message: Message) -> str:
 
 
 def unpack(text: str | bytes) -> Message:
-    """The message of a text.
+    """Parses and checks a text.
 
     Raises:
-        AgentError: it is not one of this protocol; the error says why.
+        AgentError: it is no message of this protocol; the error says why.
     """
     if len(text) > MAX_MESSAGE_BYTES:
         raise AgentError(f"a message of {len(text)} bytes is longer than {MAX_MESSAGE_BYTES}")
@@ -268,7 +269,7 @@ assert _REPORT_KINDS.keys() == Report.__dataclass_fields__.keys() - {"ranks"}
 
 
 def _flat(kind: Any, kinds: dict[str, tuple[type, ...]], fields: Any) -> Any:
-    """As :func:`from_jsonable`, in a tenth of the time: there are tens of thousands of them a second."""
+    """Does the same as :func:`from_jsonable` in a tenth of the time, because tens of thousands arrive each second."""
     if type(fields) is dict and fields.keys() == kinds.keys():
         for name, allowed in kinds.items():
             if type(fields[name]) not in allowed:

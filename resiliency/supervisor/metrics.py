@@ -1,4 +1,4 @@
-"""Figures for Prometheus. Needs prometheus-client (extra ``supervisor``)."""
+"""Metrics for Prometheus. Needs prometheus-client (extra ``supervisor``)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.
 
 
 class Metrics(Collector):
-    """Collected when somebody asks. Thread: the event loop's.
+    """Collects the metrics when they are asked for. Thread: the event loop's.
 
     Args:
-        service: who leads now; None: nobody here.
+        service: returns the service while this supervisor leads; None otherwise.
     """
 
     def __init__(self, service: Callable[[], Service | None]) -> None:
@@ -48,7 +48,7 @@ class Metrics(Collector):
         self._commit.observe(seconds)
 
     def text(self) -> bytes:
-        """In Prometheus's text format."""
+        """The metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def describe(self) -> Iterator[Metric]:

@@ -1,6 +1,6 @@
-"""What the supervisor talks about: hosts, workloads, places, observations, incidents, plans. Values only.
+"""The supervisor's values: hosts, workloads, places, observations, incidents, plans.
 
-All times are seconds of the supervisor's monotonic clock; a host's own clock decides nothing.
+Times that end in ``_s`` are seconds of the supervisor's monotonic clock; a host's own clock decides nothing.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ __all__ = [
 ]
 
 
-#: Of a host or a workload: it stands in addresses, variables, file names and logs.
+#: Name of a host or a workload. It is used in addresses, variables, file names and logs.
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
 
 class HostState(str, Enum):
-    """Whether a host can be given ranks. Which host has some is said by :attr:`Workload.places` alone."""
+    """Whether a host can be given ranks. Which hosts have ranks is told by :attr:`Workload.places` alone."""
 
-    JOINING = "joining"  # its monitor has reported, and no check has passed yet
-    READY = "ready"  # heard of within the timeout, and its last check has passed
-    SILENT = "silent"  # not heard of for the timeout
+    JOINING = "joining"  # its monitor has connected, and no check has passed yet
+    READY = "ready"  # heard from within the timeout, and its last check has passed
+    SILENT = "silent"  # not heard from for the timeout
     QUARANTINED = (
-        "quarantined"  # something of it is broken, or it comes and goes; a check after the dwell time frees it
+        "quarantined"  # it is broken, or keeps falling silent; a check that passes once its quarantine is over frees it
     )
-    CORDONED = "cordoned"  # an operator, or the cluster, has taken it out
+    CORDONED = "cordoned"  # an operator or the cluster has taken it out
 
     def __str__(self) -> str:
         return self.value
@@ -55,17 +55,18 @@ class HostState(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """
+    """A host as the supervisor knows it.
+
     Attributes:
-        name: as its monitor is authenticated.
-        incarnation: of the monitor's process; another one means that it was started again.
-        heard_s: when it was heard of last.
-        since_s: when its state has changed last.
+        name: the one that its monitor has authenticated for.
+        incarnation: names the monitor's process; another one means that the monitor was started again.
+        heard_s: when the supervisor last heard from it.
+        since_s: when its state changed last.
         block: failure domain (rack, NVLink domain) that hosts are placed by; "": unknown.
         reason: why it is not READY.
-        free_at_s: of a host in quarantine, when a check may free it.
-        falls: how often it has gone silent or broken lately: each doubles its time in quarantine.
-        left: its monitor has said that it was told to end. The next one of it is not at fault for that.
+        free_at_s: for a host in quarantine, when a check may free it.
+        falls: how often it has gone silent or broken lately; each time doubles its time in quarantine.
+        left: its monitor has reported that it was told to end. The next monitor of the host is not at fault for that.
     """
 
     name: str
@@ -82,11 +83,11 @@ class Host:
 
 
 class WorkloadState(str, Enum):
-    WAITING = "waiting"  # for enough hosts
+    WAITING = "waiting"  # until enough hosts are ready
     REMEDYING = "remedying"  # a plan is being carried out; its last step waits for the first training step
     RUNNING = "running"
-    FROZEN = "frozen"  # so many hosts are silent at once that the fault is taken to be the supervisor's
-    STOPPED = "stopped"  # for good, with a reason
+    FROZEN = "frozen"  # so many hosts are silent at once that the supervisor's own connection is suspected
+    STOPPED = "stopped"  # ended for good, with a reason
     COMPLETED = "completed"
 
     def __str__(self) -> str:
@@ -104,21 +105,21 @@ class WorkloadSpec:
     Attributes:
         replicas: data-parallel replicas at full size.
         hosts_per_replica: hosts that hold one replica of the model.
-        min_replicas: fewest that it can train with.
+        min_replicas: fewest replicas that it can train with.
         ranks_per_host: ranks of each host.
-        max_in_job_restarts: times in a row that lost ranks are replaced while the others stay.
-        max_workload_restarts: times in a row that all of it is started anew on the same hosts before a host that keeps
+        max_in_job_restarts: how often in a row lost ranks are replaced while the others stay.
+        max_workload_restarts: how often in a row all of it is started anew on the same hosts before a host that keeps
             failing is swapped; 0: it is swapped at once.
         scale_up: go back to full size when hosts return.
-        swap_stragglers: a host with a rank that holds up the others is swapped for a spare, after a checkpoint.
-        healthy_s: training for this long makes what came before count no more.
-        dwell_s: hosts must have been there for this long before the job is restarted to use them.
-        correlate_s: observations this close together are one incident.
+        swap_stragglers: swap a host for a spare, after a checkpoint, when one of its ranks holds up the others.
+        healthy_s: after training for this long, earlier restarts, swaps and faults no longer count.
+        dwell_s: hosts must have been ready for this long before the job is restarted to use them.
+        correlate_s: an incident collects observations for this long before a remedy is decided.
         start_timeout_s: from a start to the first training step.
         checkpoint_timeout_s: for the checkpoint before a planned restart.
         stop_timeout_s: for ranks to end by themselves before they are killed.
         verify_timeout_s: for the check of a spare.
-        wait_timeout_s: for hosts, when there are too few to go on.
+        wait_timeout_s: for enough hosts to become ready; then the job is stopped.
         reset_timeout_s: for the reset of a device.
     """
 
@@ -168,7 +169,7 @@ class WorkloadSpec:
 
     @property
     def hosts(self) -> int:
-        """At full size."""
+        """Number of hosts at full size."""
         return self.replicas * self.hosts_per_replica
 
     @property
@@ -178,17 +179,17 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a host is to do: the whole of it, so that being told twice changes nothing.
+    """What a host is to do. It is complete, so that receiving it twice changes nothing.
 
     Attributes:
         epoch: of the workload; ranks of another epoch are ended.
         node_rank: of the host, below ``nodes``.
-        nodes: hosts of the workload. Not their names: each of thousands of hosts would be told thousands.
-        fresh: interpreters and launchers are started anew as well, not ranks alone.
-        replace: global ranks of the epoch before that are not asked to leave it, because they hang: their processes are
-            ended.
-        replicas: of data parallelism.
-        replicas_before: of the epoch before; 0: there was none.
+        nodes: number of hosts of the workload. Not their names, because each of thousands of hosts would be sent
+            thousands.
+        fresh: interpreters and launchers are started anew as well, not only ranks.
+        replace: global ranks of the epoch before that hang: they are not asked to leave it, their processes are ended.
+        replicas: data-parallel replicas.
+        replicas_before: those of the epoch before; 0: there was none.
     """
 
     workload: str
@@ -206,25 +207,25 @@ class ObservationKind(str, Enum):
     WORKER_HUNG = "worker_hung"
     STRAGGLER = "straggler"
     HOST_SILENT = "host_silent"
-    HOST_LOST = "host_lost"  # the cluster says that it is gone
-    HOST_UNHEALTHY = "host_unhealthy"  # a watchdog says so: disk, memory, one of the user's
+    HOST_LOST = "host_lost"  # a cordoned host has fallen silent
+    HOST_UNHEALTHY = "host_unhealthy"  # its monitor reports a problem, or it has failed a step of a plan
     DEVICE_FAULT = "device_fault"
-    DRAIN = "drain"  # somebody wants the host empty
-    CAPACITY = "capacity"  # hosts are there that the job could use
-    NO_PROGRESS = "no_progress"  # a plan has run into a deadline
+    DRAIN = "drain"  # an operator, or the host itself, wants the host empty
+    CAPACITY = "capacity"  # hosts are ready that the job could use
+    NO_PROGRESS = "no_progress"  # a step of a plan has failed, or ranks have lost a peer that no host reports
 
     def __str__(self) -> str:
         return self.value
 
 
 class DeviceClass(str, Enum):
-    """What a fault of a device asks for."""
+    """What is needed to mend a fault of a device."""
 
     IGNORE = "ignore"
-    APPLICATION = "application"  # the program did it; the device is well
+    APPLICATION = "application"  # the program caused it; the device is well
     SOFT = "soft"  # a restart of the ranks mends it
     RESET = "reset"  # a reset of the device mends it
-    SWAP = "swap"  # the host must go
+    SWAP = "swap"  # the host must be swapped
 
     def __str__(self) -> str:
         return self.value
@@ -236,10 +237,10 @@ class Observation:
 
     Attributes:
         workload: "": it concerns the host alone.
-        epoch: in which it was seen; of what is not about ranks, the workload's epoch when it was noticed.
-        rank: global rank, for what is about one.
-        device: PCI address or index, for what is about one.
-        device_class: of a DEVICE_FAULT.
+        epoch: in which it was seen; when it is not about ranks, the workload's epoch when it was noticed.
+        rank: global rank, when it is about one.
+        device: PCI address or index, when it is about one.
+        device_class: for a DEVICE_FAULT.
         detail: for people.
     """
 
@@ -254,19 +255,19 @@ class Observation:
 
     @property
     def takes_host_out(self) -> bool:
-        """The host cannot have ranks any more."""
+        """Whether the host can have no ranks any more."""
         if self.kind is ObservationKind.DEVICE_FAULT:
             return self.device_class is DeviceClass.SWAP
         return self.kind in _OUT
 
     @property
     def is_planned(self) -> bool:
-        """Nothing is broken: the job trains, and may be asked for a checkpoint first."""
+        """Whether nothing is broken: the job trains, and may be asked for a checkpoint first."""
         return self.kind in (ObservationKind.DRAIN, ObservationKind.CAPACITY, ObservationKind.STRAGGLER)
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Equal for two reports of one thing."""
+        """Equal for two observations of the same thing."""
         return self.kind, self.host, self.workload, self.rank, self.device, self.device_class
 
 
@@ -295,11 +296,11 @@ class RemedyKind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """What a policy answers.
+    """The answer of a policy.
 
     Attributes:
         out: hosts that lose their places (HOT_SWAP, SCALE_DOWN), or whose devices are reset (RESET_DEVICES).
-        reason: for people; of STOP and NOTHING the only thing said.
+        reason: for people; for STOP and NOTHING it is the only thing that is logged.
     """
 
     kind: RemedyKind
@@ -308,15 +309,15 @@ class Remedy:
 
 
 class StepKind(str, Enum):
-    """One effect each, which can be asked for again without harm."""
+    """Each kind has one effect, which can be asked for again without harm."""
 
-    CHECKPOINT = "checkpoint"  # ranks save at their next step
+    CHECKPOINT = "checkpoint"  # ranks save after a step that is still ahead of them
     VERIFY = "verify"  # hosts check themselves
     RESET_DEVICES = "reset_devices"
     SIGNAL = "signal"  # ranks get the user's signal
     HOOK = "hook"  # the user's program
-    CLUSTER_OUT = "cluster_out"  # the cluster is told that hosts are not to be used: cordon, delete the pod
-    PLACE = "place"  # hosts are told their places, until each has said that it knows
+    CLUSTER_OUT = "cluster_out"  # the cluster is told not to use hosts: cordon, delete the pod
+    PLACE = "place"  # hosts are told their places, until each has confirmed its place
     PROGRESS = "progress"  # ranks have trained a step
 
     def __str__(self) -> str:
@@ -325,12 +326,13 @@ class StepKind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """
+    """One step of a plan.
+
     Attributes:
-        hosts: concerned; empty: all of the workload.
-        timeout_s: after it the step has failed.
-        required: the plan fails with it; else the plan goes on.
-        signal: number, of SIGNAL.
+        hosts: that it concerns; empty: all of the workload.
+        timeout_s: seconds after which the step has failed.
+        required: whether the plan fails when the step fails; otherwise the plan goes on.
+        signal: its number, for SIGNAL.
     """
 
     kind: StepKind
@@ -344,7 +346,7 @@ class Outcome(str, Enum):
     ACTIVE = "active"
     DONE = "done"
     FAILED = "failed"
-    OVERTAKEN = "overtaken"  # by something that happened meanwhile
+    OVERTAKEN = "overtaken"  # something that happened meanwhile made it wrong
 
     def __str__(self) -> str:
         return self.value
@@ -352,18 +354,18 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A remedy as steps.
+    """A remedy, as steps in order.
 
     Attributes:
         number: unique for ever.
-        epoch: the workload's when the plan is done; equal to the present one for a plan that restarts nothing.
-        places: hosts of all node ranks then.
+        epoch: the workload's epoch once the plan is done; equal to the present one for a plan that restarts nothing.
+        places: hosts of all node ranks in that epoch.
         fresh, replace: see :class:`Place`.
         replace_on: see :class:`Workload`.
-        save_step: of a CHECKPOINT that was begun: the optimizer step after which ranks save.
-        at: index of the step that is being carried out.
-        step_since_s: since when.
-        failed: hosts because of which it has failed.
+        save_step: once a CHECKPOINT has begun: the optimizer step after which ranks save.
+        at: index of the present step.
+        step_since_s: when that step began.
+        failed: hosts because of which the plan has failed.
     """
 
     number: int
@@ -385,18 +387,19 @@ class Plan:
 
     @property
     def step(self) -> Step | None:
-        """The one that is being carried out."""
+        """The present step; None when the plan has ended."""
         active = self.outcome is Outcome.ACTIVE and self.at < len(self.steps)
         return self.steps[self.at] if active else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """What belongs together of what was seen, and what was done.
+    """Observations that belong together, and the plans that were tried because of them.
 
     Attributes:
         number: unique for ever.
-        observations: in the order seen, none twice.
+        opened_at, closed_at: UTC seconds, for people.
+        observations: in the order seen, without duplicates.
         tried: numbers of plans, in order.
         closed_at_s: None while it is open.
         outcome: for people.
@@ -419,21 +422,22 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """
+    """A training job as the supervisor knows it.
+
     Attributes:
-        epoch: grows with each set of places; 0: it was never started.
-        places: hosts by node rank. Empty: it has none.
-        fresh, replace: of the present places, see :class:`Place`.
-        replicas_before: of the epoch before.
-        since_s: when its state has changed last.
-        replace_on: the hosts that are told of :attr:`replace`: those that have said that a rank of theirs hangs. Empty:
-            all.
-        in_job_restarts, workload_restarts: in a row, without ``healthy_s`` of training between.
-        swaps: the same of hosts that were replaced although they are well, because restarts did not help.
-        host_faults: in a row, by host.
+        epoch: grows with each set of places; 0: the job was never started.
+        places: hosts by node rank; empty: none.
+        fresh, replace: for the present places, see :class:`Place`.
+        replicas_before: replicas of the epoch before.
+        since_s: when its state changed last.
+        replace_on: the hosts that are told of :attr:`replace`, because they reported that a rank of theirs hangs;
+            empty: all hosts.
+        in_job_restarts, workload_restarts: how many in a row, without ``healthy_s`` of training in between.
+        swaps: how many healthy hosts were swapped in a row because restarts did not help.
+        host_faults: faults in a row, by host.
         plan: number of the active plan; None: there is none.
         incident: number of the open incident; None: there is none.
-        goodput: as it was when this was stored.
+        goodput: the running goodput when this was stored.
     """
 
     spec: WorkloadSpec
@@ -463,7 +467,7 @@ class Workload:
         return len(self.places) // self.spec.hosts_per_replica
 
     def place_of(self, host: str) -> Place | None:
-        """What the host is to do; None: nothing for this workload."""
+        """The host's place; None when it has none in this workload."""
         if host not in self.places or self.state.has_ended:
             return None
         return Place(

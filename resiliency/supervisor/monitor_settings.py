@@ -1,4 +1,4 @@
-"""What a host monitor is told, and the command of the launcher that it starts."""
+"""Settings of a host monitor, and the command line of the launcher that it starts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ __all__ = ["MonitorSettings", "launcher_command"]
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSettings:
-    """
+    """Settings of one host monitor.
+
     Attributes:
-        host: name, as the token is bound to.
-        address: that other hosts reach this one by.
+        host: the host's name, which the token is bound to.
+        address: where other hosts reach this one.
         block: failure domain.
-        command: of the launcher, see :func:`launcher_command`; ``{endpoint}`` becomes the name of the socket.
-        state_dir: what must not be forgotten lies there, on a local disk.
-        grace_s: for a launcher to end before it is killed, when another one is to take its place.
-        stop_s: the same when this monitor is told to end: ranks may save.
+        command: command line of the launcher, see :func:`launcher_command`; ``{endpoint}`` becomes the socket's name.
+        state_dir: folder on a local disk for the state that must survive the monitor.
+        grace_s: seconds that a launcher has to end, before it is killed, when another one is to take its place.
+        stop_s: the same when this monitor is told to end; longer, so that ranks can save.
         reset_command: resets devices; "": nvidia-smi.
         exit_when_completed: end when all workloads of the supervisor have ended.
     """
@@ -48,7 +49,7 @@ class MonitorSettings:
 def launcher_command(
     script: Sequence[str], *, nproc_per_node: str, address: str = "", launcher_args: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """``resiliency run`` for a script and its arguments."""
+    """The command line of ``resiliency run`` for a script and its arguments."""
     local = ["--local-addr", address] if address else []
     return (
         *(sys.executable, "-m", "resiliency.cli", "run"),

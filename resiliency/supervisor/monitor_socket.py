@@ -1,4 +1,4 @@
-"""A monitor's WebSocket, on the supervisor's side."""
+"""The supervisor's side of a monitor's WebSocket."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ __all__ = ["MonitorSocket"]
 
 logger = logging.getLogger(__name__)
 
-#: For a peer to take what it is sent; then it is cut off.
+#: Seconds that a peer has to take a message; then it is cut off.
 _SEND_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 
 
 class MonitorSocket:
-    """A connection: from Hello to its end. Thread: the event loop's.
+    """One connection, from Hello to its end. Thread: the event loop's.
 
     Args:
-        patterns: names of hosts that it may speak for.
-        service: who leads now; None: nobody here.
-        rarely: where it is said that a message was refused.
+        patterns: names of hosts that the client may speak for.
+        service: returns the service while this supervisor leads; None otherwise.
+        rarely: logs that messages were refused, at a limited rate.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MonitorSocket:
         self._closed = False
 
     async def serve(self) -> web.WebSocketResponse:
-        """Until either end closes it."""
+        """Serves the connection until either end closes it."""
         await self._socket.prepare(self._request)
         service: Service | None = None
         try:
@@ -131,7 +131,7 @@ class MonitorSocket:
             handled(time.perf_counter() - began_s)
 
     async def _refuse(self, reason: str, service: Service | None) -> None:
-        # Of a stranger one reason is enough: the words of others may be in them.
+        # For an unknown client log rarely by its address alone, because the reason may quote what it sent.
         text = f"refused {self.host or f'a connection from {self._request.remote}'}: {reason}"
         self._rarely.warning(text if self.host else str(self._request.remote), text)
         if service is not None:
@@ -147,7 +147,7 @@ class MonitorSocket:
         except (ConnectionError, asyncio.TimeoutError, RuntimeError) as error:
             logger.debug("%s: %s", self._request.remote, error)
 
-    # -- what the service calls ---------------------------------------------------------------------------------------
+    # -- for the service ----------------------------------------------------------------------------------------------
 
     def offer(self, text: str) -> None:
         """See :class:`~resiliency.supervisor.service.Link`."""
@@ -176,7 +176,7 @@ class MonitorSocket:
         self._abort()
 
     def _abort(self) -> None:
-        """Without waiting for a peer that may not be there."""
+        """Closes the connection at once, without waiting for a peer that may be gone."""
         if self._request.transport is not None:
             self._request.transport.abort()
 

@@ -1,7 +1,7 @@
-"""What a host monitor must not forget when it is killed: one small file, replaced whole, and a lock beside it.
+"""The state of a host monitor that must survive a kill: one small file, replaced whole, and a lock beside it.
 
-The lock is one of the open file, so that it is free when the process has ended, however it ended, and a launcher that
-was started by it does not hold it.
+The lock belongs to the open file, so that the kernel frees it when the process has ended in any way, and a launcher
+that the process has started does not hold it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ __all__ = ["AskMemory", "Fault", "Given", "LauncherId", "MonitorState", "Remembe
 
 logger = logging.getLogger(__name__)
 
-#: Of workloads, and of asks, that are remembered; the oldest are forgotten.
+#: How many workloads, asks and faults are remembered; the oldest are forgotten.
 _MOST_WORKLOADS, _MOST_ASKS, _MOST_FAULTS = 64, 256, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherId:
-    """One process for ever, a launcher's or a rank's. Attributes: started: clock ticks since the boot, of its start."""
+    """Identifies one process, a launcher or a rank, for ever.
+
+    Attributes:
+        started: when it started, in clock ticks since boot.
+        boot: id of the boot it runs in.
+    """
 
     pid: int
     started: int
@@ -39,7 +44,7 @@ class LauncherId:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """The newest epoch of a workload that a launcher of this host was given. It is given once.
+    """The newest epoch of a workload that a launcher of this host was given. Each epoch is given once.
 
     Attributes:
         withdrawn: the launcher was told afterwards to have no ranks.
@@ -53,7 +58,11 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class AskMemory:
-    """A step of a plan that is not carried out twice. Attributes: problem: None: whether it was done is not known."""
+    """A step of a plan that must not be carried out twice.
+
+    Attributes:
+        problem: the result ("": it was done); None: it was begun, and whether it was done is not known.
+    """
 
     plan: int
     at: int
@@ -63,7 +72,7 @@ class AskMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something of this host that is broken until the host, or the device, is started again."""
+    """A fault of this host that lasts until the host, or the device, is restarted."""
 
     boot: str
     device: str
@@ -74,14 +83,14 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Remembered:
-    """All of the file.
+    """The content of the file.
 
     Attributes:
-        term: the highest of a supervisor that was heard.
-        launcher: that was started last.
-        ranks: that it has said it has.
+        term: the highest term of a supervisor that was heard.
+        launcher: the one that was started last.
+        ranks: the processes that it has reported as its ranks.
         given: by workload, the oldest first.
-        cursors: of watchdogs, by name: how far they have read.
+        cursors: how far each watchdog has read, as "name=value".
     """
 
     term: int = 0
@@ -95,7 +104,7 @@ class Remembered:
 
 @dataclass(kw_only=True)
 class MonitorState:
-    """The values, in memory. Thread: one. What has changed is on the disk after :meth:`StateFolder.save`."""
+    """The same values in memory. Thread: one. Changes are on disk after :meth:`StateFolder.save`."""
 
     term: int = 0
     launcher: LauncherId | None = None
@@ -116,17 +125,17 @@ class MonitorState:
         _shorten(self.asks, _MOST_ASKS)
 
     def add_fault(self, one: Fault) -> None:
-        """The newest of a code of a device."""
+        """Remembers a fault in place of an earlier one with the same device and code."""
         kept = [known for known in self.faults if (known.device, known.code) != (one.device, one.code)]
         self.faults = [*kept, one][-_MOST_FAULTS:]
 
 
 class StateFolder:
-    """The folder, and who owns it. Thread: one.
+    """The state folder, its file, and its lock. Thread: one.
 
     Args:
-        path: made where it is missing; nobody else may look into it.
-        host: whose it is; a folder serves one host.
+        path: created when missing; only this user may read it.
+        host: a folder serves one host.
     """
 
     def __init__(self, path: str, host: str) -> None:
@@ -136,20 +145,20 @@ class StateFolder:
 
     @property
     def socket_name(self) -> str:
-        """Of the abstract unix socket: the same for every monitor of this folder and host, and of no other."""
+        """Name of the abstract unix socket: the same for every monitor of this folder and host, and for no other."""
         key = hashlib.sha256(f"{self.path}\0{self.host}\0{os.getuid()}".encode()).hexdigest()[:24]
         return f"resiliency-monitor-{key}"
 
     @property
     def problem(self) -> str:
-        """Why the last save has failed; "": it has not."""
+        """Why the last save failed; "" when it succeeded."""
         return self._problem
 
     def open(self) -> MonitorState:
-        """Takes the lock, and reads what the monitor before has left.
+        """Takes the lock, and reads what the last monitor has stored.
 
         Raises:
-            ConfigError: another monitor has it, or the folder cannot be used.
+            ConfigError: another monitor has the lock, or the folder cannot be used.
         """
         try:
             os.makedirs(self.path, mode=0o700, exist_ok=True)
@@ -199,7 +208,7 @@ class StateFolder:
         )
 
     def save(self, state: MonitorState) -> bool:
-        """Makes it durable. Blocks: for the disk. False, said once: it could not be written."""
+        """Writes the state to disk durably. Blocks: for the disk. Returns False, and logs it once, when that failed."""
         text = json.dumps(to_jsonable(_frozen(state)), indent=1).encode()
         partial = f"{self._file}.new"
         try:
@@ -227,7 +236,7 @@ class StateFolder:
         return os.path.join(self.path, "monitor.json")
 
     def close(self) -> None:
-        """Gives the lock up. Idempotent."""
+        """Releases the lock. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -251,6 +260,6 @@ def _shorten(values: dict[Any, Any], most: int) -> None:
 
 
 def boot_id() -> str:
-    """Of this start of this host."""
+    """Id of this boot of this host."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()

@@ -1,7 +1,8 @@
-"""Network namespaces without names, which the kernel removes when nobody has them any more, and the links between them.
+"""Network namespaces without names, which the kernel removes when nothing uses them any more, and links between them.
 
-By system calls and ioctls, so that no program (iproute2, util-linux) is needed. Links of a namespace that is removed
-are removed with it, and so is the other end of a veth pair, wherever that is: nobody has to survive to clear up.
+Made with system calls and ioctls, so that no program (iproute2, util-linux) is needed. The links of a namespace are
+removed with it, and so is the other end of a veth pair, in whichever namespace it is, so that no process has to survive
+to clear up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ADD_BRIDGE, _ADD_TO_BRIDGE = 0x89A0, 0x89A2
 _GET_FLAGS, _SET_FLAGS, _SET_ADDRESS, _SET_NETMASK, _GET_INDEX = 0x8913, 0x8914, 0x8916, 0x891C, 0x8933
 _UP = 0x1
 _LONGEST_NAME = 15
-# Of rtnetlink.
+# Constants of rtnetlink.
 _NEW_LINK, _DELETE_LINK, _ERROR = 16, 17, 2
 _REQUEST, _ACK, _EXCLUSIVE, _CREATE = 0x1, 0x4, 0x200, 0x400
 _NAME, _LINK_INFO, _KIND, _DATA, _PEER, _NAMESPACE_FD = 3, 18, 1, 2, 1, 28
@@ -30,14 +31,14 @@ _ANSWER_S = 10.0
 
 
 class Namespace:
-    """A network namespace, alive as long as this object, or a process or socket in it. Thread: one.
+    """A network namespace. It lasts as long as this object, or a process or socket in it. Thread: one.
 
     Attributes:
         fd: of the namespace, for :func:`within`.
-        control: a socket in it. Whoever holds it keeps the namespace, and can change its links.
+        control: a socket in it. Whoever holds the socket keeps the namespace, and can change its links.
 
     Raises:
-        OSError: EPERM: not allowed here.
+        OSError: EPERM: this process may not make one.
     """
 
     def __init__(self, *, new: bool) -> None:
@@ -56,7 +57,7 @@ class Namespace:
         finally:
             os.close(before)
 
-    # Each raises OSError: the kernel refuses.
+    # Each of these methods raises OSError when the kernel refuses.
 
     def add_bridge(self, name: str) -> None:
         fcntl.ioctl(self.control, _ADD_BRIDGE, name.encode() + b"\0")
@@ -68,7 +69,7 @@ class Namespace:
         set_link_up(self.control, name, True)
 
     def add_pair(self, name: str, other: Namespace, others_name: str) -> None:
-        """Two links joined by a cable, one here and one in another namespace."""
+        """Makes two connected links (a veth pair), one here and one in another namespace."""
         peer = _LINK + _attribute(_NAME, _text(others_name)) + _attribute(_NAMESPACE_FD, struct.pack("I", other.fd))
         info = _attribute(_KIND, b"veth") + _attribute(_DATA, _attribute(_PEER, peer))
         body = _LINK + _attribute(_NAME, _text(name)) + _attribute(_LINK_INFO, info)
@@ -90,7 +91,7 @@ class Namespace:
             raise OSError(-code, os.strerror(-code))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the descriptors. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -100,10 +101,11 @@ class Namespace:
 
 @contextmanager
 def within(fd: int) -> Iterator[None]:
-    """This thread, and the processes that it starts and the sockets that it makes, are in another network namespace.
+    """Moves this thread, the processes it starts and the sockets it makes into another network namespace, while the
+    context is open.
 
     Raises:
-        OSError: EPERM: not allowed here.
+        OSError: EPERM: this process may not enter it.
     """
     before = _own()
     try:
@@ -117,16 +119,16 @@ def within(fd: int) -> Iterator[None]:
 
 
 def is_own_namespace(fd: int) -> bool:
-    """Whether it is the network namespace of this thread."""
+    """Whether ``fd`` is the network namespace of this thread."""
     one, other = os.fstat(fd), os.stat(_OWN)
     return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
 
 
 def set_link_up(control: socket.socket, name: str, up: bool) -> None:
-    """Of the namespace that the socket is in, whichever this thread is in.
+    """Sets a link of the socket's namespace up or down, in whichever namespace this thread is.
 
     Raises:
-        OSError: there is no such link, or it is not allowed.
+        OSError: there is no such link, or this process may not change it.
     """
     flags = struct.unpack_from("H", fcntl.ioctl(control, _GET_FLAGS, _request(name)), 16)[0]
     fcntl.ioctl(control, _SET_FLAGS, _request(name, struct.pack("H", flags | _UP if up else flags & ~_UP)))
@@ -137,7 +139,7 @@ def _own() -> int:
 
 
 def _call(name: str, *arguments: int) -> None:
-    # os.setns and os.unshare came with Python 3.12
+    # Python has os.setns and os.unshare since 3.12 only.
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
         number = ctypes.get_errno()

@@ -1,4 +1,5 @@
-"""What a host has seen and the supervisor may not have heard, kept over connections. Pure."""
+"""Observations of a host that the supervisor may not have stored, kept across connections. Pure: no input, no
+output."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ __all__ = ["Outbox"]
 logger = logging.getLogger(__name__)
 
 _MOST = 1000
-#: Of one message: observations, and bytes of their text, whatever letters it is of (JSON may need twelve for one).
+#: Most observations in one message, and most bytes of their text. JSON may need twelve bytes for a character, and the
+#: rest of an observation counts as 1024.
 _BATCH, _MOST_BYTES, _BYTES_OF_A_LETTER, _BYTES_OF_A_REST = 64, 128 * 1024, 12, 1024
 
 
 class Outbox:
-    """Thread: one.
+    """Keeps observations until they need not be sent again. Thread: one.
 
-    What was seen in an epoch is said on every new connection until the epoch is over: a supervisor that was killed may
-    have heard it and not written it down, and one that has will not count it twice. What concerns the host alone is
-    said again only when nobody is known to have received it.
+    An observation of an epoch is sent on every new connection until the epoch is over: a supervisor that was killed may
+    have received it and not stored it, and one that has stored it does not count it twice. An observation of the host
+    alone is sent again only until a supervisor has confirmed it.
     """
 
     def __init__(self) -> None:
@@ -32,7 +34,7 @@ class Outbox:
         self._complained = False
 
     def add(self, one: Observation) -> bool:
-        """False: it is known already."""
+        """Adds an observation to send. Returns False when it is known already."""
         if one.workload and any(known.identity == one.identity and known.epoch == one.epoch for known in self._kept):
             return False
         self._kept.append(one)
@@ -46,7 +48,7 @@ class Outbox:
         return True
 
     def epoch_is(self, workload: str, epoch: int) -> None:
-        """Forgets what was seen in epochs that are over."""
+        """Forgets the observations of epochs that are over."""
 
         def holds(one: Observation) -> bool:
             return not one.workload or (one.workload == workload and one.epoch >= epoch)
@@ -55,13 +57,13 @@ class Outbox:
         self._unsent = [one for one in self._unsent if holds(one)]
 
     def connected(self) -> None:
-        """There is a new connection: all that is kept is to be said on it."""
+        """There is a new connection: everything that is kept must be sent on it."""
         self._in_flight.clear()
         self._unsent = list(self._kept)
         self._complained = False
 
     def take(self) -> tuple[int, tuple[Observation, ...]] | None:
-        """A number, and what is to be said now; None: nothing."""
+        """Returns a number and the observations to send next; None when there are none."""
         if not self._unsent:
             return None
         count, size = 0, 0
@@ -76,7 +78,7 @@ class Outbox:
         return self._number, batch
 
     def received(self, number: int) -> None:
-        """The other end has got everything up to this number."""
+        """The supervisor has received everything up to this number."""
         for sent in [known for known in self._in_flight if known <= number]:
             batch = self._in_flight.pop(sent)
             self._kept = [one for one in self._kept if one.workload or not any(one is got for got in batch)]

@@ -1,4 +1,4 @@
-"""Text that others have written, made fit to be stored, logged and shown. Pure."""
+"""Makes text from elsewhere fit to be stored, logged and shown. Pure: no input, no output."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ _MOST = 2000
 
 
 def plain_text(text: str, most: int = _MOST) -> str:
-    """One line without control characters, which would forge lines of a log or rule a terminal, and without halves of
-    surrogate pairs, which JSON can carry and neither a database nor a file can. A traceback becomes one long line.
+    """Returns the text as one line. Control characters become spaces, because they would forge log lines or control a
+    terminal; so do halves of surrogate pairs, which JSON can carry and neither a database nor a file can store. A
+    traceback becomes one long line.
 
     Args:
-        most: characters; what is longer is cut.
+        most: characters that are kept.
     """
     if text.isprintable() and len(text) <= most:
         return text

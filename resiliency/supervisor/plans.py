@@ -1,4 +1,4 @@
-"""A remedy as steps, each with a deadline. Pure."""
+"""Turns a remedy into steps, each with a deadline. Pure: no input, no output, no clock."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from resiliency.supervisor.policy import Situation, places_after
 
 __all__ = ["make_plan", "save_step", "steps_of"]
 
-#: For hosts to be told their places: it is a message, answered at once.
+#: Seconds that hosts have to confirm their places: that takes one message each way.
 _PLACE_TIMEOUT_S = 15.0
 _CLUSTER_TIMEOUT_S = 60.0
-#: For hosts to send a signal. Those that are gone are not asked.
+#: Seconds that hosts have to send a signal to their ranks. Hosts that are gone are not asked.
 _SIGNAL_TIMEOUT_S = 5.0
-#: For ranks to be told after which step they save, and so many steps more.
+#: Margin for all ranks to learn after which step they save: this many seconds of steps, and this many steps more.
 _TELL_S, _TELL_STEPS = 1.0, 2
 
 
@@ -24,8 +24,8 @@ def steps_of(
     """The steps of a remedy that can be carried out.
 
     Args:
-        hook_timeout_s: of the user's program; 0: there is none.
-        hook_signal: that ranks get which still run; 0: none.
+        hook_timeout_s: seconds for the user's program; 0: there is none.
+        hook_signal: number of the signal for ranks that still run; 0: none.
     """
     workload, spec = situation.workload, situation.workload.spec
     new = tuple(host for host in places_after(remedy, situation) if host not in workload.places)
@@ -60,10 +60,10 @@ def make_plan(
     hook_timeout_s: float = 0.0,
     hook_signal: int = 0,
 ) -> Plan:
-    """The plan of a remedy that can be carried out: see :func:`~resiliency.supervisor.policy.problem_of`.
+    """The plan of a remedy that can be carried out, see :func:`~resiliency.supervisor.policy.problem_of`.
 
     Args:
-        epoch: that nobody has had yet.
+        epoch: one that no host has had yet.
     """
     hung = [one for one in situation.observations if one.kind is ObservationKind.WORKER_HUNG and one.rank is not None]
     return Plan(
@@ -82,13 +82,13 @@ def make_plan(
 
 
 def save_step(step: int, *, age_s: float, steps_per_s: float) -> int:
-    """An optimizer step that no rank will have done when it is told to save after it.
+    """Returns an optimizer step that no rank will have done yet when it is told to save after it.
 
-    All ranks must be told of the same step before they come to it: who has gone past it does not save.
+    All ranks must be told before they reach that step, because a rank that is past it does not save.
 
     Args:
         step: the furthest that was reported.
-        age_s: since then.
-        steps_per_s: that ranks have made lately.
+        age_s: seconds since then.
+        steps_per_s: recent steps per second.
     """
     return step + math.ceil((age_s + _TELL_S) * steps_per_s) + _TELL_STEPS

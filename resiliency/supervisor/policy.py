@@ -1,8 +1,9 @@
-"""What is done about an incident. Pure.
+"""Decides what is done about an incident. Pure: no input, no output, no clock.
 
-:class:`DefaultPolicy` is a ladder: replace the lost ranks, start the job anew, reset a device, swap a host, train on
-with fewer replicas, wait for hosts, stop. A user's class may answer otherwise; :func:`problem_of` refuses answers that
-would put ranks on a host that is not there, or fall below the minimum, whoever gives them.
+:class:`DefaultPolicy` chooses the mildest remedy that can help. From mild to severe: replace the lost ranks, start the
+job anew, swap a host, train on with fewer replicas, wait for hosts, stop. A device that needs a reset gets it before
+ranks are replaced. A user's class may decide otherwise; :func:`problem_of` refuses any answer, whoever gives it, that
+would put ranks on a host that is not available, or fall below the minimum.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from resiliency.supervisor.model import (
 
 __all__ = ["DefaultPolicy", "Policy", "Situation", "load_policy", "places_after", "problem_of"]
 
-#: Hosts that are replaced one after the other although they are well. Then it is not the hosts.
+#: How many healthy hosts are replaced one after the other before the job is stopped: then hosts are not the cause.
 _MOST_SWAPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What a policy decides by.
+    """What a policy decides from.
 
     Attributes:
-        observations: those of the incident that still hold.
-        out: hosts with a place that cannot have ranks, or are to be emptied.
-        spares: hosts without a place that are ready, those that fit best first.
+        observations: those of the incident that are still true.
+        out: hosts with a place that cannot have ranks, or must be emptied.
+        spares: ready hosts without a place, the best fit first.
         tried: plans of this incident so far, in order.
-        trains: the ranks have made a step since they were placed. Those of a plan that was given up half-way have not.
+        trains: ranks have made a step since they were placed; False after a plan that was given up half-way.
         blocks: failure domains of hosts, where they are known.
     """
 
@@ -58,12 +59,12 @@ class Situation:
 
     @property
     def failed(self) -> tuple[Plan, ...]:
-        """Plans that were carried out and did not help."""
+        """Plans that failed."""
         return tuple(plan for plan in self.tried if plan.outcome is Outcome.FAILED)
 
     @property
     def is_planned(self) -> bool:
-        """The job trains; nothing is broken."""
+        """Whether the job trains and nothing is broken."""
         return (
             self.trains
             and bool(self.observations)
@@ -72,25 +73,26 @@ class Situation:
         )
 
     def replicas_without(self, out: Sequence[str]) -> int:
-        """Whole replicas that are left without these hosts and with all spares, at most what the user wants."""
+        """Number of whole replicas without these hosts and with all spares, at most what the user wants."""
         spec = self.workload.spec
         left = len([host for host in self.workload.places if host not in out]) + len(self.spares)
         return min(spec.replicas, left // spec.hosts_per_replica)
 
 
 class Policy(Protocol):
-    """Decides what is done. One method: whoever has a class with it has a policy."""
+    """Decides what is done. Any class with this method is a policy."""
 
     def event_policy(self, situation: Situation) -> Remedy:
-        """The next remedy for an incident. It is asked again when a remedy has failed, which ``situation.tried`` shows.
+        """Returns the next remedy for an incident. Called again when a remedy has failed; ``situation.tried`` shows
+        which.
 
-        Thread: the supervisor's. Blocks: must not.
+        Thread: the supervisor's, or one that asks only the policy. It must not block.
         """
         ...
 
 
 class DefaultPolicy:
-    """See the module."""
+    """The policy that is used when the user names none, see the module."""
 
     def event_policy(self, situation: Situation) -> Remedy:
         workload, spec = situation.workload, situation.workload.spec
@@ -144,7 +146,7 @@ class DefaultPolicy:
         )
 
     def _replace_culprit(self, situation: Situation) -> Remedy:
-        """Restarts do not help: the host that fails most often goes."""
+        """When restarts do not help, the host that fails most often is replaced."""
         workload, spec, faults = situation.workload, situation.workload.spec, situation.workload.host_faults
         worst = sorted((host for host in workload.places if faults.get(host)), key=lambda host: -faults[host])
         tried = {
@@ -162,7 +164,7 @@ class DefaultPolicy:
 
 
 def _relieve(situation: Situation) -> Remedy:
-    """Ranks hold up the others."""
+    """Ranks slow down the others: swaps their hosts if the user wants that and spares are ready."""
     slow = sorted({one.host for one in situation.observations})[: len(situation.spares)]
     if not situation.workload.spec.swap_stragglers:
         reason = "a slow host still trains; drain it, or set swap_stragglers, to have it replaced"
@@ -187,10 +189,10 @@ def _hosts(count: int) -> str:
 
 
 def places_after(remedy: Remedy, situation: Situation) -> tuple[str, ...]:
-    """Hosts by node rank when the remedy is done.
+    """Hosts by node rank once the remedy is done.
 
-    A host keeps its node rank where it can, and the place of one that goes is for a spare of its block if there is one.
-    Of fewer replicas those that are whole go on; hosts that are left over from broken ones fill others.
+    A host keeps its node rank where possible, and a host that leaves is replaced by a spare of its block if there is
+    one. With fewer replicas, those that are whole go on, and hosts left over from broken replicas fill others.
     """
     workload, spec = situation.workload, situation.workload.spec
     spares = list(situation.spares)
@@ -214,7 +216,7 @@ def places_after(remedy: Remedy, situation: Situation) -> tuple[str, ...]:
 
 
 def _of_the_same_block(host: str, spares: list[str], blocks: Mapping[str, str]) -> str | None:
-    """Taken out of the spares; None: there is none."""
+    """Takes a spare of the same block out of ``spares`` and returns it; None when there is none."""
     block = blocks.get(host)
     found = next((spare for spare in spares if blocks.get(spare) == block), None) if block else None
     if found is not None:
@@ -223,7 +225,7 @@ def _of_the_same_block(host: str, spares: list[str], blocks: Mapping[str, str]) 
 
 
 def problem_of(remedy: Remedy, situation: Situation) -> str:
-    """Why a remedy cannot be carried out, for people; "" when it can."""
+    """Why a remedy cannot be carried out, in words; "" when it can."""
     workload, spec = situation.workload, situation.workload.spec
     if remedy.kind in (RemedyKind.STOP, RemedyKind.WAIT):
         return ""
@@ -257,13 +259,13 @@ def _may_be_left(one: Observation) -> bool:
 
 
 def load_policy(where: str, folder: str = "") -> Policy:
-    """The policy of ``path.py:Class``; "" gives the default one.
+    """Loads the policy of ``path.py:Class``; "" gives the default one.
 
     Args:
-        folder: that a relative path is meant from.
+        folder: that a relative path starts from.
 
     Raises:
-        ConfigError: there is no such file or class, it cannot be imported or made, or has no ``event_policy``.
+        ConfigError: there is no such file or class, it cannot be imported or constructed, or has no ``event_policy``.
     """
     if not where:
         return DefaultPolicy()
@@ -276,7 +278,7 @@ def load_policy(where: str, folder: str = "") -> Policy:
     spec = importlib.util.spec_from_file_location("resiliency_user_policy", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module by name
     try:
         spec.loader.exec_module(module)
         policy: Any = getattr(module, name)()

@@ -1,4 +1,4 @@
-"""A user's policy, kept from doing harm: what it raises is an error, and so is an answer that does not come in time."""
+"""Guards the supervisor against a user's policy: an exception, and an answer that comes too late, are errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["GuardedPolicy"]
 
 logger = logging.getLogger(__name__)
 
-#: For an answer. The supervisor hears nobody meanwhile.
+#: Seconds that a policy has to answer. The supervisor handles no messages meanwhile.
 _ANSWER_S = 2.0
 
 
@@ -27,12 +27,12 @@ class _Question:
 
 
 class GuardedPolicy:
-    """Asks a policy on a thread of its own. One that does not answer is not asked again before it does.
+    """Asks a policy on a thread of its own. While an answer is late the policy is not asked again.
 
     Thread: one. Blocks: up to 2 s.
 
     Args:
-        policy: of the user.
+        policy: the user's.
     """
 
     def __init__(self, policy: Policy, *, answer_s: float = _ANSWER_S) -> None:
@@ -42,15 +42,15 @@ class GuardedPolicy:
         self._thread: threading.Thread | None = None
 
     def event_policy(self, situation: Situation) -> Remedy:
-        """See :class:`~resiliency.supervisor.policy.Policy`.
+        """Returns the policy's answer, see :class:`~resiliency.supervisor.policy.Policy`.
 
         Raises:
-            ResiliencyError: it has raised, or has not answered.
+            ResiliencyError: the policy has raised, or has not answered in time.
         """
         if self._open is not None and not self._open.answered.is_set():
             raise ResiliencyError("it has not answered the question before this one yet")
         self._open = question = _Question(situation)
-        if self._thread is None:  # a daemon: one that hangs must not keep the process
+        if self._thread is None:  # a daemon thread, because a policy that hangs must not keep the process alive
             self._thread = threading.Thread(target=self._run, name="supervisor-policy", daemon=True)
             self._thread.start()
         self._questions.put(question)
@@ -58,18 +58,18 @@ class GuardedPolicy:
             raise ResiliencyError(f"it has not answered within {self._answer_s:.1f} s: it must decide, not wait")
         if question.error:
             raise ResiliencyError(question.error)
-        # Whether it is a remedy is looked at by who asks.
+        # The caller checks whether the answer is a remedy.
         return question.answer  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Ends its thread, unless that waits for the policy: then it ends with the process. Idempotent."""
+        """Ends the thread. If the policy hangs, the thread ends with the process. Idempotent."""
         self._questions.put(None)
 
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:
             try:
                 question.answer = self._policy.event_policy(question.situation)
-            except BaseException as error:  # Boundary: a user's code; also one that calls sys.exit.
+            except BaseException as error:  # Boundary: a user's code, which may also call sys.exit.
                 logger.exception("the policy has raised")
                 question.error = f"it raised {type(error).__name__}: {error}"
             question.answered.set()

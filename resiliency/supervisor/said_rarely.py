@@ -1,4 +1,4 @@
-"""Log lines that strangers cause: whoever can reach the port must not be able to fill the disk with the log."""
+"""Limits log lines that unauthenticated clients cause, so that whoever can reach the port cannot fill the disk."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from resiliency.supervisor.plain_text import plain_text
 
 __all__ = ["SaidRarely", "ServerLog"]
 
-#: For so long one line of a sender, and so many of all senders; what is left out is counted.
+#: Within this many seconds one line for each sender, and this many for all senders. Lines left out are counted.
 _EVERY_S, _MOST = 60.0, 20
 _MOST_TEXT = 300
 
 
 class SaidRarely:
-    """Thread: the event loop's."""
+    """Writes warnings at a limited rate. Thread: the event loop's."""
 
     def __init__(self, logger: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger, self._clock = logger, clock
-        #: Of this minute, by sender: how many lines it was worth.
+        #: Within the present interval, by sender: how many warnings it has caused.
         self._counts: dict[str, int] = {}
         self._beyond = 0
         self._since_s = clock()
 
     def warning(self, sender: str, text: str) -> None:
-        """One line, unless there was one of this sender within the minute, or too many of others."""
+        """Writes one line, unless the sender has had a line within the minute, or too many other senders have."""
         if self._clock() - self._since_s >= _EVERY_S:
             self._say_what_was_left_out()
         if sender in self._counts:
@@ -57,8 +57,8 @@ class SaidRarely:
 
 
 class ServerLog(logging.LoggerAdapter):  # type: ignore[type-arg]  # takes no argument before Python 3.11
-    """The log of aiohttp's server: what is no HTTP is one line with its sender, rarely, in place of a traceback. What
-    fails on this side keeps its own."""
+    """The log of aiohttp's server. A request that is no HTTP is logged as one line with its sender, at a limited rate,
+    in place of a traceback. Errors of the supervisor itself keep their tracebacks."""
 
     def __init__(self, logger: logging.Logger, rarely: SaidRarely) -> None:
         super().__init__(logger, {})

@@ -1,9 +1,9 @@
-"""Which hosts are there, and can be given ranks. Pure: it is told what was heard, and what time it is.
+"""Tells which hosts are alive and can be given ranks. Pure: callers pass in what was heard, and the time.
 
-Silence is the only thing that it works out by itself, and it distrusts its own ears: when the supervisor itself was
-stopped for a while, or when more than half of all hosts fall silent at once, it is not the hosts. Hosts report at
-different moments of a period, so that a network that is cut makes them late one after the other: a host is silent when
-enough of the others were heard of after its own report was due.
+The only thing that it infers is silence, and it is careful with that: when the supervisor itself did not run for a
+while, or when more than half of all hosts fall silent at once, the hosts are probably not at fault. Hosts report at
+different moments of a period, so a cut network makes them late one after the other: a late host counts as silent only
+when enough other hosts were heard after its report was due.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ __all__ = ["Sensor", "SensorSettings"]
 
 logger = logging.getLogger(__name__)
 
-#: A host that falls again and again is kept in quarantine twice as long each time, up to 2 to the power of this.
+#: Quarantine doubles with each fall of a host, at most this many times.
 _MOST_DOUBLINGS = 6
-#: Part of what the timeout is longer than a period, by which a report may be later than its period: a host sleeps for a
-#: period between two, and what it does besides comes on top.
+#: How late a report may be, as a share of the timeout less one period: a host sleeps for a period between two reports,
+#: and its other work comes on top.
 _LATENESS = 0.25
-#: Timeouts for which a host without a place may be silent before it counts no more for what falls silent at once.
+#: After this many timeouts of silence, a host without a place no longer counts towards many being silent at once.
 _LASTING = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class SensorSettings:
-    """
+    """When a host counts as silent, and for how long it is kept out.
+
     Attributes:
-        period_s: between heartbeats of a host.
-        timeout_s: a host not heard of for this long is silent.
-        freeze_fraction: more than this part of all hosts silent at once: nothing is done about any of them.
-        thaw_s: for which fewer must have been silent before something is done again.
-        quarantine_s: the first time; doubled with each fall that follows within ``forgive_s``.
-        forgive_s: without a fall, after which those before count no more.
-        forget_s: a silent host without a place is forgotten.
+        period_s: seconds between two heartbeats of a host.
+        timeout_s: a host that was not heard for this long is silent.
+        freeze_fraction: when more than this share of all hosts is silent at once, nothing is done about any of them.
+        thaw_s: fewer must have been silent for this long before anything is done again.
+        quarantine_s: first time in quarantine; doubled with each fall that follows within ``forgive_s``.
+        forgive_s: after this long without a fall, earlier falls no longer count.
+        forget_s: a silent host without a place is forgotten after this long.
     """
 
     period_s: float = 5.0
@@ -66,7 +67,7 @@ class SensorSettings:
 
 
 class Sensor:
-    """See the module. Thread: one. Blocks: never.
+    """The states of all hosts. Thread: one. Blocks: never.
 
     Args:
         now_s: monotonic seconds.
@@ -74,9 +75,10 @@ class Sensor:
 
     def __init__(self, settings: SensorSettings, now_s: float) -> None:
         self._settings = settings
-        #: The longest unheard first, so that a look at all of them is one at those that are silent.
+        #: Sorted by when each host was last heard, the oldest first, so that a look stops at the first host that is not
+        #: late.
         self._hosts: OrderedDict[str, Host] = OrderedDict()
-        #: Hosts that are silent, with their state before; without those that were given up.
+        #: The state that each silent host had before; without hosts that were given up.
         self._silent: dict[str, HostState] = {}
         self._looked_s = now_s
         self._frozen = False
@@ -84,16 +86,16 @@ class Sensor:
         self._names_changed: set[str] = set()
         self._ready: set[str] = set()
         self._cordoned: set[str] = set()
-        #: Cordoned hosts that are silent: they are no sign of trouble with the network, and stay cordoned.
+        #: Cordoned hosts that are silent. They do not count as a sign of network trouble, and stay cordoned.
         self._mute: set[str] = set()
-        #: Grows when another host is ready, or one is no more.
+        #: Increased whenever a host becomes READY or stops being READY.
         self.ready_version = 0
 
-    # -- what is known ------------------------------------------------------------------------------------------------
+    # -- reading the state --------------------------------------------------------------------------------------------
 
     @property
     def frozen(self) -> bool:
-        """So many hosts are silent that none of them is taken for lost."""
+        """So many hosts are silent that none of them counts as lost."""
         return self._frozen
 
     def host(self, name: str) -> Host | None:
@@ -113,7 +115,7 @@ class Sensor:
 
     @property
     def count(self) -> int:
-        """Of the hosts that are known."""
+        """Number of known hosts."""
         return len(self._hosts)
 
     @property
@@ -126,17 +128,17 @@ class Sensor:
         return None if host is None else host.state
 
     def take_changed(self) -> set[str]:
-        """Names of hosts whose state has changed since this was asked last."""
+        """Returns, and resets, the names of hosts whose state has changed since the last call."""
         changed, self._names_changed = self._names_changed, set()
         return changed
 
     # -- what is heard ------------------------------------------------------------------------------------------------
 
     def restore(self, hosts: Iterable[Host], now_s: float, *, given_up: Collection[str] = ()) -> None:
-        """Hosts that a supervisor before this one knew. They have a timeout and a period to report.
+        """Takes over the hosts that an earlier supervisor knew. They have a timeout plus a period to report.
 
         Args:
-            given_up: names of silent ones that are not waited for.
+            given_up: names of silent hosts that are not waited for.
         """
         for host in hosts:
             if host.state is HostState.SILENT and host.name in given_up:
@@ -144,7 +146,7 @@ class Sensor:
                 self._hosts.move_to_end(host.name, last=False)
                 continue
             state = HostState.JOINING if host.state in (HostState.READY, HostState.SILENT) else host.state
-            # The clock may have begun anew: no quarantine becomes longer than it was.
+            # The monotonic clock may have started again: no quarantine may become longer than it was.
             free_at_s = min(host.free_at_s, now_s + self._quarantine_s(host.falls))
             heard_s = now_s + self._settings.period_s
             self._hosts[host.name] = replace(host, state=state, heard_s=heard_s, since_s=now_s, free_at_s=free_at_s)
@@ -152,7 +154,7 @@ class Sensor:
                 self._cordoned.add(host.name)
 
     def heard(self, name: str, incarnation: str, now_s: float, *, address: str = "", block: str = "") -> None:
-        """A host has said something. One that was silent, or whose monitor is new, is to be checked again."""
+        """A host has sent something. If it was silent, or its monitor was restarted, its state changes accordingly."""
         host = self._hosts.get(name)
         if host is None:
             host = Host(name=name, incarnation=incarnation, state=HostState.JOINING, heard_s=now_s, since_s=now_s)
@@ -171,8 +173,8 @@ class Sensor:
         self._hosts.move_to_end(name)
 
     def left(self, name: str, now_s: float) -> None:
-        """Its monitor was told to end, by somebody who had a reason. It has no ranks, and is a host as any other when
-        another monitor of it comes."""
+        """The host's monitor was told to end. The host gets no ranks, and when another monitor of it connects it is
+        treated like any other: this does not count as a fall."""
         host = self._hosts.get(name)
         if host is not None and not host.left:
             falls = host.falls
@@ -187,19 +189,23 @@ class Sensor:
         return replace(self._changed(host, HostState.JOINING, "its monitor was started again", now_s), free_at_s=now_s)
 
     def _back(self, host: Host, incarnation: str, now_s: float) -> Host:
-        """One that was silent for a while, and that nobody has replaced meanwhile, goes on as before."""
+        """A silent host is heard again. If it was not replaced meanwhile, it continues in the state it had before."""
         before = self._silent.pop(host.name, None)
         if before is None:
             return self._fallen(host, "it was silent", now_s)
         falls = self._falls(host, now_s)
-        if before is HostState.QUARANTINED:  # silence does not make it shorter
+        if before is HostState.QUARANTINED:  # silence does not make a quarantine shorter
             free_at_s = max(host.free_at_s, now_s)
             return replace(self._changed(host, before, host.reason, now_s), falls=falls, free_at_s=free_at_s)
         state = before if incarnation == host.incarnation else HostState.JOINING
         return replace(self._changed(host, state, "", now_s), falls=falls, free_at_s=now_s)
 
     def checked(self, name: str, problem: str, now_s: float) -> None:
-        """A check of a host has ended. Args: problem: what is wrong with it; "": nothing."""
+        """A check of the host has ended.
+
+        Args:
+            problem: what is wrong with the host; "": nothing.
+        """
         host = self._hosts.get(name)
         if host is None or host.state in (HostState.SILENT, HostState.CORDONED):
             return
@@ -209,7 +215,7 @@ class Sensor:
             self._hosts[name] = self._changed(host, HostState.READY, "", now_s)
 
     def to_check(self, now_s: float) -> list[str]:
-        """Hosts that a check would make ready."""
+        """Hosts that would become ready by passing a check."""
         return [
             host.name
             for host in self._hosts.values()
@@ -217,14 +223,14 @@ class Sensor:
         ]
 
     def quarantine(self, name: str, reason: str, now_s: float) -> None:
-        """The host has no ranks for a while, and not before a check has passed."""
+        """Keeps ranks off the host for a while, and until a check has passed."""
         host = self._hosts.get(name)
         if host is None or host.state in (HostState.SILENT, HostState.CORDONED):
-            return  # silent ones fall when they come back
+            return  # a silent host is quarantined when it comes back
         self._hosts[name] = self._fallen(host, reason, now_s)
 
     def cordon(self, name: str, reason: str, now_s: float) -> bool:
-        """Takes a host out until :meth:`uncordon`. False: there is no such host."""
+        """Takes a host out until :meth:`uncordon`. Returns False when the host is unknown."""
         host = self._hosts.get(name)
         if host is None:
             return False
@@ -233,7 +239,7 @@ class Sensor:
         return True
 
     def uncordon(self, name: str, now_s: float) -> bool:
-        """The host is to be checked, and is free then. False: there is no such host, or it is not cordoned."""
+        """Has the host checked, after which it is ready. Returns False when it is unknown or not cordoned."""
         host = self._hosts.get(name)
         if host is None or host.state is not HostState.CORDONED:
             return False
@@ -247,7 +253,7 @@ class Sensor:
         return replace(fallen, falls=falls, free_at_s=now_s + self._quarantine_s(falls))
 
     def _falls(self, host: Host, now_s: float) -> int:
-        """With one more."""
+        """The host's number of falls, with one more."""
         return 1 if now_s - host.free_at_s > self._settings.forgive_s else host.falls + 1
 
     def _quarantine_s(self, falls: int) -> float:
@@ -267,13 +273,13 @@ class Sensor:
     # -- silence ------------------------------------------------------------------------------------------------------
 
     def look(self, now_s: float) -> list[Observation]:
-        """Hosts that are silent from now on. To be asked at least once a period."""
+        """Returns an observation for each host that has just become silent. To be called at least once a period."""
         self._forgive_own_absence(now_s)
         late: list[Host] = []
         fell, gone = [], []
         for host in self._hosts.values():
             if now_s - host.heard_s <= self._settings.timeout_s:
-                break  # and so are all after it
+                break  # the others were heard later
             if host.state not in (HostState.SILENT, HostState.CORDONED):
                 late.append(host)
             elif host.state is HostState.CORDONED and host.name not in self._mute:
@@ -299,8 +305,8 @@ class Sensor:
         ]
 
     def _silent_of(self, late: list[Host]) -> list[Host]:
-        """Those of the late hosts that are taken for silent now: of the others it is not clear yet whether nobody is
-        heard. It is after a period at the latest, in which all hosts report, or all are late."""
+        """The late hosts that count as silent now. For the others it is unknown yet whether only they are late; it is
+        known after a period at most, in which all hosts report or all are late."""
         if not late:
             return late
         counted = [one.heard_s for one in self._hosts.values() if self._counts(one)]
@@ -312,7 +318,7 @@ class Sensor:
         return [host for host in late if not self._are_many(bisect_right(counted, host.heard_s + due_s), len(counted))]
 
     def _counts(self, host: Host) -> bool:
-        """It is one of those whose silence at once is a sign of trouble with the network."""
+        """Whether the host counts when the share of silent hosts is computed."""
         if host.state is HostState.SILENT:
             return host.name in self._silent
         return host.state is not HostState.CORDONED
@@ -321,17 +327,18 @@ class Sensor:
         return silent >= 2 and silent > self._settings.freeze_fraction * counted
 
     def long_silent(self, now_s: float) -> list[str]:
-        """Hosts that have been silent for so long, and not given up, that they are no sign of anything any more."""
+        """Hosts that have been silent for long and were not given up: they tell nothing about what happens now."""
         lasting_s = _LASTING * self._settings.timeout_s
         silent = (self._hosts[name] for name in self._silent)
         return [host.name for host in silent if now_s - host.since_s > lasting_s]
 
     def give_up(self, name: str) -> None:
-        """A silent host that was replaced: it is no sign any more, and is in quarantine when it comes back."""
+        """A silent host was replaced. It no longer counts as a sign of trouble, and is quarantined when it comes
+        back."""
         self._silent.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """A host that is gone for good, and has no place."""
+        """Forgets a host that is gone for good and has no place."""
         if self._hosts.pop(name, None) is not None:
             self._silent.pop(name, None)
             self._mute.discard(name)
@@ -342,13 +349,13 @@ class Sensor:
             self._names_changed.add(name)
 
     def forgotten(self, now_s: float) -> list[str]:
-        """Hosts silent for so long that they may be forgotten."""
+        """Hosts that have been silent for so long that they may be forgotten."""
         longest_s = self._settings.forget_s
         silent = (host for host in self._hosts.values() if host.state is HostState.SILENT)
         return [host.name for host in silent if now_s - host.heard_s > longest_s]
 
     def _forgive_own_absence(self, now_s: float) -> None:
-        """When this process did not run, nothing could be heard."""
+        """While this process did not run it could not hear anything: hosts get that much longer to report."""
         away_s = now_s - self._looked_s - self._settings.period_s
         self._looked_s = now_s
         if away_s <= self._settings.timeout_s / 4:
@@ -381,7 +388,7 @@ class Sensor:
 
 
 def _heard_at(host: Host, now_s: float) -> Host:
-    """As :func:`dataclasses.replace`, in a fifth of the time: it is done for each message."""
+    """Does the same as :func:`dataclasses.replace` in a fifth of the time, because it is called for each message."""
     made = object.__new__(Host)
     made.__dict__.update(host.__dict__, heard_s=now_s)
     return made

@@ -1,4 +1,4 @@
-"""The supervisor's process: stands by, leads, listens. Needs aiohttp (extra ``supervisor``)."""
+"""The supervisor's process: it stands by, leads, and listens for connections. Needs aiohttp (extra ``supervisor``)."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ logger = logging.getLogger(__name__)
 
 _KEEPALIVE_S = 15.0
 _MOST_BODY_BYTES = 16 * 1024
-#: For the address of a leader before this one to become free.
+#: Seconds to wait for a former leader to free the address.
 _BIND_S = 30.0
 _BIND_AGAIN_S = 0.2
 _COUNT_S = 0.5
-#: Connections that the kernel holds, and those that are taken at once: when thousands of hosts come at a time, what is
-#: there already is heard between.
+#: Connections that the kernel queues, and those that are accepted at once: when thousands of hosts connect together,
+#: messages of connected hosts are handled in between.
 _BACKLOG, _ACCEPTED_AT_ONCE = 4096, 32
 
 
 class Supervisor:
-    """See the module. Thread: the event loop's.
+    """A supervisor that stands by or leads. Thread: the event loop's.
 
     Args:
-        folder: that the policy's path is meant from.
-        log: told every line of the history with its workload's epoch, when it is stored.
-        listens: told host and port, when it listens.
+        folder: that a relative path of the policy starts from.
+        log: called with every line of the history and its workload's epoch, once it is stored.
+        listens: called with host and port once it listens.
         until_ended: :meth:`run` returns when all workloads have ended, and their hosts know it.
-        begin_again: when it leads for the first time, workloads of the file that have ended are begun once more.
+        begin_again: when it leads for the first time, workloads of the file that have ended are started again.
 
     Raises:
         ConfigError: a file that it needs cannot be used.
@@ -71,13 +71,13 @@ class Supervisor:
         begin_again: bool = False,
     ) -> None:
         self._listens, self._until_ended, self._begin_again = listens, until_ended, begin_again
-        #: How the workloads have ended, where it ends with them.
+        #: All workloads, when :meth:`run` has returned because they have ended.
         self.ended: tuple[Workload, ...] | None = None
         self.settings = settings
         self._folder, self._cluster, self._log = folder, cluster, log
         self.authority = Authority.of(settings)
         self._tls = server_context(settings.tls)
-        load_policy(settings.policy, folder)  # says what is wrong with it now, not when this leads
+        load_policy(settings.policy, folder)  # reports a wrong policy now and not only when this supervisor leads
         self.service: Service | None = None
         self.metrics = Metrics(lambda: self.service)
         self.store = Store(settings.state)
@@ -88,13 +88,13 @@ class Supervisor:
             raise
         self._stopping = asyncio.Event()
         self._rarely = SaidRarely(logger)
-        #: Connections that have not sent a whole request yet.
+        #: Connections that have not sent a complete request yet, each with the timer that will cut it off.
         self._unproven: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
-        #: As counted last, with those that have come since.
+        #: Number of connections: as counted last, plus those accepted since.
         self._connections, self._counted_s = 0, -1.0
-        #: Where it listens, when it does.
+        #: Host and port where it listens; None before.
         self.address: tuple[str, int] | None = None
 
     def stop(self) -> None:
@@ -107,7 +107,7 @@ class Supervisor:
         """Stands by and leads, in turn, until :meth:`stop`.
 
         Raises:
-            ConfigError: it cannot listen, or what is stored cannot be read.
+            ConfigError: it cannot listen, or the stored state cannot be read.
         """
         app = web.Application(middlewares=[self._prove], client_max_size=_MOST_BODY_BYTES)
         add_routes(app, self)
@@ -122,7 +122,7 @@ class Supervisor:
         )
         await self._runner.setup()
         try:
-            with contextlib.suppress(OSError):  # the leader may have the address
+            with contextlib.suppress(OSError):  # the leader may hold the address
                 await self._listen()
             while not self._stopping.is_set():
                 term = await self._unless_stopped(self.lease.wait_for_turn())
@@ -165,7 +165,7 @@ class Supervisor:
             self.lease.release()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, int]) -> int | None:
-        """What it returns; None: :meth:`stop` came before."""
+        """Returns what the work returned, or None when :meth:`stop` was called before it ended."""
         task = asyncio.create_task(work)
         stopped = asyncio.create_task(self._stopping.wait())
         try:
@@ -183,7 +183,7 @@ class Supervisor:
                 await self._listen()
                 return 1
             except OSError as error:
-                # The leader that was replaced may be stopped, and hold the address.
+                # The leader that was replaced may be stopped by a signal and still hold the address.
                 if error.errno != errno.EADDRINUSE or time.monotonic() > until_s:
                     raise ConfigError(
                         f"cannot listen on {self.settings.listen}: {error.strerror}; pass another address with --listen"
@@ -211,10 +211,11 @@ class Supervisor:
         self._listens(*self.address)
 
     def _protocol(self) -> asyncio.Protocol:
-        """One that must prove that it is a client: a connection that dribbles is cut off, and so are too many."""
+        """A protocol for a new connection, which is cut off when no complete request has come within the handshake
+        timeout. With too many connections it is refused at once."""
         assert self._runner is not None and self._runner.server is not None
         loop = asyncio.get_running_loop()
-        if loop.time() - self._counted_s > _COUNT_S:  # to count them takes long when there are thousands
+        if loop.time() - self._counted_s > _COUNT_S:  # counting takes long when there are thousands
             self._counted_s, self._connections = loop.time(), len(self._runner.server.connections)
         if self._connections >= self.settings.most_connections:
             return _Refusing(self._rarely)
@@ -273,7 +274,7 @@ _LAST = {"Connection": "close"}
 
 
 class _Refusing(asyncio.Protocol):
-    """There are too many connections."""
+    """Closes the connection at once, because there are too many."""
 
     def __init__(self, rarely: SaidRarely) -> None:
         self._rarely = rarely

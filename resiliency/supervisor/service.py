@@ -1,7 +1,8 @@
-"""The supervisor that leads: hears monitors and operators, decides, stores, and only then says what is to be true.
+"""The supervisor that leads: it handles messages of monitors and operators, decides, stores, and only then tells hosts
+what to do.
 
-Everything here runs on one event loop and never waits, but for the store, whose writes are made on a thread of their
-own: while a disk is slow, hosts are heard all the same; what follows from decisions waits for them to be on disk.
+Everything here runs on one event loop and never blocks. The store writes on a thread of its own: while a disk is slow,
+messages are handled all the same, and hosts are told of decisions once they are on disk.
 """
 
 from __future__ import annotations
@@ -55,27 +56,27 @@ __all__ = ["Forged", "Link", "Service", "TermTooLow"]
 
 logger = logging.getLogger(__name__)
 
-#: Between two looks at what is due, at most.
+#: Longest time, in seconds, between two looks at what is due.
 _TICK_S = 0.1
-#: After a look so many times as long as it took, until the next: in a burst of messages each is a reason to look, and
-#: of thousands of hosts a look takes some time.
+#: A look is followed by a rest of this many times its duration (up to a tick): in a burst of messages each one asks for
+#: a look, and with thousands of hosts a look takes some time.
 _REST = 9
-#: Between tries to write to a disk that fails.
+#: Seconds between two tries to write to a disk that fails: the first, doubled up to the longest.
 _RETRY_S, _MOST_RETRY_S = 0.2, 5.0
-#: For hosts to hang up when all is over.
+#: Seconds that hosts have to disconnect when all workloads have ended.
 _HANG_UP_S = 5.0
-#: A check of a host that joins.
+#: Seconds for the check of a host that joins.
 _VERIFY_TIMEOUT_S = 30.0
 _MOST_TEXT = 2000
-#: Of a step that a rank says it has made: what is higher is no step, and numbers must stay ones that can be reckoned
-#: with.
+#: Highest step that is believed when a rank reports it. A higher one is no step, and sums must stay exact.
 _MOST_STEP = 1 << 53
-#: Of a term that a monitor says it has obeyed: what is higher is none, and one above it must be a number still.
+#: Highest term that is believed when a monitor reports it. A higher one is no term, and one above it must be stored
+#: exactly.
 _MOST_TERM = 1 << 53
-#: Without a look for so long, or a transaction that takes so long: steps of plans are not late for it.
+#: When no look took place for this many seconds, or a transaction takes longer, deadlines of steps are moved.
 _AWAY_S = 1.0
 _ADDRESS = re.compile(r"[A-Za-z0-9._:\[\]-]{3,300}")
-#: What a monitor may say that it has seen.
+#: Kinds of observations that a monitor may send.
 _SEEN_BY_MONITORS = frozenset(
     {
         ObservationKind.WORKER_LOST,
@@ -90,21 +91,21 @@ _SEEN_BY_MONITORS = frozenset(
 
 
 class Forged(Exception):
-    """A message that its sender had no right to send; the text says why. The connection is closed."""
+    """A message that its sender had no right to send; the text gives the reason. The connection is closed."""
 
 
 class TermTooLow(LeadershipLost):
-    """Nobody has taken over, but hosts obey a higher term only."""
+    """No other supervisor has taken over, but hosts obey only a higher term than this one's."""
 
 
 class Link(Protocol):
-    """A monitor that is connected."""
+    """The connection of a monitor."""
 
     host: str
     incarnation: str
 
     def offer(self, text: str) -> None:
-        """Sends a message, instead of those that are not under way yet. Blocks: never."""
+        """Queues a message in place of any that is not being sent yet. Blocks: never."""
         ...
 
     def close(self, reason: str) -> None: ...
@@ -112,7 +113,7 @@ class Link(Protocol):
 
 @dataclass(kw_only=True)
 class _Heard:
-    """What was heard of a host. Not stored: it says it again."""
+    """What was heard from a host. Not stored, because the host reports it again."""
 
     link: Link | None = None
     offered: str = ""
@@ -127,7 +128,12 @@ class _Heard:
 
 @dataclass(kw_only=True)
 class _Check:
-    """Of a host that joins: a number that no other check has, and when it was asked for."""
+    """The check of a host that joins.
+
+    Attributes:
+        at: number that no other check has.
+        asked_s: when it was asked for.
+    """
 
     at: int
     asked_s: float
@@ -135,7 +141,7 @@ class _Check:
 
 @dataclass(kw_only=True)
 class Counts:
-    """For the metrics."""
+    """Counters for the metrics."""
 
     messages: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -146,12 +152,12 @@ class Counts:
 
 
 class Service:
-    """See the module. Thread: the event loop's.
+    """Leads in one term. Thread: the event loop's.
 
     Args:
-        log: told every line of the history when it is stored.
-        watch_handled, watch_commit: told how many seconds a message, or a transaction, took.
-        begin_again: workloads of the file that have ended are begun once more.
+        log: called with every line of the history, and its workload's epoch, once it is stored.
+        watch_handled, watch_commit: called with the seconds that a message, or a transaction, took.
+        begin_again: workloads of the file that have ended are started again.
 
     Raises:
         ConfigError: the policy or the stored state cannot be used.
@@ -210,13 +216,13 @@ class Service:
         self._heard: dict[str, _Heard] = {}
         self._masters: dict[str, tuple[int, str]] = {}
         self._checks: dict[str, _Check] = {}
-        #: Of steps that are asked of hosts: what they have answered.
+        #: Answers of hosts, by plan number and step index.
         self._answers: dict[tuple[int, int], dict[str, str]] = {}
         self._asks: dict[str, list[Ask]] = {}
         self._pending, self._pending_hosts, self._pending_events = Changes(), set[str](), list[HistoryEvent]()
         self._due, self._dirty, self._stopped = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._swept_s = self._renewed_s = self._looked_s = now_s
-        #: Since when a transaction is being written; None: none is.
+        #: Since when a transaction has been written; None: none is.
         self._writes_since_s: float | None = None
         self._inject_at_s = now_s + settings.fault_injection_period_s
         self._outranked_by = 0
@@ -268,7 +274,7 @@ class Service:
         """Leads until :meth:`stop`.
 
         Raises:
-            LeadershipLost: another supervisor does; nothing may be said any more.
+            LeadershipLost: another supervisor leads, and this one must send nothing more.
         """
         works = (self._keep_looking(), self._keep_storing(), self._stopped.wait())
         tasks = [asyncio.create_task(work) for work in works]
@@ -298,14 +304,12 @@ class Service:
         self._stopped.set()
 
     async def outranked(self, term: int) -> str:
-        """A host has obeyed a higher term than this one's.
+        """A host has obeyed a higher term than this supervisor's. Returns what the host is told.
 
-        Terms of a new state file begin at the seconds of the wall clock. Where that is behind the one that the lost
-        file was begun by, hosts would obey no supervisor with the new file. A leader that has given no places yet with
-        its file has nothing that could be out of date: its next term is above that of the host. Any other may be one
-        that was replaced elsewhere, with another file, and has come back: it is refused.
-
-        Returns: what the host is told.
+        Terms of a new state file begin at the seconds of the wall clock. When that clock is behind the one that the
+        lost file began with, hosts would not obey a supervisor with the new file. A leader whose file has given no
+        places yet cannot be out of date, so its next term is numbered above the host's. Any other leader may be one
+        that was replaced elsewhere, with another file, and has come back: the host is refused.
         """
         told = f"this host has obeyed a supervisor of term {term}, and the term of this one is {self.term}"
         if term >= _MOST_TERM:
@@ -320,7 +324,7 @@ class Service:
             if await loop.run_in_executor(self._executor, self._store.rise_above, self.term, term):
                 self._outranked_by = max(self._outranked_by, term)
                 self._due.set()
-        except (sqlite3.Error, OSError, RuntimeError) as error:  # the last: this leadership ends in this moment
+        except (sqlite3.Error, OSError, RuntimeError) as error:  # RuntimeError: this leadership ends just now
             return f"{told}; its state file cannot be used now: {error}"
         return f"{told}: it begins a higher one; come again"
 
@@ -354,8 +358,8 @@ class Service:
         self._collect()
 
     def _forgive_own_absence(self, now_s: float) -> None:
-        """While this process did not run nobody was heard, and while the disk is slow nobody is told: no step of a plan
-        becomes late by it."""
+        """Moves deadlines of steps by the time in which this process did not run and could hear no host, or in which
+        the disk was slow and no host could be told."""
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         is_behind = self._writes_since_s is not None and now_s - self._writes_since_s > _AWAY_S
         if gap_s > _AWAY_S:
@@ -366,12 +370,12 @@ class Service:
 
     @property
     def ended(self) -> tuple[Workload, ...] | None:
-        """All workloads, when none of them goes on any more, as it is stored; else None."""
+        """All workloads, if all of them have ended and that is stored; else None."""
         known = tuple(self.decided.workloads.values())
         return known if known and all(each.state.has_ended for each in known) else None
 
     def _end_with_workloads(self, now_s: float) -> None:
-        """Once their hosts have hung up, as they do when what they did is completed, or soon."""
+        """Stops once the hosts of ended workloads have disconnected, or after ``_HANG_UP_S``."""
         ended = self.ended
         if ended is None:
             self._ended_s = now_s
@@ -381,7 +385,7 @@ class Service:
             self.stop()
 
     def _sweep(self, now_s: float) -> None:
-        """What need not be done at every look."""
+        """Work that is not needed at every look; runs once a second."""
         if self._until_ended:
             self._end_with_workloads(now_s)
         for straggler in self._stragglers.look(now_s):
@@ -395,7 +399,7 @@ class Service:
                 self._heard.pop(name, None)
         for name, heard in self._heard.items():
             if heard.link is not None and self.sensor.state_of(name) is HostState.SILENT:
-                # If it lives, it comes again.
+                # If the monitor lives, it connects again.
                 heard.link.close("not heard of for too long")
 
     def _collect(self) -> None:
@@ -434,7 +438,7 @@ class Service:
                 self._hangs.forget(name)
                 self._stragglers.forget(name)
         if self.decided.all_is_done != was_done:
-            concerned.update(self._heard)  # hosts without a place may end as well, or are wanted again
+            concerned.update(self._heard)  # hosts without a place may end too, or are wanted again
         self._asks = self.decided.asks()
         self._answers = {
             key: value
@@ -483,10 +487,11 @@ class Service:
             elif event.kind == EventKind.PLAN_ENDED:
                 self.counts.plans[event.fields["remedy"], event.fields["outcome"]] += 1
 
-    # -- what is said to monitors -------------------------------------------------------------------------------------
+    # -- what monitors are told ---------------------------------------------------------------------------------------
 
     def _desired(self, host: str) -> str:
-        """As :class:`~resiliency.supervisor.messages.Desired`, made of pieces: it is made for thousands at once."""
+        """A :class:`~resiliency.supervisor.messages.Desired` as text, put together from parts because it is made for
+        thousands of hosts at once."""
         place = self.decided.place(host)
         master = ""
         if place is not None:
@@ -504,13 +509,17 @@ class Service:
         )
 
     def _all_is_done(self) -> bool:
-        """As it is stored, and nothing was begun that is not stored yet."""
+        """Whether all workloads have ended, as stored, and none was started again that is not stored yet."""
         return self.decided.all_is_done and all(each.state.has_ended for each in self.controller.workloads.values())
 
     def _offer(self, hosts: Iterable[str], *, again: bool = False) -> None:
-        """Args: again: also what was said before."""
+        """Sends hosts what is wanted of them, if that has changed.
+
+        Args:
+            again: sends it also if it has not changed.
+        """
         if not self._lease.is_mine():
-            self._due.set()  # says so, and ends all this
+            self._due.set()  # the next look raises LeadershipLost
             return
         faultpoints.hit("supervisor.send")
         for host in hosts:
@@ -518,7 +527,7 @@ class Service:
             if heard is None or heard.link is None:
                 continue
             if self.settings.dry_run and self.decided.place(host) is None and not self._is_known_idle(heard):
-                continue  # it may have ranks that this supervisor knows nothing of, and does nothing about
+                continue  # it may have ranks that this supervisor does not know, and a dry run leaves them alone
             text = self._desired(host)
             if again or text != heard.offered:
                 heard.offered = text
@@ -531,10 +540,10 @@ class Service:
     # -- monitors -----------------------------------------------------------------------------------------------------
 
     def connect(self, link: Link, *, address: str, block: str) -> None:
-        """A monitor has said who it is.
+        """A monitor has sent its Hello.
 
         Raises:
-            Forged: another one speaks for this host, or there are too many.
+            Forged: another monitor is connected for this host, or too many hosts are known.
         """
         now_s = self._clock()
         most = self.settings.most_connections
@@ -556,7 +565,7 @@ class Service:
     def disconnect(self, link: Link) -> None:
         heard = self._heard.get(link.host)
         if heard is not None and heard.link is link:
-            heard.link = None  # silence is told by time, not by this
+            heard.link = None  # the host becomes silent after the timeout, not by this
 
     def _hear(self, link: Link, now_s: float, *, address: str = "", block: str = "") -> None:
         self.sensor.heard(link.host, link.incarnation, now_s, address=address, block=block)
@@ -570,7 +579,7 @@ class Service:
         return heard is not None and heard.link is link
 
     def report(self, link: Link, report: Report) -> None:
-        """A heartbeat."""
+        """Handles a heartbeat."""
         now_s = self._clock()
         host = link.host
         self._hear(link, now_s)
@@ -600,7 +609,7 @@ class Service:
     def _take_progress(
         self, host: str, heard: _Heard, report: Report, placed: tuple[Workload, int], now_s: float
     ) -> bool:
-        """Returns: a look at it is due."""
+        """Takes the progress of a host at its place. Returns whether a look is due."""
         workload, node_rank = placed
         furthest = max(report.ranks, key=_progress, default=None)
         step, age_s = (_progress(furthest), furthest.quiet_s) if furthest is not None else (-1, 0.0)
@@ -635,7 +644,8 @@ class Service:
         return news
 
     def _miss(self, heard: _Heard, placed: tuple[Workload, int] | None, host: str, now_s: float) -> None:
-        """A host that had taken its place has it no more (it was started anew), and nobody says that ranks are lost."""
+        """A host no longer has the place that it had (it was restarted). If no loss of ranks is reported within the
+        heartbeat timeout, they are taken as lost."""
         if placed is None or placed[0].state is not WorkloadState.RUNNING:
             heard.elsewhere_since_s = None
             return
@@ -666,10 +676,10 @@ class Service:
         self._observe(Observation(kind=ObservationKind.HOST_UNHEALTHY, host=host, detail=heard.problem))
 
     def observed(self, link: Link, message: Observed) -> None:
-        """Things that a monitor has seen.
+        """Handles observations of a monitor.
 
         Raises:
-            Forged: it speaks for another host, or of what a monitor cannot see.
+            Forged: they are about another host, or of a kind that a monitor cannot see.
         """
         self._hear(link, self._clock())
         for one in message.observations:
@@ -691,7 +701,7 @@ class Service:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _check(self, host: str, now_s: float) -> None:
-        """Has a host checked that would be ready then."""
+        """Asks a host for a check, if none is under way, after which it can be ready."""
         known = self._checks.get(host)
         heard = self._heard.get(host)
         if heard is None or heard.link is None or heard.problem:
@@ -699,12 +709,12 @@ class Service:
             return
         if known is not None and now_s - known.asked_s <= _VERIFY_TIMEOUT_S + self.settings.sensor.period_s:
             return
-        # Monitors remember what they have answered, also from before this supervisor.
+        # The number is random, because monitors remember their answers, also those to an earlier supervisor.
         self._checks[host] = _Check(at=random.getrandbits(48), asked_s=now_s)
         self._offer([host])
 
     def step_ended(self, link: Link, message: StepEnded) -> None:
-        """A monitor's answer to an ask."""
+        """Handles a monitor's answer to an ask."""
         now_s = self._clock()
         self._hear(link, now_s)
         problem = plain_text(message.problem)
@@ -722,7 +732,7 @@ class Service:
             or (plan.at, plan.epoch) != (message.at, message.epoch)
             or link.host not in self.decided.asked(plan)
         ):
-            return  # of a plan that is over or of another state file, or told twice
+            return  # of a plan that is over or of another state file, or a second answer
         faultpoints.hit("supervisor.step.ended")
         answers = self._answers.setdefault((plan.number, plan.at), {})
         answers.setdefault(link.host, problem)
@@ -741,7 +751,8 @@ class Service:
         self._end_step(number, at, problem)
 
     def _give_up_late_steps(self, now_s: float, wall: float) -> None:
-        """Of steps that hosts were asked for, those that have not answered are the ones because of which it failed."""
+        """Fails steps that hosts were asked for and that are late; hosts without an answer are the ones it failed
+        because of."""
         for plan in self.controller.active_plans():
             step = plan.step
             if step is None or step.kind not in ASKED or now_s - plan.step_since_s <= step.timeout_s:
@@ -760,7 +771,7 @@ class Service:
         node_rank = random.randrange(len(workload.places))
         rank = node_rank * workload.spec.ranks_per_host + random.randrange(workload.spec.ranks_per_host)
         one = Observation(
-            kind=ObservationKind.WORKER_HUNG,  # so that it is killed: one that is lost is gone already
+            kind=ObservationKind.WORKER_HUNG,  # a hung rank is killed; a lost one would not run any more
             host=workload.places[node_rank],
             workload=workload.name,
             epoch=workload.epoch,
@@ -772,7 +783,7 @@ class Service:
     # -- operators ----------------------------------------------------------------------------------------------------
 
     def drain(self, host: str, reason: str) -> bool:
-        """False: nobody knows the host."""
+        """Cordons a host for an operator. Returns False when the host is unknown."""
         reason = plain_text(reason)
         done = self.sensor.cordon(host, reason or "drained by an operator", self._clock())
         if done:
@@ -780,7 +791,7 @@ class Service:
         return done
 
     def uncordon(self, host: str) -> bool:
-        """False: nobody knows the host, or it is not cordoned."""
+        """Ends a host's cordon and has it checked. Returns False when it is unknown or not cordoned."""
         done = self.sensor.uncordon(host, self._clock())
         if done:
             self._note_event(EventKind.OPERATOR, f"uncordon {host}", host=host)
@@ -788,7 +799,7 @@ class Service:
         return done
 
     def stop_workload(self, name: str, reason: str) -> bool:
-        """False: there is none that runs."""
+        """Stops a workload for good, for an operator. Returns False when no workload of this name runs."""
         reason = plain_text(reason)
         done = self.controller.stop(name, reason or "stopped by an operator", self._clock(), time.time())
         if done:
@@ -796,7 +807,7 @@ class Service:
         return done
 
     def start_workload(self, name: str) -> bool:
-        """Begins one that has ended once more. False: the file has none of that name, or it runs."""
+        """Starts an ended workload again. Returns False when the file has none of this name, or it runs."""
         known = self.controller.workloads.get(name)
         specs = [spec for spec in self.settings.workloads if spec.name == name]
         if not specs or (known is not None and not known.state.has_ended):
@@ -812,10 +823,10 @@ class Service:
         self._dirty.set()
         self._due.set()
 
-    # -- what is known ------------------------------------------------------------------------------------------------
+    # -- reading the state --------------------------------------------------------------------------------------------
 
     def step_of(self, workload: Workload) -> int:
-        """The furthest that its hosts have said; -1: none."""
+        """The largest step that the workload's hosts have reported; -1: none."""
         found = (self._heard.get(host) for host in workload.places)
         return max((heard.step for heard in found if heard is not None), default=-1)
 
@@ -831,7 +842,7 @@ class Service:
 
 
 def _progress(rank: Any) -> int:
-    """A number that grows with each step that a rank makes; -1: it has made none since its epoch began."""
+    """A number that grows with each step of the rank; -1: it has made none since its epoch began."""
     if rank.beats <= 0:
         return -1
     return min(_MOST_STEP, int(rank.step if rank.step >= 0 else rank.beats))

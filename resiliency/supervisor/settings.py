@@ -1,8 +1,8 @@
-"""``supervisor.yaml``: what is in it, checked key by key. Needs pydantic and pyyaml (extra ``supervisor``).
+"""Reads ``supervisor.yaml`` and checks it key by key. Needs pydantic and pyyaml (extra ``supervisor``).
 
-Nothing in the file is ignored. A key that nobody knows is refused with the nearest one that is known; the names of the
-guide (``num_dp_replicas``, ``heartbeat_timeout_s``, ...) mean what they say there, and those that can mean nothing here
-are refused with the reason.
+Nothing in the file is ignored. An unknown key is refused with the most similar known one. Names of the guide
+(``num_dp_replicas``, ``heartbeat_timeout_s``, ...) have the meaning that the guide gives them, and those that cannot
+mean anything here are refused with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from resiliency.supervisor.sensor import SensorSettings
 
 __all__ = ["HangSettings", "HookSettings", "SupervisorSettings", "TlsSettings", "read_settings", "split_address"]
 
-#: The guide's name of a workload's setting -> ours. Some are worked out together, see :func:`_replicas`.
+#: The guide's name of a workload's setting -> ours. Some are computed together, see :func:`_replicas`.
 _WORKLOAD_NAMES = {
     "workers_per_host": "ranks_per_host",
     "num_nodes_per_dp": "hosts_per_replica",
@@ -38,7 +38,7 @@ _SENSOR_NAMES = {"heartbeat_polling_period_s": "period_s", "heartbeat_timeout_s"
 
 _NO_KUBERNETES = "is about Kubernetes, and this supervisor's hosts are those whose monitors connect to it; leave it out"
 _NO_PARTS = "is the address of a part that is no process of its own here: monitors connect to `listen`; leave it out"
-#: Names of the guide and its chart that can mean nothing here, and why.
+#: Names of the guide and its chart that cannot mean anything here, and why.
 _MEANINGLESS = {
     "job_namespace": _NO_KUBERNETES,
     "workload_namespace": _NO_KUBERNETES,
@@ -63,7 +63,11 @@ class _Strict(BaseModel):
 
 
 class TlsSettings(_Strict):
-    """Attributes: client_ca: monitors and operators must show a certificate that it has signed."""
+    """The server's certificate and key.
+
+    Attributes:
+        client_ca: monitors and operators must show a certificate signed by this one.
+    """
 
     cert: str
     key: str
@@ -71,12 +75,13 @@ class TlsSettings(_Strict):
 
 
 class HookSettings(_Strict):
-    """The user's signal and program, sent and run before the places of each plan.
+    """The user's signal and program, sent and run before hosts are told the places of a plan.
 
     Attributes:
-        command: words of the program; no shell; empty: there is none.
-        signal: that ranks get which still run, before it: SIGUSR1; "": none. It must be one that they handle.
-        timeout_s: after it the program is killed, and the plan goes on.
+        command: words of the program's command line, without a shell; empty: there is no program.
+        signal: sent to the ranks that still run, before the program, for example SIGUSR1; "": none. Ranks must handle
+            it.
+        timeout_s: seconds after which the program is killed and the plan goes on.
     """
 
     command: list[str] = Field(default_factory=list)
@@ -85,7 +90,7 @@ class HookSettings(_Strict):
 
     @property
     def number(self) -> int:
-        """Of the signal; 0: there is none."""
+        """Number of the signal; 0 when there is none."""
         return signal.Signals[self.signal].value if self.signal else 0
 
     @field_validator("signal")
@@ -109,15 +114,15 @@ class HookSettings(_Strict):
 
 
 class HangSettings(_Strict):
-    """A rank hangs that has been quiet for ``hang_steps`` times its longest step, and for ``hang_floor_s`` at least."""
+    """A rank hangs when it was quiet for ``hang_steps`` times its longest step, and for at least ``hang_floor_s``."""
 
     hang_steps: float = Field(default=3.0, ge=1)
     hang_floor_s: float = Field(default=30.0, ge=0)
 
 
 class StragglerSettings(_Strict):
-    """A rank is a straggler whose own work takes more than ``straggler_factor`` times the median of all ranks, in three
-    windows of ``straggler_window_s`` one after the other; 0: nobody looks for one."""
+    """A rank is a straggler when its own work takes more than ``straggler_factor`` times the median of all ranks in
+    three consecutive windows of ``straggler_window_s``. With a factor of 0 stragglers are not looked for."""
 
     straggler_factor: float = Field(default=1.5, ge=0)
     straggler_window_s: float = Field(default=30.0, gt=0)
@@ -131,7 +136,7 @@ class StragglerSettings(_Strict):
 
 
 class SupervisorSettings(_Strict):
-    """All of the file. Relative paths in it are meant from its folder, and are absolute here.
+    """The whole file. Relative paths in it start from its folder, and are absolute here.
 
     Attributes:
         workloads: at least one.
@@ -139,9 +144,9 @@ class SupervisorSettings(_Strict):
         shared_token: file with one token for all monitors.
         operator_token: file with the token of those who may look, drain and stop.
         events: folder for the event log; "": none is written.
-        lease_s: a leader that has not said for this long that it runs is replaced.
-        handshake_timeout_s: for whoever connects to say who it is.
-        most_connections: at once.
+        lease_s: a leader that has shown no sign of life for this many seconds is replaced.
+        handshake_timeout_s: seconds that a client has to say who it is.
+        most_connections: at the same time.
     """
 
     listen: str = "127.0.0.1:7600"
@@ -183,10 +188,10 @@ class SupervisorSettings(_Strict):
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """``host:port`` as both.
+    """Splits ``host:port``.
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: the text is not of that form.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -198,10 +203,10 @@ def read_settings(path: str, changes: Mapping[str, Any] | None = None) -> Superv
     """Reads the file.
 
     Args:
-        changes: what the command line says instead; paths in it are meant from the current folder.
+        changes: settings of the command line, which take precedence; paths in them start from the current folder.
 
     Raises:
-        ConfigError: it cannot be read, or something in it cannot work; the error names the key.
+        ConfigError: the file cannot be read, or a setting cannot work; the error names the key.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -272,7 +277,7 @@ def _workload(data: dict[Any, Any], shared: dict[str, Any], known: set[str]) -> 
     where = f"workload {data.get('name', '(without a name)')!r}: "
     _refuse_meaningless(data, where)
     _refuse_unknown(data, known, where)
-    # What the workload itself says goes before what is said for all of them, under whichever name.
+    # A workload's own setting takes precedence over the one for all workloads, whichever of its names either uses.
     said = _ours(data, where)
     values = {**_ours(shared, where), **said}
     if not isinstance(values.get("name"), str) or not values["name"]:
@@ -285,7 +290,7 @@ def _workload(data: dict[Any, Any], shared: dict[str, Any], known: set[str]) -> 
 
 
 def _ours(data: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """The same under our names."""
+    """The same settings under our names."""
     found: dict[str, Any] = {}
     given: dict[str, str] = {}
     for key, value in data.items():
@@ -297,7 +302,7 @@ def _ours(data: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 
 def _replicas(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Our full size is the guide's maximum: a job of ``num_dp_replicas`` that may grow is one that was shrunk."""
+    """Sets ``replicas`` to the guide's maximum: a job of ``num_dp_replicas`` that may grow is one that was shrunk."""
     usual, most = values.pop("num_dp_replicas", None), values.pop("max_num_dp_replicas", None)
     scaling = values.pop("enable_workload_scaling", None)
     if usual is not None and "replicas" in values and values["replicas"] != usual:

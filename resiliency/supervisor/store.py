@@ -1,10 +1,10 @@
-"""What a supervisor must not forget: a SQLite file. Every change is in it before anything is done about it.
+"""The supervisor's state in a SQLite file. Every change is stored before anything is done about it.
 
-One transaction for each set of changes, with the term of the leader checked in it: whoever was replaced meanwhile
-writes nothing, and learns that it was. The journal is a write-ahead log, forced to disk with each transaction.
+Each set of changes is one transaction, which checks the leader's term: a leader that was replaced meanwhile writes
+nothing, and learns of it. The journal is a write-ahead log, forced to disk with each transaction.
 
-A file that is removed while it is open is written anew under its name: SQLite goes on with the removed one, and all of
-it would be lost with the process.
+If the file is removed while it is open, it is written again under its name: SQLite would go on with the removed file,
+and everything would be lost with the process.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["SCHEMA_VERSION", "HistoryEvent", "LeadershipLost", "Store", "Stored"
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-#: Events and closed incidents that are kept.
+#: How many events, and how many closed incidents, are kept.
 _MOST_EVENTS, _MOST_INCIDENTS = 20_000, 2_000
-#: Rows beyond these that are let stand until they are deleted together.
+#: Rows beyond these numbers that may accumulate before they are deleted together.
 _SLACK = 500
-#: For another process that writes.
+#: Seconds to wait while another process writes.
 _BUSY_S = 10.0
 
 _TABLES = """
@@ -53,12 +53,12 @@ T = TypeVar("T")
 
 
 class LeadershipLost(ResiliencyError):
-    """Another supervisor leads. This one must not say anything to anybody any more."""
+    """Another supervisor leads. This one must not send anything to anybody any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryEvent:
-    """A line of the history.
+    """A line of the supervisor's history.
 
     Attributes:
         number: 0 before it is stored.
@@ -78,7 +78,7 @@ class HistoryEvent:
 
 @dataclass(kw_only=True)
 class Stored:
-    """All that a new leader begins with."""
+    """Everything that a new leader starts from."""
 
     workloads: list[Workload] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
@@ -87,13 +87,13 @@ class Stored:
 
 
 class Store:
-    """See the module. Thread: one at a time; calls wait for each other. Blocks: for the disk.
+    """The state file. Thread: any; calls wait for each other. Blocks: for the disk.
 
     Args:
-        path: of the file; it and its folder are made if they are not there.
+        path: of the file; it and its folder are created when missing.
 
     Raises:
-        ConfigError: it cannot be opened, is damaged, or a newer version has written it.
+        ConfigError: the file cannot be opened, is damaged, or was written by a newer version.
     """
 
     def __init__(self, path: str) -> None:
@@ -101,14 +101,14 @@ class Store:
         self._lock = threading.Lock()
         try:
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-            # Whoever can read it learns the names of hosts; whoever can write it rules them.
+            # Only this user: the file names hosts, and whoever can write it controls them.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._connect()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"the state file {path} cannot be opened: {error}; pass another with `state`") from error
         try:
             self._prepare()
-        except sqlite3.OperationalError as error:  # not damaged: locked, full, read-only
+        except sqlite3.OperationalError as error:  # locked, full or read-only, not damaged
             self._db.close()
             raise ConfigError(
                 f"the state file {path} cannot be used now: {error}. If it is locked, a supervisor that was stopped"
@@ -135,15 +135,15 @@ class Store:
         if found != "ok":
             raise ConfigError(self._damaged(found))
         if self._is_prepared():
-            return  # without a write: a leader that was stopped in one must not keep others from standing by
+            return  # without a write: a leader that was stopped in a write must not keep others from standing by
         self._db.execute("BEGIN IMMEDIATE")
         try:
             tables = {name for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if not tables:
                 for statement in _TABLES.split(";"):
                     self._db.execute(statement)
-                # Monitors obey no lower term than they have seen. Should this file be one that replaces a lost one,
-                # its terms begin above those of the lost one.
+                # Monitors obey no lower term than they have seen. In case this file replaces a lost one, its terms
+                # start at the clock's seconds, above those of the lost file.
                 values = [("schema", SCHEMA_VERSION), ("term", int(time.time())), ("owner", "")]
                 self._db.executemany("INSERT INTO meta VALUES (?, ?)", [(key, str(value)) for key, value in values])
             elif "meta" not in tables:
@@ -170,7 +170,8 @@ class Store:
         return found.get("schema") == str(SCHEMA_VERSION) and found.get("file") == self._file
 
     def _know_the_file(self) -> None:
-        """A copy may be older than terms that monitors have heard: its own begin again at the seconds of the clock."""
+        """Notes the file's identity. A copy may be older than terms that monitors have heard, so its term is raised to
+        the clock's seconds."""
         row = self._db.execute("SELECT value FROM meta WHERE key = 'file'").fetchone()
         if row is not None and row[0] == self._file:
             return
@@ -179,9 +180,13 @@ class Store:
         self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values)
 
     def _see_that_it_is_there(self, *, may_be_another: bool) -> None:
-        """
+        """Checks that the file is still in its place; writes it again if it was removed.
+
+        Args:
+            may_be_another: opens another file that has taken its place, instead of raising.
+
         Raises:
-            sqlite3.Error: it cannot be written anew, or another file has its name.
+            sqlite3.Error: it cannot be written again, or another file has taken its place.
         """
         try:
             found = _identity(self.path)
@@ -199,7 +204,7 @@ class Store:
         self._prepare()
 
     def _write_anew(self) -> None:
-        """The file was removed. What is in it is there as long as it is open."""
+        """Writes the removed file again. Its content exists as long as it is open."""
         logger.error("the state file %s was removed while it is in use; it is written anew", self.path)
         partial = f"{self.path}.new"
         os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
@@ -208,7 +213,7 @@ class Store:
         os.close(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._db.execute("VACUUM INTO ?", (partial,))
         self._db.close()
-        for journal in ("-wal", "-shm"):  # of the removed one: they would be taken for those of the new one
+        for journal in ("-wal", "-shm"):  # journals of the removed file, which would be taken for those of the new one
             with suppress(FileNotFoundError):
                 os.unlink(self.path + journal)
         os.rename(partial, self.path)
@@ -236,13 +241,14 @@ class Store:
     # -- leadership ---------------------------------------------------------------------------------------------------
 
     def term(self) -> int:
-        """The present leader's."""
+        """The present leader's term."""
         with self._lock:
             self._see_that_it_is_there(may_be_another=True)
             return int(self._meta("term"))
 
     def take_over(self, seen_term: int, owner: str) -> int | None:
-        """Begins the next term. None: somebody else has, since ``seen_term`` was seen."""
+        """Begins the next term, and returns it. None when another supervisor has begun one since ``seen_term`` was
+        read."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -258,7 +264,7 @@ class Store:
                     self._db.execute("ROLLBACK")
 
     def has_given_places(self) -> bool:
-        """Hosts may have ranks because of what is in this file."""
+        """Whether hosts may have ranks because of this file."""
         with self._lock:
             return self._has_plans()
 
@@ -266,8 +272,8 @@ class Store:
         return bool(self._db.execute("SELECT EXISTS (SELECT 1 FROM plans)").fetchone()[0])
 
     def rise_above(self, term: int, heard: int) -> bool:
-        """The next term is one above ``heard``, which hosts have obeyed; ``term`` is over then. False: another one has
-        begun meanwhile, or places were given."""
+        """Ends ``term``, and makes the next one greater than ``heard``, which hosts have obeyed. Returns False when
+        another supervisor has begun a term meanwhile, or places were given."""
         with self._lock:
             self._see_that_it_is_there(may_be_another=False)
             self._db.execute("BEGIN IMMEDIATE")
@@ -281,10 +287,14 @@ class Store:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
 
-    # -- what is stored -----------------------------------------------------------------------------------------------
+    # -- stored values ------------------------------------------------------------------------------------------------
 
     def load(self) -> Stored:
-        """Raises: ConfigError: a row cannot be read."""
+        """Reads everything.
+
+        Raises:
+            ConfigError: a row cannot be read.
+        """
         with self._lock:
             return Stored(
                 workloads=self._rows("workloads", Workload),
@@ -309,14 +319,14 @@ class Store:
         hosts: Mapping[str, Host | None] | None = None,
         events: Sequence[HistoryEvent] = (),
     ) -> None:
-        """Stores all of it, or nothing. It is on disk when this returns.
+        """Stores everything or nothing. It is on disk when this returns.
 
         Args:
-            hosts: None instead of one that is forgotten.
+            hosts: by name; None for a host that is forgotten.
 
         Raises:
             LeadershipLost: ``term`` is over.
-            sqlite3.Error: the disk.
+            sqlite3.Error: the file cannot be written.
         """
         rows: list[tuple[str, list[tuple[Any, ...]]]] = [
             ("workloads", [(one.name, _text(one)) for one in changes.workloads.values()]),
@@ -369,7 +379,7 @@ class Store:
     def events(
         self, *, after: int = 0, limit: int = 200, workload: str = "", host: str = "", incident: int | None = None
     ) -> list[HistoryEvent]:
-        """The newest of those that fit, oldest first."""
+        """The newest events that match, oldest first."""
         with self._lock:
             found = self._db.execute(
                 "SELECT number, at, kind, workload, host, incident, text, fields FROM events WHERE number > ?"
@@ -387,10 +397,10 @@ _NAMED = (Workload, Host)
 
 
 def _identity(path: str) -> str:
-    """Of a file, while it exists.
+    """Device and inode number of a file, which identify it while it exists.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
     """
     status = os.stat(path)
     return f"{status.st_dev}:{status.st_ino}"

@@ -1,9 +1,9 @@
-"""Which ranks hold up a workload, from what the monitors of all its hosts read. Pure.
+"""Finds ranks that slow down a workload, from the reports of the monitors of all its hosts. Pure: no input, no output.
 
-Ranks that train together end their steps together: the fast ones wait. What tells them apart is the work of their own,
-before they first wait for one another (:mod:`resiliency.telemetry.step_spread`), of which each publishes the sum. Here
-the sums of all ranks are compared over windows of time, and who is slow in several of them one after the other is a
-straggler: a short disturbance is not.
+Ranks that train together end their steps together, because the fast ones wait. They differ in their own work before
+they first wait for each other (:mod:`resiliency.telemetry.step_spread`), and each rank publishes the sum of that. These
+sums are compared over windows of time. A rank that is slow in several consecutive windows is a straggler; a short
+disturbance is not.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from resiliency.telemetry.step_spread import RankSteps, straggler_text, straggle
 
 __all__ = ["StragglerWatch"]
 
-#: In a window, of each rank that is compared.
+#: Steps that each compared rank must have made in a window.
 _LEAST_STEPS = 8
-#: One after the other, in which a rank was slow. So many windows later it is named again, if it still is.
+#: A rank is named after it was slow in this many consecutive windows, and again this many windows later if it still is.
 _WINDOWS, _AGAIN = 3, 20
 
-#: Of what a rank can have done: a number beyond it cannot be reckoned with.
+#: Highest value that is believed of a rank: larger ones cannot be computed with exactly.
 _MOST = 1 << 53
-#: Of each host, by rank: seconds of its own work, and steps. Plain tuples: of tens of thousands of ranks that are kept
-#: for long, the garbage collector need look at none.
+#: By host, for each rank: its number, seconds of its own work, and steps. Plain tuples, because the garbage collector
+#: need not look into them, and tens of thousands of ranks are kept for long.
 _Work = dict[str, tuple[tuple[int, float, int], ...]]
 
 
 @dataclass(kw_only=True)
 class _Epoch:
-    """
+    """The reports of one epoch.
+
     Attributes:
-        before: what hosts had said when the window began.
-        slow: of each rank that was slow in the window before, in how many one after the other.
+        before: what hosts had reported when the window began.
+        slow: for each rank that was slow in the last window, the number of consecutive windows in which it was.
     """
 
     epoch: int
@@ -46,12 +47,12 @@ class _Epoch:
 
 
 class StragglerWatch:
-    """See the module. Thread: one.
+    """Compares the ranks of each workload. Thread: one.
 
     Args:
-        factor: own work of more than so many times the median is slow, where that is also 2% of a step more; 0: nobody
-            is looked for.
-        window_s: at least so long ranks are compared.
+        factor: a rank is slow when its own work takes more than this many times the median, and at least 2% of a step
+            more; 0: stragglers are not looked for.
+        window_s: least time, in seconds, over which ranks are compared.
     """
 
     def __init__(self, *, factor: float, window_s: float) -> None:
@@ -59,20 +60,20 @@ class StragglerWatch:
         self._epochs: dict[str, _Epoch] = {}
 
     def reported(self, workload: str, epoch: int, host: str, ranks: tuple[RankReport, ...], now_s: float) -> None:
-        """What a host of the workload's present epoch has said."""
+        """Takes the report of a host of the workload's present epoch."""
         seen = self._epochs.get(workload)
         if seen is None or seen.epoch != epoch:
             seen = self._epochs[workload] = _Epoch(epoch=epoch, since_s=now_s)
         seen.hosts[host] = tuple([(one.rank, min(one.own_s, _MOST), min(one.own_steps, _MOST)) for one in ranks])
 
     def look(self, now_s: float) -> list[Observation]:
-        """Stragglers that were not named before, or long ago. To be asked about once a second."""
+        """Stragglers that were not named yet, or long ago. To be called about once a second."""
         if not self._factor:
             return []
         return [one for name, seen in self._epochs.items() for one in self._look(name, seen, now_s)]
 
     def forget(self, workload: str) -> None:
-        """It has ended."""
+        """The workload has ended."""
         self._epochs.pop(workload, None)
 
     def _look(self, workload: str, seen: _Epoch, now_s: float) -> Iterator[Observation]:
@@ -99,13 +100,13 @@ class StragglerWatch:
 
 
 def _compared(seen: _Epoch, length_s: float) -> Iterator[RankSteps]:
-    """Ranks that measure their own work, with what it took since the window began."""
+    """The ranks that measure their own work, with what it took since the window began."""
     for host, ranks in seen.hosts.items():
         before = {rank: (own_s, steps) for rank, own_s, steps in seen.before.get(host, ())}
         for rank, own_s, steps in ranks:
             known_s, known_steps = before.get(rank, (0.0, 0))
             if not known_steps:
-                continue  # its first steps are no measure: caches are filled, and kernels chosen
+                continue  # first steps are no measure, because caches are filled and kernels chosen in them
             made = steps - known_steps
             yield RankSteps(
                 rank=rank,

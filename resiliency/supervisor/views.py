@@ -1,4 +1,4 @@
-"""What the supervisor shows of itself: plain values for JSON, the status page and the command line."""
+"""The supervisor's state as plain values, for JSON, the status page and the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from resiliency.supervisor.store import HistoryEvent
 
 __all__ = ["event_view", "explain_view", "status_view"]
 
-#: Of incidents that are over.
+#: How many closed incidents are shown.
 _RECENT = 20
 _STEP_WORDS = {
     StepKind.CHECKPOINT: "ranks save a checkpoint",
@@ -26,7 +26,7 @@ _STEP_WORDS = {
 
 
 def status_view(service: Service, *, with_hosts: bool = True) -> dict[str, Any]:
-    """All of it, now."""
+    """The whole present state."""
     incidents = sorted(service.controller.incidents.values(), key=lambda one: -one.number)
     shown = [one for number, one in enumerate(incidents) if one.is_open or number < _RECENT]
     return {
@@ -44,7 +44,7 @@ def status_view(service: Service, *, with_hosts: bool = True) -> dict[str, Any]:
 
 
 def explain_view(service: Service, number: int) -> dict[str, Any] | None:
-    """An incident with what was done about it; None: nobody knows it."""
+    """An incident and the plans that were tried; None when the number is unknown."""
     incident = service.controller.incidents.get(number)
     return None if incident is None else _incident(service, incident)
 

@@ -271,7 +271,7 @@ def make_series(root: Path, *, steps: Sequence[int] = (10, 20, 30), world_size: 
                 )
                 assert ticket is not None
                 ticket.wait(Stage.COMMITTED, timeout=timedelta(seconds=20))
-                # Or a step that is still waiting for the remote tier would give way to the next.
+                # Otherwise the next step would supersede this one while it waits for the remote tier.
                 assert checkpointer.flush(Stage.DURABLE, timeout=timedelta(seconds=60))
 
     run_ranks(world_size, work)

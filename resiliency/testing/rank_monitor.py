@@ -1,4 +1,5 @@
-"""``RankMonitorClientDouble``: NVRx's ``RankMonitorClient`` without NVRx, as strict about the order of calls."""
+"""``RankMonitorClientDouble``: stands in for NVRx's ``RankMonitorClient``, and is as strict about the order of
+calls."""
 
 from __future__ import annotations
 
@@ -9,22 +10,22 @@ __all__ = ["RankMonitorClientDouble"]
 
 
 class RankMonitorClientDouble:
-    """Behaves as the client and monitor of NVRx 0.4.1 do: before ``init_workload_monitoring`` and after
-    ``shutdown_workload_monitoring`` each call is an error, a section is opened once and closed when it is open, and its
-    name is one that has a timeout.
+    """Behaves like the client and monitor of NVRx 0.4.1: each call before ``init_workload_monitoring`` and after
+    ``shutdown_workload_monitoring`` is an error; a section may be opened only once and closed only when it is open, and
+    its name must be one with a timeout.
 
-    Thread: one, as the client; ``calls`` may be read from any.
+    Thread: one, as for the client; ``calls`` may be read from any.
 
     Attributes:
-        calls: that were made, with their arguments.
-        open: sections, in the order they were opened.
-        errors: what was raised.
-        threads: names of those that called.
+        calls: the calls that were made, with their arguments.
+        open: open sections, in the order they were opened.
+        errors: the calls that raised, as text.
+        threads: names of the threads that called.
 
     Args:
         config: of the monitor, with the fields of NVRx's ``FaultToleranceConfig``.
-        seconds: that each call takes.
-        fails_at: name of a method that raises.
+        seconds: duration of each call.
+        fails_at: name of a method that raises; "": none.
     """
 
     def __init__(self, config: Any, *, seconds: float = 0.0, fails_at: str = "") -> None:
@@ -37,7 +38,7 @@ class RankMonitorClientDouble:
 
     @property
     def names(self) -> list[str]:
-        """Of the methods that were called."""
+        """Names of the methods that were called, in order."""
         return [call[0] for call in self.calls]
 
     def _called(self, *call: str, right: bool) -> None:

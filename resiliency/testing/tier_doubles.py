@@ -34,7 +34,7 @@ class WrappedTier:
         self.durable = inner.durable
 
     def around(self, verb: Verb, key: str, call: Callable[[], T]) -> T:
-        """Runs one verb; override it to do something else than ``call()``. ``key`` is the new name for aliases."""
+        """Runs one verb. Override it to do something other than ``call()``. ``key`` is the new name for aliases."""
         return call()
 
     def put_bytes(self, key: str, data: bytes) -> None:
@@ -67,7 +67,7 @@ class WrappedTier:
 
 
 class Fault(enum.Enum):
-    """What a scripted verb does instead of its work."""
+    """What a scripted verb does in place of its work."""
 
     BUSY = "503: retryable TierError, nothing done"
     FULL = "no space: retryable TierError, nothing done"
@@ -186,11 +186,11 @@ class FaultyTier(WrappedTier):
 
 
 class SlowTier(WrappedTier):
-    """Waits before (puts, aliases, deletes, listings) or after (reads) the work.
+    """Waits before each verb, and for the bytes: before ``put_bytes``, during ``put_file``, after reads.
 
     Args:
-        delay: for each verb.
-        bytes_per_s: additional wait for the bytes of puts and reads; None: as fast as ``inner``.
+        delay: wait before each verb.
+        bytes_per_s: adds a wait for the bytes of puts and reads at this rate; None: none.
         pause: waits that many seconds; a true result ends the verb with a retryable TierError. Pass the ``wait`` of an
             Event to free a waiting verb, or a clock's own wait.
     """

@@ -58,7 +58,7 @@ class TierTests:
         raise NotImplementedError("supply a fixture 'tier' that gives an empty tier")
 
     def raw_get(self, tier: Tier, key: str) -> bytes | None:
-        """The object's bytes without the tier, None when there is none."""
+        """The object's bytes, read without the tier; None when there is none."""
         raise NotImplementedError
 
     def raw_put(self, tier: Tier, key: str, data: bytes) -> None:
@@ -66,7 +66,7 @@ class TierTests:
         raise NotImplementedError
 
     def raw_keys(self, tier: Tier) -> set[str]:
-        """Every object there is, also what the tier hides, without the tier."""
+        """Keys of all stored objects, including those that the tier hides, read without the tier."""
         raise NotImplementedError
 
     # ---- name and root
@@ -249,7 +249,7 @@ class TierTests:
             tier.delete(second)
 
     def test_an_alias_keeps_its_bytes_when_the_object_is_replaced(self, tier: Tier, tmp_path: Path) -> None:
-        """And the other way round: both are replaced whole, never written to."""
+        """The object keeps its bytes when the alias is replaced, too: both are replaced whole, and never written to."""
         tier.put_bytes("key", b"old")
         tier.alias("key", "name")
         tier.put_bytes("key", b"new!")
@@ -271,7 +271,7 @@ class TierTests:
         assert self.raw_get(tier, "name") == b"old" and self.raw_keys(tier) == {"a/key", "name"}
 
     def test_readers_of_a_name_always_see_one_of_its_objects(self, tier: Tier) -> None:
-        """While the name moves from one to the other."""
+        """Readers see one of the two objects while the name moves from one to the other."""
         objects = {"a": b"a" * 100_000, "b": b"b" * 200_000}
         for key, data in objects.items():
             tier.put_bytes(key, data)

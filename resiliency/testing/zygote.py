@@ -38,7 +38,7 @@ from resiliency.settings import child_environment
 
 __all__ = ["WorkerProcess", "Zygote"]
 
-#: Seconds for workers to end when whoever started them is gone; then they are killed.
+#: Seconds that workers have to end after the process that started them is gone; then they are killed.
 END_S = 5.0
 
 
@@ -51,14 +51,18 @@ class WorkerProcess:
         self._ended = threading.Event()
 
     def wait(self, *, timeout_s: float) -> int:
-        """Exit status. Raises :class:`Timeout` when the worker is still running then."""
+        """Waits for the worker and returns its exit status.
+
+        Raises:
+            Timeout: the worker still runs after ``timeout_s``.
+        """
         if not self._ended.wait(timeout_s):
             raise Timeout(f"worker {self.pid} still runs after {timeout_s:.1f} s")
         assert self.returncode is not None
         return self.returncode
 
     def kill(self) -> None:
-        """SIGKILL; no error when it has ended already."""
+        """Sends SIGKILL; no error when the worker has ended already."""
         if self.returncode is None:
             try:
                 os.kill(self.pid, signal.SIGKILL)
@@ -67,10 +71,10 @@ class WorkerProcess:
 
 
 class Zygote:
-    """Owns the forking process. Threads: any may start workers and wait for them; close from one.
+    """Owns the forking process. Thread: any may start workers and wait for them; one closes it.
 
-    When the owner is gone without a close, even by SIGKILL, workers and what is in their process groups get SIGTERM,
-    and SIGKILL after five seconds.
+    When the owner ends without closing it, even by SIGKILL, workers and the processes in their groups get SIGTERM, and
+    SIGKILL after five seconds.
     """
 
     def __init__(self, preload: Sequence[str], *, log: str = os.devnull, path: Sequence[str] = ()) -> None:
@@ -101,9 +105,14 @@ class Zygote:
     def start(
         self, target: str, arguments: Mapping[str, Any], *, env: Mapping[str, str] | None = None, timeout_s: float = 60
     ) -> WorkerProcess:
-        """Forks a worker that calls ``target`` ("module:function") with keyword arguments, in a session of its own."""
+        """Forks a worker that calls ``target`` ("module:function") with keyword arguments, in a session of its own.
+        Blocks: up to ``timeout_s`` for the fork.
+
+        Raises:
+            Timeout: no worker was forked in that time.
+        """
         assert self._process.stdin is not None
-        # One request at a time, because the answers carry nothing that says which request they belong to.
+        # One request at a time, because an answer does not name its request.
         with self._starting, self._changed:
             before = len(self._started)
             self._process.stdin.write(
@@ -113,13 +122,13 @@ class Zygote:
             if len(self._started) == before:
                 what = "has ended" if self._ended else f"forked nothing within {timeout_s:.0f} s"
                 raise Timeout(f"the zygote {what}; a preload probably failed, see {self._log}")
-            return self._started[before]  # it may have ended already
+            return self._started[before]  # the worker may have ended already
 
     def stacks_of(self, workers: Sequence[WorkerProcess], *, timeout_s: float = 5) -> str:
-        """Python stacks of the main threads of workers that still run, and of what they have forked.
+        """Python stacks of the main threads of workers that still run, and of the processes they have forked.
 
-        Ends them (SIGABRT), one after another, because they write into one file. Blocks for ``timeout_s`` each at most;
-        empty when nobody keeps the log.
+        Ends these processes (SIGABRT), one after another, because they write to one file. Blocks: up to ``timeout_s``
+        for each. Returns "" when there is no log file.
         """
         begin = os.path.getsize(self._log)
         groups = {worker.pid for worker in workers if worker.returncode is None}
@@ -148,7 +157,7 @@ class Zygote:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends every worker and the zygote. Idempotent."""
+        """Kills every worker and ends the zygote. Idempotent. Blocks: up to 30 s."""
         for worker in list(self._workers.values()):
             worker.kill()
         if self._process.poll() is None:
@@ -172,10 +181,10 @@ class Zygote:
 
 
 def _serve(preload: Sequence[str]) -> None:
-    gc.disable()  # nothing that an import makes is garbage, and looking for it takes a tenth of the time
+    gc.disable()  # imports make no garbage, and looking for it would take a tenth of their time
     for name in preload:
         importlib.import_module(name)
-    gc.freeze()  # a collection in a worker would write to, and so copy, every page of what was imported here
+    gc.freeze()  # otherwise a collection in a worker would write to, and so copy, every page of what was imported here
     gc.enable()
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -202,7 +211,7 @@ def _serve(preload: Sequence[str]) -> None:
         if open_input and 0 in ready:
             data = os.read(0, 1 << 16)
             if not data:
-                # Whoever started the workers has closed this, or is gone and has left them to nobody.
+                # The process that started the workers has closed the pipe, or has ended without ending them.
                 open_input = False
                 _signal_groups(running, signal.SIGTERM)
                 kill_at = time.monotonic() + END_S
@@ -217,13 +226,13 @@ def _serve(preload: Sequence[str]) -> None:
 
 
 def _signal_groups(workers: Iterable[int], number: signal.Signals) -> None:
-    for pid in workers:  # none was waited for, so that each number is still theirs
-        with suppress(ProcessLookupError):  # a worker that has not got so far as to have a group of its own
+    for pid in workers:  # none was waited for, so each process id is still theirs
+        with suppress(ProcessLookupError):  # a worker that does not have a group of its own yet
             os.killpg(pid, number)
 
 
 def _send(message: Mapping[str, Any]) -> None:
-    with suppress(BrokenPipeError):  # whoever started the workers is gone
+    with suppress(BrokenPipeError):  # the process that started the workers is gone
         os.write(1, json.dumps(message).encode() + b"\n")
 
 
@@ -234,8 +243,8 @@ def _run_worker(request: Mapping[str, Any]) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        os.dup2(2, 1)  # what the worker prints must not be read as the zygote's messages
-        faulthandler.enable(all_threads=False)  # see stacks_of; all threads of a fork that hangs cannot be shown
+        os.dup2(2, 1)  # what the worker prints must not be read as a message of the zygote
+        faulthandler.enable(all_threads=False)  # see stacks_of; a hanging fork cannot show all threads
         os.environ.update(request["env"])
         module, _, name = request["target"].partition(":")
         getattr(importlib.import_module(module), name)(**request["arguments"])

@@ -12,13 +12,13 @@ __all__ = ["ObjectInfo", "Tier", "open_tier", "unknown_store"]
 
 
 def open_tier(address: str, *, glance: bool = False, **options: Any) -> Tier:
-    """The tier of an address. Opens no connection and accesses no disk before the first verb.
+    """The tier at an address. Opens no connection and accesses no disk before the first verb.
 
     Args:
         address: "/folder", "folder" or "file:///folder" give a :class:`~.local.LocalTier`; every other scheme
             ("gs://bucket/job", "memory://x") an :class:`~.object_store.ObjectStoreTier`.
-        glance: for listings at the start of a job, which must not wait long for a store that hangs, and may do without:
-            see :mod:`~._glance`.
+        glance: for listings at the start of a job, which must not wait long for a store that hangs, and can do without
+            its answer: see :mod:`~._glance`.
         options: of the class (``durable``, ``name``; ``storage_options``, ``retry_timeout``, ``attempts``, ``name``).
 
     Raises:

@@ -44,7 +44,7 @@ def local_path(address: str) -> str | None:
 
 
 def unknown_store(address: str) -> str:
-    """A sentence when an address is of a store that this library does not know; "" for others, and for folders."""
+    """A sentence for the user when no known store has this address's scheme; "" for known stores and for folders."""
     if _scheme(address) in (None, "file", *_PACKAGES):
         return ""
     return _no_store(address)

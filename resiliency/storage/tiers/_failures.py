@@ -1,5 +1,5 @@
-"""What an error of an fsspec file system means. Pure: recognises the client libraries' errors by their names and
-attributes, and imports none of them."""
+"""Classifies errors of fsspec file systems. Pure: it recognises errors of client libraries by names and attributes, and
+imports none of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _MISTAKES = (TypeError, ValueError, LookupError, AttributeError, ImportError, No
 
 
 class SessionLost(Exception):
-    """The store lost or damaged a streamed upload: sending a part again does not help, putting the whole file again
+    """The store lost or damaged a streamed upload. Sending a part again does not help; putting the whole file again
     does."""
 
 
@@ -66,7 +66,7 @@ class Failure:
 
     Attributes:
         status: HTTP status, or the equivalent one; None when there was no answer.
-        what: for people.
+        what: the error in words.
         retryable: the same call may succeed later.
         advice: what to do next.
     """
@@ -105,7 +105,7 @@ def _named(error: BaseException, name: str) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    # gcsfs turns these three into plain OSErrors; only class or text shows which it was.
+    # gcsfs turns these three into plain OSErrors; only the class or the text tells them apart.
     if isinstance(error, FileNotFoundError):
         return 404
     if isinstance(error, FileExistsError):

@@ -1,4 +1,4 @@
-"""fsspec file systems, one per process. The only module that imports fsspec, at the first use."""
+"""Makes fsspec file systems, one per process. The only module that imports fsspec, at the first use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PerProcess:
         if made is not None and made[0] == pid:
             return made[1]
         if self._lock[0] != pid:
-            # The parent's lock may have been held by a thread that does not exist here.
+            # The lock of the parent may be held by a thread that does not exist in this process.
             self._lock = (pid, threading.Lock())
         with self._lock[1]:
             if self._made is None or self._made[0] != pid:
@@ -52,7 +52,7 @@ class PerProcess:
             return
         session = getattr(made[1], "_session", None)
         if session is not None and not getattr(session, "closed", True):
-            # The garbage collector would make gcsfs close it from the wrong thread, with a warning.
+            # Otherwise the garbage collector makes gcsfs close it from the wrong thread, with a warning.
             from fsspec.asyn import sync
 
             sync(made[1].loop, session.close, timeout=5)

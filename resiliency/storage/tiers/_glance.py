@@ -1,7 +1,7 @@
-"""Object stores as a job looks at them while it starts: with little patience, and not again at once.
+"""Object stores for a job that starts: with short timeouts, and without asking a silent store again.
 
-A job lists what is there several times before it trains, for names, for the number of its attempt, for what it could
-resume from. A store that hangs would hold up each of them for as long as an upload or a restore may wait.
+A job lists the store several times before it trains: for names, for the number of its attempt, for steps to resume
+from. A store that hangs would hold up each listing for as long as an upload or a restore may wait.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ __all__ = ["GlancedStore"]
 T = TypeVar("T")
 
 _PATIENCE = timedelta(seconds=60)
-#: A store that did not answer is not asked again for so long.
+#: Seconds for which a store that did not answer is not asked again.
 _SILENT_S = 300.0
 
-#: address -> when it may be asked again, and what it answered.
+#: address -> until when it is not asked again (monotonic seconds), and the error it gave.
 _silent: dict[str, tuple[float, TierError]] = {}
 
 
 class GlancedStore(ObjectStoreTier):
-    """Blocks up to: a minute for a listing, and not at all when the store did not answer in the last five."""
+    """An object store with short timeouts. Blocks: up to a minute for a listing, and not at all when the store did not
+    answer within the last five minutes."""
 
     def __init__(self, url: str, **options: Any) -> None:
         super().__init__(

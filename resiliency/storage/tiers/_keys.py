@@ -1,4 +1,4 @@
-"""What every tier accepts as a key, and the names reserved for files that are still being written. Pure."""
+"""Checks the keys that tiers accept, and makes the names reserved for files that are being written. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTIAL = re.compile(r"^\.resiliency-[0-9a-f]{32}\.partial$")
 
 
 def partial_name() -> str:
-    """A new file name for an object that is being written; no listing shows it and no key may have it."""
+    """Returns a new file name for an object that is being written. No listing shows it, and no key may have it."""
     return f".resiliency-{uuid.uuid4().hex}.partial"
 
 
@@ -54,7 +54,11 @@ def check_prefix(prefix: str, *, tier: str) -> None:
 
 
 def check_range(key: str, start: int, end: int, *, tier: str) -> None:
-    """Refuses invalid ranges (Python's negative indices are not supported)."""
+    """Refuses invalid ranges (Python's negative indices are not supported).
+
+    Raises:
+        TierError: not retryable.
+    """
     if not 0 <= start <= end:
         raise TierError(
             f"{tier}: byte range [{start}, {end}) of {key!r} refused; pass 0 <= start <= end", retryable=False

@@ -45,7 +45,7 @@ _ADVICE = {
 
 
 def tier_error(error: OSError, *, where: str, action: str, key: str, path: str) -> TierError:
-    """The error a verb raises for ``error``; raise it ``from error``.
+    """The error that a verb raises for ``error``; raise it ``from error``.
 
     Args:
         where: the tier, for the message.

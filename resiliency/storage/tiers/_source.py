@@ -1,4 +1,4 @@
-"""The local file a tier is asked to store, read in blocks. Its errors name the file, not the tier."""
+"""Reads, in blocks, the local file that a tier must store. Its errors name the file, not the tier."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Source:
         return os.fstat(self._file.fileno()).st_size
 
     def read_into(self, buffer: memoryview) -> int:
-        """Fills the buffer with what comes next; returns the bytes read, fewer than its size only at the file's end.
+        """Fills the buffer with the next bytes. Returns their number, which is below the buffer's size only at the
+        file's end.
 
         Raises:
             TierError: the file cannot be read.
@@ -57,7 +58,7 @@ class Source:
         """Blocks of ``BLOCK_BYTES`` in file order (the last may be shorter), each passed to ``check`` first.
 
         Raises:
-            TierError: the file cannot be read; what ``check`` raises is not changed.
+            TierError: the file cannot be read. Exceptions of ``check`` are passed on unchanged.
         """
         while True:
             try:

@@ -1,8 +1,7 @@
-"""One object streamed to a store through an fsspec file handle, so that after a failed part only that part is sent
-again.
+"""Streams one object to a store through an fsspec file handle, so that only a failed part is sent again.
 
-fsspec's buffered files keep what a failed flush could not send. Sending the same part again is safe with resumable
-(GCS) and multipart (S3) uploads. The object becomes visible in :meth:`Upload.finish`, not before.
+fsspec's buffered files keep the part that a failed flush could not send. Sending the same part again is safe with
+resumable (GCS) and multipart (S3) uploads. The object becomes visible in :meth:`Upload.finish`, not before.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class Upload:
-    """Thread: one at a time. Every method but :meth:`abort` may be called again after it raised, to continue.
+    """One upload. Thread: one at a time. Every method but :meth:`abort` may be called again after it raised, to
+    continue.
 
     Args:
         handle: an ``fsspec.spec.AbstractBufferedFile`` opened "wb".
@@ -34,7 +34,7 @@ class Upload:
 
     def add(self, block: bytes) -> None:
         """Buffers ``block``; :meth:`send` sends it when a part is full."""
-        # Not write(): that would send as well, and after a failure it would be unknown whether it had buffered.
+        # Not write(), which would send as well: after a failure it would be unknown whether the block was buffered.
         self._handle.buffer.write(block)
         self._handle.loc += len(block)
 

@@ -24,12 +24,12 @@ class ObjectInfo:
 
 
 class UnreadableFolders(TierError):
-    """A listing is not complete: some folders cannot be read (permissions, a failing disk).
+    """A listing is not complete, because some folders cannot be read (permissions, a failing disk).
 
-    One such folder must not hide the rest, so what could be listed is here too.
+    One such folder must not hide the rest, so the error carries what could be listed.
 
     Attributes:
-        folders: for each of them, by its key without "/" at the end, why.
+        folders: key of each unreadable folder, without "/" at the end -> why.
         found: all objects that could be listed.
     """
 
@@ -58,8 +58,8 @@ class Tier(Protocol):
         durable: True when data survives a power loss of this machine once a put has returned.
 
     Errors: every verb raises :class:`~resiliency.errors.TierError` (``retryable`` set) and nothing else, except
-    ``read``/``read_range`` of a key that is not there, which raise :class:`FileNotFoundError`.
-    No verb retries for longer than the tier's own deadline.
+    ``read``/``read_range`` of a missing key, which raise :class:`FileNotFoundError`, and exceptions of callbacks, which
+    are passed on unchanged. No verb retries for longer than the tier's own deadline.
     """
 
     name: str
@@ -90,8 +90,9 @@ class Tier(Protocol):
         ...
 
     def alias(self, key: str, name: str) -> None:
-        """Makes an object available under another key too, atomically replacing what is there, without sending its
-        bytes again: a hard link, or a copy that the store makes by itself. Each outlives the other.
+        """Makes an object available under another key too, atomically replacing an object there, without sending its
+        bytes again: a hard link, or a copy that the store makes by itself. Either of the two remains when the other is
+        deleted.
 
         Raises:
             TierError: also when there is no object at ``key`` (not retryable).
@@ -115,5 +116,5 @@ class Tier(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Removes one object; removing what is not there is no error."""
+        """Removes one object; a missing object is no error."""
         ...

@@ -35,14 +35,14 @@ __all__ = [
     "used_by_this_host_only",
 ]
 
-# How often a put recreates its folder when deletes remove it as empty.
+# How often a put makes its folder again when deletes remove it as empty.
 _FOLDER_ATTEMPTS = 16
-#: ``f_type`` of statfs(2): tmpfs, ramfs, hugetlbfs.
+#: ``f_type`` of statfs(2) for tmpfs, ramfs, hugetlbfs.
 _IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
-#: Likewise, of file systems that write to other blocks than those a file has: Btrfs, bcachefs, ZFS, NILFS2, F2FS.
+#: ``f_type`` of file systems that never overwrite a file's blocks in place: Btrfs, bcachefs, ZFS, NILFS2, F2FS.
 _COPY_ON_WRITE = (0x9123683E, 0xCA451A4E, 0x2FC12FC1, 0x3434, 0xF2F52010)
 _XFS, _OVERLAY = 0x58465342, 0x794C7630
-#: And of those that one kernel has for itself: ext2 to ext4, and what is above.
+#: ``f_type`` of file systems that only one kernel can mount: ext2 to ext4, and those above.
 _ONE_HOST = (0xEF53, _XFS, _OVERLAY, *_IN_MEMORY, *_COPY_ON_WRITE)
 
 
@@ -50,35 +50,36 @@ _libc = ctypes.CDLL(None)
 
 
 def on_ramdisk(path: str) -> bool:
-    """True when the file or folder is on a ramdisk, or would be if it were made; False when not, or when unknown."""
+    """True when the file or folder is on a ramdisk, or would be if it were created; False when not, or when unknown."""
     return _kind(path) in _IN_MEMORY
 
 
 def copies_on_write(path: str) -> bool:
-    """True when what is written to a file never goes to the blocks that it has."""
+    """True when the file system never overwrites the blocks of a file in place."""
     return _kind(path) in _COPY_ON_WRITE
 
 
 def stores_may_end_the_process(path: str) -> bool:
-    """True when a store into a block that a file has may need another one, for which a full disk has no room: to a
-    mapping of the file that is SIGBUS (seen on Btrfs, and on an overlay above it, which does not say what it is on), to
-    ``write`` an error."""
+    """True when storing into a file's existing block may need a new block, which a full disk does not have. Through a
+    mapping of the file that is SIGBUS (seen on Btrfs, and on an overlay on top of it, which does not tell what it is
+    on); through ``write`` it is an error."""
     return _kind(path) in (*_COPY_ON_WRITE, _OVERLAY)
 
 
 def may_share_blocks(path: str) -> bool:
-    """True when a file may share blocks with a copy that somebody has made of it (``cp`` does by itself), so that this
-    file, too, is written elsewhere."""
+    """True when a file may share blocks with a copy of it (``cp`` makes such copies by itself), so that writes to this
+    file go to new blocks."""
     return _kind(path) in (*_COPY_ON_WRITE, _XFS)
 
 
 def used_by_this_host_only(path: str) -> bool:
-    """True when the file system is one that no other host can have mounted. NFS, FUSE, Lustre and their like may be."""
+    """True when no other host can have mounted the file system. Other hosts can mount NFS, FUSE, Lustre and the
+    like."""
     return _kind(path) in _ONE_HOST
 
 
 def _kind(path: str) -> int:
-    """``f_type`` of the file system of a file or folder, or of where it would be; 0 when unknown."""
+    """``f_type`` of the file system of a file or folder, or of its nearest existing parent; 0 when unknown."""
     while not os.path.lexists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type; it is shorter than this everywhere
@@ -87,7 +88,7 @@ def _kind(path: str) -> int:
 
 
 def fsync_file(path: str) -> None:
-    """Blocks until the file's bytes would survive a power loss. Its name does only after :func:`fsync_dir`.
+    """Syncs a file. Blocks: until its bytes would survive a power loss; its name does only after :func:`fsync_dir`.
 
     Raises:
         OSError: as ``open(2)`` and ``fsync(2)``.
@@ -100,10 +101,11 @@ def fsync_file(path: str) -> None:
 
 
 def fsync_dir(path: str) -> None:
-    """Blocks until names created, renamed and removed in the folder would survive a power loss.
+    """Syncs a folder. Blocks: until names created, renamed and removed in it would survive a power loss.
 
     Raises:
-        OSError: as ``open(2)`` and ``fsync(2)``; file systems that cannot sync folders (EINVAL, ENOTSUP) are ignored.
+        OSError: as ``open(2)`` and ``fsync(2)``; file systems that cannot sync folders (EINVAL, ENOTSUP, ENOSYS) are
+            ignored.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -116,18 +118,19 @@ def fsync_dir(path: str) -> None:
         os.close(fd)
 
 
-#: What file systems without hard links answer, or with too many of them; and when the name's folder is on another one.
+#: Errors of file systems without hard links, of a file with too many of them, and across file systems.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
 def _link(source: str, target: str, folder: str) -> None:
-    """Links a file. A symbolic link is made for ``folder``, into which it will be moved."""
+    """Links a file. Where no hard link is possible, makes a symbolic link that is valid once it is moved into
+    ``folder``."""
     try:
         os.link(source, target)
     except OSError as error:
         if error.errno not in _NO_LINKS or not os.path.isfile(source):
             raise
-        # By real paths: the name's folder may itself be a link to elsewhere.
+        # Use real paths, because the name's folder may be reached through a symbolic link.
         os.symlink(os.path.relpath(os.path.realpath(source), os.path.realpath(folder)), target)
 
 
@@ -135,17 +138,17 @@ class LocalTier:
     """A folder as a :class:`~resiliency.storage.tiers.base.Tier`.
 
     Thread: any; several processes may share the folder. Nothing is touched before the first verb; the first put makes
-    the folder. Blocks up to: as long as the file system does; no verb retries.
+    the folder. Blocks: as long as the file system does; no verb retries.
 
     Args:
         root: the folder; made absolute.
         durable: True: a put returns after fsync of file and folders. False (ramdisk, or the caller syncs later with
             :func:`fsync_file` and :func:`fsync_dir`): also atomic, but may be lost in a power loss.
         name: word for listings, events and error messages.
-        staging: returns a folder, relative to the root, through which each put, alias and deletion goes: what is new is
-            made there and then moved into its place, what is deleted is moved there first. While it is missing they
-            fail, so whoever removes it has ended the writer, also one that was stopped right before a move. The caller
-            makes it. Not for names in a folder that is on another file system.
+        staging: returns a folder, relative to the root, through which every put, alias and deletion goes: new files are
+            made there and then moved to their place, deleted files are moved there first. While the folder is missing
+            these verbs fail, so whoever removes it stops the writer, even one that was stopped right before a move. The
+            caller makes the folder. Not used for names in a folder on another file system.
     """
 
     is_local = True
@@ -241,13 +244,13 @@ class LocalTier:
                 _link(source, temp, folder)
                 break
             except FileNotFoundError:
-                # The folder was removed as empty between the two calls; or the object is gone.
+                # The folder was removed as empty between the two calls, or the object is gone.
                 if attempt == _FOLDER_ATTEMPTS - 1 or through != folder or not os.path.lexists(source):
                     raise
         try:
             os.replace(temp, target)
         finally:
-            # Also after it: renaming a link to another link of the same file does nothing, and leaves both.
+            # Also after success: renaming a link to another link of the same file does nothing and leaves both.
             with suppress(OSError):
                 os.unlink(temp)
 
@@ -282,7 +285,7 @@ class LocalTier:
         return self._walk(folder, start)
 
     def delete(self, key: str) -> None:
-        """Removes one object, and its folder when that is empty now (never the root). Missing is no error."""
+        """Removes one object, and its folder when that is empty now (never the root). A missing object is no error."""
         path = self.path(key)
         with self._errors("delete", key):
             try:
@@ -305,7 +308,8 @@ class LocalTier:
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
                         raise
             if self.durable:
-                # So that after a power loss there is no manifest again whose shards, deleted later, are gone.
+                # Otherwise a power loss could bring the manifest back, while its shards, which are deleted later, are
+                # gone.
                 with suppress(FileNotFoundError):
                     fsync_dir(folder)
 
@@ -354,7 +358,8 @@ class LocalTier:
 
     @contextmanager
     def _errors(self, action: str, key: str) -> Iterator[None]:
-        """Turns OSError into TierError. Callbacks are called outside of it, so what they raise is not changed."""
+        """Turns OSError into TierError. Callbacks are called outside of it, so that their exceptions are passed on
+        unchanged."""
         try:
             yield
         except OSError as error:
@@ -373,7 +378,7 @@ class LocalTier:
                     if self.durable:
                         os.fsync(file.fileno())
             finally:
-                # A failed write leaves bytes in the buffer; close() would write them again, and fail again.
+                # After a failed write the buffer holds bytes that close() would try to write again, and fail again.
                 with suppress(OSError):
                     file.close()
             with self._errors("store", key):
@@ -383,7 +388,7 @@ class LocalTier:
                 os.unlink(temp)
             raise
         if self.durable:
-            # Another process may delete the object and the folder at once; then there is nothing to make durable.
+            # Another process may delete the object and the folder at once; then nothing needs to be made durable.
             with self._errors("sync", key), suppress(FileNotFoundError):
                 fsync_dir(os.path.dirname(target))
 
@@ -419,7 +424,7 @@ class LocalTier:
         try:
             os.mkdir(folder)
         except FileExistsError:
-            # Made by another writer, who may be removing it again; or it is a file, and then the next call says so.
+            # Another writer has made it, and may be removing it again; or it is a file, which the next call reports.
             return
         if self.durable:
             fsync_dir(parent)
@@ -473,7 +478,7 @@ class LocalTier:
         """All files below ``folder``, with their keys; directly in ``folder`` only names that begin with ``start``.
 
         Args:
-            unreadable: folders that cannot be read, or not whole, are added here.
+            unreadable: folders that cannot be read completely are added here, each with its error.
         """
         pending = [folder]
         while pending:

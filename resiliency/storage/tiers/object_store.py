@@ -32,16 +32,15 @@ __all__ = ["ObjectStoreTier"]
 
 T = TypeVar("T")
 
-# One read request asks for this much at most: small enough to be answered in time, large enough to use the whole
-# bandwidth.
+# Most bytes of one read request: few enough to be answered in time, enough to use the whole bandwidth.
 _PIECE_BYTES = 4 * BLOCK_BYTES
 
 
 class ObjectStoreTier:
     """A bucket, or a folder in it, as a :class:`~resiliency.storage.tiers.base.Tier`.
 
-    Thread: any. Blocks up to: a verb gives up ``retry_timeout`` after its last progress (a block sent or received), and
-    one request takes ``request_timeout`` at most.
+    Thread: any. Blocks: a verb gives up ``retry_timeout`` after its last progress (a block sent or received), and one
+    request takes ``request_timeout`` at most.
 
     Args:
         url: "gs://bucket/job", "s3://bucket/job", or "memory://name" (this process only, for tests).
@@ -92,7 +91,7 @@ class ObjectStoreTier:
         options = dict(storage_options or {})
         if self._scheme in ("gs", "gcs"):
             options.setdefault("requests_timeout", request_timeout.total_seconds())
-            # The MD5 the store computed of what arrived is compared with what was sent.
+            # The store's MD5 of what arrived is compared with that of what was sent.
             options.setdefault("consistency", "md5")
         self._filesystem = PerProcess(self._scheme, options)
         self._retry = Retry(
@@ -112,8 +111,8 @@ class ObjectStoreTier:
         try:
             self._do("store", key, lambda fs: fs.pipe_file(path, data, **self._limit(fs)))
         except _StoreRefused as refused:
-            # Precondition failed: an earlier, unanswered attempt of ours or of another writer with the same content is
-            # fine.
+            # Precondition failed: fine if it was an earlier, unanswered attempt of ours, or another writer with the
+            # same content.
             if refused.status != 412 or self._read_back(key) != data:
                 raise refused.error from refused.__cause__
 
@@ -144,7 +143,7 @@ class ObjectStoreTier:
                 progress(len(data))
 
     def alias(self, key: str, name: str) -> None:
-        """Lets the store copy the object, without its bytes coming here; see the protocol."""
+        """Lets the store copy the object, without its bytes passing through this process; see the protocol."""
         source, target = self._path(key), self._path(name)
 
         def copy(fs: Any) -> None:
@@ -207,7 +206,7 @@ class ObjectStoreTier:
         return iter([ObjectInfo(name[top:], int(size)) for name, size in found if name[top:].startswith(prefix)])
 
     def delete(self, key: str) -> None:
-        """Removes one object; removing what is not there is no error."""
+        """Removes one object; a missing object is no error."""
         path = self._path(key)
         try:
             self._do("delete", key, lambda fs: fs.rm_file(path, **self._limit(fs)))
@@ -312,7 +311,7 @@ class ObjectStoreTier:
             return None
 
     def _holds(self, key: str, path: str) -> bool:
-        """True when the object's bytes are those of the file."""
+        """True when the object has the same bytes as the file."""
         at = 0
         try:
             with Source(path, where=self._where, key=key) as source:
@@ -353,7 +352,7 @@ def _is_retryable(error: Exception) -> bool:
 
 
 class _StoreRefused(Exception):
-    """404 or 412. ``error`` is what to raise when the verb does not handle it."""
+    """The store answered 404 or 412. ``error`` is what to raise when the verb does not handle that status."""
 
     def __init__(self, status: int, error: TierError) -> None:
         super().__init__(str(error))

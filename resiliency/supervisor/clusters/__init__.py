@@ -1,3 +1,3 @@
-"""What a cluster can be told about hosts."""
+"""Backends that tell a cluster about hosts."""
 
 __all__: list[str] = []

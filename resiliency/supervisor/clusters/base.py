@@ -1,4 +1,4 @@
-"""The one thing that the supervisor asks of a cluster."""
+"""The protocol of a cluster backend: the one thing that the supervisor asks of a cluster."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Cluster(Protocol):
     """A backend. Thread: the event loop's."""
 
     async def take_out(self, hosts: Sequence[str], reason: str) -> str:
-        """Tells the cluster that hosts are not to be used: cordon them, delete their pods. Asked again, it does no
-        harm. It is cancelled when its deadline is over.
+        """Tells the cluster not to use hosts: cordon them, delete their pods. It may be called again with the same
+        hosts, and is cancelled when its deadline has passed.
 
         Returns:
-            What went wrong; "": it is done.
+            What went wrong; "" when it is done.
         """
         ...

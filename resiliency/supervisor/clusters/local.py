@@ -1,4 +1,4 @@
-"""Hosts that nobody but the supervisor gives work to: there is nobody to tell."""
+"""The backend for hosts that get work only from the supervisor: no cluster has to be told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalCluster:
-    """See :class:`~resiliency.supervisor.clusters.base.Cluster`."""
+    """Only logs, see :class:`~resiliency.supervisor.clusters.base.Cluster`."""
 
     async def take_out(self, hosts: Sequence[str], reason: str) -> str:
         logger.info("%s out of use: %s", ", ".join(hosts), reason or "replaced")

@@ -1,6 +1,6 @@
-"""The status page: one HTML document that loads nothing from anywhere. Needs jinja2 (extra ``supervisor``).
+"""The status page: one HTML document that loads nothing from elsewhere. Needs jinja2 (extra ``supervisor``).
 
-Its geometry is worked out here; the script in it only fetches the page again, so that it can be read without one.
+Its geometry is computed here. The script in it only fetches the page again, so the page can be read without scripts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ __all__ = ["render_page"]
 
 _MOST_HOSTS = 300
 _LEAST_SPAN_S, _MOST_SPAN_S = 300.0, 86_400.0
-#: Of which a table that is too long shows all.
+#: States that come first, so that a table that is cut shows every such host.
 _NOT_WELL = ("silent", "quarantined", "cordoned", "joining")
 
 
 def render_page(status: dict[str, Any], events: Sequence[dict[str, Any]]) -> str:
-    """Args: of :mod:`resiliency.supervisor.views`; events: oldest first."""
+    """The page as HTML.
+
+    Args:
+        status, events: made by :mod:`resiliency.supervisor.views`; events oldest first.
+    """
     now = time.time()
     began = min([one["opened_at"] for one in status["incidents"]], default=now)
     span_s = min(max(now - began, _LEAST_SPAN_S), _MOST_SPAN_S)
@@ -46,7 +50,7 @@ def render_page(status: dict[str, Any], events: Sequence[dict[str, Any]]) -> str
 def _lane(
     name: str, incidents: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], now: float, span_s: float
 ) -> dict[str, Any]:
-    """A workload's row of the timeline: incidents, and in them the plans as the history has them."""
+    """A workload's row of the timeline: its incidents, and the plans in them from the history."""
     bars = [
         _bar("incident", one["opened_at"], one["closed_at"] or now, f"incident {one['number']}", now, span_s)
         for one in incidents

@@ -1,4 +1,4 @@
-"""Things that look whether a host and its devices are well. See :mod:`~resiliency.supervisor.watchdogs.base`."""
+"""Watchdogs: checks that a host and its devices are well. See :mod:`~resiliency.supervisor.watchdogs.base`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a watchdog is, and how one is run: in a thread of its own, with a deadline, so that it can do no harm."""
+"""The base class of watchdogs, and how one is run: on a thread of its own with a deadline, so that it can do no
+harm."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ __all__ = ["Finding", "Watchdog", "WatchdogRunner"]
 
 logger = logging.getLogger(__name__)
 
-#: A watchdog that throws is tried again after its interval, twice as long each time, up to this.
+#: Longest time, in seconds, until a watchdog that raises is asked again: its interval, doubled with each failure.
 _LONGEST_BACKOFF_S = 300.0
 
 
@@ -26,11 +27,12 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        code: which thing, in a few letters. With the device it is what is not said again for a while.
+        code: short name of what is wrong. The same code of the same device is not passed on again for a while.
         detail: for people.
         device: PCI address or index; "": it concerns the host.
-        device_class: what a fault of a device asks for; None: of the host, which cannot have ranks then.
-        warning: of the host: it goes on; the monitor logs it, and the supervisor is not told.
+        device_class: what is needed to mend a fault of a device; None: it is a fault of the host, which then cannot
+            have ranks.
+        warning: for a fault of the host: the host goes on; the monitor logs it and does not tell the supervisor.
     """
 
     code: str
@@ -41,7 +43,7 @@ class Finding:
 
     @property
     def is_lasting(self) -> bool:
-        """It holds until the device, or the host, was started again."""
+        """Whether it lasts until the device or the host is restarted."""
         return self.device_class in (DeviceClass.RESET, DeviceClass.SWAP)
 
     @property
@@ -50,13 +52,13 @@ class Finding:
 
 
 class Watchdog:
-    """To be derived from. All methods are called one at a time.
+    """Base class. All methods are called one at a time.
 
     Attributes:
-        name: as ``--watchdog`` has it.
-        interval_s: between two looks.
-        deadline_s: for one look.
-        cooldown_s: a finding of one code of one device is not said again before.
+        name: for ``--watchdog``.
+        interval_s: seconds between two looks.
+        deadline_s: seconds that a look may take.
+        cooldown_s: seconds until a finding of the same code and device is passed on again.
     """
 
     name: str = "custom"
@@ -65,18 +67,18 @@ class Watchdog:
     cooldown_s: float = 600.0
 
     def look(self) -> Sequence[Finding]:
-        """What is wrong now, or has happened since the last look. Thread: one of this watchdog. Blocks: up to
-        ``deadline_s``. Whatever it raises is logged, and it is asked again later."""
+        """Returns what is wrong now, or has happened since the last look. Thread: this watchdog's own. Blocks: up to
+        ``deadline_s``. An exception is logged, and the watchdog is asked again later."""
         raise NotImplementedError
 
     def reported(self, finding: Finding) -> None:
-        """The finding was passed on: it was not one that was to be silent still."""
+        """The finding was passed on, and not suppressed by the cooldown."""
 
     def resume(self, cursor: str) -> None:
-        """Called once before the first look with what :meth:`cursor` has said last, maybe in a process before."""
+        """Called once before the first look with the last value of :meth:`cursor`, perhaps of an earlier process."""
 
     def cursor(self) -> str:
-        """How far it has read; "": it does not need to know."""
+        """How far it has read, as text; "" when it keeps no position."""
         return ""
 
     def close(self) -> None:
@@ -84,11 +86,11 @@ class Watchdog:
 
 
 class WatchdogRunner:
-    """Runs one. Thread: one, with an event loop.
+    """Runs one watchdog. Thread: one, with an event loop.
 
     Args:
-        passed_on: called with each finding that is not to be silent.
-        looked: called after each look that has ended in time.
+        passed_on: called with each finding that the cooldown does not suppress.
+        looked: called after each look that has ended in time without an exception.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class WatchdogRunner:
         self._late: asyncio.Future[Sequence[Finding]] | None = None
         self._said_s: dict[tuple[str, str], float] = {}
         self._failures = 0
-        #: Of the last look.
+        #: Findings of the last look.
         self.findings: tuple[Finding, ...] = ()
 
     async def run(self) -> None:
@@ -115,13 +117,13 @@ class WatchdogRunner:
             await asyncio.sleep(wait_s)
 
     async def look_now(self, within_s: float | None = None) -> str:
-        """One look. Returns why it could not be made in time; "" when it was, and also when it has thrown."""
+        """Looks once. Returns why the look did not end in time; "" when it did, also when it raised."""
         deadline_s = self.watchdog.deadline_s if within_s is None else min(within_s, self.watchdog.deadline_s)
         async with self._lock:
             if self._late is None:
                 self._late = self._begin()
             elif within_s is None and not self._late.done():
-                return ""  # it was said
+                return ""  # this was logged already
             looking = self._late
             try:
                 found = await asyncio.wait_for(asyncio.shield(looking), deadline_s)
@@ -156,7 +158,7 @@ class WatchdogRunner:
                 return
             if error is not None:
                 future.set_exception(error)
-                future.exception()  # retrieved: nobody may be waiting
+                future.exception()  # marks it as retrieved, because nobody may be waiting for it
             else:
                 future.set_result(found or ())
 
@@ -196,7 +198,7 @@ class WatchdogRunner:
                 logger.exception("watchdog %s fails after a finding was passed on", self.watchdog.name)
 
     def close(self) -> None:
-        """Ends its thread, unless it hangs: then it ends with the process. Blocks: up to 1 s. Idempotent."""
+        """Ends the thread; one that hangs ends with the process. Blocks: up to 1 s. Idempotent."""
         if self._thread is None:
             return
         self._work.put(None)

@@ -1,4 +1,4 @@
-"""Folders that ranks and agents write to: is there room, and is what is written also stored?"""
+"""Checks folders that ranks and agents write to: that they have room, and that a write reaches the disk."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from resiliency.supervisor.watchdogs.base import Finding, Watchdog
 __all__ = ["DiskWatchdog"]
 
 _PROBE_BYTES = 4096
-#: Folders of which the fault is a lack of room.
+#: Errors that mean a lack of room.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskWatchdog(Watchdog):
-    """Writes and syncs a small file in each folder, and looks at its free bytes. A disk that hangs makes it late, which
-    a check says.
+    """Writes and syncs a small file in each folder, and reads its free bytes. A disk that hangs makes the look late,
+    which a check of the host reports.
 
     Args:
-        folders: that must be there and writable.
-        min_free_bytes: for this user, of each.
+        folders: must exist and be writable.
+        min_free_bytes: that this user must have free in each.
     """
 
     name = "disk"

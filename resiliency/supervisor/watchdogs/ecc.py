@@ -1,4 +1,4 @@
-"""Memory errors that ECC could not correct, by the driver's counters since it was loaded."""
+"""Watches for memory errors that ECC could not correct, by the driver's counters since it was loaded."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def ecc_finding(device: str, count: int, text: str) -> Finding:
 
 
 class EccWatchdog(Watchdog):
-    """What was counted before the first look is no news; what is counted after it is, until it was passed on.
+    """Reports what the counters gain after the first look, again at each look until it was passed on.
 
     Args:
-        source: file with "device count" lines instead of the driver, for tests.
+        source: file with "device count" lines that replaces the driver in tests.
     """
 
     name = "ecc"
@@ -66,7 +66,7 @@ class EccWatchdog(Watchdog):
         found = []
         for device, count in self._seen.items():
             before = self._baseline.setdefault(device, 0)
-            if count < before:  # the driver, or the device, was started again
+            if count < before:  # the driver or the device was restarted
                 self._baseline[device] = 0
                 before = 0
             if count > before:
@@ -85,7 +85,7 @@ def _reader(source: str) -> Callable[[], Counts] | None:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
         return lambda: _from_nvml(nvml)
-    except Exception as error:  # of pynvml's own kinds, too: without a driver it raises NVMLError
+    except Exception as error:  # also pynvml's own kinds: without a driver it raises NVMLError
         logger.debug("NVML cannot be used: %s", error)
     return _from_smi if shutil.which("nvidia-smi") else None
 
@@ -103,7 +103,7 @@ def _from_nvml(nvml: Any) -> Counts:
                 )
             )
         except nvml.NVMLError_NotSupported:
-            continue  # ECC is off, or it has none
+            continue  # ECC is off, or the device has none
     return counts
 
 
@@ -128,7 +128,7 @@ def _from_file(path: str) -> Counts:
 
 
 def short_address(address: str) -> str:
-    """As in the kernel's log: "00000000:3B:00.0" is "0000:3b:00"."""
+    """The address as in the kernel's log: "00000000:3B:00.0" becomes "0000:3b:00"."""
     domain, _, rest = address.lower().partition(":")
     if not rest:
         return address.lower()

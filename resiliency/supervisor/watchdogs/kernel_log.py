@@ -1,6 +1,6 @@
-"""Lines of the kernel, each once: from the kernel's own ring, from a file, or from the journal.
+"""Reads each line of the kernel's log once: from the kernel's own ring, from a file, or from the journal.
 
-All of them have a cursor, a text with which another process goes on where this one has stopped.
+Each source has a cursor, a text with which another process continues where this one has stopped.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _JOURNAL_TIMEOUT_S = 8.0
 
 
 class KernelLog(Protocol):
-    """Where lines come from. Thread: one."""
+    """A source of lines. Thread: one."""
 
     def resume(self, cursor: str) -> None:
-        """Goes on behind the cursor; "": with what comes from now on."""
+        """Continues after the cursor; "": with lines that come from now on."""
 
     def lines(self) -> Iterator[str]:
-        """Those that have come. Blocks: no."""
+        """The lines that have come since. Blocks: no."""
 
     def cursor(self) -> str:
-        """Behind the last line that was given."""
+        """The position after the last line that was returned."""
 
     def close(self) -> None: ...
 
 
 def open_kernel_log(source: str = "") -> KernelLog:
-    """Of a path, for tests and containers; "": the ring, or the journal where the ring cannot be read.
+    """Opens the log at a path, for tests and containers; "": the ring, or the journal where the ring may not be read.
 
     Raises:
-        OSError: there is none that can be read.
+        OSError: no log can be read.
     """
     if source and source != RING:
         return FileLog(source)
@@ -61,7 +61,7 @@ def open_kernel_log(source: str = "") -> KernelLog:
 
 
 class Ring:
-    """``/dev/kmsg``: each read is one record, with a number that never comes again until the next boot."""
+    """``/dev/kmsg``: each read returns one record, whose number is unique until the next boot."""
 
     def __init__(self, path: str = RING) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -75,10 +75,10 @@ class Ring:
             self._last = int(number)
             os.lseek(self._fd, 0, os.SEEK_SET)
         elif cursor:
-            self._last = -1  # all of this boot is new
+            self._last = -1  # everything since this boot is new
             os.lseek(self._fd, 0, os.SEEK_SET)
         else:
-            for _ in self.lines():  # where the end is, only the last record says
+            for _ in self.lines():  # only the last record tells where the end is
                 pass
 
     def lines(self) -> Iterator[str]:
@@ -90,7 +90,7 @@ class Ring:
             except OSError as error:
                 if error.errno != errno.EPIPE:
                     raise
-                continue  # what came next was overwritten: the next read gives the oldest that is left
+                continue  # the next records were overwritten: the next read returns the oldest that is left
             if not record:
                 return
             number, text = _parsed(record)
@@ -115,7 +115,8 @@ class Ring:
 
 
 def _parsed(record: bytes) -> tuple[int | None, str]:
-    """ "priority,number,microseconds,flags[,...];text", continued by lines that begin with a space."""
+    """Splits "priority,number,microseconds,flags[,...];text", whose further lines begin with a space, into number and
+    text. The number is None when the record is not of that form."""
     head, found, rest = record.decode(errors="replace").partition(";")
     fields = head.split(",")
     if not found or len(fields) < 3 or not fields[1].isdecimal():
@@ -124,7 +125,7 @@ def _parsed(record: bytes) -> tuple[int | None, str]:
 
 
 class FileLog:
-    """A file that grows, with one line a message. One that was replaced or cut begins anew."""
+    """A file that grows by one line for each message. A file that was replaced or truncated is read from its start."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -164,7 +165,7 @@ class FileLog:
             return
         before = os.fstat(self._file)
         if (now.st_dev, now.st_ino) != (before.st_dev, before.st_ino):
-            yield from self._read()  # what was written until it was replaced
+            yield from self._read()  # what was written before the file was replaced
             self.close()
             self._open()
             yield from self._read()
@@ -191,7 +192,7 @@ class FileLog:
 
 
 class Journal:
-    """``journalctl -k``, asked again each time for what came behind its cursor."""
+    """``journalctl -k``, run each time for what comes after its cursor."""
 
     def __init__(self, program: str = "journalctl") -> None:
         self._program = program
@@ -214,7 +215,7 @@ class Journal:
                 entry = json.loads(line)
                 self._cursor, message = str(entry["__CURSOR"]), entry.get("MESSAGE")
             except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # half a line, of a journal that is being written
+                continue  # an incomplete line, because the journal is being written
             if isinstance(message, str):
                 yield message
 
@@ -222,4 +223,4 @@ class Journal:
         return self._cursor
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""

@@ -1,4 +1,4 @@
-"""Memory of the host and of the control group that this process is in, and how much of the time tasks wait for it."""
+"""Watches the memory of the host and of this process's control group, and how long tasks wait for memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PRESSURE = re.compile(r"^full .*?avg60=([0-9.]+)", re.MULTILINE)
 
 
 class MemoryWatchdog(Watchdog):
-    """Too little available memory takes the host out: the kernel would kill a rank soon. Pressure is a warning: the job
-    is slow, and goes on.
+    """Too little available memory takes the host out, because the kernel would soon kill a rank. Memory pressure is
+    only a warning, because the job goes on, slowly.
 
     Args:
         min_available_bytes: of the host, and of the control group where it has a limit.
-        most_pressure: percent of the last minute in which all tasks have waited for memory.
-        root: of the file system, for tests.
+        most_pressure: percent of the last minute in which all tasks waited for memory.
+        root: root of the file system, for tests.
     """
 
     name = "memory"
@@ -45,7 +45,7 @@ class MemoryWatchdog(Watchdog):
         return found
 
     def _text(self, path: str) -> str:
-        """Of a file; "": this kernel has none."""
+        """The content of a file; "" when this kernel does not have it."""
         try:
             return (self._root / path).read_text()
         except OSError:
@@ -56,8 +56,8 @@ class MemoryWatchdog(Watchdog):
         return None if found is None else int(found[1]) * 1024
 
     def _of_group(self) -> int | None:
-        """The least of the group and those above it. What the kernel can give back at once, pages of files that were
-        not used of late, is available."""
+        """Available bytes of this process's control group and those above it, the least of them; None without a limit.
+        Pages of files that were not used lately count as available, because the kernel can free them at once."""
         least: int | None = None
         for line in self._text("proc/self/cgroup").splitlines():
             _, kinds, path = line.split(":", 2) if line.count(":") >= 2 else ("", "?", "")

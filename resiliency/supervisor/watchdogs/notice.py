@@ -1,4 +1,4 @@
-"""A machine that was told to go: by a file, or by the metadata server of Google's cloud."""
+"""Notices that the machine was told to go: by a file, or by the metadata server of Google's cloud."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 class NoticeWatchdog(Watchdog):
-    """The host gets no ranks while its notice stands: those that save and leave on it would be started there again, and
-    leave again. A maintenance that is over, or a file that is removed, gives it back.
+    """Takes the host out while the notice stands, because ranks that save and leave would be started there again, and
+    leave again. When a maintenance is over, or the file is removed, the host can have ranks again.
 
     Args:
-        file: path that is there while the host is to go; "": none.
-        metadata_server: address of it, "auto": Google's on a machine of Google's; "": none.
+        file: path that exists while the host is to go; "": none.
+        metadata_server: its address; "auto": Google's, on a machine of Google's; "": none.
     """
 
     name = "notice"
@@ -44,7 +44,7 @@ class NoticeWatchdog(Watchdog):
         try:
             said = notice_of(self._server)
         except (OSError, http.client.HTTPException) as error:
-            if not self._unheard:  # and it is asked as often as before: notices are short
+            if not self._unheard:  # it is asked as often as before, because notices are short
                 logger.warning(
                     "the metadata server %s does not answer (%r): its notices are not seen", self._server, error
                 )

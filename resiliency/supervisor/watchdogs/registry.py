@@ -1,4 +1,4 @@
-"""The watchdogs of a host: which there are, and all of them at once."""
+"""The watchdogs of a host: makes them by name, and runs them together."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ __all__ = ["ENTRY_POINTS", "WatchdogSettings", "Watchdogs", "make_watchdogs"]
 
 logger = logging.getLogger(__name__)
 
-#: Group of entry points: name -> a class, or a function without arguments, that gives a watchdog.
+#: Group of entry points: name -> a class, or a function without arguments, that returns a watchdog.
 ENTRY_POINTS = "resiliency.watchdogs"
 _LONGEST_DETAIL = 1000
-#: Seconds between two writes of how far watchdogs have read, where they have found nothing.
+#: Seconds between two writes of the watchdogs' cursors while nothing is found.
 _KEEP_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogSettings:
-    """Of those that come with the library.
+    """Settings of the watchdogs that come with the library.
 
     Attributes:
-        xid_source: file that kernel messages are read from; "": the kernel's own.
+        xid_source: file that kernel messages are read from; "": the kernel's own log.
         ecc_source: file of counters, for tests; "": the driver's.
-        folders: that must be writable.
+        folders: must be writable.
         min_free_bytes: of each folder.
-        min_available_bytes: of memory, of the host and of its control group.
-        notice_file: that is there while the host is to go; "": none.
+        min_available_bytes: of memory, for the host and its control group.
+        notice_file: path that exists while the host is to go; "": none.
         metadata_server: see :class:`~resiliency.supervisor.watchdogs.notice.NoticeWatchdog`.
     """
 
@@ -67,10 +67,10 @@ def _builtin(settings: WatchdogSettings) -> dict[str, Callable[[], Watchdog]]:
 
 
 def make_watchdogs(names: Sequence[str], settings: WatchdogSettings) -> list[Watchdog]:
-    """Those that were asked for; an empty list of names: all that come with the library.
+    """Makes the named watchdogs; without names, all that come with the library.
 
     Raises:
-        ConfigError: there is none of a name, or it cannot be made.
+        ConfigError: no watchdog has that name, or it cannot be made.
     """
     builtin = _builtin(settings)
     return [_make(name, builtin) for name in names or builtin]
@@ -99,10 +99,10 @@ def _make(name: str, builtin: Mapping[str, Callable[[], Watchdog]]) -> Watchdog:
 
 
 class Watchdogs:
-    """Thread: one, with an event loop.
+    """Runs the watchdogs of a host. Thread: one, with an event loop.
 
     Args:
-        observed: called with what the supervisor is to hear.
+        observed: called with each observation for the supervisor.
         save: makes ``state`` durable.
     """
 
@@ -126,7 +126,8 @@ class Watchdogs:
         self._tasks = [asyncio.create_task(runner.run()) for runner in self._runners]
 
     def _looked(self) -> None:
-        """What was passed on is not to be read again; what was read besides may be."""
+        """Stores the cursors after a finding, and once a minute otherwise: a finding that was passed on must not be
+        read again, and other lines may be."""
         new = any(
             runner.watchdog.cursor() and runner.watchdog.name not in self._state.cursors for runner in self._runners
         )
@@ -134,7 +135,7 @@ class Watchdogs:
             self.keep_cursors()
 
     def put_in(self, finding: Finding) -> None:
-        """As if a watchdog had found it just now, for the first time."""
+        """Handles a finding as if a watchdog had just found it for the first time."""
         self._passed_on(finding)
 
     def _passed_on(self, finding: Finding) -> None:
@@ -168,15 +169,17 @@ class Watchdogs:
         )
 
     async def look_all(self, within_s: float) -> list[str]:
-        """All of them, now, at once. Returns which could not look in time. Blocks: up to ``within_s``."""
+        """Has all watchdogs look at once. Returns the problems of those that did not end in time. Blocks: up to
+        ``within_s``."""
         late = await asyncio.gather(*(runner.look_now(within_s) for runner in self._runners))
         return [problem for problem in late if problem]
 
     def problems(self, *, resettable: bool = True) -> list[str]:
-        """What takes the host out now: of the last looks, and what lasts until a restart of the host or device.
+        """What takes the host out now: findings of the last looks, and faults that last until the host or device is
+        restarted.
 
         Args:
-            resettable: also what a reset of the device mends.
+            resettable: includes faults that a reset of the device mends.
         """
         now = [
             finding.detail
@@ -188,7 +191,7 @@ class Watchdogs:
         return [*now, *(f"device {fault.device}: {fault.detail}" for fault in lasting)]
 
     def asking_for_reset(self) -> list[Observation]:
-        """What lasts until a reset of a device, as it was observed once."""
+        """Faults that a reset of the device mends, as they were observed first."""
         return [self._fault_seen(fault) for fault in self._state.faults if _asks_for_reset(fault)]
 
     def _fault_seen(self, fault: Fault) -> Observation:
@@ -201,18 +204,18 @@ class Watchdogs:
         )
 
     def faulty(self) -> list[str]:
-        """Devices that ask for a reset."""
+        """Devices that need a reset."""
         return sorted({fault.device for fault in self._state.faults if _asks_for_reset(fault)})
 
     def were_reset(self, devices: Sequence[str]) -> None:
-        """What a reset mends is forgotten."""
+        """Forgets the faults of these devices that a reset mends."""
         self._state.faults = [
             fault for fault in self._state.faults if not (fault.device in devices and _asks_for_reset(fault))
         ]
         self._save()
 
     def keep_cursors(self) -> None:
-        """Writes down how far they have read, where that has changed."""
+        """Stores how far the watchdogs have read, if that has changed."""
         self._keep_now, self._kept_s = False, time.monotonic()
         cursors = {runner.watchdog.name: runner.watchdog.cursor() for runner in self._runners}
         cursors = {name: cursor for name, cursor in cursors.items() if cursor}
@@ -221,7 +224,7 @@ class Watchdogs:
             self._save()
 
     async def close(self) -> None:
-        """Blocks: up to 1 s a watchdog that hangs. Idempotent."""
+        """Stops all watchdogs. Blocks: up to 1 s for each watchdog that hangs. Idempotent."""
         tasks, self._tasks = self._tasks, []
         await end_tasks(tasks)
         for runner in self._runners:

@@ -1,4 +1,4 @@
-"""XIDs: what NVIDIA's driver says of its devices in the kernel's log."""
+"""Watches for XIDs, the errors that NVIDIA's driver reports in the kernel's log."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["XidWatchdog", "parse_xid", "xid_finding"]
 
 logger = logging.getLogger(__name__)
 
-#: "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.", also with no text, and of older drivers
-#: without "PCI:"; the code is never in what a program can write there.
+#: Matches "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.", also without a text, and without
+#: "PCI:" as older drivers write it. The code stands before any text that a program can influence.
 _LINE = re.compile(r"\bNVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)[^)]*\): (\d{1,4})\b[,:]?\s*(.*)")
 
 
 def parse_xid(line: str) -> tuple[str, int, str] | None:
-    """Device, code and the rest of a line; None: it is about something else."""
+    """Device, code and the rest of a line; None when the line is no XID."""
     found = _LINE.search(line)
     return None if found is None else (found[1].lower(), int(found[2]), found[3].strip())
 
 
 def xid_finding(device: str, code: int, text: str) -> Finding:
-    """By the class of the code."""
+    """The finding of an XID, with the class of its code."""
     known = meaning(code, text)
     return Finding(
-        code=f"xid-{code}/{known.device_class}",  # of XID 154 the class changes
+        code=f"xid-{code}/{known.device_class}",  # XID 154 can have several classes
         device=device,
         device_class=known.device_class,
         detail=f"XID {code}, {known.name}: {text or '(no text)'} [{known.device_class}: {known.reason}]",
@@ -37,7 +37,11 @@ def xid_finding(device: str, code: int, text: str) -> Finding:
 
 
 class XidWatchdog(Watchdog):
-    """Args: source: see :func:`~resiliency.supervisor.watchdogs.kernel_log.open_kernel_log`."""
+    """Reads the kernel's log.
+
+    Args:
+        source: see :func:`~resiliency.supervisor.watchdogs.kernel_log.open_kernel_log`.
+    """
 
     name = "xid"
     interval_s = 1.0
@@ -67,7 +71,7 @@ class XidWatchdog(Watchdog):
                 logger.warning("XID %d is not known to this version, and is ignored: %s", code, line[:300])
             found.append(xid_finding(device, code, text))
         self._cursor = self._log.cursor()
-        # The worst first: of one device the others are often its echo.
+        # The worst first, because further XIDs of a device are often consequences of it.
         return sorted(found, key=lambda one: -_ORDER.index(one.device_class or DeviceClass.IGNORE))
 
     def cursor(self) -> str:

@@ -1,9 +1,9 @@
-"""What each XID asks for. Codes, names and NVIDIA's recommended actions: its XID catalogue for A100 and newer,
-https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html; which class follows from them is decided here.
+"""What each XID needs. Codes, names and NVIDIA's recommended actions are from its XID catalogue for A100 and newer,
+https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html; the class that follows from them is decided here.
 
-A code that is not in the table is ignored, with a warning: new drivers have new notes, and a fault that matters is seen
-by what it does (ranks that die or hang), which swaps a host that fails again and again. To swap every host whose driver
-says something new would empty a cluster after an update of the driver.
+A code that is not in the table is ignored, with a warning: new drivers have new notes, and a fault that matters shows
+in its effects (ranks that die or hang), which swap a host that fails again and again. If each unknown code swapped its
+host, an update of the driver could empty a cluster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ __all__ = ["XID_CODES", "XidCode", "meaning"]
 
 @dataclass(frozen=True, kw_only=True)
 class XidCode:
-    """Attributes: reason: why it is of this class."""
+    """One code.
+
+    Attributes:
+        reason: why it has this class.
+    """
 
     code: int
     name: str
@@ -34,7 +38,7 @@ _NVLINK5 = (
     "NVIDIA: decode the registers; the worst that they can say, and the usual for a link that is down, is a reset"
 )
 
-#: Those that are used, without families.
+#: Codes that are in use, except families of codes.
 _ROWS: list[tuple[int, str, DeviceClass, str]] = [
     (8, "GPU stopped processing", _S, "NVIDIA: restart the application"),
     (11, "invalid or corrupted push buffer", _A, "NVIDIA: restart and check the application"),
@@ -160,7 +164,7 @@ def _table() -> dict[int, XidCode]:
 
 XID_CODES = _table()
 
-#: Of XID 154: "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)".
+#: Matches the text of XID 154: "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)".
 _ACTION = re.compile(r"\bto\s+0x[0-9a-f]+\s*\(([^)]*)\)", re.IGNORECASE)
 _ACTIONS = {
     "none": _I,
@@ -172,7 +176,7 @@ _ACTIONS = {
 
 
 def meaning(code: int, text: str = "") -> XidCode:
-    """Of a code, with what the driver has said behind it."""
+    """The entry of a code. For XID 154 the text that the driver wrote after it decides the class."""
     known = XID_CODES.get(code)
     if known is None:
         return XidCode(code=code, name="not known to this version", device_class=_I, reason="see xid_codes.py")
