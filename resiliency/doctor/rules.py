@@ -14,7 +14,7 @@ __all__ = ["HostFinding", "Verdict", "judge_folder", "judge_host", "judge_ports"
 _GIB = 1024**3
 _MIB = 1024**2
 #: Files of a state's size that must fit in a folder: two that are prepared, and one that is kept or uploaded.
-_FILES_ON_RAMDISK = 3
+_WORKING_FILES = 3
 #: The size of ``/dev/shm`` in a container by default.
 _CONTAINER_SHM = 64 * _MIB
 _SLOW_NAMES_S = 0.5
@@ -250,7 +250,7 @@ def judge_folder(folder: Folder, host: Host, *, state_bytes: int) -> Iterator[Ho
         remedy = "make it, or mount a volume there that this user may write to"
         yield HostFinding(check=check, verdict=Verdict.BROKEN, found=folder.problem, remedy=remedy)
         return
-    need = _FILES_ON_RAMDISK * state_bytes
+    need = _WORKING_FILES * state_bytes
     found = f"{kind}, {_size(folder.free_bytes)} free"
     if state_bytes and folder.free_bytes < need:
         remedy = f"{_size(need)} are needed for a state of {_size(state_bytes)}: what is kept, and the next two saves"
@@ -308,7 +308,7 @@ def judge_ramdisk(folder: Folder, host: Host, *, state_bytes: int) -> Iterator[H
         remedy = "no local tier in memory is possible there; pass another folder with --ramdisk"
         yield HostFinding(check=check, verdict=Verdict.NOTE, found=found, remedy=remedy)
         return
-    need = _FILES_ON_RAMDISK * state_bytes
+    need = _WORKING_FILES * state_bytes
     found = f"{_size(folder.free_bytes)} free of {_size(host.memory_bytes)} of memory"
     if folder.free_bytes <= _CONTAINER_SHM:
         remedy = "start the container with --shm-size, or mount an emptyDir with medium: Memory; loaders need it, too"

@@ -130,7 +130,9 @@ class Stop:
             self._changed.wait_for(lambda: self._left or self._closed or self._agreed is False, left_s)
             left = self._left or self._closed
         if not left:
-            logger.warning("rank %d has not come to the place where all stop: it is interrupted where it is", self.rank)
+            logger.warning(
+                "rank %d has not reached the batch where all ranks stop: its main thread is interrupted", self.rank
+            )
         while not left and _now() < self._deadline:
             self._interrupt()
             with self._changed:

@@ -169,7 +169,9 @@ class _Api:
     async def start(self, request: web.Request, service: Service) -> web.StreamResponse:
         name = request.match_info["name"]
         if not service.start_workload(name):
-            return _error(409, f"no workload {name[:80]!r} has ended that is in the file; there are: {_names(service)}")
+            return _error(
+                409, f"no workload {name[:80]!r} of the settings file has ended; there are: {_names(service)}"
+            )
         return _done(f"{name} begins again as soon as its hosts are ready")
 
 

@@ -101,7 +101,7 @@ class Asks:
         if self._is_kept(ask.kind):
             self._state.remember_ask(AskMemory(plan=ask.plan, at=ask.at, epoch=ask.epoch))
             if not self._save():
-                return "it was not begun, because the monitor cannot write down that it has"
+                return "not begun: the monitor cannot write its state file"
         within_s = max(0.0, ask.timeout_s * _SHARE)
         try:
             return await asyncio.wait_for(carry_out(ask, within_s), within_s + (ask.timeout_s - within_s) / 2)

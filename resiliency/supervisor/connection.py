@@ -274,7 +274,7 @@ class SupervisorConnection:
         def is_later(term: int) -> None:
             self._check_term(term)
             if term <= opened.welcome.term:
-                raise AgentError(f"its term is {term}, as that of the one that does not answer")
+                raise AgentError(f"its term {term} is that of the supervisor that does not answer, so it does not lead")
 
         while True:
             quiet_s = time.monotonic() - self._heard_s
@@ -313,7 +313,9 @@ class SupervisorConnection:
                 if not isinstance(message, Desired):
                     raise AgentError(f"it has sent {type(message).__name__}, which is no message for a monitor")
                 if message.term < term:
-                    raise AgentError(f"it was of term {term}, and says now that it is of {message.term}")
+                    raise AgentError(
+                        f"its term was {term} when it was connected, and is {message.term} in this message"
+                    )
                 self._check_term(message.term)
                 self._obey(message)
 
@@ -321,7 +323,7 @@ class SupervisorConnection:
         silent_s = max(_SILENT_S, _SILENT_PERIODS * period_s)
         while True:
             if self._blocked_until_s > time.monotonic():
-                raise AgentError("it was cut by a fault that was put in")
+                raise AgentError("the connection was cut on purpose, by an injected partition")
             self._news.clear()
             await self._send(socket, pack(self._report()), silent_s)
             answers, self._answers = self._answers, []

@@ -538,7 +538,7 @@ class Controller:
             if not situation.trains:
                 situation = replace(situation, observations=incident.observations[-1:])
             else:
-                self._close(workload, "what was seen holds no longer", now_s, wall)
+                self._close(workload, "no fault is observed any more, and the job trains", now_s, wall)
                 self._set(replace(self._workloads[workload.name], state=WorkloadState.RUNNING, since_s=now_s))
                 return
         if self._trains_on(situation, now_s):

@@ -678,7 +678,7 @@ class HostMonitor:
                 host=self._settings.host,
                 workload=seen.workload,
                 epoch=epoch,
-                detail=f"ranks {ranks} have lost a peer, and nobody has said which",
+                detail=f"ranks {ranks} have lost a peer, and no host has reported a lost rank",
             )
         )
 

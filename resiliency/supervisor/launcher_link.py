@@ -117,7 +117,7 @@ class LauncherLink:
         except AgentError as error:
             if not self._complained:
                 self._complained = True
-                logger.error("the launcher says something that is not listened to (said once): %s", error)
+                logger.error("a message of the launcher is ignored (logged once): %s", error)
             return
         except OSError as error:
             logger.warning("the connection to the launcher broke: %s", error)

@@ -59,7 +59,7 @@ class Metrics(Collector):
         yield _gauge("leads", "1 in the supervisor that leads", float(service is not None))
         if service is None:
             return
-        yield _gauge("term", "Of the leadership", service.term)
+        yield _gauge("term", "Term of this leader", service.term)
         yield _gauge("connections", "Monitors that are connected", service.connected())
         yield _gauge("store_ok", "0 while the state file cannot be written", float(not service.store_problem))
         yield _gauge("frozen", "1 while so many hosts are silent that nothing is done", float(service.sensor.frozen))
@@ -84,7 +84,7 @@ class Metrics(Collector):
         for kind, count in counts.messages.items():
             messages.add_metric([kind], count)
         yield messages
-        refused = CounterMetricFamily(f"{_PREFIX}_refused", "Not listened to, by reason", labels=["reason"])
+        refused = CounterMetricFamily(f"{_PREFIX}_refused", "Messages and calls refused, by reason", labels=["reason"])
         for reason, count in (counts.refused + service.controller.refused).items():
             refused.add_metric([reason], count)
         yield refused
@@ -94,8 +94,12 @@ class Metrics(Collector):
 
     def _workloads(self, service: Service) -> Iterator[Metric]:
         state = GaugeMetricFamily(f"{_PREFIX}_workload_state", "1 for the present state", labels=["workload", "state"])
-        epoch = GaugeMetricFamily(f"{_PREFIX}_workload_epoch", "Sets of places so far", labels=["workload"])
-        replicas = GaugeMetricFamily(f"{_PREFIX}_workload_replicas", "With places now", labels=["workload"])
+        epoch = GaugeMetricFamily(
+            f"{_PREFIX}_workload_epoch", "Epochs so far; a new set of places is a new epoch", labels=["workload"]
+        )
+        replicas = GaugeMetricFamily(
+            f"{_PREFIX}_workload_replicas", "Replicas that have places now", labels=["workload"]
+        )
         step = GaugeMetricFamily(f"{_PREFIX}_workload_step", "The furthest that was reported", labels=["workload"])
         goodput = GaugeMetricFamily(
             f"{_PREFIX}_workload_goodput",

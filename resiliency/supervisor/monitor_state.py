@@ -188,8 +188,8 @@ class StateFolder:
         except (OSError, ValueError, RecursionError) as error:
             aside = f"{path}.bad"
             logger.error(
-                "%s cannot be read (%s) and is put aside as %s; a launcher that runs is looked for among all processes,"
-                " and which supervisor was the last is not known",
+                "%s cannot be read (%s) and is put aside as %s; a running launcher is searched for among all processes,"
+                " and the term of the last supervisor is unknown",
                 path,
                 error,
                 aside,
@@ -225,7 +225,7 @@ class StateFolder:
                 os.close(folder)
         except OSError as error:
             if not self._problem:
-                logger.error("what this monitor must not forget cannot be written to %s: %s", self._file, error)
+                logger.error("the state of this monitor cannot be written to %s: %s", self._file, error)
             self._problem = f"the state folder {self.path} cannot be written: {error.strerror}"
             return False
         self._problem = ""

@@ -234,7 +234,7 @@ def problem_of(remedy: Remedy, situation: Situation) -> str:
         return f"{', '.join(strangers)} has no place in {workload.name}"
     if remedy.kind is RemedyKind.NOTHING:
         if not situation.trains:
-            return "nothing trains, and something must be done"
+            return "no rank trains, so doing nothing is no remedy"
         lost = [one for one in situation.observations if not one.is_planned and not _may_be_left(one)]
         return f"{lost[0].kind} of {lost[0].host}: the job cannot go on without a remedy" if lost else ""
     places = places_after(remedy, situation)

@@ -384,7 +384,7 @@ class Sensor:
                 self._thaws_at_s = now_s + self._settings.thaw_s
             if now_s >= self._thaws_at_s:
                 self._frozen, self._thaws_at_s = False, None
-                logger.warning("enough hosts are heard of again; what is still silent is seen to")
+                logger.warning("enough hosts report again; those that are still silent are now judged")
 
 
 def _heard_at(host: Host, now_s: float) -> Host:

@@ -313,7 +313,7 @@ class Service:
         """
         told = f"this host has obeyed a supervisor of term {term}, and the term of this one is {self.term}"
         if term >= _MOST_TERM:
-            return f"{term} is no term"
+            return f"term {term} is not valid"
         loop = asyncio.get_running_loop()
         try:
             if self.settings.dry_run or await loop.run_in_executor(self._executor, self._store.has_given_places):

@@ -345,7 +345,7 @@ def _refuse_unknown(data: Mapping[Any, Any], known: set[str], where: str) -> Non
             continue
         near = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else f"; there are: {', '.join(sorted(known))}"
-        raise ConfigError(f"{where}nobody knows the key {key!r}{hint}")
+        raise ConfigError(f"{where}unknown key {key!r}{hint}")
 
 
 def _check_kind(where: str, value: Any, kind: str) -> None:
@@ -369,7 +369,7 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"nobody knows the key {place!r}"
+        return f"unknown key {place!r}"
     said = f"={first['input']!r:.100}" if not isinstance(first["input"], dict) else ""
     message = first["msg"].removeprefix("Value error, ")
     return f"{place}{said}: {message}"

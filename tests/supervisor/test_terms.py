@@ -130,7 +130,7 @@ def test_a_term_that_is_none_changes_nothing(tmp_path: Path, term: int) -> None:
         async with leading(settings(tmp_path)) as supervisor:
             service = supervisor.service
             answer = await greeted(supervisor, term)
-            assert isinstance(answer, Refused) and "is no term" in answer.reason
+            assert isinstance(answer, Refused) and "is not valid" in answer.reason
             assert isinstance(await greeted(supervisor, 0), Welcome) and supervisor.service is service
 
     run(work)
