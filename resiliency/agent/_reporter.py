@@ -27,7 +27,7 @@ _EVENTS = {Stage.COMMITTED: EventKind.CHECKPOINT_SAVED, Stage.DURABLE: EventKind
 
 
 class Reporter:
-    """Sends notices, writes events and logs. Thread: any. Blocks: no.
+    """Sends notices, writes events and logs. Thread: any.
 
     Args:
         ranks: ranks of this host.

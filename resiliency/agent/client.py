@@ -113,7 +113,7 @@ class AgentClient:
         self._given_up: deque[GiveUp] = deque(maxlen=16)
         self._loaded: Rescan | None = None
         self._socket: socket.socket | None = None
-        self._framer = Framer()  # of this connection
+        self._framer = Framer()  # belongs to this connection
         self._embedded: HostAgent | None = None
         self._embedded_events: EventWriter | None = None
         self._force_embedded = embedded
@@ -401,7 +401,7 @@ class AgentClient:
     # -- messages -------------------------------------------------------------------------------------------------
 
     def send(self, message: Request) -> None:
-        """Sends a message to the agent; blocks up to a second and never raises. Thread: any."""
+        """Sends a message to the agent. Blocks: about a second at most. Never raises. Thread: any."""
         with self._lock:
             if isinstance(message, Seal):
                 self._unacknowledged[message.id] = message

@@ -401,7 +401,8 @@ class HostAgent:
             uploader.hold(hold)
 
     def _delete(self, message: Delete) -> None:
-        # The serial of this attempt's first save is not known yet: until then names point to steps of earlier attempts.
+        # Before the first save of this attempt there is no ``after``; the names then point to steps of earlier
+        # attempts.
         request = DeleteRequest(upto=message.after, after=message.after, attempt=self.config.attempt)
         requests = dict.fromkeys(message.names, request)
         self._pruner.request(requests)

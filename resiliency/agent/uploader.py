@@ -120,7 +120,7 @@ class Uploader:
         return self._worker.wait_idle(deadline)
 
     def close(self) -> None:
-        """Stops retrying and ends the thread. Blocks: up to 5 s for a running call to the tier. Idempotent."""
+        """Stops retrying and ends the thread. Blocks: up to 5 s for a running call to the tier."""
         self._closing.set()
         with self._lock:
             self._lock.notify_all()  # ends the pause before the next try

@@ -268,7 +268,7 @@ class Checkpointer:
             state: a state tree or write plan like those that will be saved; tensor data is not read.
             nbytes: instead of ``state``, the expected size of this host's file in bytes.
             slots: number of files; a save needs its own while the previous step is still being committed. The agent
-                prepares at most two, and keeps two ready, on a ramdisk one after the first save.
+                prepares at most two; from the first save on it keeps one ready, on a disk two once a save found none.
         """
         parts = self._parts()
         if nbytes is None:
@@ -677,8 +677,8 @@ class Checkpointer:
             left, an older step is restored (unless ``step`` was given).
 
         Args:
-            into: a state tree whose tensors (plain or DTensor) are filled in place; None: new CPU tensors are made
-                (then the stored state must not contain DTensors).
+            into: a state tree whose tensors (plain or DTensor) are filled in place; None: new CPU tensors are made,
+                whole ones on every rank, also where the save had DTensors.
             step: the step to load; None: the newest. What is saved after loading an older step counts as newer than all
                 that was saved before, whatever its number.
             allow_pickle: also restore objects of unknown classes. Only for checkpoints you trust.

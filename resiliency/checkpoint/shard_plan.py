@@ -146,8 +146,8 @@ class ShardPlanner:
         except ConfigError:
             if host.writers and host.index == 0:
                 raise
-            # Other ranks' saves take their objects from the first rank, so what only this rank cannot store is no
-            # error.
+            # The file gets its objects from the first rank of a host, so objects that only this rank cannot store are
+            # no error.
             structure = dump(without_refused(state, is_leaf=_is_sharded), is_leaf=_is_sharded)
         if structure.leaves:
             return self._plan_sharded(state, own, lazy, coordinator, agree_timeout)

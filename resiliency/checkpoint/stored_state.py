@@ -67,7 +67,8 @@ class ReplicatedState:
         self._reader, self._path = reader, reader.path
         self._data, self._allow_pickle = reader.entry(DATA_PICKLE), allow_pickle
         self._uses: Counter[str] = Counter()
-        # The tree of place() and its leaves; None when building the tree depends on the values of tensors.
+        # The tree of place() and its leaves, kept for with_leaves(); None when the tree must be built anew from tensors
+        # with values.
         self._plain: tuple[Any, Mapping[str, Any]] | None = None
         self._is_leaf: Callable[[Any], bool] = is_leaf
 

@@ -18,7 +18,8 @@ class AttemptStores:
     store is open it leaves at once.
 
     Args:
-        keep_s: seconds that a rank may take to leave its attempt; a replaced store that is older than this is closed.
+        keep_s: seconds that a rank may take to leave its attempt. When a new store is made, the one before it is kept,
+            and earlier ones that were made more than this long ago are closed.
     """
 
     def __init__(self, *, keep_s: float) -> None:

@@ -40,7 +40,7 @@ class HangWatch:
         self._sights = RankSights(links)
 
     def look(self, processes: Mapping[int, Any]) -> None:
-        """Kills hung ranks, after all ranks have written their stacks. Blocks: a second when it kills, else no.
+        """Kills hung ranks, after all ranks have written their stacks. Blocks: a second while ranks hang, else no.
 
         Args:
             processes: running processes of this host, by global rank.

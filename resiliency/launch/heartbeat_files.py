@@ -28,7 +28,8 @@ from resiliency.settings import environment
 __all__ = ["HeartbeatFile", "RankHeartbeat", "read_heartbeats"]
 
 _FILE = re.compile(r"rank-(\d+)\.heartbeat")
-#: ``f_type`` of tmpfs and ramfs in statfs(2). Repeated here, because this package may not import the storage package.
+#: ``f_type`` of tmpfs and ramfs in statfs(2). Repeated here, because the packages launch and storage are in one layer
+#: and may not import each other.
 _IN_MEMORY = (0x01021994, 0x858458F6)
 _libc = ctypes.CDLL(None)
 

@@ -62,7 +62,8 @@ def exit_status(codes: Sequence[int], *, fewest: int, asked: int | None) -> int:
     """The exit status of a job, from those of its hosts. Pure.
 
     :data:`PREEMPTED` when any host has it, because ranks save and leave together; else 128 and ``asked`` if that is
-    set; 0 when as many hosts succeeded as the job needs; else the code of the first host that failed without a signal.
+    set; 0 when as many hosts succeeded as the job needs; else the code of the first host that failed without a signal,
+    1 if there is none.
 
     Args:
         fewest: the least number of hosts that the job needs.

@@ -236,7 +236,7 @@ def _pickled(kind: type[_Pickler], tree: Any, is_leaf: Callable[[type], bool] | 
     try:
         pickler.dump(pickler.with_tables(tree))
     except _NeedsMemo:
-        del pickler.reducer_override  # as below
+        del pickler.reducer_override  # a cycle, as below
         file = io.BytesIO()
         pickler = kind(file, is_leaf)
         pickler.dump(tree)
