@@ -326,7 +326,7 @@ class Checkpointer:
           recorded yet.
         Safe after return: everything when ``lazy`` is False. Otherwise lazy tensors must not change before
         :meth:`fence` returns; the Python objects, the small tensors and everything not lazy may.
-        Args:
+
         Args:
             step: number of the optimizer step, >= 0.
             state: any tree of dicts, lists, tuples, tensors and Python objects. Plain tensors are assumed to be equal
@@ -336,15 +336,15 @@ class Checkpointer:
             names: names by which the step can be loaded, relative to the directory ("step=100.ckpt").
             supersedes: names to be deleted once this step is committed.
             info: small JSON values shown by listings.
-                exact: False when resuming from this save is not exact; of several saves of one step an exact one is
-                    preferred.
-                lazy: True, or a function that says for a tensor whether it may be copied in the background.
-                replicated: a function that says for a plain tensor whether it is equal on all ranks, so that each rank
-                    may write a share of it; the first rank of a host writes the other tensors. None: all are equal.
-                everywhere: send this save to all remote tiers, whatever their intervals.
-                trace: records where the time of this save goes, here and in the agent.
+            exact: False when resuming from this save is not exact; of several saves of one step an exact one is
+                preferred.
+            lazy: True, or a function that says for a tensor whether it may be copied in the background.
+            replicated: a function that says for a plain tensor whether it is equal on all ranks, so that each rank may
+                write a share of it; the first rank of a host writes the other tensors. None: all are equal.
+            everywhere: send this save to all remote tiers, whatever their intervals.
+            trace: records where the time of this save goes, here and in the agent.
 
-            Returns:
+        Returns:
             A ticket, or None when the save was skipped (counted in ``skipped``, with an event and a warning). A file
             that cannot be made fails the ticket.
 

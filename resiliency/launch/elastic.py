@@ -117,7 +117,7 @@ class StandbyAgent(LocalElasticAgent):
         self._restarts = False
         #: By local rank: processes that were told to leave their attempt, to run the next one.
         self._kept: dict[int, Any] = {}
-        #: How often ranks were started, counted from 0; -1: not yet.
+        #: Number of the current start of the ranks, from 0; -1: none yet.
         self._start_number = -1
         self._start_zygote()
 

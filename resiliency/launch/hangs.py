@@ -20,7 +20,7 @@ class Seen:
     Attributes:
         page: its heartbeat page; None: it has not beaten yet.
         quiet_s: seconds since its last beat.
-        stopped_s: seconds since it was first seen stopped by a signal; 0: it is not stopped.
+        stopped_s: seconds for which it was seen stopped by a signal; 0: it is not stopped.
         saved: the newest optimizer step that it knows to be committed; -1: none.
         own_s, own_steps: seconds of its own work since its attempt began, and the number of steps they cover; 0 steps:
             it does not measure its work.

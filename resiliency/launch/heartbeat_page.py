@@ -67,7 +67,7 @@ class Page:
     Attributes:
         beats: number of beats since the rank's attempt began.
         last_s: monotonic seconds of the last sign of life, a beat or a change of phase; 0: none yet.
-        longest_s: longest seconds between two beats, without the first few.
+        longest_s: longest time between two beats in seconds, without the first few.
         watched: more beats are expected.
         phase: what the rank does.
         attempt: attempt of its job, as its launcher counts; capped at 65535.

@@ -84,7 +84,7 @@ def restartable(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
     Under ``resiliency run``, when a rank dies, the others leave ``function`` by an exception (:class:`AttemptEnded`, or
     the error that the lost peer caused), drop process groups and worker processes of data loaders, and call it again
     with the environment of the next attempt. Only the lost rank is a new process. Imports and the CUDA context are
-    kept. Without ``resiliency run``, ``restartable`` returns the result of ``function`` unchanged.
+    kept. Without ``resiliency run`` the decorated function behaves like ``function``.
 
     ``function`` must build all that belongs to an attempt: process group, model, trainer, data loaders; and resume from
     the newest checkpoint::
